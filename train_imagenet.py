@@ -14,11 +14,11 @@ from torch import nn
 
 from datasets import verify_images
 from engine import assemble, loop, planner
-from engine.classification.evaluation import evaluation_of
 from engine.configuration import config as configuration
 from engine.configuration.command_line import command_line, configured
 from engine.run import opened
 from engine.schema.classification import ClassificationRun
+from engine.tasks import classify_in_run
 
 
 def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
@@ -37,7 +37,8 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
         evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size
         images = assemble.classified_images(config.data, run.val_set, run.world, evaluated, batch_size=batch_size)
         minibatches = crops(run.schedule.total_steps, start_step=run.start_step)
-        return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluation_of(run, images)))
+        evaluate = partial(classify_in_run, run, images)
+        return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluate))
 
 
 @configured("train_imagenet", ClassificationRun)

@@ -18,8 +18,8 @@ from engine.configuration.command_line import command_line, configured
 from engine.console import counted
 from engine.run import opened
 from engine.schema.segmentation import SegmentationRun
-from engine.segmentation.evaluation import evaluation_of
 from engine.segmentation.pictures import class_legend
+from engine.tasks import segment_in_run
 
 
 def train(values: DictConfig, command: str = "train_seg.train") -> dict:
@@ -59,7 +59,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         run.learner.statistics_minibatches = assemble.training_loader(config, train_set, steps, world, index=index)
         loss = assemble.loss(config.loss, train_set.ignore_index, index).to(world.device)
         images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, trainer.evaluate_images)
-        return run.conclude(loop.train(run, minibatches, loss, evaluation_of(run, images)))
+        return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images)))
 
 
 @configured("train_seg", SegmentationRun)

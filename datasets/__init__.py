@@ -9,19 +9,26 @@ from datasets.cityscapes import cityscapes
 from datasets.class_index import ClassIndex, index_classes
 from datasets.class_table import ClassTable
 from datasets.classification import ClassificationDataset
-from datasets.classification_items import ClassificationCrops, EvaluatedImages, collated
 from datasets.coco_stuff import coco_stuff
 from datasets.colour_jitter import ColourJitter, Lighting
 from datasets.folder import folder
 from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
 from datasets.imagenet import image_folder, imagenet
-from datasets.inspection import Inspection, inspect, inspect_images
-from datasets.loading import Draw, TrainingCrops, WholeImages
+from datasets.loading import (
+    ClassificationCrops,
+    CropsInMemory,
+    Draw,
+    EvaluatedImages,
+    ImagesInMemory,
+    TrainingCrops,
+    WholeImages,
+    collated,
+)
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, SegmentationDataset
 from datasets.shapes import shapes
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
-from datasets.verify import verify, verify_images
+from datasets.verify import Inspection, inspect, inspect_images, verify, verify_images
 from datasets.vistas import vistas
 from datasets.workers import Workers, reading_errors, worker_init

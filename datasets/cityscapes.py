@@ -11,8 +11,6 @@ from datasets.reading import decode_uint16
 from datasets.segmentation import INSTANCES_PER_CLASS, Files, SegmentationDataset
 from datasets.time_limit import limited
 
-IMAGES = {"train": 2975, "val": 500, "test": 1525}  # in the official splits
-
 _IMAGE_SUFFIX = "_leftImg8bit.png"
 _LABEL_SUFFIX = "_gtFine_labelIds.png"
 _INSTANCE_SUFFIX = "_gtFine_instanceIds.png"  # 1000 * id + number, or the id alone, e.g. for groups
@@ -71,7 +69,7 @@ _INSTANCE_IDS[list(_IDS)] = np.arange(len(_IDS) * INSTANCES_PER_CLASS).reshape(-
 
 _LAYOUT = Layout(
     name="cityscapes",
-    splits=tuple(IMAGES),
+    splits=("train", "val", "test"),
     tree=f"""
 DIR/leftImg8bit/train/CITY/CITY_SEQ_FRAME{_IMAGE_SUFFIX}
 DIR/leftImg8bit/val/...

@@ -5,7 +5,7 @@ Class-uniform sampling draws from it. Building it takes one pass over the labels
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,12 +16,12 @@ import numpy as np
 
 from datasets.cache import cache_folder, read_arrays, write_arrays
 from datasets.segmentation import SegmentationDataset
-from datasets.workers import Progress, in_order
+from datasets.verify import every
+from datasets.workers import Progress
 
 POSITIONS = 32  # kept per image and class
 _VERSION = 1  # increment when counts or samples change
 _SEED = 0
-_PART = 128  # images; an interrupted pass loses at most this many
 _BAND = 8192  # pixels counted and searched at a time
 _ARRAYS = ("counts", "places")  # in a file
 
@@ -72,13 +72,12 @@ def index_classes(
 ) -> ClassIndex:
     """Load the index of a split from `folder` (default: the cache folder), or build and save it there.
 
-    The file is named after the dataset's fingerprint. The index does not depend on `folder`, on `workers`, or on
-    whether the pass was interrupted. If several processes call this at once, one builds the index and the others wait.
-    `workers`: see `in_order`. `skip_unreadable`: labels that cannot be read count as empty.
+    The file is named after the dataset's fingerprint. If several processes call this at once, one builds the index and
+    the others wait. `workers`: see `in_order`. `skip_unreadable`: labels that cannot be read count as empty.
 
     Raises:
         ValueError: a label is bad or missing, or the folder cannot be written (the message names `folder_key`).
-        TimeoutError: a label took longer than the `reading_limit` around this call.
+        TimeoutError: names the image whose label took longer than the `reading_limit` around this call.
     """
     skips = ["unreadable skipped"] if skip_unreadable else []
     key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes), *skips])
@@ -91,9 +90,12 @@ def index_classes(
                 found = read_arrays(file, _ARRAYS)  # another process may have made it in the meantime
                 if found is None:
                     look = partial(_indexed, dataset, positions, skip_unreadable)
-                    found = _make(look, len(dataset), kept / "parts", workers, progress)
+                    labels = list(every(dataset, look, workers, progress))
+                    found = [
+                        np.stack([counts for counts, _ in labels]),
+                        np.concatenate([places for _, places in labels]),
+                    ]
                     write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
-                    _remove(kept / "parts")
         except TimeoutError:  # of a label
             raise
         except OSError as error:
@@ -145,39 +147,6 @@ def _indexed(
             raise
         label = np.full((1, 1), dataset.ignore_index, np.uint8)
     return index_label(label, len(dataset.classes), positions, np.random.default_rng([_SEED, image]))
-
-
-def _make(
-    look: Callable[[int], tuple[np.ndarray, np.ndarray]],
-    images: int,
-    folder: Path,
-    workers: int | None,
-    progress: Progress,
-) -> list[np.ndarray]:
-    """Counts and places of all images, built in parts. Parts already in `folder` are reused."""
-    files = {start: folder / f"{start:08d}.npz" for start in range(0, images, _PART)}  # by a part's first image
-    done = {start: kept for start, file in files.items() if (kept := read_arrays(file, _ARRAYS)) is not None}
-    todo = [image for image in range(images) if image - image % _PART not in done]
-    pending = []
-    results = zip(todo, in_order(look, todo, workers), strict=True)
-    for finished, (image, found) in enumerate(results, start=images - len(todo) + 1):
-        pending.append(found)
-        if image % _PART == _PART - 1 or image == images - 1:
-            start = image - image % _PART
-            counts, places = zip(*pending, strict=True)
-            done[start] = [np.stack(counts), np.concatenate(places)]
-            write_arrays(files[start], dict(zip(_ARRAYS, done[start], strict=True)))
-            pending = []
-        if progress is not None:
-            progress(finished, images)
-    return [np.concatenate([done[start][i] for start in files]) for i in range(len(_ARRAYS))]
-
-
-def _remove(folder: Path) -> None:
-    for file in folder.glob("[0-9]*.npz"):
-        file.unlink(missing_ok=True)
-    with suppress(OSError):  # a killed process left a file or, without locks, another process is still writing
-        folder.rmdir()
 
 
 @contextmanager

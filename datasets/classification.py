@@ -15,9 +15,9 @@ from datasets.segmentation import restorable
 class ClassificationDataset(Dataset):
     """Images of one split with a class each.
 
-    `name`: the dataset's, e.g. "imagenet". `classes`: their names, by label. `labels`: the class of every image, int64
-    (images,). `files`: what the dataset is read from, one image each, unless `pixels` holds all images: uint8 (images,
-    3, H, W) RGB, which are called `names`. `mean_image`: see `minus`. `turned`: EXIF orientation counts.
+    `name`: the dataset, e.g. "imagenet". `classes`: names of the classes. `labels`: the class of every image, int64
+    (images,). `files`: one per image, unless all images are in memory: then `pixels` are uint8 (images, 3, H, W) RGB,
+    and `names` their names. `mean_image`: see `minus`. `turned`: EXIF orientation counts.
     """
 
     palette = None  # classes have no colours
@@ -69,12 +69,11 @@ class ClassificationDataset(Dataset):
         return chosen if self.mean_image is None else (chosen - self.mean_image).astype(np.float32)
 
     def image(self, number: int) -> np.ndarray:
-        """uint8 (H, W, 3) RGB. Unless `turned`, EXIF orientation is ignored, as in published ImageNet results.
+        """An image in a file, uint8 (H, W, 3) RGB.
 
+        Unless `turned`, EXIF orientation is ignored, as in published ImageNet results.
         ValueError if the file is missing, truncated or neither PNG nor JPEG, whatever its suffix.
         """
-        if self.pixels is not None:
-            return np.ascontiguousarray(self.pixels[number].transpose(1, 2, 0))
         with restorable():
             return decode_image(self.path(number), turned=self.turned)
 

@@ -8,12 +8,7 @@ from datasets.layout import Layout, list_files, read_list
 from datasets.segmentation import Files, SegmentationDataset
 from datasets.time_limit import limited
 
-# Official split sizes, by list of images.
-IMAGES = {
-    "challenge": {"train": 40000, "val": 5000, "test": 40670},
-    "full": {"train": 118287, "val": 5000, "test": 40670},
-}
-LISTS = tuple(IMAGES)
+LISTS = ("challenge", "full")  # of images
 
 _WITHHELD = "test"
 _FIRST_ID, _OTHER_ID = 92, 183  # the first stuff class, and "other", which stands for all things
@@ -34,7 +29,7 @@ _CLASSES = tuple(
 
 _LAYOUT = Layout(
     name="coco_stuff",
-    splits=tuple(IMAGES["full"]),
+    splits=("train", "val", "test"),
     tree="""
 DIR/train2017/*.jpg                                  (or DIR/images/train2017/, ...)
 DIR/val2017/*.jpg
@@ -85,25 +80,25 @@ def coco_stuff(
     lists: str = "challenge",
     other_class: bool = False,
     strict: bool = True,
-    lists_key: str = "lists",
+    keys: str = "",
 ) -> SegmentationDataset:
     """One COCO-Stuff split: "train", "val" (5000 images) or "test" (40670 images without labels).
 
     `lists`: "challenge" selects the 40000 training and 5000 validation images of the 2017 challenge, "full" all images
     in the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel
     maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class`: see
-    `coco_stuff_classes`. `lists_key`: the name of `lists` in messages.
+    `coco_stuff_classes`. `keys`: prefix of option names in messages.
     ValueError if the split is unknown, a folder, the list or all images are missing, or a listed image or a label is
     (without `strict`: all of them are).
     """
     if lists not in LISTS:
-        raise ValueError(f"{lists_key}={lists}: expected one of {', '.join(LISTS)}")
+        raise ValueError(f"{keys}lists={lists}: expected one of {', '.join(LISTS)}")
     root = _LAYOUT.check(root, split)
     images = _images(root, split)
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))
-    names = _listed(root, split, images, strict, lists_key) if lists == "challenge" else None
+    names = _listed(root, split, images, strict, keys) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _labels(root, split)
     if names is not None:
         images, labels = ({name: found[name] for name in names if name in found} for found in (images, labels))
@@ -140,17 +135,17 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
     )
 
 
-def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, lists_key: str) -> list[str]:
+def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, keys: str) -> list[str]:
     """Names on the challenge's list of images. ValueError if any (without `strict`: all) are not in `images`."""
     folders = (root / "annotations" / "deprecated-challenge2017", root / "deprecated-challenge2017")
     file = next((path for folder in folders if (path := folder / f"{split}-ids.txt").is_file()), None)
     if file is None:
         raise _LAYOUT.error(
-            f"coco_stuff: {lists_key}=challenge needs {folders[0] / f'{split}-ids.txt'}, which is missing",
+            f"coco_stuff: {keys}lists=challenge needs {folders[0] / f'{split}-ids.txt'}, which is missing",
             root,
             archives=("stuff_annotations_trainval2017.zip",),
             missing=[folders[0] / f"{split}-ids.txt"],
-            fix=f"give {lists_key}=full to use all images of the folder, or unpack stuff_annotations_trainval2017.zip "
+            fix=f"give {keys}lists=full to use all images of the folder, or unpack stuff_annotations_trainval2017.zip "
             f"in {root}, which contains the lists",
         )
     names = []

@@ -1,6 +1,5 @@
 """Random changes of a crop's colours."""
 
-import math
 from dataclasses import dataclass
 
 import cv2
@@ -21,20 +20,12 @@ class ColourJitter:
     It calls torchvision's functions, but draws its own random numbers: torchvision's come from torch's global
     generator, so they would depend on the worker. `brightness`, `contrast`, `saturation`: a value s gives factors
     between max(0, 1 - s) and 1 + s. `hue`: shifts between -hue and hue turns of the colour circle, at most 0.5.
-    ValueError for a value out of range.
     """
 
     brightness: float = 0.0
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, most in (("brightness", math.inf), ("contrast", math.inf), ("saturation", math.inf), ("hue", 0.5)):
-            strength = getattr(self, name)
-            if not 0 <= strength <= most:
-                limit = "" if most == math.inf else f" and at most {most}"
-                raise ValueError(f"{name}={strength} must be at least 0{limit}")
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """image uint8 (H, W, 3) RGB -> a new image of the same shape and dtype."""
@@ -59,14 +50,10 @@ class Lighting:
     """AlexNet's change of the light's colour (Krizhevsky et al. 2012): adds the same random RGB shift to all pixels.
 
     The shift is a sum of ImageNet's colour components, each times its eigenvalue and a normal number of standard
-    deviation `strength`. Sums are rounded to whole levels and cut off at 0 and 255. ValueError for a negative strength.
+    deviation `strength`. Sums are rounded to whole levels and cut off at 0 and 255.
     """
 
     strength: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.strength < 0:
-            raise ValueError(f"strength={self.strength} must be at least 0")
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """image uint8 (H, W, 3) RGB -> a new image of the same shape and dtype."""

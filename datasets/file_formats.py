@@ -1,4 +1,4 @@
-"""What PNG and JPEG files are made of. Functions take the bytes of a file and decode no pixels."""
+"""The structure of PNG and JPEG files. Functions take the bytes of a file and decode no pixels."""
 
 import re
 import zlib

@@ -1,4 +1,4 @@
-"""Which files a dataset has: names, sizes and times, kept compactly, and the cached listing of class folders."""
+"""The files of a dataset: names, sizes and times, kept compactly, and the cached listing of class folders."""
 
 import hashlib
 import json
@@ -91,14 +91,14 @@ def list_classes(folder: Path, classes: Sequence[str], suffixes: tuple[str, ...]
 
 
 def _file_list(root: Path, found: Sequence[tuple[str, tuple[int, int]]]) -> FileList:
-    """From each file's path below `root`, size and time."""
+    """`found`: path below `root`, (size, time) of each file."""
     names = np.array([os.fsencode(name) for name, _ in found], np.bytes_)
     states = np.array([state for _, state in found], np.int64).reshape(-1, 2)
     return FileList(root, names, sizes=states[:, 0].copy(), times=states[:, 1].copy())
 
 
 def _files(folder: Path, name: str, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[int, int]]]:
-    """Of each file in the class folder `name`, sorted: path below `folder`, and size and time."""
+    """(path below `folder`, (size, time)) of each file in the class folder `name`, sorted."""
     with limited(folder / name), os.scandir(folder / name) as entries:
         found = [
             (f"{name}/{entry.name}", _size_and_time(entry))

@@ -1,4 +1,4 @@
-"""People's own images: any folders of images with labels of the same names, and a file that names the classes."""
+"""The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def folder_classes(file: Path) -> ClassTable:
 
 
 def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:
-    """The splits that are folders or lists in `root`, and those drawn with `folds`; train and val come first."""
+    """Names of the splits in `root`: folders, lists and, with `folds`, the drawn ones; train and val come first."""
     root = _LAYOUT.top(root)
     lists = root.glob("*.txt") if (root / "images").is_dir() else ()
     folders = [path.parent for pattern in ("*/images", "*/*/images") for path in root.glob(pattern)]
@@ -100,18 +100,18 @@ def folder(
     folds: int | None = None,
     fold: int = 0,
     fold_seed: int = 0,
-    folds_key: str = "folds",
+    keys: str = "",
 ) -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
     The list is `root`/`split`.txt. With `folds`, "train" and "val" are drawn from `root`/images instead: "val" is part
-    `fold` of as many equal parts, drawn with `fold_seed`; messages call it `folds_key`. Images and labels are paired by
-    their paths below the two folders; the split "test" may have no labels. Labels are 8-bit PNGs of ids, or RGB in the
-    classes' colours, on the images as viewers show them: EXIF orientation counts.
+    `fold` of as many equal parts, drawn with `fold_seed`. Images and labels are paired by their paths below the two
+    folders; the split "test" may have no labels. Labels are 8-bit PNGs of ids, or RGB in the classes' colours, on the
+    images as viewers show them: EXIF orientation counts. `keys`: prefix of option names in messages.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label
     (without `strict`: no image has one).
     """
-    way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {folds_key}=5 to draw train and val,"
+    way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {keys}folds=5 to draw train and val,"
     layout = replace(_LAYOUT, source=way)
     root = layout.top(root)
     above, drawn = root / split, folds is not None and split in DRAWN
@@ -119,8 +119,8 @@ def folder(
         above = root
     if drawn and not (root / "images").is_dir() and {*DRAWN} <= {*folder_splits(root)}:
         raise ValueError(
-            f"{folds_key}={folds} draws train and val from {root / 'images'}, which is missing; {root} has train and "
-            f"val already: leave {folds_key} out, or move all images and labels to images and labels"
+            f"{keys}folds={folds} draws train and val from {root / 'images'}, which is missing; {root} has train and "
+            f"val already: leave {keys}folds out, or move all images and labels to images and labels"
         )
     images = layout.files(root, above / "images", _IMAGES, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
@@ -155,7 +155,7 @@ def folder(
 
 
 def _check_formats(folder: Path, names: Set[str]) -> None:
-    """Raise ValueError if images that have a label are not PNG or JPEG. `names`: of labels without an image."""
+    """Raise ValueError if labels have images in other formats. `names`: labels without a PNG or JPEG image."""
     others = list_files(folder, _OTHERS, deep=True)
     if found := [str(path.relative_to(folder)) for name, path in others.items() if name in names]:
         raise ValueError(

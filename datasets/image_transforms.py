@@ -14,7 +14,6 @@ import torch
 from torch.nn.functional import interpolate
 
 from datasets.colour_jitter import ColourJitter, Lighting
-from datasets.transforms import check_flip, check_range
 
 ColourChange = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
@@ -29,7 +28,7 @@ class RandomResizedCrop:
     This is the input of the released networks: Inception's crops (Szegedy et al. 2015). `scale`: range of the part's
     area, uniform, as a share of the image's. `ratio`: range of its width to height, log-uniform. If ten draws do not
     fit into the image, the part is the largest one in the middle with a ratio in that range. `colours` are applied in
-    order to the crop. ValueError for a value out of range.
+    order to the crop.
     """
 
     size: int = 224
@@ -37,12 +36,6 @@ class RandomResizedCrop:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5
     colours: tuple[ColourChange, ...] = IMAGENET_COLOURS
-
-    def __post_init__(self) -> None:
-        _check_size(self.size)
-        check_flip(self.flip)
-        check_range("scale", self.scale, most=1)
-        check_range("ratio", self.ratio)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """uint8 (H, W, 3) -> uint8 (size, size, 3)."""
@@ -70,18 +63,13 @@ class RandomResizedCrop:
 class ResizedRandomCrop:
     """The image with its short side resized to `resize`, a random crop of `size`, mirrored with probability `flip`.
 
-    This is the paper's input (section 4.1). `colours` are applied in order to the crop. ValueError for a value out of
-    range.
+    This is the paper's input (section 4.1). `colours` are applied in order to the crop.
     """
 
     resize: int = 256
     size: int = 224
     flip: float = 0.5
     colours: tuple[ColourChange, ...] = IMAGENET_COLOURS
-
-    def __post_init__(self) -> None:
-        _check_crop(self.resize, self.size)
-        check_flip(self.flip)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """uint8 (H, W, 3) -> uint8 (size, size, 3)."""
@@ -96,7 +84,7 @@ class PaddedCrop:
     """A random crop of `size` x `size` from the image padded by `padding` pixels, mirrored with probability `flip`.
 
     This is the usual input on CIFAR. `fill`: RGB (0-255) of the padding, by default CIFAR-10's mean; the network sees
-    zeros if it is the mean of the normalisation. ValueError for a value out of range.
+    zeros if it is the mean of the normalisation.
     """
 
     size: int = 32
@@ -104,19 +92,11 @@ class PaddedCrop:
     fill: tuple[float, float, float] = (125, 123, 114)
     flip: float = 0.5
 
-    def __post_init__(self) -> None:
-        _check_size(self.size)
-        check_flip(self.flip)
-        if self.padding < 0:
-            raise ValueError(f"padding={self.padding} must be at least 0 pixels")
-
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """uint8 (H, W, 3) -> uint8 (size, size, 3)."""
-        pixels = image.transpose(2, 0, 1)[None]
-        return self.minibatch(pixels, *self.draw(image.shape[:2], 1, rng))[0].transpose(1, 2, 0)
-
     def draw(self, size: Sequence[int], images: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Draw crops of n=`images` images of `size` (H, W): top and left after padding, int64 (n, 2); flips (n,)."""
+        """Draw crops of n=`images` images of `size` (H, W): top and left after padding, int64 (n, 2); flips (n,).
+
+        ValueError: the images are smaller than a crop.
+        """
         spare = [length + 2 * self.padding - self.size for length in size]
         if min(spare) < 0:
             raise ValueError(
@@ -140,13 +120,10 @@ class PaddedCrop:
 
 @dataclass(frozen=True)
 class CentreCrop:
-    """The image with its short side resized to `resize`, and its middle `crop` x `crop`. ValueError if out of range."""
+    """The image with its short side resized to `resize`, and its middle `crop` x `crop`."""
 
     resize: int = 256
     crop: int = 224
-
-    def __post_init__(self) -> None:
-        _check_crop(self.resize, self.crop)
 
     def __call__(self, image: np.ndarray) -> np.ndarray:
         """uint8 (H, W, 3) -> uint8 (crop, crop, 3)."""
@@ -196,13 +173,3 @@ def _mirrored_and_recoloured(
     for change in colours:
         crop = change(crop, rng)
     return crop
-
-
-def _check_size(size: int) -> None:
-    if size < 1:
-        raise ValueError(f"size={size} must be a positive number of pixels")
-
-
-def _check_crop(resize: int, crop: int) -> None:
-    if not 1 <= crop <= resize:
-        raise ValueError(f"a crop of {crop} pixels needs 1 <= crop <= resize, and resize={resize}")

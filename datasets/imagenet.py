@@ -9,8 +9,6 @@ from datasets.file_list import class_folders, list_classes
 from datasets.layout import Layout, first_of
 from datasets.time_limit import limited
 
-IMAGES = {"train": 1_281_167, "val": 50_000}  # in the official splits
-
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
     tail -n +2 LOC_val_solution.csv | tr , ' ' | while read name wnid rest; do
@@ -24,7 +22,7 @@ DIR/val/CLASS/*.JPEG      the same classes; .jpg, .jpeg and .png files, in lower
 """
 _LAYOUT = Layout(
     name="imagenet",
-    splits=tuple(IMAGES),
+    splits=("train", "val"),
     tree=_TREE,
     source="unpack ILSVRC2012_img_train.tar, the archive of each class in it into a folder of its own, and the "
     "validation images into folders of the same names",

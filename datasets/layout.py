@@ -140,7 +140,7 @@ class Layout:
 def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
     """{stem: path} of the files in `folder` with one of `suffixes`, sorted. ValueError if two files share a stem.
 
-    `deep`: also of those in its folders, whose stems are paths below `folder`. Hidden files and folders do not count.
+    `deep`: also files in its folders; their stems are paths below `folder`. Hidden files and folders do not count.
     """
     found: dict[str, Path] = {}
     with os.scandir(folder) as entries:
@@ -163,7 +163,7 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dic
 
 
 def read_list(file: Path, of: str) -> list[str]:
-    """The lines of a list that are not empty, without blanks around them. ValueError if there are none, or no text."""
+    """The lines of a text file, stripped, without empty ones. ValueError if there are none, or it is no text."""
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -174,9 +174,9 @@ def read_list(file: Path, of: str) -> list[str]:
 
 
 def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | None:
-    """The folder above `root` or a folder in it that holds one of `missing`, and what it holds; None without one.
+    """The folder above `root`, or a folder in `root`, that holds one of `missing`: folder and relative path, or None.
 
-    `missing`: paths below `root`, which they would have in that folder.
+    `missing`: paths below `root`.
     """
     root = Path(os.path.abspath(root))
     below = sorted(entry for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
@@ -186,12 +186,12 @@ def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | Non
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first names of a list, for messages."""
+    """The first five names, for messages."""
     return ", ".join(names[:5]) + ", …" * (len(names) > 5)
 
 
 def _similar(root: Path) -> str:
-    """For messages: a folder with nearly the name of the first one that is missing on the way to `root`."""
+    """For messages: an existing folder whose name is close to the first missing part of `root`."""
     absent, above = next(pair for pair in zip((root, *root.parents), root.parents, strict=False) if pair[1].is_dir())
     names = get_close_matches(absent.name, [entry.name for entry in above.iterdir() if entry.is_dir()], n=1)
     return "".join(f", perhaps {above / name}" for name in names)

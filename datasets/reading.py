@@ -17,7 +17,7 @@ _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all of them sooner than Pil
 # Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file's name is.
 PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
-_NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for damaged files
+_NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # from Pillow, for damaged files
 
 _BITS, _INTERPRETATION = 258, 262  # tags of TIFF files; an interpretation of 0 means that 0 is white
 

@@ -1,4 +1,4 @@
-"""Which images each training step sees. A run is one stream of steps; resuming starts later in that stream."""
+"""Samplers of training crops. A run is one stream of minibatches; resuming starts later in that stream."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,6 @@ from datasets.loading import Draw
 
 def minibatches_per_epoch(images: int, crops_per_minibatch: int, key: str = "crops_per_minibatch") -> int:
     """Full minibatches in one pass over `images`. ValueError, naming the setting `key`, if not even one is full."""
-    if crops_per_minibatch < 1:
-        raise ValueError(f"{key}={crops_per_minibatch} must be at least 1")
     if images < crops_per_minibatch:
         raise ValueError(
             f"{key}={crops_per_minibatch} is more than the {images} images of the training split, so no minibatch is "
@@ -45,11 +43,7 @@ class _Minibatches(Sampler):
         self.steps_per_epoch = minibatches_per_epoch(self.images, self.crops_per_minibatch)
         assert 0 <= self.start_step, f"a run has no step {self.start_step}"
         assert 0 <= self.rank < self.world_size, f"there is no rank {self.rank} among {self.world_size}"
-        if self.crops_per_minibatch < self.world_size:
-            raise ValueError(
-                f"crops_per_minibatch={self.crops_per_minibatch} cannot be divided over {self.world_size} processes: "
-                "expected at least one crop for each; start fewer processes"
-            )
+        assert self.crops_per_minibatch >= self.world_size, "each rank needs a crop"
 
     def keys(self, epoch: int) -> Sequence[tuple]:
         """All keys of an epoch, the same on every rank."""
@@ -91,21 +85,13 @@ class ClassUniformMinibatches(_Minibatches):
     Classes come in rounds: each round holds every class once, in random order. So the counts of any two classes differ
     by at most one, in the whole list and in any prefix, such as the part that fills minibatches. Likewise, a class uses
     all images that contain it before repeating one. Classes without pixels are not drawn. ValueError if no class has a
-    pixel, or a minibatch has fewer crops than there are ranks or more than images.
+    pixel, or a minibatch has more crops than there are images.
     """
 
     def __init__(
-        self,
-        index: ClassIndex,
-        crops_per_minibatch: int,
-        seed: int,
-        steps: int,
-        start_step: int = 0,
-        fraction: float = 1.0,
-        rank: int = 0,
-        world_size: int = 1,
+        self, index: ClassIndex, crops_per_minibatch: int, seed: int, steps: int, fraction: float = 1.0, **options: int
     ):
-        super().__init__(len(index), crops_per_minibatch, seed, steps, start_step, rank, world_size)
+        super().__init__(len(index), crops_per_minibatch, seed, steps, **options)
         self.index = index
         self.fraction = fraction
         self.images_with = {class_id: index.images_with(class_id) for class_id in range(len(index.classes))}

@@ -65,10 +65,10 @@ def restorable(fix: str = RESTORE) -> Iterator[None]:
 class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
-    `name`: the dataset's, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` returns the raw
-    values in a window of a label file, uint8 (H, W). `decode_instances` reads an instance file and returns what
-    `scored` does. `turned`: EXIF orientation counts. Reading checks the files: a ValueError names the file, the
-    problem, what was expected and the fix; `label_fix` is the fix of a wrong label, if files cannot be restored.
+    `name`: the dataset, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` returns the raw values
+    in a window of a label file, uint8 (H, W), `decode_instances` the instances in a file, as in `scored`. `turned`:
+    EXIF orientation counts. Reading checks the files: a ValueError names the file, the problem, the expected content
+    and the fix. `label_fix` is the fix for wrong labels that no archive can restore.
     """
 
     mean_image = None  # only small images have one
@@ -117,7 +117,7 @@ class SegmentationDataset(Dataset):
         return self._sample(index, self.table.train_ids)
 
     def scored(self, index: int) -> tuple[Sample, np.ndarray | None]:
-        """What an evaluation compares: `dataset[index]` with the label in `ClassTable.scored_ids`, and instances.
+        """For evaluation: `dataset[index]` with the label in `ClassTable.scored_ids`, and its instances.
 
         Instances are int32 (H, W): INSTANCES_PER_CLASS * train id + number, or -1 outside single instances of evaluated
         classes. None unless every image has them.
@@ -139,15 +139,6 @@ class SegmentationDataset(Dataset):
         if label is not None:
             self._check_same_size(entry, image.shape[1::-1], label.shape[::-1])
         return Sample(image=image, label=label, name=entry.name)
-
-    def size(self, index: int) -> tuple[int, int]:
-        """(H, W) of image `index`, from the headers of its files. ValueError if its label has another size."""
-        entry = self.files[index]
-        size = self.image_size(self._image_path(index))
-        with restorable():
-            label_size = size if entry.label is None else read_size(entry.label)
-        self._check_same_size(entry, size, label_size)
-        return size[::-1]
 
     def undecoded(self, index: int) -> tuple[Undecoded, Undecoded]:
         """Read the files of image and label `index` once. Slicing the results decodes no more than the slice needs.

@@ -37,7 +37,7 @@ def synthetic(
 
     `images`: numbers of (train, val) images. The first call writes the pictures into `root`, which must be new, empty
     or written by this function; the default is the user's cache folder. The pictures depend only on `images` and
-    `seed`. `own_images` is what messages advise for other pictures.
+    `seed`. `own_images`: advice in messages to users with images of their own.
     ValueError if the split is unknown, `root` holds other files or cannot be written, there are no pictures yet and
     `draw` is False, or images or labels are missing (as in `cityscapes`).
     """

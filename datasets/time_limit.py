@@ -23,7 +23,7 @@ class _Limit:
     def __init__(self, seconds: float, message: str):
         self.seconds, self.message = seconds, message
         self.running_since: float | None = None  # of the current read
-        self.path: Path | None = None  # what it reads
+        self.path: Path | None = None  # the file or folder that it reads
         self.over = threading.Event()
 
     @property

@@ -35,8 +35,7 @@ class TrainingTransform:
     pixels; None keeps the image's size.
     `fill`: RGB (0-255) of the padding around a scaled image that is smaller than the crop; if it is the mean of the
     normalisation, the network sees zeros. The label of the padding is `ignore_index`. `colour_jitter` changes the
-    colours of the scaled image, but not the padding. `antialias`: see `scale_and_crop`. ValueError for a value out of
-    range.
+    colours of the scaled image, but not the padding. `antialias`: see `scale_and_crop`.
     """
 
     crop_size: tuple[int, int]
@@ -50,10 +49,6 @@ class TrainingTransform:
     antialias: bool = True
 
     def __post_init__(self) -> None:
-        if min(self.crop_size) < 1:
-            raise ValueError(f"crop_size={self.crop_size} must be two positive numbers of pixels (height, width)")
-        check_range("scale", self.scale)
-        check_flip(self.flip)
         red, green, blue = map(round, self.fill)
         self.fill = (red, green, blue)
 
@@ -111,18 +106,6 @@ class TrainingTransform:
             for axis in zip(size, scaled_size, self.crop_size, pixel or (None, None), strict=True)
         )
         return scaled_size, (top, left), mirrored
-
-
-def check_flip(flip: float) -> None:
-    if not 0 <= flip <= 1:
-        raise ValueError(f"flip={flip} must be a probability between 0 and 1")
-
-
-def check_range(name: str, limits: tuple[float, float], most: float = math.inf) -> None:
-    low, high = limits
-    if not 0 < low <= high <= most:
-        limit = "" if most == math.inf else f" <= {most}"
-        raise ValueError(f"{name}={(low, high)} must be a range (low, high) with 0 < low <= high{limit}")
 
 
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:

@@ -1,9 +1,16 @@
-"""Checks a whole split before a training. Success is remembered."""
+"""Checks of a whole split.
+
+`verify` runs before a training and remembers success. `inspect` is run by hand: it decodes and counts all pixels.
+"""
 
 import json
 import os
+import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +19,14 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import UnknownIds
 from datasets.classification import ClassificationDataset
-from datasets.segmentation import SegmentationDataset
+from datasets.reading import decode_image
+from datasets.segmentation import RESTORE, SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
 _CHECKS = 4  # increment when the checks change: all data is then checked again
 _SHOWN = 5
+# Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
+_DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
 
 _Split = SegmentationDataset | ClassificationDataset
 
@@ -40,11 +50,7 @@ def verify(dataset: SegmentationDataset, workers: int | None = None, progress: P
     remembers success until a path, size or modification time changes. If it cannot be written, the check runs every
     time.
     """
-
-    def look(index: int) -> tuple[list[Problem], set[int]]:
-        problems, label = check(dataset, index, dataset.image_size, dataset.read_label)
-        return problems, set() if label is None else {*np.flatnonzero(np.bincount(label.reshape(-1))).tolist()}
-
+    look = partial(_looked, dataset, dataset.image_size)
     seen = _check_once(dataset, look, dataset.fingerprint(_CHECKS), workers, progress)
     return [name for number, name in enumerate(dataset.classes) if number not in seen and not dataset.table.benchmark]
 
@@ -57,8 +63,8 @@ def verify_images(dataset: ClassificationDataset, workers: int | None = None, pr
     """
     if dataset.pixels is None:
 
-        def look(number: int) -> tuple[list[Problem], set[int]]:
-            return image_problems(dataset.image, number), set()
+        def look(number: int) -> tuple[list[Problem], int]:
+            return image_problems(dataset.image, number), 0
 
         _check_once(dataset, look, dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
     return []
@@ -66,23 +72,22 @@ def verify_images(dataset: ClassificationDataset, workers: int | None = None, pr
 
 def _check_once(
     dataset: _Split,
-    look: Callable[[int], tuple[list[Problem], set[int]]],
+    look: Callable[[int], tuple[list[Problem], Any]],
     key: str,
     workers: int | None,
     progress: Progress,
 ) -> set[int]:
-    """The union of what is in the images. ValueError for the problems of any.
+    """Check all images; return the train ids with a pixel. ValueError lists problems.
 
-    `look(index)` returns an image's problems, and what is in it. Success is remembered as `key`: nothing is checked
-    again.
+    `look(index)` returns an image's problems and pixel counts. Success is remembered as `key`, and not checked again.
     """
     remembered = cache_folder() / "verified" / key
     with suppress(OSError, ValueError):
         return {*json.loads(remembered.read_text())}
-    problems, seen = [], set[int]()
-    for found, held in every(dataset, look, workers, progress):
+    problems, pixels = [], np.zeros(256, np.int64)
+    for found, counts in every(dataset, look, workers, progress):
         problems += found
-        seen |= held
+        pixels += counts
     if problems:
         listed = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in problems]))
         raise ValueError(
@@ -90,12 +95,12 @@ def _check_once(
         )
     with suppress(OSError):  # a read-only cache folder only costs the time of the next check
         remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(json.dumps(sorted(seen)))
-    return seen
+        remembered.write_text(json.dumps(np.flatnonzero(pixels).tolist()))
+    return {*np.flatnonzero(pixels).tolist()}
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
-    """The first messages without the ending that they share, how many more there are, and that ending once."""
+    """The first messages and the number of the others; an ending that the messages share comes once, last."""
     shown = messages[:_SHOWN]
     ending = os.path.commonprefix([message[::-1] for message in shown])[::-1].partition(". ")[2]
     ending *= len(shown) > 1
@@ -105,7 +110,7 @@ def first_lines(messages: Sequence[str]) -> list[str]:
 
 
 def image_problems(read: Callable[[Any], object], image: Any) -> list[Problem]:
-    """The problem of an image that `read(image)` cannot read, if so."""
+    """A problem if `read(image)` raises ValueError."""
     try:
         read(image)
     except ValueError as error:
@@ -125,15 +130,12 @@ def every(dataset: _Split, look: Callable[[int], Any], workers: int | None, prog
         raise TimeoutError(f"{dataset.path(done)}: {error}") from error
 
 
-def check(
-    dataset: SegmentationDataset,
-    index: int,
-    size_of: Callable[[Path], tuple[int, int]],
-    read_label: Callable[[int], np.ndarray],
-) -> tuple[list[Problem], np.ndarray | None]:
-    """Problems of one image and its label files, and the label: train ids, uint8 (H, W), or None if unreadable.
+def _looked(
+    dataset: SegmentationDataset, size_of: Callable[[Path], tuple[int, int]], index: int
+) -> tuple[list[Problem], np.ndarray]:
+    """Problems of one image and its label files, and the label's pixels of each train id, int64 (256,).
 
-    `size_of` returns (width, height) of the image or instance file. It and `read_label` raise ValueError for bad files.
+    `size_of` returns (width, height) of an image or instance file, or raises ValueError.
     """
     entry = dataset.files[index]
     problems: list[Problem] = []
@@ -152,7 +154,115 @@ def check(
             problems.append(Problem("sizes differ", message))
 
     image_size = None if entry.image is None else attempted("image", size_of, entry.image)
-    label = None if entry.label is None else attempted("label", read_label, index)
+    label = None if entry.label is None else attempted("label", dataset.read_label, index)
     compare(entry.label, None if label is None else label.shape[::-1])
     compare(entry.instances, None if entry.instances is None else attempted("instances", size_of, entry.instances))
-    return problems, label
+    return problems, np.bincount(() if label is None else label.reshape(-1), minlength=256)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `inspect`.
+
+    `problems`: unpaired files first, then in the order of the files. Over all readable labels, `pixels`, int64
+    (classes,), counts the pixels of each class, `labels`, int64 (classes,), the labels that contain it, and `ignored`
+    the pixels of no class.
+    """
+
+    problems: tuple[Problem, ...]
+    pixels: np.ndarray
+    labels: np.ndarray
+    ignored: int
+
+
+def inspect(dataset: SegmentationDataset, workers: int | None = None, progress: Progress = None) -> Inspection:
+    """Check every image and label of a split as `verify` does, but decode all pixels and count the label pixels.
+
+    Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
+    images are problems too. PNG files have checksums, so any damage is found. JPEG files have none: damage is found
+    only if the decoder meets an invalid code, or the data ends too early or too late. `workers`: see `in_order`.
+    """
+    classes = len(dataset.classes)
+    problems = _unpaired(dataset)
+    pixels, labels = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    for found, counts in every(dataset, partial(_inspected, dataset), workers, progress):
+        problems += found
+        pixels += counts
+        labels += counts > 0
+    return Inspection(tuple(problems), pixels[:classes], labels[:classes], ignored=int(pixels[dataset.ignore_index]))
+
+
+def inspect_images(
+    dataset: ClassificationDataset, workers: int | None = None, progress: Progress = None
+) -> tuple[Problem, ...]:
+    """Decode every image of a split and return the problems; arguments as in `inspect`.
+
+    Images in memory have been decoded without a problem.
+    """
+    if dataset.pixels is not None:
+        return ()
+
+    def problems(index: int) -> list[Problem]:
+        path = dataset.path(index)
+        try:
+            return image_problems(_decoded_size, path)
+        except Exception as error:
+            return [_unexpected(path, error)]
+
+    return tuple(problem for found in every(dataset, problems, workers, progress) for problem in found)
+
+
+def _inspected(dataset: SegmentationDataset, index: int) -> tuple[list[Problem], np.ndarray]:
+    """As `_looked`, with all pixels decoded."""
+    try:
+        with _printed_by_decoders():  # hidden: a bad label also raises an error
+            return _looked(dataset, partial(_decoded_size, turned=dataset.turned), index)
+    except Exception as error:
+        return [_unexpected(dataset.files[index], error)], np.zeros(256, np.int64)
+
+
+def _unexpected(what: object, error: Exception) -> Problem:
+    """An unforeseen failure must not stop the check of the other files."""
+    return Problem("unexpected error", f"{what}: {type(error).__name__}: {error}")
+
+
+def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
+    """Images without a label (only in a split with labels) and labels without an image."""
+    labelled = any(entry.label is not None for entry in dataset.files)
+    without_label = [entry.image for entry in dataset.files if labelled and entry.label is None]
+    without_image = [entry.label for entry in dataset.files if entry.image is None]
+    return [
+        Problem(f"{kind} without {other}", f"{path}: has no {other}; expected one. Add it, or take the {kind} out.")
+        for kind, other, paths in (("image", "label", without_label), ("label", "image", without_image))
+        for path in paths
+    ]
+
+
+@restorable()
+def _decoded_size(path: Path, turned: bool = False) -> tuple[int, int]:
+    """(width, height) of an image, after decoding all its pixels. ValueError also if the decoder reports damage."""
+    with _printed_by_decoders() as lines:
+        size = decode_image(path, turned=turned).shape[1::-1]
+    complaint = next(filter(_DAMAGE.search, lines), None)
+    if complaint is not None:
+        raise ValueError(f"{path}: damaged pixels, the decoder says {complaint!r}. {RESTORE}")
+    return size
+
+
+@contextmanager
+def _printed_by_decoders() -> Iterator[list[str]]:
+    """Capture what this process prints to standard error: libjpeg reports damage nowhere else.
+
+    The list is filled when the context ends. Use it only in single-threaded processes.
+    """
+    lines: list[str] = []
+    with tempfile.TemporaryFile() as file:
+        standard_error = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
+        file.seek(0)
+        lines += file.read().decode(errors="replace").splitlines()

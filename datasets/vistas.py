@@ -12,8 +12,6 @@ from datasets.reading import Stored, Window, decode_instance_classes, decode_lab
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
 from datasets.time_limit import limited
 
-IMAGES = {"train": 18000, "val": 2000, "test": 5000}  # in the official splits
-
 _FOLDERS = {"train": "training", "val": "validation", "test": "testing"}
 _WITHHELD = "test"
 _V2_LABELS = 124

@@ -122,7 +122,7 @@ def _allow_open_files(workers: int) -> None:
 
     PyTorch would lose items, and wait for them for ever.
     """
-    # A generous guess: each worker needs some for its pipes and locks, and every tensor on its way takes one.
+    # Rough upper bound: pipes and locks per worker, plus one descriptor per tensor in flight.
     needed = len(os.listdir("/dev/fd")) + 32 + 10 * workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -46,7 +46,8 @@ class WeightAverage:
         if self.updates:
             self._average(own, weights, self.updates)
         else:
-            torch._foreach_copy_(own, weights)
+            for average, new in zip(own, weights, strict=True):
+                average.copy_(new)
         self.updates += 1
         self._buffers_are_old = True
 

@@ -25,6 +25,7 @@ from engine.records.evaluated import Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
 from engine.records.utilisation import peak_flops, training_flops
 from engine.schedule import Schedule
+from engine.schema.keys import deciding
 from engine.schema.training import TrainingRun
 from engine.stopping import StopRequest
 
@@ -55,7 +56,7 @@ class Run(Generic[Config, Split]):
         skipped, recorded = 0, None
         if self.resumed is not None:
             self._resume(learner, self.resumed)
-            skipped, recorded = self.resumed.get("skipped_images", 0), self.resumed.get("recorded")
+            skipped, recorded = self.resumed["skipped_images"], self.resumed["recorded"]
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         self.resumed = None  # frees as much memory as the network and its momentum
@@ -78,8 +79,8 @@ class Run(Generic[Config, Split]):
         """ValueError: the checkpoint has other data or does not fit the learner."""
         try:
             for part, own in self._about_data().items():
-                given = state.get(part, own)  # old checkpoints have no palette
-                if not (torch.equal(given, own) if isinstance(own, torch.Tensor) else given == own):
+                given = state.get(part)
+                if not (torch.equal(given, own) if isinstance(given, torch.Tensor) else given == own):
                     raise ValueError(f"its part {part} is not the data's: {reprlib.repr(given)}")
             learner.load_state_dict(state)
             restore_random_states(state.get("random"), self.world)
@@ -201,7 +202,7 @@ def opened(
         StopRequest(data.timeout_seconds) as stop,
     ):
         config.check_shares(world.size)
-        given = configuration.deciding((word for word in shlex.split(command) if "=" in word), config)
+        given = deciding((word for word in shlex.split(command) if "=" in word), config)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config), _removed_unless_begun(directory, stop):
             run = _agree(config, world, stop, directory, *find(data))

@@ -1,4 +1,4 @@
-"""What eval.py, the planner and the papers' tables need to know of each task."""
+"""The tasks: how each is evaluated, and what eval.py, the planner and the papers' tables need to know of it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset, SegmentationDataset, WholeImages, verify, verify_images
 from engine import assemble
@@ -18,12 +19,16 @@ from engine.forward import Forward
 from engine.loop import Loss
 from engine.output_files import writable_folder
 from engine.records.evaluated import Evaluated
+from engine.run import Run
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
-from engine.segmentation.predictions import PredictionWriter
+from engine.segmentation.inference import Views
+from engine.segmentation.predictions import PictureCollector, PredictionWriter
+from engine.stopping import UntilStopped
+from keepless import layer_health
 
 
 def segment(
@@ -77,6 +82,59 @@ def classify(
             forward, dataset, images, world=world, progress=progress, memory_advice=advice
         )
     return replace(evaluated, details={**evaluated.details, "view": options.view})
+
+
+def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader) -> Evaluated:
+    """Evaluate the current network of a run; measure its norms on two crops of the first image.
+
+    Args:
+        loader: this rank's share of the images.
+
+    Raises:
+        MemoryError: the device does not have enough memory.
+        Preempted: the run was asked to stop.
+    """
+    data, trainer, world, learner = run.config.data, run.config.trainer, run.world, run.learner
+    collector = PictureCollector(run.val_set, trainer.pictures)
+    evaluated = segmentation.evaluate_split(
+        learner.evaluated,
+        run.val_set,
+        UntilStopped(loader, run.stop, world),
+        batch_size=trainer.evaluate_batch_size,
+        views=Views(data.base_size, data.antialias, base_side=data.base_side),
+        world=world,
+        progress=run.metrics.progress,
+        memory_advice=run.config.evaluation_memory_advice(trainer.evaluate_batch_size),
+        on_prediction=collector,
+    )
+    shown = {
+        f"val_pictures/{name}": picture
+        for share in world.gather(collector.pictures())
+        for name, picture in share.items()
+    }
+    layers = {}
+    if world.first:
+        crops = segmentation.corner_crops(loader.dataset[0]["image"], *data.crop())  # the same at every evaluation
+        layers = layer_health(learner.network, crops, forward=learner.forward.through(learner.network))
+    return replace(evaluated, pictures=shown, layers=layers)
+
+
+def classify_in_run(run: Run[ClassificationRun, ClassificationDataset], loader: DataLoader) -> Evaluated:
+    """As `segment_in_run`; norms are measured on two images."""
+    world, learner = run.world, run.learner
+    evaluated = classification.evaluate_split(
+        learner.evaluated,
+        run.val_set,
+        UntilStopped(loader, run.stop, world),
+        world=world,
+        progress=run.metrics.progress,
+        memory_advice=run.config.evaluation_memory_advice(run.config.trainer.evaluate_batch_size),
+    )
+    layers = {}
+    if world.first:
+        images = torch.stack([loader.dataset[number]["image"] for number in (0, min(1, evaluated.images - 1))])
+        layers = layer_health(learner.network, images, forward=learner.forward.through(learner.network))
+    return replace(evaluated, layers=layers)
 
 
 def _writable(key: str, path: str | None) -> Path | None:

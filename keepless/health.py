@@ -1,4 +1,4 @@
-"""How close layers are to losing their input: |gamma| near 0, or poor reconstructions of x_hat and of inputs."""
+"""Numerical health of a network: scales near 0, and errors of reconstructed x_hat and restored inputs."""
 
 import math
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .inputs import check_module
-from .norms.activations import Activation, invert_activation
 from .norms.backends import Affine, Running, backend_for
+from .norms.backends.activations import Activation, invert_activation
 from .norms.backends.interface import per_channel
 from .norms.bn_act import is_packed
 from .norms.inplace_abn import InPlaceABN
@@ -41,20 +41,27 @@ def layer_health(
         Keys are missing if the network has no such layers. NaN is more extreme than any number.
     """
     check_module(network, "layer_health")
-    norms = {name: layer for name, layer in network.named_modules() if hasattr(layer, "running_mean")}
     gammas = [
         (name, training_gamma(layer).abs().min())
-        for name, layer in norms.items()
-        if getattr(layer, "weight", None) is not None
+        for name, layer in network.named_modules()
+        if hasattr(layer, "running_mean") and getattr(layer, "weight", None) is not None
     ]
     errors: list[tuple[str, Tensor]] = []
     drifts: list[tuple[str, Tensor]] = []
-    inplace = {name: layer for name, layer in norms.items() if isinstance(layer, InPlaceABN)}
-    chains = {name: chain for name, chain in network.named_modules() if getattr(chain, "reversible_blocks", [])}
-    if inplace or chains:
-        looks = [(layer, partial(_measure, errors, name)) for name, layer in inplace.items()]
-        looks += [(chain, partial(_follow, drifts, name)) for name, chain in chains.items()]
-        hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module, look in looks]
+
+    def measure(name: str, module: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        x, *_ = (*args, *kwargs.values())
+        if isinstance(module, InPlaceABN):
+            errors.append((name, reconstruction_error(module, x)))
+        else:
+            drifts.append((name, drift(module.reversible_blocks, x)))
+
+    hooks = [
+        module.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
+        for name, module in network.named_modules()
+        if isinstance(module, InPlaceABN) or getattr(module, "reversible_blocks", [])
+    ]
+    if hooks:
         modes = [(module, module.training) for module in network.modules()]
         try:
             network.eval()
@@ -96,24 +103,12 @@ def reconstruction_error(layer: InPlaceABN, x: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     channels = partial(torch.full, (x.shape[1],), dtype=wide, device=x.device)
     gamma = channels(1) if layer.weight is None else training_gamma(layer)
-    beta = channels(0) if layer.bias is None else layer.bias
+    beta: Tensor = channels(0) if layer.bias is None else layer.bias
     unused = Running(channels(0), channels(0))
     z, mean, invstd = backend.forward(values, Affine(gamma, beta, activation), layer.eps, unused)
     mean, invstd, gamma, beta = (per_channel(vector, x) for vector in (mean, invstd, gamma, beta))
     recovered = (invert_activation(activation, z.to(wide), rounded_to=z.dtype) - beta) * gamma.reciprocal()
     return (recovered - (x.to(wide) - mean) * invstd).abs().max()
-
-
-def _measure(
-    errors: list[tuple[str, Tensor]], name: str, layer: InPlaceABN, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
-) -> None:
-    errors.append((name, reconstruction_error(layer, *args, **kwargs)))
-
-
-def _follow(
-    drifts: list[tuple[str, Tensor]], name: str, chain: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
-) -> None:
-    drifts.append((name, drift(chain.reversible_blocks, next(iter((*args, *kwargs.values()))))))
 
 
 def _extreme(choose: Callable, values: list[tuple[str, Tensor]], nan: float) -> Extreme | None:

@@ -19,7 +19,7 @@ def tensors_in(thing: object) -> list[Tensor]:
 
 
 def check_module(value: object, receiver: str) -> None:
-    """Raise ValueError if a value is no module. `receiver`: the function or class that got it."""
+    """Raise ValueError if a value is not a module. `receiver`: the function or class that got it."""
     if isinstance(value, type):
         raise ValueError(f"{receiver} got the class {value.__name__}: expected an object, {value.__name__}(…)")
     if not isinstance(value, nn.Module):

@@ -1,18 +1,18 @@
-"""All that this package uses of PyTorch's and Triton's private parts.
+"""All private parts of PyTorch and Triton that keepless uses.
 
 Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.12.1, with the Triton that each brings. Where a part is missing:
 
 | part | used for | where it is missing |
 |---|---|---|
 | `_top_saved_tensors_default_hooks` | the saved-tensor hooks in effect | `_Noted` sees them set (torch 2.6, 2.7) |
-| `data` of a `SavedTensor` | what hooks packed for a node | `packed_by` asks the unpack hook (2.9 and before) |
+| `data` of a `SavedTensor` | objects that hooks packed for a node | `packed_by` asks the unpack hook (2.9 and before) |
 | `_raw_saved_*`, `_saved_*` of nodes | statistics, masks, indices, shares | the result is kept |
 | `triton.knobs` | whether kernels are interpreted | the environment variable behind it (Triton before 3.4) |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
 | `torch._inductor.compile` | whether there is a compiler | there is none: the eager backend |
 | everything else here | | ImportError when this package is imported |
 
-Other files use these alone, which PyTorch's own extensions rely on: `Tensor._version`, `_base` and `_is_view`, and of
+Other files use only these, which extensions of PyTorch rely on: `Tensor._version`, `_base` and `_is_view`, and of
 `nn.Module` the dictionaries (`_parameters`, `_buffers`, `_modules`, `_forward_hooks`, …), the set
 `_non_persistent_buffers_set`, `_load_from_state_dict` and `_save_to_state_dict`.
 """
@@ -21,6 +21,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
@@ -38,10 +40,11 @@ try:
     from torch.nn.modules._functions import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
     from torch.overrides import _get_current_function_mode as current_function_mode
-    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-    from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+    from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+    from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     # Whether a tensor has a storage, which sparse and batched ones lack.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
@@ -86,27 +89,23 @@ def node_number(node: Any) -> int:
     return node._sequence_nr()
 
 
-class _Asked(threading.local):
-    """What `unpack` was called with, while `packed_by` asks for it."""
-
-    packed: list[Any] | None = None
-
-
-_asked = _Asked()
+# The objects that `unpack` gets while `_reading` reads a node.
+_asked: ContextVar[list[Any] | None] = ContextVar("asked", default=None)
 _ANYTHING = torch.empty(0)
 _SHOWS_PACKED = hasattr(torch._C._autograd.SavedTensor, "data")
 
 
 def unpack(packed: Any) -> Tensor:
     """The unpack hook for objects with a method `get`, which `packed_by` can find."""
-    if _asked.packed is None:
+    found = _asked.get()
+    if found is None:
         return packed.get()
-    _asked.packed.append(packed)
+    found.append(packed)
     return _ANYTHING
 
 
 def packed_by(node: Any, name: str) -> Any:
-    """What a node of PyTorch holds for a tensor that it saved by this name, with `unpack`; None if it holds nothing."""
+    """The packed object that a node of PyTorch holds for a saved tensor of this name; None if there is none."""
     if _SHOWS_PACKED:
         return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
     _, found = _reading(node, f"_saved_{name}")
@@ -114,12 +113,12 @@ def packed_by(node: Any, name: str) -> Any:
 
 
 def is_synchronised_norm(node: Any) -> bool:
-    """Whether a node is of an `nn.SyncBatchNorm`: it saves input, weight, mean, inverse standard deviation, count."""
+    """Whether a node belongs to an `nn.SyncBatchNorm`. It saves input, weight, mean, inverse deviation and count."""
     return type(node) is _SYNCHRONISED
 
 
 def packed_by_function(node: Any) -> tuple[Any, ...]:
-    """What the node of a custom function holds for the tensors that it saved, with `unpack`; None for absent ones."""
+    """The packed objects that a custom function's node holds for its saved tensors; None for absent ones."""
     if _SHOWS_PACKED:
         return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
     tensors, found = _reading(node, "saved_tensors")
@@ -130,11 +129,11 @@ def packed_by_function(node: Any) -> tuple[Any, ...]:
 def _reading(node: Any, name: str) -> tuple[Any, list[Any]]:
     """An attribute of a node, and the objects that `unpack` was given for it."""
     found: list[Any] = []
-    _asked.packed = found
+    token = _asked.set(found)
     try:
         return getattr(node, name, None), found
     finally:
-        _asked.packed = None
+        _asked.reset(token)
 
 
 def dropped_share(node: Any) -> float | None:
@@ -159,7 +158,7 @@ def hooks_are_allowed() -> bool:
 
 
 class _Noted(threading.local):
-    """The saved-tensor hooks that this thread has set, innermost last, where PyTorch does not tell."""
+    """The saved-tensor hooks that this thread has set, innermost last, for versions of PyTorch that do not tell."""
 
     def __init__(self) -> None:
         self.hooks: list[Hooks] = []
@@ -232,3 +231,39 @@ def triton_is_interpreted() -> bool:
     if hasattr(triton, "knobs"):
         return bool(triton.knobs.runtime.interpret)
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# For training and measuring with this package
+
+
+def running_node() -> Any:
+    """The node whose gradients the running backward pass computes; None outside of one."""
+    return torch._C._current_autograd_node()
+
+
+def scaler_skips_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let GradScaler skip a step with infinite gradients. Otherwise it calls a fused optimizer for it too."""
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused optimizers
+
+
+def compiler_settings(**settings: Any) -> AbstractContextManager:
+    """Context with other settings of `torch.compile`, such as `recompile_limit`."""
+    return torch._dynamo.config.patch(**settings)
+
+
+def compile_gradients() -> None:
+    """From now on `torch.compile` traces `autograd.grad` inside backward passes, as reversible blocks need it."""
+    torch._dynamo.config.trace_autograd_ops = True
+
+
+def compile_within(graph: fx.GraphModule, inputs: list[Tensor], compiler: str, budget: float) -> Callable[..., Any]:
+    """Compile a graph with a backend of `torch.compile` that keeps a share of the activations."""
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
+
+
+def compiled_graphs() -> dict[str, Any]:
+    """What `torch.compile` counts, by topic: "stats", "graph_break", …"""
+    from torch._dynamo.utils import counters
+
+    return counters

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from keepless.norms.activations import ACTIVATIONS, Activation, activate_
+from keepless.norms.backends.activations import ACTIVATIONS, Activation, activate_
 
 NormAct = Callable[[int], nn.Module]  # number of channels -> norm followed by an activation, for (N, C, H, W)
 
@@ -156,7 +156,7 @@ class ResidualBlock(nn.Module):
 
     @property
     def activation(self) -> Activation:
-        """phi, read from the first norm: whoever changes the activation of the norms changes it here too."""
+        """phi, read from the first norm, so that it follows changes of the norms' activation."""
         first: Any = self.convs.bn1
         return Activation(first.activation, first.activation_param)
 

@@ -1,13 +1,12 @@
-"""How a network keeps its activations: `trainer.recompute`.
+"""Which activations a network keeps: `trainer.recompute`.
 
-Checkpointing of a body's blocks drops their activations, and computes them again in the backward pass, by PyTorch's own
-means (`torch.utils.checkpoint`), for any body and any norm. The stem, the final norm and whatever follows the body keep
-their activations.
+A body's blocks can be checkpointed by `torch.utils.checkpoint`, with any norm: their activations are computed again in
+the backward pass. The stem, the final norm and everything after the body keep their activations.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,14 +20,14 @@ from keepless.reversible.environment import statistics_kept
 BLOCKS = ("none", "blocks", "sqrt")
 RECOMPUTE = ("none", "activations", *BLOCKS[1:])
 
-State = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 Block = nn.Module | partial  # tensors -> a tensor or several; the arguments of a partial are modules, or None
 
 
 def choose_recomputation(network: nn.Module, body: Any, recompute: str) -> None:
-    """Choose how a network with a body of `models.bodies` keeps its activations.
+    """Choose which activations a network with a body of `models.bodies` keeps.
 
-    The operations of the whole network compute the outputs of its `CheckpointedABN` layers again in any case.
+    Outputs of `CheckpointedABN` layers are recomputed in any case.
     `recompute`: "activations": see `recompute_activations`; otherwise see `recompute_blocks`, also for its ValueErrors.
     """
     if recompute == "activations":
@@ -40,7 +39,7 @@ def choose_recomputation(network: nn.Module, body: Any, recompute: str) -> None:
 
 
 def recompute_blocks(body: Any, recompute: str) -> None:
-    """Choose how a body of `models.bodies` keeps the activations of its blocks, see `run_blocks`.
+    """Choose how a body of `models.bodies` runs its blocks, see `run_blocks`.
 
     ValueError if `recompute` is not in BLOCKS, or the body is reversible.
     """
@@ -48,21 +47,21 @@ def recompute_blocks(body: Any, recompute: str) -> None:
         raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(BLOCKS)}")
     if recompute != "none" and getattr(body, "reversible", False):
         raise ValueError(
-            f"recompute={recompute!r} for a reversible {type(body).__name__}: it already forgets its activations; "
+            f"recompute={recompute!r} for a reversible {type(body).__name__}: it keeps no activations anyway; "
             f"expected 'none', or a body with reversible=False"
         )
     body.recompute = recompute
 
 
 def units_of(stages: Iterable[nn.Module], recompute: str) -> list[Block]:
-    """What `run_blocks` runs: the blocks of all stages; or whole stages, so that their hooks fire, if all is kept."""
+    """The units for `run_blocks`: all blocks, or whole stages if all activations are kept, so that their hooks fire."""
     if recompute == "none":
         return list(stages)
     return [block for stage in stages for block in (stage if isinstance(stage, nn.Sequential) else [stage])]
 
 
-def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str) -> State:
-    """Run blocks one after the other; each takes the tensors that the one before returned.
+def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str) -> Tensors:
+    """Run blocks in order; each takes the tensors that the previous one returned.
 
     Args:
         blocks: of all stages; pooling and transitions belong to the block after them.
@@ -72,48 +71,40 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str) -> State:
             Nets with Sublinear Memory Cost, 2016), and repeat sqrt(L) blocks at a time.
 
     Returns:
-        What the last block returns. Running statistics move once, although the norms run twice.
+        The result of the last block. Running statistics move once, although the norms run twice.
     """
-    state: State = (x,)
-    del x  # nobody else should hold a tensor that is not needed any more
-    forget = recompute != "none" and torch.is_grad_enabled()
+    tensors: Tensors = (x,)
+    del x  # to free it after its last use
+    checkpoints = recompute != "none" and torch.is_grad_enabled()
     length = round(math.sqrt(len(blocks))) if recompute == "sqrt" else 1
     for start in range(0, len(blocks), length):
         part = blocks[start : start + length]
-        state = _checkpointed(part, state) if forget else _run(part, *state)
-    return state
+        tensors = _checkpointed(part, tensors) if checkpoints else _run(part, *tensors)
+    return tensors
 
 
-def _run(blocks: Sequence[Block], *state: Tensor) -> State:
+def _run(blocks: Sequence[Block], *tensors: Tensor) -> Tensors:
     for block in blocks:
-        output = block(*state)
-        state = output if isinstance(output, tuple) else (output,)
-    return state
+        output = block(*tensors)
+        tensors = output if isinstance(output, tuple) else (output,)
+    return tensors
 
 
-def _checkpointed(blocks: Sequence[Block], state: State) -> State:
-    options: dict[str, Any] = {}
-    if not torch.compiler.is_compiling():  # compiled code repeats operators, but no updates of statistics
-        modules = [module for block in blocks for module in _modules(block)]
-        options["context_fn"] = lambda: (nullcontext(), _Repetition(modules))
-    return checkpoint(partial(_run, blocks), *state, use_reentrant=False, **options)
+def _checkpointed(blocks: Sequence[Block], tensors: Tensors) -> Tensors:
+    if torch.compiler.is_compiling():  # compiled code repeats operators, but no updates of statistics
+        return checkpoint(partial(_run, blocks), *tensors, use_reentrant=False)
+    modules = [module for block in blocks for module in _modules(block)]
+    repeated = False
 
+    def run(*tensors: Tensor) -> Tensors:
+        """Only the first run updates running statistics."""
+        nonlocal repeated
+        context = statistics_kept(*modules) if repeated else nullcontext()
+        repeated = True
+        with context:
+            return _run(blocks, *tensors)
 
-class _Repetition(AbstractContextManager):
-    """Context of a repeated forward pass: the norms leave their running statistics as they are.
-
-    It can be entered several times, for several backward passes.
-    """
-
-    def __init__(self, modules: list[nn.Module]):
-        self.modules = modules
-        self.entered = ExitStack()
-
-    def __enter__(self) -> None:
-        self.entered.enter_context(statistics_kept(*self.modules))
-
-    def __exit__(self, *error: Any) -> None:
-        self.entered.__exit__(*error)
+    return checkpoint(run, *tensors, use_reentrant=False)
 
 
 def _modules(block: Block) -> list[nn.Module]:

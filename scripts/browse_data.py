@@ -97,7 +97,8 @@ def training_crops(config: BrowseData, dataset: SegmentationDataset, console: Co
 def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str, tuple[int, int] | None]:
     """The title of a crop, and the position in the crop of the pixel that it was drawn for."""
     dataset = crops.dataset
-    size, (scaled_size, offset, mirrored) = dataset.size(draw.image), crops.geometry(draw)
+    size = dataset.undecoded(draw.image)[0].shape
+    scaled_size, offset, mirrored = crops.geometry(draw, size)
     facts = [f"scale {scaled_size[0] / size[0]:.2f}" + ", mirrored" * mirrored]
     pixel = None
     if draw.pixel is not None:

@@ -33,7 +33,7 @@ from engine.output_files import write_figure, write_file
 from engine.records.provenance import provenance
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
 from engine.schema.keys import group, key
-from scripts.evidence import charts
+from scripts.reports import charts
 
 LABELS = {"uniform": "uniform", "class_uniform": "class-uniform"}
 

@@ -27,9 +27,9 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.output_files import write_figure, write_file
 from engine.schema.keys import as_list, key
-from scripts.evidence import charts
-from scripts.evidence.frame import conditions, table
-from scripts.evidence.runs import DATE, FROM_CONFUSION, Run, by_configuration, folder_name, found_runs, titles_of
+from scripts.reports import charts
+from scripts.reports.markdown import conditions, table
+from scripts.reports.runs import DATE, FROM_CONFUSION, Run, by_configuration, folder_name, found_runs, titles_of
 
 
 @dataclass
@@ -157,7 +157,7 @@ def compare(values: DictConfig) -> Path:
     """Write the report and return the page's path. Raises ValueError if no run has ended, or for several tasks."""
     config = configuration.typed(values, Comparison)
     out = Path(config.out)
-    runs, left_out = found_runs(as_list(config.runs), Run, but_not_below=out)
+    runs, left_out = found_runs(as_list(config.runs), but_not_below=out)
     if not runs:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out.items())
         raise ValueError(f"runs={config.runs}: no run has ended ({reasons})")

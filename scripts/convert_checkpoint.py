@@ -6,7 +6,7 @@
     python -m scripts.convert_checkpoint input=RUN_DIR output=FILE
 
 The first two make a checkpoint that eval.py, scripts.predict and init.weights read like any other. The network is
-recognised from the file. A file says neither its scale, which is known for the published files alone, nor its classes:
+recognised from the file. A file says neither its scale, which is known for the authors' files alone, nor its classes:
 without classes or data.root they are called 0, 1, 2, …, and an evaluation then compares only their number. With them it
 compares the names: for ImageNet they are the names of the class folders (n01440764, …) in sorted order. The third
 command writes the weights of either kind of checkpoint: in the released layout, or as a state dict for networks with
@@ -30,8 +30,7 @@ from datasets.vistas import vistas_classes
 from engine import assemble
 from engine.assemble import initial_weights
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.migrations import FORMAT
-from engine.checkpoint.parts import PARTS
+from engine.checkpoint.parts import OF_TRAINING, PARTS
 from engine.configuration import config as configuration
 from engine.configuration.command_line import composed, configured
 from engine.console import make_console
@@ -44,13 +43,12 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Init
 from engine.tasks import task_of
 from keepless.norms.report import listed
-from models.checkpoints import official
+from models.checkpoints import released
 from models.checkpoints.loading import load_by_name
 from models.checkpoints.recognition import Architecture, body_of, recognised
-from models.package import PACKAGE_ACTIVATIONS
+from models.released_norm import RELEASED_ACTIVATIONS
 
 VISTAS_CLASSES = 65
-OF_TRAINING = ("ema", "skipped_images", "recorded", "data")  # parts of a checkpoint that an evaluation does without
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"
 VISTAS_POOLING = [84, 84]  # feature cells: the release's test crops, 672 pixels
 Colours = list[tuple[int, int, int]]
@@ -68,7 +66,7 @@ class Conversion:
     format: str = key("checkpoint", one_of=("checkpoint", "released", "standard_bn"))  # of the output
     # Whether norms of released files scale by |weight| + eps (released) or by weight (raw): of the input if it is such
     # a file; else of the output with format=released, by default released.
-    scale: str | None = key(None, one_of=official.SCALES)
+    scale: str | None = key(None, one_of=released.SCALES)
     classes: str | None = None  # file with their names, one a line; of Vistas also its config_v1.2.json
     data: ConversionData = field(default_factory=ConversionData)
 
@@ -86,7 +84,7 @@ def convert(values: DictConfig) -> list[str]:
     if output.is_dir() or (output.exists() and source.exists() and output.samefile(source)):
         raise ValueError(f"output={output} is {'a folder' if output.is_dir() else 'the input'}: give another file")
     name = f"input={source}"
-    content = official.read(source, name, checkpoint.advice_if_damaged(source))
+    content = released.read(source, name, checkpoint.advice_if_damaged(source))
     ours = initial_weights.is_ours(content)
     writable_folder("output", output.parent)
     if ours and options.format == "checkpoint":
@@ -97,7 +95,7 @@ def convert(values: DictConfig) -> list[str]:
         norm, tensors, lines = weights.norm, weights.converted(), [f"input {weights.source}"]
         _check_expressible(options, norm, name)
     else:
-        file = official.released_file(content, source, name, options.scale)
+        file = released.weights_in(content, source, name, options.scale)
         if options.format == "released":
             raise ValueError(f"{name} has the released layout already")
         norm = StandardNorm()  # its eps and activation are the release's
@@ -105,9 +103,9 @@ def convert(values: DictConfig) -> list[str]:
         if options.format == "checkpoint":
             lines += _write_checkpoint(options, tensors, file.scale, source, output)
     if options.format == "released":
-        checkpoint.write_alone(output, official.to_released(tensors, options.scale or "released"))
+        checkpoint.write_alone(output, released.to_released(tensors, options.scale or "released"))
     elif options.format == "standard_bn":
-        checkpoint.write_alone(output, official.to_standard_bn(tensors))
+        checkpoint.write_alone(output, released.to_standard_bn(tensors))
     if options.format != "checkpoint":
         slope = f" ({norm.activation_param})" if norm.activation in ("leaky_relu", "elu") else ""
         lines.append(f"the output needs norms with eps={norm.eps} and {norm.activation}{slope}, but does not say so")
@@ -118,18 +116,18 @@ def convert(values: DictConfig) -> list[str]:
 
 def _check_expressible(options: Conversion, norm: Norm, name: str) -> None:
     """ValueError if the output would compute another function than our checkpoint, or if the scale has no effect."""
-    released = options.format == "released"
-    if not released and options.scale is not None:
+    as_released = options.format == "released"
+    if not as_released and options.scale is not None:
         raise ValueError(f"scale={options.scale} has no effect on {name} with format=standard_bn: leave it out")
-    if released and norm.eps != official.EPS:
+    if as_released and norm.eps != released.EPS:
         raise ValueError(
-            f"{name} was trained with norm.eps={norm.eps}: expected {official.EPS:g}, which readers of the released "
+            f"{name} was trained with norm.eps={norm.eps}: expected {released.EPS:g}, which readers of the released "
             f"layout assume; give format=standard_bn"
         )
-    if released and options.scale != "raw" and norm.activation not in PACKAGE_ACTIVATIONS:
+    if as_released and options.scale != "raw" and norm.activation not in RELEASED_ACTIVATIONS:
         raise ValueError(
             f"{name} was trained with norm.activation={norm.activation}: the release's in-place layers have "
-            f"{', '.join(PACKAGE_ACTIVATIONS)}; give format=standard_bn, or scale=raw for its standard layers"
+            f"{', '.join(RELEASED_ACTIVATIONS)}; give format=standard_bn, or scale=raw for its standard layers"
         )
 
 
@@ -142,9 +140,9 @@ def _write_weights_alone(options: Conversion, state: dict, source: Path, output:
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun) and isinstance(config.sampler, ClassUniformSampler):
         config.sampler.folder = None
-    parts = {name: state[name] for name in PARTS if name in state and name not in OF_TRAINING}
+    parts = {name: state[name] for name in PARTS if name in state and name not in ("ema", *OF_TRAINING)}
     parts |= {"config": configuration.plain(config), "network": state.get("ema", state["network"])}
-    checkpoint.write_alone(output, {"format": FORMAT, **parts})
+    checkpoint.write_alone(output, {"format": checkpoint.FORMAT, **parts})
     averaged = "averaged " if "ema" in state else ""
     return [f"input {source}", f"the {averaged}weights of step {state['step']}, for evaluations and init.weights"]
 
@@ -172,7 +170,7 @@ def _write_checkpoint(
     load_by_name(network, tensors, source=str(source), name=f"input={source}", advice=advice)
     unnamed = options.classes is None and options.data.root is None
     state = {
-        "format": FORMAT,
+        "format": checkpoint.FORMAT,
         "task": config.task,
         "step": 0,
         "config": configuration.plain(config),
@@ -205,7 +203,7 @@ def _segmentation_config(
     if (count := len(tensors["cls.weight"])) != VISTAS_CLASSES:
         raise ValueError(
             f"input={source} segments {count} classes: expected the {VISTAS_CLASSES} of Vistas, because no other "
-            f"segmentation network was published; start a training from it with init.weights and init.format=released"
+            f"segmentation network was released; start a training from it with init.weights and init.format=released"
         )
     importlib.import_module("train_seg")
     values = composed("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")

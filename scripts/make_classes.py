@@ -30,7 +30,7 @@ from engine.console import make_console, progress_bar, tracked
 from engine.output_files import write_file
 from engine.schema.data import FolderData
 from engine.schema.keys import group, key
-from scripts.build_class_index import class_table
+from scripts.verify_data import class_table
 
 IGNORED = 255
 

@@ -32,9 +32,9 @@ from engine.console import make_console, table_of
 from engine.planner.trace import Trace
 from engine.schema.network import NORMS, Norm
 from engine.schema.training import TrainingRun
-from keepless.norms.activations import INVERTIBLE_ACTIVATIONS
+from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from keepless.saved import size_text
-from scripts.evidence import papers
+from scripts.reports import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")
 FITS = {  # memory.fit: what it does, and the paper's name for that

@@ -67,7 +67,7 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
     device, views = device_of(options.device), assemble.views(options, config.data)
     make, averaged = assemble.segmentation_network, options.averaged
     forward = assemble.trained_forward(config, make, state, path, state["classes"], averaged, device)
-    palette = np.array(state["palette"] if "palette" in state else palette_of_data(config, path), np.uint8)  # (K, 3)
+    palette = np.array(state["palette"], np.uint8)  # (K, 3)
 
     writable_folder("output", output)
     write_classes(output / CLASSES, state["classes"], palette)
@@ -140,14 +140,6 @@ def result_names(images: Sequence[Path]) -> list[str]:
         if full == names:
             return names
         names = full
-
-
-def palette_of_data(config: SegmentationRun, path: Path) -> tuple[tuple[int, int, int], ...]:
-    """The palette of the training's data, for old checkpoints without one. Raises ValueError if the data is gone."""
-    try:
-        return assemble.dataset(config.data, config.data.val_split, key="data.val_split").palette
-    except ValueError as error:
-        raise ValueError(f"checkpoint {path} has no colours, and its data cannot be read: {error}") from error
 
 
 def write_classes(path: Path, classes: list[str], palette: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from engine.configuration.command_line import composed
 from engine.console import logger, table_of
 from engine.schema.keys import override
 from eval import evaluate
-from models.checkpoints.published import PUBLISHED, Published, published
+from models.checkpoints.released_files import RELEASED_FILES, ReleasedFile, released_file
 from scripts.convert_checkpoint import convert
 
 COLUMNS = ("file", "view", "published", "ours", "difference")
@@ -20,17 +20,17 @@ SCORES = {"imagenet": ("top1", "top5"), "vistas": ("miou",)}
 
 
 def released_table(files: Path, roots: Mapping[str, str], runs: Path, console: Console) -> None:
-    """Convert every published file in a folder, evaluate it on its data, and print the table.
+    """Convert every released file in a folder, evaluate it on its data, and print the table.
 
     What has been converted and evaluated into `runs` before is not done again. `roots`: {"imagenet" or "vistas": DIR};
-    files of other data are listed only. ValueError: the folder holds no published file.
+    files of other data are listed only. ValueError: the folder holds no released file.
     """
     candidates = sorted(path for path in files.rglob("*") if path.is_file())
-    found = {path: entry for path in candidates if (entry := published(path)) is not None}
+    found = {path: entry for path in candidates if (entry := released_file(path)) is not None}
     if not found:
-        networks = ", ".join(f"{entry.network} ({entry.norm})" for entry in PUBLISHED)
+        networks = ", ".join(f"{entry.network} ({entry.norm})" for entry in RELEASED_FILES)
         raise ValueError(
-            f"files={files}: none of its {len(candidates)} files is published, by their md5; expected some of "
+            f"files={files}: none of its {len(candidates)} files is a released one, by their md5; expected some of "
             f"{networks}, which the README of the release links"
         )
     rows = []
@@ -50,7 +50,7 @@ def released_table(files: Path, roots: Mapping[str, str], runs: Path, console: C
     console.print("ImageNet: top-1 / top-5 in percent, validation images. Vistas: mIoU; published on the test images.")
 
 
-def _results(path: Path, entry: Published, view: str, root: str, runs: Path) -> dict:
+def _results(path: Path, entry: ReleasedFile, view: str, root: str, runs: Path) -> dict:
     """The results of a view, from an earlier call if there was one."""
     folder = runs / "released" / f"{path.name.split('.')[0]}-{entry.md5[:8]}"
     network, results = folder / "network.pt", folder / f"{view.replace(' ', '_')}.json"

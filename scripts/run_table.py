@@ -6,7 +6,7 @@
 
 Lists each training with its command, its arithmetic and the least hours that it takes at `tflops`. Without dry_run it
 then runs them into RUNS/EXPERIMENT/seedN: the same command continues after a stop, and a training that fails does not
-keep the others from running. Rows that are the same training run once. For the page: `python -m scripts.tables
+keep the others from running. Rows that are the same training run once. For the page: `python -m scripts.evidence.tables
 runs=[RUNS]`. `weights` are checkpoints of this project or files that the authors released. table=released trains
 nothing: it evaluates every released file in `files`, and prints the published scores beside ours.
 """
@@ -19,25 +19,23 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING, DictConfig
 from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
 
+from datasets.registry import ROWS
 from engine import assemble, planner
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import make_console, table_of
 from engine.jobs import run_jobs
-from engine.schema.classification import CLASSIFICATION_DATASETS
-from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
-from models.checkpoints.published import published
-from scripts.evidence import papers
-from scripts.evidence.measuring import operations_of
-from scripts.evidence.tables import Finished
+from models.checkpoints.released_files import released_file
 from scripts.released_table import released_table
+from scripts.reports import papers
+from scripts.reports.runs import Run
 
 RELEASED = "released"
-DRAWN = ("synthetic", "shapes")  # data that needs no folder
-DATA = sorted({*SEGMENTATION_DATASETS, *CLASSIFICATION_DATASETS} - {*DRAWN})
+DATA = sorted(name for name, row in ROWS.items() if not row.drawn)  # in folders
 
 
 @dataclass
@@ -50,7 +48,7 @@ class RunTable:
     weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
     devices: int | None = key(None, above=0)  # processes of each training; null: as many as in its header
     seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
-    overrides: list[str] = field(default_factory=list)  # of every training; scripts.tables prints them
+    overrides: list[str] = field(default_factory=list)  # of every training; scripts.evidence.tables prints them
     tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
 
     def check(self) -> None:
@@ -140,14 +138,14 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     roots, weights = arguments.roots or {}, arguments.weights or {}
     if config.data.name in roots:
         options.append(override("data.root", roots[config.data.name]))
-    elif config.data.name not in DRAWN:
+    elif config.data.name in DATA:
         missing.append(f"roots={{{config.data.name}: DIR}}")
     if papers.WEIGHTS in papers.command_of(experiment):
         fitting = sorted((name for name in weights if name in experiment), key=len)
         if fitting:
             file = Path(weights[fitting[-1]])
             options.append(override("init.weights", file))
-            options += ["init.format=released"] if file.is_file() and published(file) else []
+            options += ["init.format=released"] if file.is_file() and released_file(file) else []
         else:
             network = experiment.split("/")[1].removeprefix(f"{config.data.name}_")
             missing.append(f"weights={{{network}: FILE}}")
@@ -163,11 +161,11 @@ def _has_ended(run_dir: Path, config: TrainingRun, devices: int) -> bool:
     if not (run_dir / "results.json").is_file():
         return False
     try:
-        run = Finished(run_dir)
+        run = Run(run_dir)
     except ValueError as error:
         raise ValueError(f"{run_dir}: {error}; give another folder as runs=") from error
     ours, wanted = papers.training_of(run.typed), papers.training_of(config)
-    ours["crops"] = papers.crops_per_norm(run.typed, run.processes or devices)
+    ours["crops"] = papers.crops_per_norm(run.typed, run.processes)
     wanted["crops"] = papers.crops_per_norm(config, devices)
     if any(ours.get(name) != wanted.get(name) for name in {*ours, *wanted} - {*papers.SPEED}):
         raise ValueError(f"{run_dir} holds a run with other keys than these: give another folder as runs=")
@@ -180,7 +178,9 @@ def crop_flops(config: TrainingRun) -> int:
     with planner.FakeTensors():
         learner, loss, minibatch = planner.fake_step(config, crops, config.data.crop_size)
         learner.network.train()
-        return operations_of(lambda: loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()) // crops
+        with FlopCounterMode(display=False) as counter:
+            loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()
+    return counter.get_total_flops() // crops
 
 
 def job_table(jobs: list[Job], arguments: RunTable) -> Table:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
+import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -31,10 +32,9 @@ from engine.configuration.command_line import configured
 from engine.console import counted, make_console, table_of
 from engine.output_files import write_file
 from engine.records.provenance import provenance
-from engine.schema.classification import CLASSIFICATION_DATASETS, IMAGENET_CLASSES, ClassificationData
+from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
-from scripts.build_class_index import class_table
 
 
 @dataclass
@@ -83,7 +83,7 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     """Check the splits, print the findings, write `out`. Raises ValueError for wrong keys only, never for data."""
     config = configuration.typed(values, VerifyData)
     console = make_console()
-    official = splits_of(config.data) or {"train": None}  # whose error shows the layout
+    official = assemble.official_images(config.data) or {"train": None}  # whose error shows the layout
     unknown = [split for split in config.splits or () if split not in official]
     if unknown or config.splits == []:
         raise ValueError(f"splits={config.splits}: expected some of {', '.join(official)}")
@@ -94,14 +94,6 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     if config.out is not None:
         write(Path(config.out), config.data, reports)
     return reports
-
-
-def splits_of(config: Data) -> dict[str, int | None]:
-    """The official number of images of every split; None if nothing is published."""
-    if isinstance(config, SegmentationData):
-        return assemble.official_images(config)
-    assert isinstance(config, ClassificationData), config
-    return assemble.classified_counts(config, IMAGENET_CLASSES)
 
 
 def check_split(
@@ -115,7 +107,8 @@ def check_split(
             with counted(console, f"checking {photographs.name} {split}") as progress:
                 problems = inspect_images(photographs, workers, progress)
             images, classes = len(photographs), photographs.classes
-            official_images = assemble.classified_counts(config, len(classes))[split]
+            if len(classes) != assemble.official_classes(config):  # other images in ImageNet's layout
+                official_images = None
         else:
             assert isinstance(config, SegmentationData), config
             dataset = assemble.dataset(config, split, strict=False, draw=True)
@@ -170,6 +163,16 @@ def histogram(report: SplitReport, found: Inspection) -> Table:
     table.add_section()
     table.add_row("ignored", f"{found.ignored:,}", f"{share:.2f} of all", "")
     return table
+
+
+def class_table(title: str, classes: Sequence[str], pixels: np.ndarray, labels: np.ndarray) -> Table:
+    """Per class: pixels, share of all classes' pixels, and number of labels that contain it."""
+    total = max(1, pixels.sum())
+    rows = (
+        [name, f"{count:,}", f"{100 * count / total:.2f}", str(containing)]
+        for name, count, containing in zip(classes, pixels, labels, strict=True)
+    )
+    return table_of(["class", "pixels", "share %", "labels"], rows, title)
 
 
 def write(path: Path, config: Data, reports: Sequence[SplitReport]) -> None:

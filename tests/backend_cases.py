@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepless.norms.activations import Activation
 from keepless.norms.backends import compiled
+from keepless.norms.backends.activations import Activation
 from keepless.norms.backends.eager import EagerBackend
 from keepless.norms.backends.interface import UNTRACKED, Affine, Backend, BackwardInputs
 

@@ -12,16 +12,19 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from engine.configuration import sweep
+from engine import sweep
 from engine.configuration.arguments import check_arguments
 from scripts import plan_memory, run_table
-from scripts.evidence import frame, methods, papers, tables
+from scripts.evidence import frame, methods, tables
+from scripts.reports import papers
 from tests.runs import REPOSITORY, composed
 
 DOCS, RESULTS = REPOSITORY / "docs", REPOSITORY / "docs" / "results"
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), RESULTS / "README.md"]
 RECORDS = sorted(set(RESULTS.glob("*.md")) - {*PAGES})
-PROGRAMS = [path for folder in ("", "scripts") for path in sorted((REPOSITORY / folder).glob("[!_]*.py"))]
+PROGRAMS = [
+    path for folder in ("", "scripts", "scripts/evidence") for path in sorted((REPOSITORY / folder).glob("[!_]*.py"))
+]
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONAL = re.compile(r"(?<= )\[((?:[^][]|\[[^][]*\])*)\]")  # [key=value]; before a list there is no space
@@ -65,7 +68,8 @@ def checked(words: list[str]) -> object:
         module, keys = "train_seg", [word for word in words if "=" in word]
     elif place < 0:
         return None
-    importlib.import_module(module)  # declares the command
+    is_package = hasattr(importlib.import_module(module), "__path__")
+    importlib.import_module(f"{module}.__main__" if is_package else module)  # declares the command
     name = plan_memory.entry_of(keys) if module == "scripts.plan_memory" else module.split(".")[-1]
     if "-m" in keys:
         _, jobs = sweep.jobs_of(keys, lambda job: checked([program, *rest[: place + 1], *job]), has_run_dir=True)

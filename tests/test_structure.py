@@ -4,9 +4,11 @@ import ast
 import functools
 import graphlib
 import itertools
+import os
 import re
 import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,9 @@ MAY_IMPORT = {
 }
 KEEPLESS_IMPORTS = {"torch", "triton", "keepless"} | sys.stdlib_module_names  # it is installed without the rest
 
-KNOWS_HYDRA = ("engine/configuration/", "engine/schema/")
+NO_CIRCLE_OF_FOLDERS = ("datasets", "engine", "keepless", "models", "scripts")
+
+KNOWS_HYDRA = ("engine/configuration/", "engine/schema/", "engine/sweep.py")
 NAMES_KEYS = ("engine/schema/", "engine/assemble/", "engine/planner/fit.py")
 # Modules outside engine/schema and engine/assemble that import the schema, and the names they import.
 KNOWS_SCHEMA = {
@@ -39,9 +43,9 @@ KNOWS_SCHEMA = {
         "keys.without_interpolation",
         "training.TrainingRun",
     },
-    "engine/run.py": {"training.TrainingRun"},
-    "engine/checkpoint/run_directory.py": {"training.TrainingRun"},
-    "engine/configuration/sweep.py": {"keys.Keys", "keys.override"},
+    "engine/run.py": {"keys.deciding", "training.TrainingRun"},
+    "engine/checkpoint/run_directory.py": {"keys.named_after", "training.TrainingRun"},
+    "engine/sweep.py": {"keys.Keys", "keys.deciding", "keys.named_after", "keys.override"},
     "engine/configuration/command_line.py": {"keys.Keys", "keys.override"},
     "engine/configuration/arguments.py": {
         "keys.groups_of",
@@ -55,8 +59,6 @@ KNOWS_SCHEMA = {
     },
     "engine/configuration/choices.py": {"keys.groups_of"},
     "engine/configuration/help.py": {"keys.expected"},
-    "engine/classification/evaluation.py": {"classification.ClassificationRun"},
-    "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
     "engine/tasks.py": {
         "classification.ClassificationRun",
         "evaluation.Evaluation",
@@ -138,17 +140,41 @@ def test_imports_point_down():
         wrong += [(source.name, name) for name in ours if room_of(name) not in MAY_IMPORT[source.room]]
         if source.room == "keepless":
             wrong += [(source.name, name) for name in source.imported if room_of(name) not in KEEPLESS_IMPORTS]
+    commands = [source for source in sources("scripts") if not source.name.startswith("scripts/evidence/")]
+    wrong += [(source.name, n) for source in commands for n in source.imported if n.startswith("scripts.evidence")]
     assert wrong == []
 
 
+def imports_among(files: dict[str, Source]) -> Iterator[tuple[str, str]]:
+    """Yields (module, module that it imports); also where only type checkers import, and of packages their __init__."""
+    for module, source in files.items():
+        for name in source.imported:
+            found = next((known for known in (name, name.rpartition(".")[0]) if known in files), None)
+            if found not in (None, module):
+                yield module, found
+
+
 def test_no_file_imports_itself_through_others():
-    """Also where only type checkers import, and through packages that hand on names."""
     files = {source.module: source for source in sources("", *MAY_IMPORT, "scripts")}
     graph = {}
-    for module, source in files.items():
-        longest = {next((f for f in (name, name.rpartition(".")[0]) if f in files), None) for name in source.imported}
-        graph[module] = longest - {None, module}
+    for module, imported in imports_among(files):
+        graph.setdefault(module, set()).add(imported)
     graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("room", NO_CIRCLE_OF_FOLDERS)
+def test_no_folder_imports_itself_through_others(room):
+    """At every level: of the files and folders in a folder, none imports itself through the others there."""
+    files = {source.module: source for source in sources(room)}
+    graphs = {}
+    for pair in imports_among(files):
+        places = [(*files[module].path.parent.parts, files[module].path.stem) for module in pair]
+        shared = os.path.commonprefix(places)
+        importing, imported = (place[len(shared)] for place in places)
+        graphs.setdefault(shared, {}).setdefault(importing, set()).add(imported)
+    assert graphs
+    for graph in graphs.values():
+        graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_hydra_stays_above():

@@ -191,10 +191,7 @@ def test_every_wrong_command_says_how_to_write_it(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_wrong_commands_in_processes_of_their_own():
-    """A script that is run as a file, and processes of torchrun, of which one says what all find."""
-    for script in ("predict", "compare_runs", "bench_abn"):
-        expected = f"error: scripts are run as modules, from the folder above: python -m scripts.{script} …\n"
-        assert ended(f"scripts/{script}.py", "input=a.jpg") == expected
+    """Processes of torchrun: one says what all find."""
     said = ended("-m", "torch.distributed.run", "--nproc-per-node", "3", "train_seg.py", "trainer.step=20")
     message = re.escape("error: trainer.step=20: there is no such key; the nearest is trainer.steps=20\n")
     assert re.match(message, said) and len(re.findall(message, said)) == 2  # torchrun's table repeats it

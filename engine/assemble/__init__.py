@@ -2,7 +2,6 @@
 
 from engine.assemble.classification import (
     classification_network,
-    classified_counts,
     classified_crops,
     classified_images,
     classified_split,
@@ -16,6 +15,7 @@ from engine.assemble.data import (
     labelled_dataset,
     labelled_splits,
     loader,
+    official_classes,
     official_images,
     order_of,
     root_named,

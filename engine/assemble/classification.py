@@ -1,6 +1,5 @@
 """Configuration keys -> classification datasets, loaders and networks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,45 +11,24 @@ from datasets import (
     CentreCrop,
     ClassificationCrops,
     ClassificationDataset,
+    CropsInMemory,
     EvaluatedImages,
+    ImagesInMemory,
     PaddedCrop,
     RandomResizedCrop,
     ResizedRandomCrop,
     ShuffledMinibatches,
     TenCrops,
-    cifar10,
-    cifar100,
     collated,
-    image_folder,
-    imagenet,
-    shapes,
 )
-from datasets.cifar import IMAGES as CIFAR_IMAGES
 from datasets.classification import mean_image
-from datasets.imagenet import IMAGES as IMAGENET_IMAGES
-from datasets.imagenet import own_splits
-from datasets.shapes import IMAGES as SHAPES_IMAGES
+from datasets.registry import FOR_CLASSIFICATION
 from datasets.workers import Loader
 from engine.assemble.data import evaluation_loader, loader, order_of, root_named
 from engine.assemble.network import body, norm_act
 from engine.distributed import World
-from engine.schema.classification import (
-    IMAGENET_CLASSES,
-    ClassificationData,
-    ClassificationRun,
-    ImageNetData,
-    SmallImagesData,
-)
+from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
 from models.recomputation import choose_recomputation
-
-# The function that makes a split, and the published number of images in each.
-_SOURCES: dict[str, tuple[Callable[..., ClassificationDataset], dict[str, int]]] = {
-    "cifar10": (cifar10, CIFAR_IMAGES),
-    "cifar100": (cifar100, CIFAR_IMAGES),
-    "image_folder": (image_folder, {}),
-    "imagenet": (imagenet, IMAGENET_IMAGES),
-    "shapes": (shapes, SHAPES_IMAGES),
-}
 
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
@@ -66,9 +44,8 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError if the dataset has no such split, or files are missing; `key` is the config key of it."""
-    make, _ = _SOURCES[config.name]
     with root_named(config, f"{key}={split}: "):
-        return make(config.root, split)
+        return FOR_CLASSIFICATION[config.name].make(config.root, split)
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
@@ -90,15 +67,6 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
     return dataset.minus(mean.numpy())
 
 
-def classified_counts(config: ClassificationData, classes: int) -> dict[str, int | None]:
-    """The published number of images in each split of the dataset; None for other images in ImageNet's layout."""
-    if config.name == "image_folder":
-        with root_named(config):
-            return dict.fromkeys(own_splits(config.root))
-    _, images = _SOURCES[config.name]
-    return dict.fromkeys(images) if isinstance(config, ImageNetData) and classes != IMAGENET_CLASSES else {**images}
-
-
 def classification_network(
     config: ClassificationRun, classes: int, group: dist.ProcessGroup | None = None
 ) -> nn.Module:
@@ -116,18 +84,18 @@ def classified_crops(
     ValueError: the minibatch size does not fit the images or the world size.
     """
     data = config.data
-    crops = ClassificationCrops(dataset, _training_transform(data), config.seed, data.on_error == "skip")
+    crops: Dataset
+    if isinstance(data, SmallImagesData):
+        red, green, blue = (255 * value for value in data.mean)
+        padded = PaddedCrop(data.crop_size, data.padding, fill=(red, green, blue), flip=data.flip)
+        crops = CropsInMemory(dataset, padded, config.seed)
+    else:
+        assert isinstance(data, ImageNetData), data
+        sizes: dict[str, Any] = dict(size=data.crop_size, flip=data.flip)
+        transform = RandomResizedCrop(**sizes) if data.crops == "release" else ResizedRandomCrop(data.resize, **sizes)
+        crops = ClassificationCrops(dataset, transform, config.seed, data.on_error == "skip")
     minibatches = ShuffledMinibatches(len(dataset), **order_of(config, total_steps, world, start_step))
     return loader(crops, data, world, batch_sampler=minibatches, collate_fn=collated)
-
-
-def _training_transform(config: ClassificationData) -> RandomResizedCrop | ResizedRandomCrop | PaddedCrop:
-    common: dict[str, Any] = dict(size=config.crop_size, flip=config.flip)
-    if isinstance(config, SmallImagesData):
-        red, green, blue = (255 * value for value in config.mean)
-        return PaddedCrop(padding=config.padding, fill=(red, green, blue), **common)
-    assert isinstance(config, ImageNetData), config
-    return RandomResizedCrop(**common) if config.crops == "release" else ResizedRandomCrop(config.resize, **common)
 
 
 def classified_images(
@@ -143,10 +111,10 @@ def classified_images(
 
     With `images`, of as many spread evenly over the split, because files are in the order of their classes.
     """
-    view = None
+    source: Dataset = ImagesInMemory(dataset)
     if isinstance(config, ImageNetData):
         view = (TenCrops if ten_crops else CentreCrop)(config.resize, config.crop_size)
-    source: Dataset = EvaluatedImages(dataset, view)
+        source = EvaluatedImages(dataset, view)
     if images is not None and images < len(dataset):
         source = Subset(source, [number * len(dataset) // images for number in range(images)])
     return evaluation_loader(source, config, world, batch_size=batch_size, collate_fn=collated)

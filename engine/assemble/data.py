@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import fields
 from typing import Any
 
 from torch.utils.data import Dataset, Sampler
@@ -15,25 +15,14 @@ from datasets import (
     ShuffledMinibatches,
     TrainingCrops,
     TrainingTransform,
-    camvid,
-    cityscapes,
-    coco_stuff,
-    folder,
     index_classes,
-    synthetic,
-    vistas,
 )
-from datasets.camvid import IMAGES as CAMVID_IMAGES
-from datasets.cityscapes import IMAGES as CITYSCAPES_IMAGES
-from datasets.coco_stuff import IMAGES as COCO_STUFF_IMAGES
-from datasets.folder import folder_splits
+from datasets.registry import FOR_SEGMENTATION, ROWS
 from datasets.segmentation import joined
-from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
-from datasets.vistas import IMAGES as VISTAS_IMAGES
 from datasets.workers import Loader
 from engine.console import logger
 from engine.distributed import World
-from engine.schema.data import ClassUniformSampler, CocoStuffData, Data, FolderData, SegmentationData
+from engine.schema.data import ClassUniformSampler, Data, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
@@ -54,15 +43,28 @@ def dataset(
 
     ValueError: the dataset has no such split, or files are missing.
     """
-    make, images = _source(config, draw)
-    parts = []
+    row, options, parts = FOR_SEGMENTATION[config.name], _options(config), []
+    known = {} if row.classes is None else row.count_images(config.root, **options)
+    if options:
+        options["keys"] = "data."
+    if row.drawn:
+        options |= {"draw": draw, "own_images": "give data=folder"}
     for name in as_list(split):
-        if images and name not in images:
-            known = ", ".join(images)
-            raise ValueError(f"{key}={name}: split {name!r} is unknown to {config.name}; expected one of {known}")
+        if known and name not in known:
+            raise ValueError(
+                f"{key}={name}: split {name!r} is unknown to {config.name}; expected one of {', '.join(known)}"
+            )
         with root_named(config, f"{key}={name}: "):
-            parts.append(make(config.root, name, strict=strict))
+            parts.append(row.make(config.root, name, strict=strict, **options))
     return joined(parts)
+
+
+def _options(config: Data) -> dict[str, Any]:
+    """The keys that only this dataset has. Its function takes them as arguments of the same names."""
+    if not isinstance(config, SegmentationData):
+        return {}
+    shared = {entry.name for entry in fields(SegmentationData)}
+    return {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in shared}
 
 
 @contextmanager
@@ -75,29 +77,15 @@ def root_named(config: Data, split: str = "") -> Iterator[None]:
         raise ValueError(f"{split}data.root={config.root}{missing}: {error}") from error
 
 
-def official_images(config: SegmentationData) -> dict[str, int | None]:
-    """The published number of images in each split of the dataset; None for the splits of a folder."""
-    if isinstance(config, FolderData):
-        with root_named(config):
-            return dict.fromkeys(folder_splits(config.root, config.folds))
-    return {**_source(config)[1]}
+def official_images(config: Data) -> dict[str, int | None]:
+    """The official number of images in each split of the dataset; None for the splits of the user's own images."""
+    with root_named(config):
+        return ROWS[config.name].count_images(config.root, **_options(config))
 
 
-def _source(config: SegmentationData, draw: bool = False) -> tuple[Callable[..., SegmentationDataset], dict[str, int]]:
-    """The function that makes a split, and the published numbers of images."""
-    if isinstance(config, CocoStuffData):
-        make = partial(coco_stuff, lists=config.lists, other_class=config.other_class, lists_key="data.lists")
-        return make, COCO_STUFF_IMAGES[config.lists]
-    if isinstance(config, FolderData):
-        drawn = partial(folder, folds=config.folds, fold=config.fold, fold_seed=config.fold_seed)
-        return partial(drawn, folds_key="data.folds"), {}
-    sources: dict[str, tuple[Callable[..., SegmentationDataset], dict[str, int]]] = {
-        "camvid": (camvid, CAMVID_IMAGES),
-        "cityscapes": (cityscapes, CITYSCAPES_IMAGES),
-        "synthetic": (partial(synthetic, draw=draw, own_images="give data=folder"), SYNTHETIC_IMAGES),
-        "vistas": (vistas, VISTAS_IMAGES),
-    }
-    return sources[config.name]
+def official_classes(config: Data) -> int | None:
+    """The official number of classes of the dataset; None for the user's own images."""
+    return ROWS[config.name].count_classes(**_options(config))
 
 
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:

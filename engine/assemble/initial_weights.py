@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from engine.checkpoint import files as checkpoint
 from engine.configuration.choices import alternatives_of, choices
 from engine.configuration.config import group_from_plain
-from engine.schema.network import NORMS, Norm, PackageNorm
+from engine.schema.network import NORMS, Norm, ReleasedNorm
 from engine.schema.training import TrainingRun
 from keepless import ABN, from_released
-from models.checkpoints import official, torch_files
+from models.checkpoints import released, torch_files
 from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name
 from models.checkpoints.recognition import differences
 from models.checkpoints.torchvision_names import from_torchvision
@@ -24,25 +24,25 @@ class Weights(NamedTuple):
     tensors: Mapping[str, Tensor]
     source: str
     classes: list[str] | None = None  # None: the file does not name them
-    package_eps: float | None = None  # of the released package's norms, whose scale is |weight| + eps
+    released_eps: float | None = None  # of released norms, whose scale is |weight| + eps
     remarks: tuple[str, ...] = ()  # for the report
     norm: Norm | None = None  # of the network; None: the file does not say
 
     def converted(self) -> Mapping[str, Tensor]:
         """The tensors with scales as our norms have them."""
-        return self.tensors if self.package_eps is None else from_released(self.tensors, self.package_eps)
+        return self.tensors if self.released_eps is None else from_released(self.tensors, self.released_eps)
 
 
 def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Loaded:
     """Load the weights of `config.init` by name and shape. The body must match, and the head if the file has one.
 
-    Weights mean the same in standard, checkpointed and in-place norms; the released package's are converted. The
+    Weights mean the same in standard, checkpointed and in-place norms; those of released norms are converted. The
     classifier is loaded if it has the same `classes` in the same order; otherwise it stays random. If the file does not
     name its classes, only their number is compared, and the report says so. Averaged weights are preferred.
 
     ValueError: the file cannot be read, has another format, or does not fit; the network is unchanged.
     """
-    init, package = config.init, isinstance(config.norm, PackageNorm)
+    init, is_released = config.init, isinstance(config.norm, ReleasedNorm)
     assert init.weights is not None
     path = checkpoint.file_of(init.weights)
     name = f"init.weights={path}"
@@ -52,12 +52,12 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
         weights = _of_release(path, name, init.scale)
     else:
         weights = _of_state_dict(path, name, init.format, network)
-    if package and weights.package_eps is None:
+    if is_released and weights.released_eps is None:
         raise ValueError(
             f"{name} with norm=package: the released package cannot represent scales below its eps, so it cannot load "
             f"other norms; give norm=inplace"
         )
-    tensors = weights.tensors if package else weights.converted()
+    tensors = weights.tensors if is_released else weights.converted()
 
     def skip(tensor_name: str, tensor: Tensor) -> str | None:
         if init.part == "body" and not is_of_body(tensor_name):
@@ -104,16 +104,16 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         state["ema" if averaged else "network"],
         f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
         None if "unnamed_classes" in state else list(state["classes"]),
-        norm.eps if isinstance(norm, PackageNorm) else None,
+        norm.eps if isinstance(norm, ReleasedNorm) else None,
         norm=norm,
     )
 
 
 def _of_release(path: Path, name: str, scale: str | None) -> Weights:
-    content = official.read(path, name)
+    content = released.read(path, name)
     _check_foreign(content, name)
-    file = official.released_file(content, path, name, scale, key="init.scale")
-    return Weights(file.tensors, f"{path} (released)", package_eps=file.package_eps, remarks=file.remarks)
+    file = released.weights_in(content, path, name, scale, key="init.scale")
+    return Weights(file.tensors, f"{path} (released)", released_eps=file.eps, remarks=file.remarks)
 
 
 def _of_state_dict(path: Path, name: str, format: str, network: nn.Module) -> Weights:

@@ -16,7 +16,7 @@ from engine.schema import network as schema
 from engine.schema.training import TrainingRun
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
-from models.package import package_abn
+from models.released_norm import released_abn
 
 _NORMS: Mapping[type[schema.Norm], Callable[..., nn.Module]] = {
     schema.StandardNorm: ABN,
@@ -42,8 +42,8 @@ def norm_act(
     `eager`: whatever the configured backend is, compile nothing.
     ValueError: the released package is chosen but not installed.
     """
-    if isinstance(config, schema.PackageNorm):
-        return partial(package_abn(), **options_of(config, "name"))
+    if isinstance(config, schema.ReleasedNorm):
+        return partial(released_abn(), **options_of(config, "name"))
     options = options_of(config, "name", "sync_group") | ({"backend": "eager"} if eager else {})
     return partial(_NORMS[type(config)], group=group, **options)
 

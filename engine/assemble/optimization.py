@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, M
 
 from engine.schedule import Schedule, in_steps
 from engine.schema import optim as schema
+from keepless.torch_internals import scaler_skips_steps
 
 
 def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> Optimizer:
@@ -23,9 +24,8 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     else:
         assert isinstance(config, schema.SGD), config
         made = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-    # Otherwise GradScaler also calls it for infinite gradients: weights would not change, but the momentum could start
-    # from uninitialised memory.
-    made._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused optimisers
+    # Otherwise weights would not change for infinite gradients, but the momentum could start from uninitialised memory.
+    scaler_skips_steps(made)
     return made
 
 

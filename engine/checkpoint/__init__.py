@@ -1,1 +1,1 @@
-"""Checkpoints: files, their parts and old formats, and the run directory that holds them."""
+"""Checkpoints: files, their parts, and the run directory that holds them."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.comparison import check_tensors
-from engine.checkpoint.migrations import FORMAT, migrated
 from engine.checkpoint.parts import OPTIONAL, PARTS
 from engine.console import logger
 from engine.memory import is_out_of_memory
 from models.checkpoints import torch_files
+
+FORMAT = "inplace-abn/2"
 
 
 class OtherFormat(ValueError):
@@ -150,8 +151,7 @@ def load(path: Path) -> dict:
 
 
 def checked(state: object, path: Path) -> dict:
-    """A file's content in the current format. ValueError unless it is a checkpoint that can be evaluated."""
-    state = migrated(state)
+    """Return a file's content. ValueError unless it is a checkpoint that can be evaluated."""
     if not torch_files.has_checksums(path):
         raise ValueError(f"checkpoint {path} has no checksums: expected a file that this project has written")
     if not isinstance(state, dict) or state.get("format") != FORMAT:

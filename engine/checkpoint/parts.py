@@ -75,6 +75,7 @@ PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "recorded": (_is_record, "the number of records, and step and score of the best evaluation"),
     "data": (_are_hashes, "two hashes of each split's files"),
 }
+OF_TRAINING = ("skipped_images", "recorded", "data")  # only to resume a run
 # Present only with averaged weights, with coloured classes, if `classes` are mere numbers because the checkpoint was
-# converted from a file without names, if a mean image was subtracted from the images, and to resume a run.
-OPTIONAL = ("ema", "palette", "unnamed_classes", "mean_image", "skipped_images", "recorded", "data")
+# converted from a file without names, and if a mean image was subtracted from the images.
+OPTIONAL = ("ema", "palette", "unnamed_classes", "mean_image", *OF_TRAINING)

@@ -2,9 +2,7 @@
 
 import errno
 import fcntl
-import hashlib
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -15,13 +13,14 @@ from pathlib import Path
 from typing import TextIO
 
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint.parts import OF_TRAINING
 from engine.configuration.config import fixed, of_checkpoint
 from engine.console import logger
+from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
 from engine.transfers import HostCopy
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
-LONGEST_NAME = 255  # bytes, of Linux's filesystems
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -29,20 +28,6 @@ def new_run_path(dataset: str, norm: str, overrides: Sequence[str]) -> str:
     """The folder of a run if none is given: TensorBoard lists runs by their folders."""
     parts = ["runs", f"{dataset}-{norm}", *([named_after(overrides)] if overrides else [])]
     return "/".join([*parts, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"])
-
-
-def named_after(overrides: Sequence[str], digest: bool = False) -> str:
-    """A file name that lists key=value overrides: optim.lr=0.1,seed=0.
-
-    Brackets and quotes are left out, and a slash becomes a dash, so that few names need quotes. A name that is too
-    long, or one with `digest`, ends with a part of the overrides' hash.
-    """
-    text = ",".join(overrides)
-    name = re.sub(r"[^\w.+=,-]+", "-", re.sub(r"[][{}()'\"\s\\]", "", text))
-    if digest or len(name.encode()) > LONGEST_NAME:
-        hashed = hashlib.sha256(text.encode()).hexdigest()[:8]
-        name = f"{name.encode()[: LONGEST_NAME - 9].decode(errors='ignore')}-{hashed}"
-    return name
 
 
 class RunDirectory:
@@ -167,9 +152,7 @@ class RunDirectory:
             if self._lock is not None:
                 self._lock.close()
 
-    def checkpoint_to_resume(
-        self, config: TrainingRun, total_steps: int, files: dict[str, list[str]] | None = None
-    ) -> dict | None:
+    def checkpoint_to_resume(self, config: TrainingRun, total_steps: int, files: dict[str, list[str]]) -> dict | None:
         """The state to resume from; None for a new run.
 
         If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so, as it does for data
@@ -188,14 +171,14 @@ class RunDirectory:
                 f"remove the folder"
             )
         state = self._newest_good()
-        if "total_steps" not in state:  # scripts.convert_checkpoint wrote it
+        if not {"total_steps", *OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
             raise ValueError(
                 f"run_dir={self.path} has the weights alone of a run, which cannot continue: "
                 f"{config.new_run_advice(self.last)}"
             )
         before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-        steps = state.get("total_steps")
+        steps = state["total_steps"]
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
             advice = "Give the same values to continue it, or another run_dir to start a new run"
@@ -207,7 +190,7 @@ class RunDirectory:
                 f"run_dir={self.path} holds a run of {steps} steps, but with the images found now it would have "
                 f"{total_steps}: continue it on the same data"
             )
-        self._check_files(state.get("data") or {}, files or {})  # older checkpoints have none
+        self._check_files(state["data"], files)
         if state["step"] > total_steps:
             raise ValueError(
                 f"run_dir={self.path} cannot be continued: its checkpoint is of step {state['step']}, beyond the run's "
@@ -236,7 +219,7 @@ class RunDirectory:
     def _check_files(self, before: dict, now: dict[str, list[str]]) -> None:
         """ValueError if a split has files of other names than before; a notice if only their sizes differ."""
         for split, (names, sizes) in now.items():
-            names_before, sizes_before = before.get(split, (names, sizes))
+            names_before, sizes_before = before.get(split, ("", ""))
             if names != names_before:
                 raise ValueError(
                     f"run_dir={self.path} holds a run on other data: {split} files were added, removed or renamed. "

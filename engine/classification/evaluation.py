@@ -1,7 +1,5 @@
 """Scores of a classification network on a whole split, with a progress bar."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,11 +14,8 @@ from engine.forward import Forward
 from engine.memory import memory_errors
 from engine.records.confusion_picture import confusion_picture
 from engine.records.evaluated import Evaluated
-from engine.run import Run
-from engine.schema.classification import ClassificationRun
 from engine.stopping import UntilStopped
 from engine.transfers import prefetched
-from keepless import layer_health
 
 DRAWN_CLASSES = 100  # most classes of which a table and a confusion matrix can be read
 
@@ -123,28 +118,3 @@ def accuracy_table(scores: dict, accuracy: dict) -> Table:
     table.add_row("top-1", f"{100 * scores['top1']:.2f}", style="bold")
     table.add_row("top-5", f"{100 * scores['top5']:.2f}")
     return table
-
-
-def evaluation_of(run: Run[ClassificationRun, ClassificationDataset], loader: DataLoader) -> Callable[[], Evaluated]:
-    """Return a function that evaluates the current network of `run` on `loader`, this rank's share of the images.
-
-    It also measures the norm layers on two images. It raises MemoryError (see `evaluate_split`) and Preempted.
-    """
-
-    def evaluate() -> Evaluated:
-        evaluated = evaluate_split(
-            run.learner.evaluated,
-            run.val_set,
-            UntilStopped(loader, run.stop, run.world),
-            world=run.world,
-            progress=run.metrics.progress,
-            memory_advice=run.config.evaluation_memory_advice(run.config.trainer.evaluate_batch_size),
-        )
-        if not run.world.first:
-            return evaluated
-        network = run.learner.network
-        second = min(1, evaluated.images - 1)
-        images = torch.stack([loader.dataset[number]["image"] for number in (0, second)])
-        return replace(evaluated, layers=layer_health(network, images, forward=run.learner.forward.through(network)))
-
-    return evaluate

@@ -21,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.configuration import sweep
+from engine import sweep
 from engine.configuration.arguments import check_arguments, chosen
 from engine.configuration.choices import CONFIGS, groups_in
 from engine.configuration.config import register

@@ -1,7 +1,7 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and those to plain dictionaries and back."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:
 
 
 def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint") -> Schema:
-    """The inverse of `plain`. Keys newer than the checkpoint get their defaults.
+    """The inverse of `plain`; absent keys get their defaults.
 
     Only the groups that an evaluation needs are checked. Resuming compares all keys with the command's anyway.
 
@@ -193,9 +193,3 @@ def fixed(config: Keys) -> dict[str, object]:
 def shared(config: Keys) -> dict[str, object]:
     """{"optim.lr": 1, …}: the keys that must be equal on all ranks."""
     return {name: value for name, value, entry in leaves(config) if not entry.metadata.get("per_machine")}
-
-
-def deciding(overrides: Iterable[str], config: Keys) -> list[str]:
-    """The overrides that a resumed run may not change: of groups, and of keys that are not `free_on_resume`."""
-    free = {name for name, _, entry in leaves(config) if entry.metadata.get("free_on_resume")}
-    return [each for each in overrides if each.partition("=")[0].lstrip("+") not in free]

@@ -16,12 +16,8 @@ import torch
 from torch import nn
 
 from datasets.cache import cache_folder
-from datasets.camvid import camvid_classes
-from datasets.cityscapes import cityscapes_classes
-from datasets.coco_stuff import coco_stuff_classes
-from datasets.shapes import CLASSES as SHAPES
-from engine.assemble.classification import classified_counts, classified_split
-from engine.assemble.data import dataset, official_images
+from engine.assemble.classification import classified_split
+from engine.assemble.data import dataset, official_classes, official_images
 from engine.assemble.network import forward
 from engine.assemble.training import learner_of
 from engine.configuration import config as configuration
@@ -34,8 +30,8 @@ from engine.memory import peak_memory_mib
 from engine.output_files import write_file
 from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
-from engine.schema.classification import IMAGENET_CLASSES, ClassificationData
-from engine.schema.data import CocoStuffData, Data, FolderData, SegmentationData
+from engine.schema.classification import ClassificationData
+from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.memory import Memory
 from engine.schema.optim import Poly
@@ -46,45 +42,22 @@ from keepless.saved import size_text
 Config = TypeVar("Config", bound=TrainingRun)
 
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
-_VISTAS_CLASSES = 65
 _SMALLEST_CROP = 64
-# Any length will do: a schedule takes no memory.
+# arbitrary: the schedule's length does not affect memory
 _STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2, log_every=2)
 
 
 def classes_of(data: Data) -> int:
-    """The number of classes of a dataset, whose files are not needed unless they are people's own."""
-    if (own := _own(data)) is not None:
-        return len(own.classes)
-    if isinstance(data, CocoStuffData):
-        return len(coco_stuff_classes(other_class=data.other_class).names)
-    known: dict[str, int] = {
-        "camvid": len(camvid_classes().names),
-        "cifar10": 10,
-        "cifar100": 100,
-        "cityscapes": len(cityscapes_classes().names),
-        "imagenet": IMAGENET_CLASSES,
-        "shapes": len(SHAPES),
-        "synthetic": len(cityscapes_classes().names),
-        "vistas": _VISTAS_CLASSES,
-    }
-    return known[data.name]
+    """Number of classes of a dataset; reads files only for the user's own images."""
+    return official_classes(data) or len(_train_split(data).classes)
 
 
 def training_images(data: Data) -> int:
-    """The number of training images of a dataset, whose files are not needed unless they are people's own."""
-    if (own := _own(data)) is not None:
-        return len(own)
-    if isinstance(data, SegmentationData):
-        published = official_images(data)
-        return sum(published.get(split) or 0 for split in as_list(data.train_split))
-    data = cast(ClassificationData, data)
-    return classified_counts(data, classes_of(data)).get(data.train_split) or 0
-
-
-def _own(data: Data) -> Dataset | None:
-    """The training split of people's own images, of which nothing is published; None for other datasets."""
-    return _train_split(data) if isinstance(data, FolderData) or data.name == "image_folder" else None
+    """Number of training images of a dataset; reads files only for the user's own images."""
+    if official_classes(data) is None:
+        return len(_train_split(data))
+    images = official_images(data)
+    return sum(images.get(split) or 0 for split in as_list(data.train_split))
 
 
 def _train_split(data: Data) -> Dataset:
@@ -146,7 +119,8 @@ def _kept_trace(config: TrainingRun, crops: int, crop_size: int, offloaded: bool
 @cache
 def _code() -> str:
     """A hash of the code that a trace depends on."""
-    files = [file for folder in ("engine", "models") for file in sorted((_REPOSITORY / folder).rglob("*.py"))]
+    folders = ("engine", "keepless", "models")
+    files = [file for folder in folders for file in sorted((_REPOSITORY / folder).rglob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -162,8 +136,8 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
     memory, fewest = config.memory, config.fewest_at_a_time[0] * config.trainer.accumulation_steps
-    budget = memory.available(devices)
-    assert budget is not None
+    available = memory.available(devices)
+    assert available is not None
     size, share = config.data.crop_size, share_of(config, devices)
 
     def peak(crops: int, side: int) -> int:
@@ -171,15 +145,15 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
 
     if memory.fit == "batch":
         smallest, most = (fewest, size), (images or training_images(config.data)) // devices
-        found = largest(lambda crops: peak(crops, size), budget, fewest, step=1, power=1, most=most)
+        found = largest(lambda crops: peak(crops, size), available, fewest, step=1, power=1, most=most)
     else:
         smallest = share, _SMALLEST_CROP
-        found = largest(lambda side: peak(share, side), budget, _SMALLEST_CROP, step=8, power=2)
+        found = largest(lambda side: peak(share, side), available, _SMALLEST_CROP, step=8, power=2)
     if found is None:
         raise ValueError(
             f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {smallest[0]} crops of "
             f"{crop_text(config.data, smallest[1])} pixels already need {size_text(peak(*smallest))} on a device, and "
-            f"{size_text(budget)} are left for tensors"
+            f"{size_text(available)} are left for tensors"
         )
     chosen = deepcopy(config)
     if memory.fit == "batch":
@@ -190,7 +164,7 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
 
 
 def largest(
-    peak: Callable[[int], int], budget: int, smallest: int, step: int, power: int, most: float = math.inf
+    peak: Callable[[int], int], limit: int, smallest: int, step: int, power: int, most: float = math.inf
 ) -> int | None:
     """The largest value, from `smallest` up in steps to `most`, whose training step fits; None if `smallest` does not.
 
@@ -198,7 +172,7 @@ def largest(
     number of crops, 2 for the side of square crops.
     """
     fits, used = smallest, peak(smallest)
-    if used > budget:
+    if used > limit:
         return None
     beyond = 2.0 * smallest
     while True:
@@ -206,18 +180,18 @@ def largest(
         if too_large <= fits:
             return fits
         exceeding = peak(too_large)
-        if exceeding > budget:
+        if exceeding > limit:
             break
         slope = max(1.0, (exceeding - used) / (too_large**power - fits**power))  # of the line through the last two
         fits, used = too_large, exceeding
-        beyond = (fits**power + 1.02 * (budget - used) / slope) ** (1 / power)
+        beyond = (fits**power + 1.02 * (limit - used) / slope) ** (1 / power)
     while too_large - fits > step:
-        share = (budget - used) / (exceeding - used)
+        share = (limit - used) / (exceeding - used)
         between = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)
         value = min(max(int(between) // step * step, fits + step), too_large - step)
-        if (found := peak(value)) <= budget:
+        if (found := peak(value)) <= limit:
             fits, used = value, found
-            if too_large - fits > step and (found := peak(fits + step)) > budget:  # almost always
+            if too_large - fits > step and (found := peak(fits + step)) > limit:  # almost always
                 return fits
         else:
             too_large, exceeding = value, found
@@ -233,8 +207,8 @@ def fitted(config: Config) -> Iterator[Config]:
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
     memory, processes = config.memory, int(os.environ.get("WORLD_SIZE", 1))
-    budget = memory.available(processes)
-    if budget is None:
+    available = memory.available(processes)
+    if available is None:
         yield config
         return
     if memory.gpus not in (None, processes):
@@ -250,16 +224,16 @@ def fitted(config: Config) -> Iterator[Config]:
     data, share = chosen.data, share_of(chosen, processes)
     needed = step_memory(chosen, share, data.crop_size, processes).peak
     step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(needed)}"
-    if needed > budget:
+    if needed > available:
         raise ValueError(
-            f"memory.budget={memory.budget}: {step}, and {size_text(budget)} are left for tensors; memory.fit=batch or "
-            f"memory.fit=crop chooses what fits"
+            f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors; "
+            f"memory.fit=batch or memory.fit=crop chooses what fits"
         )
     on_cpu = device_of(config.trainer.device, key="trainer.device").type == "cpu"
     logger.info(
         f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
-        f"data.crop_size={data.crop_size}, as {step} of {size_text(budget)}"
-        + ("; on a CPU the budget is not enforced" if on_cpu else "")
+        f"data.crop_size={data.crop_size}, as {step} of {size_text(available)}"
+        + ("; on a CPU nothing enforces it" if on_cpu else "")
     )
     chosen.memory = Memory()
     try:
@@ -268,20 +242,20 @@ def fitted(config: Config) -> Iterator[Config]:
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         taken = f"{'its tensors' if device.type == 'cuda' else 'the process'} took {peak_memory_mib(device):,.1f} MiB"
         raise MemoryError(
-            f"{error}. The plan for memory.budget={memory.budget} was {size_text(needed)}, and {taken} before that: "
-            f"give more memory.workspace or memory.fragmentation, or a smaller budget"
+            f"{error}. With memory.budget={memory.budget} {size_text(needed)} were planned, and {taken} before that: "
+            f"give more memory.workspace or memory.fragmentation, or a smaller memory.budget"
         ) from error
 
 
 def _images(config: TrainingRun) -> int | None:
-    """The number of training images in `data.root`; None if they cannot be found, which the run will say."""
+    """Number of training images in `data.root`; None if they cannot be found: the run then reports it."""
     with suppress(ValueError, OSError):
         return len(_train_split(config.data))
     return None
 
 
 def _begun(config: Config) -> Config | None:
-    """A copy with what `memory.fit` chose for the run to resume; None if there is no such run."""
+    """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
     if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
         return None
     before = configuration.read_yaml(Path(config.run_dir) / "config.yaml")

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from keepless.torch_internals import OpOverload, TorchDispatchMode, address, tree_leaves
 
 
 class Change(NamedTuple):
@@ -41,27 +40,27 @@ class MadeTensors(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        given = set(map(address, _storages((args, kwargs))))
         result = function(*args, **(kwargs or {}))
         for storage in _storages(result):
-            if storage._cdata not in given and storage._cdata not in self.references:
+            if address(storage) not in given and address(storage) not in self.references:
                 self._add(storage)
         return result
 
     def number(self, tensor: Tensor) -> int | None:
         """The number of a tensor's memory, if it was made in this context and still exists."""
-        return self.numbers.get(tensor.untyped_storage()._cdata)
+        return self.numbers.get(address(tensor.untyped_storage()))
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        address, size, number = storage._cdata, storage.nbytes(), len(self.changes)
+        place, size, number = address(storage), storage.nbytes(), len(self.changes)
 
         def freed(_: object) -> None:
-            del self.references[address], self.numbers[address]
+            del self.references[place], self.numbers[place]
             self.bytes -= size
             self.changes.append(Change(number, -size, self.place()))
 
-        self.references[address] = weakref.ref(storage, freed)
-        self.numbers[address] = number
+        self.references[place] = weakref.ref(storage, freed)
+        self.numbers[place] = number
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         self.changes.append(Change(number, size, self.place()))

@@ -10,7 +10,6 @@ from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -19,6 +18,14 @@ from engine.learner import Learner
 from engine.loop import Loss, accumulate_gradients
 from engine.planner.made_tensors import Change, MadeTensors
 from keepless.saved import SavedTensors
+from keepless.torch_internals import (
+    FakeTensorMode,
+    address,
+    backward_runs,
+    next_node_number,
+    node_number,
+    running_node,
+)
 
 OPTIMIZER = "optimizer"  # the place after the backward pass
 
@@ -142,18 +149,18 @@ class _Places:
         self._note()
 
     def _note(self) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            self.since.append((torch.autograd._get_sequence_nr(), self.running[-1]))
+        if not backward_runs():
+            self.since.append((next_node_number(), self.running[-1]))
 
     def __call__(self) -> str:
         if self.fixed is not None:
             return self.fixed
-        if torch._C._current_graph_task_id() == -1:
+        if not backward_runs():
             return f"forward {self.running[-1]}".rstrip()
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if len(self.running) > 1 or node is None:  # computed again
             return f"backward {self.running[-1]}".rstrip()
-        index = bisect_right(self.since, node._sequence_nr(), key=itemgetter(0)) - 1
+        index = bisect_right(self.since, node_number(node), key=itemgetter(0)) - 1
         return f"backward {self.since[index][1]}".rstrip()
 
 
@@ -183,5 +190,5 @@ def _alive(changes: Iterable[Change]) -> dict[int, Change]:
 
 
 def _bytes(tensors: Iterable[object]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if isinstance(t, Tensor)}
-    return sum(storage.nbytes() for storage in storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    return sum({address(storage): storage.nbytes() for storage in storages}.values())

@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from datasets.registry import FOR_CLASSIFICATION
 from engine.schema.data import Data
 from engine.schema.evaluation import CLASSIFICATION, TEN, Evaluation, TrainedNetwork, changed
 from engine.schema.keys import group, key
 from engine.schema.training import Trainer, TrainingRun
-
-IMAGENET_CLASSES = 1000
 
 
 @dataclass
@@ -47,11 +46,7 @@ class SmallImagesData(ClassificationData):
 
 
 CLASSIFICATION_DATASETS: dict[str, type[ClassificationData]] = {
-    "cifar10": SmallImagesData,
-    "cifar100": SmallImagesData,
-    "image_folder": ImageNetData,
-    "imagenet": ImageNetData,
-    "shapes": SmallImagesData,
+    name: SmallImagesData if row.in_memory else ImageNetData for name, row in FOR_CLASSIFICATION.items()
 }
 
 
@@ -73,9 +68,10 @@ class ClassificationRun(TrainingRun):
     data: ClassificationData = group(CLASSIFICATION_DATASETS)
 
     def doubts(self, parameters: int, classes: int) -> str | None:
-        if self.data.name != "imagenet" or classes == IMAGENET_CLASSES:
+        official = FOR_CLASSIFICATION[self.data.name].count_classes()
+        if official in (None, classes):
             return super().doubts(parameters, classes)
-        return f"data.root={self.data.root} holds {classes} classes, one per folder; ImageNet has {IMAGENET_CLASSES}"
+        return f"data.root={self.data.root} holds {classes} classes, one per folder; {self.data.name} has {official}"
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops and batches. ValueError: the crop does not fit the images."""

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
+from datasets.registry import FOR_SEGMENTATION
 from engine.schema.keys import by_name, key
 
 
@@ -107,7 +108,7 @@ class FolderData(SegmentationData):
 
 @dataclass
 class Sampler:
-    """Which image, and which part of it, each training crop comes from."""
+    """How training crops are drawn: the image, and the part of it."""
 
     name: str = MISSING
 
@@ -125,12 +126,6 @@ class ClassUniformSampler(Sampler):
     positions: int = key(32, above=0)  # pixels that the index keeps per image and class
 
 
-SEGMENTATION_DATASETS = {
-    "camvid": SegmentationData,
-    "cityscapes": SegmentationData,
-    "coco_stuff": CocoStuffData,
-    "folder": FolderData,
-    "synthetic": SegmentationData,
-    "vistas": SegmentationData,
-}
+_WITH_OPTIONS = {"coco_stuff": CocoStuffData, "folder": FolderData}
+SEGMENTATION_DATASETS = {name: _WITH_OPTIONS.get(name, SegmentationData) for name in FOR_SEGMENTATION}
 SAMPLERS = by_name(UniformSampler, ClassUniformSampler)

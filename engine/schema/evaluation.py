@@ -6,9 +6,9 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from engine.schema.keys import key
-from engine.schema.network import PackageNorm, StandardNorm
+from engine.schema.network import ReleasedNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
-from keepless.norms.activations import ACTIVATIONS
+from keepless.norms.backends.activations import ACTIVATIONS
 
 OVERLAP = 0.25
 ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0}  # slope for negative inputs, alpha
@@ -120,7 +120,7 @@ class Evaluation(TrainedNetwork):
     def _swap_activation(self, config: TrainingRun) -> None:
         """In evaluation every norm but the package's is the standard one of the same weights, with any activation."""
         norm = config.norm
-        if isinstance(norm, PackageNorm):
+        if isinstance(norm, ReleasedNorm):
             raise ValueError(
                 f"activation={self.activation} with a network trained with norm=package: the released layers fix their "
                 f"activation; a network trained with norm=inplace can be evaluated with another"

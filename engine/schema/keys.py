@@ -1,8 +1,9 @@
 """Declare and check configuration keys: defaults, bounds, groups, and which keys a resumed run may change."""
 
+import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import Field, field, fields, is_dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, runtime_che
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
 
+LONGEST_NAME = 255  # bytes, of Linux's filesystems
 T = TypeVar("T")
 
 
@@ -185,6 +187,26 @@ def override(name: str, path: object) -> str:
     if not re.fullmatch(r"[\w.+-]*(/[\w.+-]+)+", text, re.ASCII):
         text = QuotedString(without_interpolation(text), Quote.double).with_quotes()
     return f"{name}={text}"
+
+
+def named_after(overrides: Sequence[str], digest: bool = False) -> str:
+    """A file name that lists key=value overrides: optim.lr=0.1,seed=0.
+
+    Brackets and quotes are left out, and a slash becomes a dash, so that few names need quotes. A name that is too
+    long, or one with `digest`, ends with a part of the overrides' hash.
+    """
+    text = ",".join(overrides)
+    name = re.sub(r"[^\w.+=,-]+", "-", re.sub(r"[][{}()'\"\s\\]", "", text))
+    if digest or len(name.encode()) > LONGEST_NAME:
+        hashed = hashlib.sha256(text.encode()).hexdigest()[:8]
+        name = f"{name.encode()[: LONGEST_NAME - 9].decode(errors='ignore')}-{hashed}"
+    return name
+
+
+def deciding(overrides: Iterable[str], config: Keys) -> list[str]:
+    """The overrides that a resumed run may not change: of groups, and of keys that are not `free_on_resume`."""
+    free = {name for name, _, entry in leaves(config) if entry.metadata.get("free_on_resume")}
+    return [each for each in overrides if each.partition("=")[0].lstrip("+") not in free]
 
 
 def without_interpolation(text: str) -> str:

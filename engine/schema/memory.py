@@ -1,24 +1,14 @@
 """Keys of the memory planner."""
 
-import re
 from dataclasses import dataclass
 
 from engine.schema.keys import key
-
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def bytes_of(name: str, text: str) -> int:
-    """The number of bytes that a text such as 12GiB gives. ValueError, naming the key, if it gives none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text.strip(), re.ASCII)
-    if match is None or match[2] not in UNITS:
-        raise ValueError(f"{name}={text}: expected a number and one of {', '.join(UNITS)}, such as 12GiB")
-    return round(float(match[1]) * UNITS[match[2]])
+from keepless.units import UNITS, bytes_of
 
 
 @dataclass
 class Memory:
-    """The memory of a device, and the part of it that a step's tensors cannot use: the keys from `context` on.
+    """The memory of each device; the keys from `context` on are the part of it that a step's tensors cannot use.
 
     Their defaults are calibrated, not measured: the largest deductions with which every row of the paper's Table 3
     still fits its four devices of 12 GB. docs/results/memory_plan.md compares the planner's choices with the table.
@@ -26,7 +16,7 @@ class Memory:
 
     budget: str | None = key(None, free_on_resume=True)  # memory of each device, e.g. 12GiB
     gpus: int | None = key(None, above=0, free_on_resume=True)  # devices that share a minibatch; null: this run's
-    # What to choose by the budget: the most crops of data.crop_size (batch; the paper's FIXED CROP), or the largest
+    # Choose by memory.budget: the most crops of data.crop_size (batch; the paper's FIXED CROP), or the largest
     # crop with data.crops_per_minibatch (crop; the paper's FIXED BATCH). A resumed run keeps what it started with.
     fit: str | None = key(None, one_of=("batch", "crop"), free_on_resume=True)
     context: str = key("0.5GiB", free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
@@ -45,22 +35,28 @@ class Memory:
             )
 
     def available(self, devices: int) -> int | None:
-        """Bytes of each of several devices for tensors; None without a budget."""
+        """Bytes for tensors on each device; None if the device memory is not given."""
         if self.budget is None:
             return None
-        return int((bytes_of("memory.budget", self.budget) - self._reserved(devices)) * (1 - self.fragmentation))
+        return int((self._bytes("budget") - self._reserved(devices)) * (1 - self.fragmentation))
 
     def needed(self, tensors: int, devices: int) -> int:
-        """Bytes that each of several devices must have for these bytes of tensors."""
+        """Bytes of memory that each device needs for `tensors` bytes of tensors."""
         return round(tensors / (1 - self.fragmentation)) + self._reserved(devices)
 
     def deductions(self, devices: int) -> str:
-        """The keys, with their values, that take memory off a budget."""
+        """The keys, with their values, that are subtracted from the device memory."""
         taken = [f"memory.{name}={getattr(self, name)}" for name in self._parts(devices)]
         return " ".join([*taken, f"memory.fragmentation={self.fragmentation}"])
 
     def _reserved(self, devices: int) -> int:
-        return sum(bytes_of(f"memory.{name}", getattr(self, name)) for name in self._parts(devices))
+        return sum(map(self._bytes, self._parts(devices)))
+
+    def _bytes(self, name: str) -> int:
+        text = getattr(self, name)
+        if (found := bytes_of(text)) is None:
+            raise ValueError(f"memory.{name}={text}: expected a number and one of {', '.join(UNITS)}, such as 12GiB")
+        return found
 
     def _parts(self, devices: int) -> tuple[str, ...]:
         return ("context", "nccl", "workspace") if devices > 1 else ("context", "workspace")

@@ -7,7 +7,7 @@ from omegaconf import MISSING
 from engine.schema.keys import by_name, key
 from keepless.norms.backends import BACKENDS
 from models.bodies.stem import STEM_STRIDES
-from models.package import PACKAGE_ACTIVATIONS
+from models.released_norm import RELEASED_ACTIVATIONS
 
 SYNC_GROUPS = ("world", "node")
 
@@ -60,14 +60,14 @@ class InPlaceNorm1(InPlaceNorm):
 
 
 @dataclass
-class PackageNorm(Norm):
+class ReleasedNorm(Norm):
     name: str = "package"  # the released inplace_abn
 
     def check(self) -> None:
-        if self.activation not in PACKAGE_ACTIVATIONS:
+        if self.activation not in RELEASED_ACTIVATIONS:
             raise ValueError(
                 f"norm.activation={self.activation} with norm=package: the released package has "
-                f"{', '.join(PACKAGE_ACTIVATIONS)}; choose one of them, or norm=inplace"
+                f"{', '.join(RELEASED_ACTIVATIONS)}; choose one of them, or norm=inplace"
             )
 
 
@@ -171,7 +171,7 @@ class DeepLabV3Head(Head):
 
 
 NORMS: dict[str, type[Norm]] = by_name(
-    StandardNorm, CheckpointNorm, CheckpointXHatNorm, InPlaceNorm1, InPlaceNorm, PackageNorm
+    StandardNorm, CheckpointNorm, CheckpointXHatNorm, InPlaceNorm1, InPlaceNorm, ReleasedNorm
 )
 BODIES: dict[str, type[Body]] = by_name(ResNetBody, ResNeXtBody, DenseNetBody, RevNetBody, WiderResNetBody)
 HEADS = by_name(DeepLabV3Head)

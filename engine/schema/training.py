@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from engine.schema.data import Data
 from engine.schema.keys import as_list, group, key, override
 from engine.schema.memory import Memory
-from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, PackageNorm
+from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, ReleasedNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
-from models.checkpoints.official import SCALES
+from models.checkpoints.released import SCALES
 from models.recomputation import RECOMPUTE
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -59,7 +59,7 @@ class Init:
     # the key "state_dict", and with "module." before each); released: a checkpoint of the in-place ABN release;
     # torchvision: the state dict of a ResNet.
     format: str | None = key(None, one_of=("standard_bn", "released", "torchvision"))
-    # Of a released file: norms scale by |weight| + eps (released) or by weight (raw). Published files need no scale.
+    # Of a released file: norms scale by |weight| + eps (released) or by weight (raw). null: known by the file's md5.
     scale: str | None = key(None, one_of=SCALES)
     part: str = key("network", one_of=("network", "body"))  # body: head and classifier start from random weights
 
@@ -116,7 +116,7 @@ class TrainingRun:
             )
         self.check_precision()
         self.check_shares(processes=1)
-        if trainer.compile and isinstance(self.norm, PackageNorm):
+        if trainer.compile and isinstance(self.norm, ReleasedNorm):
             raise ValueError(
                 "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
             )
@@ -190,7 +190,7 @@ class TrainingRun:
 
     def check_precision(self) -> None:
         """Raise ValueError if the norm cannot compute in `trainer.precision`."""
-        if isinstance(self.norm, PackageNorm) and self.trainer.precision != "float32":
+        if isinstance(self.norm, ReleasedNorm) and self.trainer.precision != "float32":
             raise ValueError(
                 f"trainer.precision={self.trainer.precision} with norm=package: the released package computes in "
                 f"float32 only; give trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
@@ -225,7 +225,7 @@ class TrainingRun:
             ways.append("norm=inplace")
         if self.trainer.recompute == "none" and not self.body.is_reversible():
             ways.append("trainer.recompute=blocks")
-        if self.trainer.precision == "float32" and not isinstance(self.norm, PackageNorm):
+        if self.trainer.precision == "float32" and not isinstance(self.norm, ReleasedNorm):
             ways.append("trainer.precision=bfloat16")
         return (
             f"({self.division(processes)}). Each of these roughly halves the memory for crops: {'; '.join(ways)}. "

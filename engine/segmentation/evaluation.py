@@ -1,7 +1,6 @@
 """Scores of a segmentation network on a whole split, with a progress bar."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby, islice
 
@@ -16,14 +15,10 @@ from engine.distributed import World
 from engine.forward import Forward
 from engine.records.confusion_picture import confusion_picture
 from engine.records.evaluated import Evaluated
-from engine.run import Run
-from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.inference import Views, predict
-from engine.segmentation.predictions import PictureCollector
 from engine.segmentation.scores import Counts, all_scores
 from engine.stopping import UntilStopped
 from engine.transfers import prefetched
-from keepless import layer_health
 
 
 def evaluate_split(
@@ -129,42 +124,6 @@ def iou_table(scores: dict) -> Table:
     if iiou and not has_iiou:
         table.caption = "no iIoU: it needs the instanceIds file of every image"
     return table
-
-
-def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader) -> Callable[[], Evaluated]:
-    """Return a function that evaluates the current network of `run` on `loader`, this rank's share of the images.
-
-    It also measures the norm layers on two crops of the first image. It raises MemoryError (see `predict`) and
-    Preempted.
-    """
-    data, trainer, dataset = run.config.data, run.config.trainer, run.val_set
-
-    def evaluate() -> Evaluated:
-        network = run.learner.network
-        collector = PictureCollector(dataset, trainer.pictures)
-        evaluated = evaluate_split(
-            run.learner.evaluated,
-            dataset,
-            UntilStopped(loader, run.stop, run.world),
-            batch_size=trainer.evaluate_batch_size,
-            views=Views(data.base_size, data.antialias, base_side=data.base_side),
-            world=run.world,
-            progress=run.metrics.progress,
-            memory_advice=run.config.evaluation_memory_advice(trainer.evaluate_batch_size),
-            on_prediction=collector,
-        )
-        shown = {
-            f"val_pictures/{name}": picture
-            for share in run.world.gather(collector.pictures())
-            for name, picture in share.items()
-        }
-        layers = {}
-        if run.world.first:
-            crops = corner_crops(loader.dataset[0]["image"], *data.crop())  # the same at every evaluation
-            layers = layer_health(network, crops, forward=run.learner.forward.through(network))
-        return replace(evaluated, pictures=shown, layers=layers)
-
-    return evaluate
 
 
 def corner_crops(image: Tensor, height: int, width: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import re
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from ..recompute.recording import Recording
 from ..recompute.values import autocast_of
 from ..saved import is_ordinary, size_text
 from ..torch_internals import FakeTensor, FakeTensorMode, profiler_runs, tree_map
+from ..units import UNITS, bytes_of
 from .costs import seconds_of
 from .execution import ByPlan
 from .search import Choice, frontier
@@ -22,7 +22,6 @@ from .simulation import plain_peak, simulate
 from .step import Plan, Step
 from .trace import Progress, StepTrace
 
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _TRACES = 16  # whole steps of one shape that are traced, if the network takes different paths
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 _log = logging.getLogger(__name__)
@@ -33,8 +32,8 @@ Budget = float | int | str
 def checked(budget: Budget) -> float | int:
     """A number of bytes, or a share of the plain network's peak. ValueError if it is neither."""
     number: object = budget
-    if isinstance(budget, str) and (match := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", budget.strip())):
-        number = int(float(match[1]) * _UNITS[match[2]])
+    if isinstance(budget, str):
+        number = bytes_of(budget)
     if (
         not isinstance(number, (int, float))
         or isinstance(number, bool)
@@ -42,7 +41,7 @@ def checked(budget: Budget) -> float | int:
         or (isinstance(number, float) and number > 1)
     ):
         raise ValueError(
-            f"budget={budget!r}: expected bytes, such as '6GiB' ({', '.join(_UNITS)}) or {6 * 2**30}, or a share of "
+            f"budget={budget!r}: expected bytes, such as '6GiB' ({', '.join(UNITS)}) or {6 * 2**30}, or a share of "
             "the plain network's peak between 0 and 1, such as 0.3"
         )
     return number

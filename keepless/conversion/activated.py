@@ -1,8 +1,8 @@
-"""Norms that include an activation which the network's own code calls afterwards.
+"""Norms that already include an activation which the network's own code calls afterwards.
 
-Such a norm returns an `Activated`, and the activation, a `MergedActivation`, takes the tensor out. A ReLU module that a
-block calls in several places thus knows, tensor by tensor, whether its work is already done. Any other code that
-gets an `Activated`, e.g. in a branch that was not known at the conversion, fails instead of computing something else.
+Such a norm returns an `Activated`, and a `MergedActivation` in place of the activation unwraps it. So a ReLU module
+that a block calls in several places passes activated tensors on and activates all others. Any other code that gets an
+`Activated`, e.g. in a branch that did not run on the example, raises an error instead of computing something else.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..norms.abn import ABN
-from ..norms.activations import Activation
+from ..norms.backends.activations import Activation
 from ..torch_internals import register_pytree_node
 
-# What a network may ask about the norm's output, because the activation does not change it.
+# Attributes of the norm's output that a network may read, because the activation does not change them.
 METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "dim", "size", "numel")
 
 
@@ -37,9 +37,6 @@ class Activated:
             return getattr(self.tensor, name)
         raise AttributeError(f"{_ELSEWHERE} to code that reads its .{name}: {_FIX}")
 
-    def __eq__(self, other: object) -> NoReturn:
-        raise RuntimeError(f"{_ELSEWHERE} to a comparison: {_FIX}")
-
 
 def _refuses(operation: str) -> Callable[..., NoReturn]:
     def refuse(self: Activated, *others: object) -> NoReturn:
@@ -48,7 +45,7 @@ def _refuses(operation: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-_OPERATIONS = "getitem iter len neg pow add radd sub rsub mul rmul truediv rtruediv matmul lt le gt ge"
+_OPERATIONS = "eq getitem iter len neg pow add radd sub rsub mul rmul truediv rtruediv matmul lt le gt ge"
 for _name in _OPERATIONS.split():
     setattr(Activated, f"__{_name}__", _refuses(f"__{_name}__"))
 
@@ -67,7 +64,7 @@ class MergedActivation(nn.Module):
     def __init__(self, activation: nn.Module):
         super().__init__()
         self.activation = activation
-        self.included: tuple[Activation, ...] = ()  # what the norms compute instead, e.g. a leaky ReLU for a ReLU
+        self.included: tuple[Activation, ...] = ()  # computed by the norms instead, e.g. a leaky ReLU for a ReLU
         self.train(activation.training)
 
     def forward(self, x: Tensor | Activated) -> Tensor:

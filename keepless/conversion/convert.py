@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..inputs import check_module
 from ..norms.abn import ABN
-from ..norms.activations import Activation
+from ..norms.backends.activations import Activation
 from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
-from ..norms.report import Report, log_report
+from ..norms.report import ConversionReport, log_report
 from ..torch_internals import BatchNormBase
 from .activated import MergedActivation, hand_over
 from .call_order import CallOrder
@@ -26,7 +26,7 @@ def to_inplace(
     *,
     relu_slope: float | None = None,
     example: Tensor | tuple[Any, ...] | None = None,
-    report: Callable[[Report], object] = log_report,
+    report: Callable[[ConversionReport], object] = log_report,
 ) -> nn.Module:
     """Replace standard and checkpointed layers, and PyTorch's batch normalisations, by `InPlaceABN`.
 
@@ -51,7 +51,7 @@ def to_inplace(
         relu_slope: replace ReLU, which cannot be inverted, by a leaky ReLU with this slope (0.01 in the paper) after
             the replaced norms. This changes the function of the network; its weights are then a starting point.
         example: an input that the network can be trained on, or a tuple of its positional arguments.
-        report: called with the `Report`, e.g. `print` or the append method of a list.
+        report: called with the `ConversionReport`, e.g. `print` or the append method of a list.
 
     Raises:
         ValueError: relu_slope is not above 0, or the network does not run on the example.
@@ -62,7 +62,7 @@ def to_inplace(
     tree = CallOrder(module)
     on_example = None if example is None else NormsOnExample(tree, module, example)
 
-    def planned(layer: nn.Module) -> Replacement | None:
+    def replacement_of(layer: nn.Module) -> Replacement | None:
         """The in-place layer for a norm; None for other modules."""
         if isinstance(layer, BatchNormBase):
             if on_example is not None:
@@ -74,46 +74,46 @@ def to_inplace(
             return own_to_inplace(tree, layer, relu_slope)
         return None
 
-    return _convert(module, tree, planned, report)
+    return _convert(module, tree, replacement_of, report)
 
 
-def to_standard(module: nn.Module, *, report: Callable[[Report], object] = log_report) -> nn.Module:
+def to_standard(module: nn.Module, *, report: Callable[[ConversionReport], object] = log_report) -> nn.Module:
     """Replace every in-place and checkpointed layer by the standard `ABN`; arguments and result as in `to_inplace`.
 
     `ABN` has the state dict of PyTorch's batch normalisation. Modules that `to_inplace` merged stay merged.
     """
     check_module(module, "to_standard")
 
-    def planned(layer: nn.Module) -> Replacement | None:
+    def replacement_of(layer: nn.Module) -> Replacement | None:
         """The standard layer for one that saves memory; None for other modules."""
         if not isinstance(layer, ABN) or type(layer) is ABN:
             return None
         check_plain(layer, OWN_LAYERS)
         return Replacement(layer, like(layer, ABN), f"{type(layer).__name__}({layer.activation})")
 
-    return _convert(module, CallOrder(module), planned, report)
+    return _convert(module, CallOrder(module), replacement_of, report)
 
 
 def _convert(
     module: nn.Module,
     tree: CallOrder,
-    planned: Callable[[nn.Module], Replacement | None],
-    report: Callable[[Report], object],
+    replacement_of: Callable[[nn.Module], Replacement | None],
+    report: Callable[[ConversionReport], object],
 ) -> nn.Module:
-    """Plan all replacements on the unchanged network, then carry them out."""
-    result = Report()
-    plan: list[Replacement] = []
+    """Find all replacements in the unchanged network, then carry them out."""
+    result = ConversionReport()
+    replacements: list[Replacement] = []
     for layer, name in tree.names.items():
         try:
-            replacement = planned(layer)
+            replacement = replacement_of(layer)
         except ValueError as reason:
             result.kept[name] = f"{type(layer).__name__}: {reason}"
             continue
         if replacement is not None:
-            plan.append(replacement)
+            replacements.append(replacement)
             new = replacement.new
             result.replaced[name] = f"{replacement.before} -> {type(new).__name__}({new.activation})"
-    for old, new, _, emptied, merged in plan:
+    for old, new, _, emptied, merged in replacements:
         for parent, name in tree.places[old]:
             parent.add_module(name, new)
         if emptied is not None:
@@ -122,15 +122,15 @@ def _convert(
             new.register_forward_hook(hand_over)
         if old is module:
             module = new
-    _merge(tree, plan)
+    _merge(tree, replacements)
     report(result)
     return module
 
 
-def _merge(tree: CallOrder, plan: list[Replacement]) -> None:
+def _merge(tree: CallOrder, replacements: list[Replacement]) -> None:
     """Put a `MergedActivation` wherever an activation is registered that new layers include, or tell the one there."""
     stand_ins: dict[nn.Module, MergedActivation] = {}
-    for replacement in plan:
+    for replacement in replacements:
         included = Activation(replacement.new.activation, replacement.new.activation_param)
         for activation in replacement.merged:
             for parent, name in tree.places[activation]:

@@ -1,4 +1,4 @@
-"""Conversions by an example: forward passes on it show what follows every call of a norm."""
+"""Conversions by an example: forward passes on it show which functions read the output of every norm."""
 
 import copy
 import random
@@ -16,12 +16,11 @@ from torch.overrides import TorchFunctionMode
 from ..inputs import tensors_in
 from ..norms.abn import ABN
 from ..norms.inplace_abn import InPlaceABN
-from ..norms.statistics import BATCH_NORMS
 from ..torch_internals import BatchNormBase, StorageWeakRef, tree_map, without_function_modes
 from . import replacements
 from .activated import METADATA
 from .call_order import CallOrder, is_customised
-from .replacements import STATE, Replacement, batch_norm_like, check_batch_norm, inplace_activation
+from .replacements import Replacement, batch_norm_like, check_batch_norm, inplace_activation
 
 Example = Tensor | tuple[Any, ...]
 Storage = StorageWeakRef | None  # None for a tensor without one, e.g. a sparse one
@@ -45,32 +44,26 @@ class Reader(NamedTuple):
 
 @dataclass
 class NormCall:
-    """What happened to the output of one call."""
+    """One call of a norm, and the readers and writers of its output."""
 
     activations: list[nn.Module] = field(default_factory=list)  # activation modules that got the output
     readers: list[Reader] = field(default_factory=list)  # everything else that got the output, or a view of it
-    writer: Reader | None = None  # what wrote over the output, or over the result of the activation
+    writer: Reader | None = None  # overwrote the output, or the result of the activation
     is_returned: bool = False  # by the network, without an activation
-    does_as_twin: bool = True  # computed the same as the layer's twin, if it has one (see `calls_on_example`)
 
 
 def calls_on_example(
-    network: nn.Module,
-    example: Example,
-    norms: Iterable[nn.Module],
-    activations: set[nn.Module],
-    twin: Callable[[nn.Module], ABN | None],
+    network: nn.Module, example: Example, norms: Iterable[nn.Module], activations: set[nn.Module]
 ) -> dict[nn.Module, list[NormCall]]:
     """Run a network in training and in evaluation mode, and record every call of its norms.
 
-    The modules stay as they were, with their buffers, attributes, modes and hooks. So do the random number states of
-    PyTorch and Python. Only what a forward pass writes into Parameters or outside the modules remains.
+    The modules keep their buffers, attributes, modes and hooks, and the random states of PyTorch and Python stay as
+    they were. Only changes of Parameters, and of objects outside the modules, remain.
 
     Args:
         network: any that runs eagerly.
         example: its input, or a tuple of its positional arguments.
         activations: the modules to recognise as activations. They take one tensor.
-        twin: copies a norm to a layer that should compute the same, or returns None.
 
     Raises:
         ValueError: the example is no tensor or tuple, the network raises on it, or has scripted or lazy modules.
@@ -89,8 +82,7 @@ def calls_on_example(
     calls: dict[nn.Module, list[NormCall]] = {norm: [] for norm in norms}
     for training in (True, False):
         with _unchanged(network, args):
-            twins = {norm: made for norm in calls if (made := twin(norm)) is not None}
-            observer = _Observer(calls, activations, twins)
+            observer = _Observer(calls, activations)
             try:
                 observer.run(network.train(training), args)
             except Exception as error:  # a network may raise anything
@@ -130,21 +122,18 @@ def _unchanged(network: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
 class _Observer(TorchFunctionMode):
     """Sees every function of PyTorch that gets a norm's output."""
 
-    def __init__(
-        self, calls: dict[nn.Module, list[NormCall]], activations: set[nn.Module], twins: dict[nn.Module, ABN]
-    ):
+    def __init__(self, calls: dict[nn.Module, list[NormCall]], activations: set[nn.Module]):
         super().__init__()
-        self.calls, self.activations, self.twins = calls, activations, twins
+        self.calls, self.activations = calls, activations
         self.running: list[nn.Module] = []  # from the network to the innermost module
         self.activating: NormCall | None = None  # whose output one of `activations` is reading
         # By storage, which views share. While a weak reference exists, no other storage gets the same address.
         self.outputs: dict[Storage, NormCall] = {}
         self.activated: dict[Storage, NormCall] = {}
         self.owners: dict[Tensor, nn.Module] = {}  # norms by their Parameters and buffers
-        self.functions: dict[nn.Module, list[str]] = {}  # called in norms with a twin, on more than vectors
 
     def run(self, network: nn.Module, args: tuple[Any, ...]) -> None:
-        """Call the network on copies of `args`, and note what reads each norm's output."""
+        """Call the network on copies of `args`, and note the readers of each norm's output."""
         for module in network.modules():
             module.register_forward_pre_hook(self.enter)
             module.register_forward_hook(self.leave, always_call=True)
@@ -163,8 +152,6 @@ class _Observer(TorchFunctionMode):
             return function(*args, **kwargs)
         reader = Reader(name, self.running[-1])
         tensors = tensors_in((args, kwargs))
-        if reader.module in self.twins and any(tensor.dim() > 1 for tensor in tensors):
-            self.functions.setdefault(reader.module, []).append(name)
         if name == "batch_norm":  # called by another module: `norm.forward(x)`, or a function with the norm's tensors
             for norm in {self.owners[tensor] for tensor in tensors if tensor in self.owners} - {reader.module}:
                 self.calls[norm].append(NormCall(readers=[Reader("forward", reader.module)]))
@@ -206,19 +193,9 @@ class _Observer(TorchFunctionMode):
             return output
         if module in self.calls:
             call = NormCall()
-            if module in self.twins:
-                call.does_as_twin = self._does_as_twin(module, args, output)
             self.calls[module].append(call)
             self.outputs[_storage_of(output)] = call
         return None
-
-    def _does_as_twin(self, norm: nn.Module, args: tuple, output: Tensor) -> bool:
-        if len(args) != 1 or output.is_meta or self.functions.pop(norm, []) != ["batch_norm"]:
-            return False
-        twin = self.twins[norm].train(norm.training)
-        with without_function_modes():
-            theirs, ours = [output, *norm.buffers()], [twin(*args), *twin.buffers()]
-            return all(torch.allclose(one, other, equal_nan=True) for one, other in zip(theirs, ours, strict=True))
 
 
 def _storage_of(tensor: Tensor) -> Storage:
@@ -249,7 +226,7 @@ class NormsOnExample:
         self.tree = tree
         norms = [module for module in tree.names if isinstance(module, (BatchNormBase, ABN))]
         activations = {module for module in tree.names if type(module) in ACTIVATIONS and not is_customised(module)}
-        self.calls = calls_on_example(network, example, norms, activations, _twin)
+        self.calls = calls_on_example(network, example, norms, activations)
 
     def own_to_inplace(self, layer: ABN, relu_slope: float | None) -> Replacement:
         """`replacements.own_to_inplace`, unless something overwrites the output on the example (ValueError)."""
@@ -266,10 +243,6 @@ class NormsOnExample:
         check_batch_norm(layer, with_activation=own is not None)
         if own is not None and type(own) not in (*ACTIVATIONS, nn.Identity):
             raise ValueError(f"it includes {type(own).__name__}, an activation that an in-place layer does not compute")
-        if not all(call.does_as_twin for call in calls):
-            raise ValueError(
-                "it is a subclass, whose forward pass on the example was not seen to be just the norm, then `act`"
-            )
         merged: tuple[nn.Module, ...] = ()
         if own is None or type(own) is nn.Identity:
             merged = _followers(calls)
@@ -281,31 +254,16 @@ class NormsOnExample:
         if name == "identity":
             _check_readers_of_identity(calls)
         _check_output_is_left_alone(calls)
-        what = f" + {type(activation).__name__}" if merged or own is not None else ""
-        return Replacement(layer, new, f"{type(layer).__name__}{what}", merged=merged)
+        included = f" + {type(activation).__name__}" if merged or own is not None else ""
+        return Replacement(layer, new, f"{type(layer).__name__}{included}", merged=merged)
 
 
 def _own_activation(layer: nn.Module) -> nn.Module | None:
-    """The activation of a batch normalisation like timm's BatchNormAct2d, which then holds `drop` and `act`."""
-    if isinstance(layer, BATCH_NORMS) and layer._modules.keys() == {"drop", "act"}:
-        return layer._modules["act"] if type(layer.drop) is nn.Identity and not is_customised(layer.drop) else None
-    return None
-
-
-def _twin(layer: nn.Module) -> ABN | None:
-    """A layer of ours that computes the same as a batch normalisation with an activation of its own."""
-    activation = _own_activation(layer)
-    if activation is None:
+    """The activation that timm's `BatchNormAct2d` applies to its result; None for other layers."""
+    is_timms = (type(layer).__module__, type(layer).__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d")
+    if not is_timms or type(layer.drop) is not nn.Identity or is_customised(layer.drop):
         return None
-    try:
-        name, param = ("relu", 0.0) if type(activation) is nn.ReLU else inplace_activation(activation, None)
-        twin = batch_norm_like(layer, ABN, name, param)
-    except ValueError:
-        return None
-    for buffer in STATE[2:]:
-        values = getattr(layer, buffer)
-        setattr(twin, buffer, None if values is None else values.clone())
-    return twin
+    return layer._modules["act"]
 
 
 def _followers(calls: list[NormCall]) -> tuple[nn.Module, ...]:

@@ -1,4 +1,4 @@
-"""Which layer replaces a norm, as far as the module tree tells; a ValueError says why a norm cannot be replaced."""
+"""The layers that replace norms, chosen by the module tree. A ValueError says why a norm cannot be replaced."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from ..torch_internals import BatchNormBase, LazyNormBase
 from .activated import hand_over, hands_over
 from .call_order import CallOrder, Place, is_customised
 
-STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their input, or a view of it
 
 
@@ -22,7 +22,7 @@ class Replacement(NamedTuple):
 
     old: nn.Module
     new: ABN
-    before: str  # what is replaced, for the report
+    before: str  # the replaced layers, for the report
     emptied: Place | None = None  # of an activation that the new layer includes, which needs no module any more
     merged: tuple[nn.Module, ...] = ()  # activations that the new layer includes, but that may have other inputs too
 
@@ -70,7 +70,7 @@ def check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...], with_act
         raise ValueError("it is a subclass, whose forward pass may differ")
     if is_customised(layer):
         raise ValueError("it has hooks, which would not run or would see a different output; remove them first")
-    known = {*STATE, "drop", "act"} if with_activation else {*STATE}
+    known = {*TENSORS, "drop", "act"} if with_activation else {*TENSORS}
     if {*layer._parameters, *layer._buffers, *layer._modules} != known:
         raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
 
@@ -80,7 +80,7 @@ def check_batch_norm(layer: BatchNormBase, with_activation: bool = False) -> Non
     if isinstance(layer, LazyNormBase):
         raise ValueError("its number of channels is not known before the first forward pass")
     check_plain(layer, BATCH_NORMS, with_activation)
-    dtypes = {values.dtype for name in STATE[:4] if (values := getattr(layer, name)) is not None}
+    dtypes = {values.dtype for name in TENSORS[:4] if (values := getattr(layer, name)) is not None}
     if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
         listed = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(f"it holds {listed}: an in-place layer needs float32 parameters; use .float() and autocast")
@@ -140,7 +140,7 @@ def like(layer: nn.Module, cls: type[ABN], **options: Any) -> ABN:
     given = {name: getattr(layer, name) for name in inspect.signature(cls).parameters if hasattr(layer, name)}
     with torch.device("meta"):  # the constructor's tensors are replaced below
         new = cls(**(given | options))
-    for name in STATE:
+    for name in TENSORS:
         setattr(new, name, getattr(layer, name))
     new._non_persistent_buffers_set |= layer._non_persistent_buffers_set
     if hands_over(layer):

@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..torch_internals import backward_runs
-from .activations import Activation, activate_, check_activation
+from ..torch_internals import NormBase, backward_runs
 from .backends import EagerBackend, backend_for, check_backend
-from .bn_act import BatchNormActivation, Call, Strategy, is_misread, statistics_dtype
+from .backends.activations import Activation, activate_, check_activation
+from .bn_act import BatchNormActivation, NormArguments, Strategy, is_misread, statistics_dtype
 from .loading import warn_if_released
 from .synchronisation import refuse_jointly, synchronised_group
 
@@ -25,7 +25,7 @@ class Own(NamedTuple):
     running_var: Tensor | None
 
 
-class ABN(nn.Module):
+class ABN(NormBase):
     """z = phi(gamma * (x - mean) / sqrt(var + eps) + beta), with mean and var of the minibatch per channel.
 
     The activation overwrites the normalised values, so the backward pass keeps two activation-sized buffers, x and z.
@@ -33,8 +33,8 @@ class ABN(nn.Module):
     Parameters and statistics: (C,), float32 (float64 for float64 inputs). Names as in `torch.nn.BatchNorm2d`.
 
     Args:
-        num_features (C), eps, momentum, affine, track_running_stats: as in `torch.nn.BatchNorm2d`; gamma is `weight`,
-            beta is `bias`.
+        num_features (C), eps, momentum, affine, track_running_stats: as in `torch.nn.BatchNorm2d`.
+            gamma is `weight`, beta is `bias`.
         activation: leaky_relu, elu, identity, sigmoid, tanh or relu.
         activation_param: slope of leaky_relu for negative inputs, alpha of elu.
         learn_scale: False fixes gamma to 1 and learns beta only (section 3.3: a following convolution absorbs gamma).
@@ -42,19 +42,13 @@ class ABN(nn.Module):
             initialised.
         group: process group; None is the default group.
         backend: "eager" (PyTorch's operators), "compiled" (TorchInductor), "triton" (fused CUDA kernels), or "auto".
-            Here "auto" means "eager" unless synchronised: the standard baseline. A fused backend computes the
-            activation's derivative from x, so only operations that need z keep it. Inside `torch.compile` every backend
-            puts its formulas in the graph, for the compiler to fuse.
+            For this layer "auto" means "eager", unless it is synchronised. A fused backend computes the activation's
+            derivative from x, so only operations that need z keep it. Inside `torch.compile` every backend leaves the
+            fusion to the compiler.
     """
 
-    _version = 2  # like torch.nn.BatchNorm2d: state dicts below 2 have no num_batches_tracked
     invertible_activation = False
-
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
+    weight: nn.Parameter | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -71,38 +65,21 @@ class ABN(nn.Module):
         group: dist.ProcessGroup | None = None,
         backend: str = "auto",
     ):
-        super().__init__()
         if num_features < 1:
             raise ValueError(f"num_features={num_features}: expected the number of channels, at least 1")
         if not eps > 0:
             raise ValueError(f"eps={eps}: expected a number above 0, which is added to the variance")
         check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
         check_backend(backend)
-        self.num_features = num_features
-        self.eps = eps
-        self.momentum = momentum
-        self.affine = affine
-        self.track_running_stats = track_running_stats
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        if not learn_scale:
+            self.weight = None
         self.activation = activation
         self.activation_param = activation_param
         self.learn_scale = learn_scale
         self.sync = sync
         self.group = group
         self.backend = backend
-        self.register_parameter("weight", nn.Parameter(torch.empty(num_features)) if affine and learn_scale else None)
-        self.register_parameter("bias", nn.Parameter(torch.empty(num_features)) if affine else None)
-        self.register_buffer("running_mean", torch.empty(num_features) if track_running_stats else None)
-        self.register_buffer("running_var", torch.empty(num_features) if track_running_stats else None)
-        self.register_buffer("num_batches_tracked", torch.empty((), dtype=torch.long) if track_running_stats else None)
-        self.reset_parameters()
-
-    def reset_running_stats(self) -> None:
-        if self.track_running_stats:
-            assert self.running_mean is not None and self.running_var is not None
-            assert self.num_batches_tracked is not None
-            self.running_mean.zero_()
-            self.running_var.fill_(1)
-            self.num_batches_tracked.zero_()
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -161,9 +138,9 @@ class ABN(nn.Module):
             x = x.contiguous() if is_misread(x) else x
             y = F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, momentum, self.eps)
             return activate_(activation, y)
-        call = Call(use_batch, momentum, self.eps, activation, group)
+        arguments = NormArguments(use_batch, momentum, self.eps, activation, group)
         strategy = strategy or Strategy(keep="x", backend=self.backend)
-        return BatchNormActivation.apply(x, weight, bias, running_mean, running_var, call, strategy)
+        return BatchNormActivation.apply(x, weight, bias, running_mean, running_var, arguments, strategy)
 
     def strategy(self) -> Strategy | None:
         """How to compute z; None for PyTorch's batch normalisation and activation, which are two autograd nodes."""
@@ -201,11 +178,6 @@ class ABN(nn.Module):
     ) -> None:
         if self.weight is not None:
             warn_if_released(state_dict, prefix, local_metadata, missing_keys=args[1])
-        # State dicts of the released package lack num_batches_tracked: keep our own count.
-        key = prefix + "num_batches_tracked"
-        if self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict:
-            own = self.num_batches_tracked
-            state_dict = {**state_dict, key: torch.tensor(0) if own is not None and own.is_meta else own}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __deepcopy__(self, memo: dict) -> "ABN":
@@ -217,18 +189,10 @@ class ABN(nn.Module):
         return twin
 
     def extra_repr(self) -> str:
-        """The constructor's arguments, without most defaults."""
-        parts = [f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, activation={self.activation}"]
-        if self.activation in ("leaky_relu", "elu"):
-            parts[0] += f"({self.activation_param})"
-        parts += [
-            f"{flag}=False" for flag in ("affine", "track_running_stats", "learn_scale") if not getattr(self, flag)
-        ]
-        if self.sync:
-            parts.append("sync=True")
-        if self.backend != "auto":
-            parts.append(f"backend={self.backend}")
-        return ", ".join(parts)
+        """The constructor's arguments."""
+        activation = f"activation={self.activation}({self.activation_param})"
+        own = f"learn_scale={self.learn_scale}, sync={self.sync}, backend={self.backend}"
+        return f"{super().extra_repr()}, {activation}, {own}"
 
 
 def _is_inference(strategy: Strategy, x: Tensor) -> bool:

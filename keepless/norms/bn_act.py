@@ -1,4 +1,4 @@
-"""BN + activation as a single autograd node; the strategies differ in what it keeps for the backward pass."""
+"""BN + activation as one autograd node. Strategies differ in the tensors that it keeps for the backward pass."""
 
 from typing import Literal, NamedTuple, TypeGuard
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..torch_internals import node_class
-from .activations import Activation
 from .backends import Affine, BackwardInputs, Running, backend_for
+from .backends.activations import Activation
 from .synchronisation import joint_moments, joint_sums
 
 
 class Strategy(NamedTuple):
-    """How a layer computes and what it keeps."""
+    """How a layer computes, and which tensor it keeps."""
 
     keep: Literal["x", "x_hat", "z"]
     recover_x_hat: bool = False  # variant I: form x_hat for every value
@@ -24,8 +24,8 @@ class Strategy(NamedTuple):
     backend: str = "auto"
 
 
-class Call(NamedTuple):
-    """The numbers of one call. A node takes them as one argument, because PyTorch handles each argument in Python."""
+class NormArguments(NamedTuple):
+    """The arguments of a call that are no tensors: one tuple, because PyTorch handles each argument in Python."""
 
     use_batch_statistics: bool
     momentum: float
@@ -34,12 +34,12 @@ class Call(NamedTuple):
     group: dist.ProcessGroup | None = None  # ranks that share minibatch statistics
 
 
-class Node(FunctionCtx):
-    """The attributes of a `BatchNormActivation` node, for type checkers only: PyTorch creates the actual class."""
+class BatchNormActivationBackward(FunctionCtx):
+    """The node of a `BatchNormActivation`, for type checkers alone: PyTorch makes the class of this name itself."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    call: Call
+    arguments: NormArguments
     strategy: Strategy
     count: Tensor  # (), values per channel over all ranks; only set with a group
     kept: BackwardInputs | None  # includes z, from its recomputation until this node's backward pass
@@ -51,17 +51,17 @@ class BatchNormActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(  # over 60 lines: a dozen arguments, and Algorithm 1 for every strategy
-        ctx: Node,
+        ctx: BatchNormActivationBackward,
         x: Tensor,  # (N, C, *spatial)
         weight: Tensor | None,  # (C,), as are the other vectors
         bias: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        call: Call,
+        arguments: NormArguments,
         strategy: Strategy,
     ) -> Tensor:
-        """Algorithm 1: y, sigma <- BN(x); z <- phi(y); keep what the strategy keeps."""
-        use_batch_statistics, momentum, eps, activation, group = call
+        """Algorithm 1: y, sigma <- BN(x); z <- phi(y); save the tensors of the strategy."""
+        use_batch_statistics, momentum, eps, activation, group = arguments
         backend = backend_for(strategy.backend, x)
         # Kernels assume contiguous vectors; weights may be views (e.g. from a hypernetwork).
         gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype(x))
@@ -100,32 +100,32 @@ class BatchNormActivation(torch.autograd.Function):
                 z = z if out is not None else x.copy_(z)
                 ctx.mark_dirty(z)
             ctx.save_for_backward(z, gamma, beta, invstd)
-        ctx.call, ctx.strategy, ctx.kept = call, strategy, None
+        ctx.arguments, ctx.strategy, ctx.kept = arguments, strategy, None
         if strategy.recompute_output and not torch.compiler.is_compiling() and not z.is_inference():
             ctx.output_version = z._version
         return z
 
     @staticmethod
-    def backward(ctx: Node, dz: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:
         # With create_graph=True a second derivative must raise. Otherwise the wrapper would only cost time.
         differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         return (_backward_once if differentiable else _backward)(ctx, dz)
 
 
-def _backward(ctx: Node, dz: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:
     """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
     kept, ctx.kept = ctx.kept or kept_by(ctx), None
     backend = backend_for(ctx.strategy.backend, kept.values)
     dz = dz.contiguous() if is_misread(dz) else dz
     if not dz.numel():  # PyTorch's kernels divide by the number of values
         dx, dgamma, dbeta = torch.empty_like(kept.values), torch.zeros_like(kept.gamma), torch.zeros_like(kept.beta)
-    elif not ctx.call.use_batch_statistics:
+    elif not ctx.arguments.use_batch_statistics:
         dx, dgamma, dbeta = backend.backward_frozen(kept, dz)
-    elif ctx.call.group is None:
+    elif ctx.arguments.group is None:
         dx, dgamma, dbeta = backend.backward(kept, dz)
     else:
         dbeta, dgamma = backend.sums(kept, dz)
-        sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.call.group)
+        sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.arguments.group)
         dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
     wanted = ctx.needs_input_grad
     return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None, None, None, None
@@ -134,13 +134,13 @@ def _backward(ctx: Node, dz: Tensor) -> tuple[Tensor | None, ...]:
 _backward_once = once_differentiable(_backward)
 
 
-def is_node(value: object) -> TypeGuard[Node]:
+def is_node(value: object) -> TypeGuard[BatchNormActivationBackward]:
     """Whether a value is a `BatchNormActivation` node."""
     return isinstance(value, node_class(BatchNormActivation))
 
 
-def kept_by(node: Node) -> BackwardInputs:
-    """What a node keeps, as the backends expect it."""
+def kept_by(node: BatchNormActivationBackward) -> BackwardInputs:
+    """The tensors that a node keeps, in the form that backends take."""
     values, gamma, beta, invstd, *rest = node.saved_tensors
     if not is_packed(values):  # z, written over an x with gaps
         values = values.contiguous()
@@ -151,13 +151,13 @@ def kept_by(node: Node) -> BackwardInputs:
         offset, factor = torch.zeros_like(beta), torch.ones_like(gamma)
     else:
         # With running statistics gamma is the raw weight, which may be too small to divide by.
-        scale = gamma if node.call.use_batch_statistics else floored(gamma, strategy.gamma_floor)
+        scale = gamma if node.arguments.use_batch_statistics else floored(gamma, strategy.gamma_floor)
         offset, factor = beta, scale.reciprocal()
-    is_output, activation = strategy.keep == "z", node.call.activation
+    is_output, activation = strategy.keep == "z", node.arguments.activation
     return BackwardInputs(values, is_output, offset, factor, gamma, beta, invstd, activation, strategy.recover_x_hat)
 
 
-def recompute_output(node: Node) -> Tensor:
+def recompute_output(node: BatchNormActivationBackward) -> Tensor:
     """Recompute z from a node that kept x or x_hat, once for all operations that need it."""
     kept = node.kept or kept_by(node)
     if kept.output is not None:
@@ -184,10 +184,10 @@ def is_packed(x: Tensor) -> bool:
 
 
 def is_misread(x: Tensor) -> bool:
-    """Whether PyTorch's batch normalisation takes x for channels_last, but lays out dL/dz for a contiguous x.
+    """Whether PyTorch's batch normalisation takes x for channels_last, but dL/dz for contiguous.
 
-    The gradients are then wrong. PyTorch judges the layout of dL/dz by all strides of x, even for sizes of 1,
-    which have no effect on its memory: e.g. strides (C, 1, 1, C) of a shape (1, C, 1, W).
+    Its gradients are then wrong. It judges dL/dz by all strides of x, even by the strides of dimensions of size 1,
+    which have no effect on the memory: e.g. strides (C, 1, 1, C) of a shape (1, C, 1, W).
     """
     if 1 not in x.shape or x.is_contiguous() or not _is_channels_last(x):
         return False

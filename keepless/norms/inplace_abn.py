@@ -10,7 +10,7 @@ from ..torch_internals import InstanceNormBase
 from .abn import ABN
 from .bn_act import Strategy, floored
 from .checkpointed_abn import CheckpointedABN
-from .report import Report, log_report
+from .report import ConversionReport, log_report
 
 VARIANTS = ("I", "II")
 
@@ -115,7 +115,7 @@ class InPlaceABNSync(InPlaceABN):
         module: nn.Module,
         group: dist.ProcessGroup | None = None,
         *,
-        report: Callable[[Report], object] = log_report,
+        report: Callable[[ConversionReport], object] = log_report,
     ) -> nn.Module:
         """Synchronise every layer of ours in a network, or a single one; return it.
 
@@ -124,11 +124,11 @@ class InPlaceABNSync(InPlaceABN):
 
         Args:
             group: process group; None is the default group.
-            report: called with the `Report`, which names every norm that was left alone, e.g. `print`. By default it is
-                logged, as a warning if there are such norms.
+            report: called with the `ConversionReport`, e.g. `print`. By default the report is logged, as a warning if
+                it names norms that were left alone.
         """
         check_module(module, "InPlaceABNSync.convert")
-        result = Report()
+        result = ConversionReport()
         for name, layer in module.named_modules():
             if isinstance(layer, ABN):
                 before = f"{type(layer).__name__}({layer.activation})"

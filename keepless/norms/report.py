@@ -1,4 +1,4 @@
-"""What a conversion of a network did and what it left alone."""
+"""Report of a conversion: the layers that were replaced, and those that were not, with reasons."""
 
 import logging
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Report:
-    """What a conversion did. Names are as in `network.named_modules()`; "" is the converted module itself."""
+class ConversionReport:
+    """The result of a conversion. Names are as in `network.named_modules()`; "" is the converted module itself."""
 
     replaced: dict[str, str] = field(default_factory=dict)  # name of the layer -> "old layer -> new layer"
     kept: dict[str, str] = field(default_factory=dict)  # name of the layer -> why it was not replaced
@@ -20,9 +20,9 @@ class Report:
         lines = []
         for title, entries in (("replaced", self.replaced), ("not replaced", self.kept)):
             lines.append(f"{title}: {len(entries)}")
-            for what in dict.fromkeys(entries.values()):
-                names = [name or "(the module itself)" for name, value in entries.items() if value == what]
-                lines += [f"  {len(names)} x {what}", f"      {listed(names)}"]
+            for text in dict.fromkeys(entries.values()):
+                names = [name or "(the module itself)" for name, value in entries.items() if value == text]
+                lines += [f"  {len(names)} x {text}", f"      {listed(names)}"]
         return "\n".join(lines)
 
 
@@ -32,6 +32,6 @@ def listed(entries: Sequence[str], separator: str = ", ") -> str:
     return separator.join(entries[:SHOWN_NAMES]) + more
 
 
-def log_report(report: Report) -> None:
+def log_report(report: ConversionReport) -> None:
     """Log a report: as a warning if layers were not replaced, otherwise as information."""
     logger.log(logging.WARNING if report.kept else logging.INFO, "%s", report)

@@ -41,7 +41,7 @@ def renew_statistics(
             calls[norm] += 1
             norm.momentum = 1 / calls[norm]
         if calls[norm] == 1:
-            for buffer in _statistics(norm):
+            for buffer in (norm.running_mean, norm.running_var):
                 buffer.nan_to_num_(0, 0, 0)  # a momentum of 1 would keep NaN
             if getattr(norm, "num_batches_tracked", None) is not None:
                 norm.num_batches_tracked.zero_()
@@ -63,14 +63,9 @@ def renew_statistics(
     if (group := synchronised_group(None)) is None:
         return
     for norm in norms:
-        for statistics in _statistics(norm):
-            dist.all_reduce(statistics, group=group)
-            statistics.div_(dist.get_world_size(group))
-
-
-def _statistics(norm: Any) -> list[torch.Tensor]:
-    found = (norm.running_mean, getattr(norm, "running_var", None))
-    return [buffer for buffer in found if buffer is not None]
+        for buffer in (norm.running_mean, norm.running_var):
+            dist.all_reduce(buffer, group=group)
+            buffer.div_(dist.get_world_size(group))
 
 
 def has_running_statistics(module: object) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..norms.bn_act import Node, is_node, recompute_output
+from ..norms.bn_act import BatchNormActivationBackward, is_node, recompute_output
 from ..saved import Kept, is_ordinary
 from ..torch_internals import is_synchronised_norm, packed_by_function
 from .values import Again, Call, Value, laid_out, saved_value, unread_bytes
@@ -43,7 +43,7 @@ def by_node(known: Registry, tensor: Tensor, call: Call | None) -> Again | Value
     return None
 
 
-def _checkpointed_output(node: Node, kept: Tensor | None) -> Tensor:
+def _checkpointed_output(node: BatchNormActivationBackward, kept: Tensor | None) -> Tensor:
     """The output of a `CheckpointedABN`, which its node also holds while it is read. `kept`: saved by the node.
 
     The node finds `kept` by itself; as an argument it counts as needed, and is computed before if it is not kept.

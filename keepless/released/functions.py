@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..norms.activations import Activation, check_activation
-from ..norms.bn_act import BatchNormActivation, Call, Strategy
+from ..norms.backends.activations import Activation, check_activation
+from ..norms.bn_act import BatchNormActivation, NormArguments, Strategy
 from ..norms.synchronisation import synchronised_group
 
 _KEEP_OUTPUT = Strategy(keep="z")
@@ -36,8 +36,8 @@ def inplace_abn(
 
     ValueError: the activation cannot be inverted, x is not (N, C, *spatial), or there are no statistics to use.
     """
-    call = Call(training, momentum, eps, Activation(activation, activation_param))
-    return _normalised(x, weight, bias, running_mean, running_var, call)
+    arguments = NormArguments(training, momentum, eps, Activation(activation, activation_param))
+    return _normalised(x, weight, bias, running_mean, running_var, arguments)
 
 
 def inplace_abn_sync(
@@ -55,8 +55,8 @@ def inplace_abn_sync(
 ) -> Tensor:
     """`inplace_abn` with the minibatch statistics of all processes of `group`; None: the default group."""
     group = synchronised_group(group) if training else None
-    call = Call(training, momentum, eps, Activation(activation, activation_param), group)
-    return _normalised(x, weight, bias, running_mean, running_var, call)
+    arguments = NormArguments(training, momentum, eps, Activation(activation, activation_param), group)
+    return _normalised(x, weight, bias, running_mean, running_var, arguments)
 
 
 def _normalised(
@@ -65,20 +65,20 @@ def _normalised(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    call: Call,
+    arguments: NormArguments,
 ) -> Tensor:
-    check_activation(call.activation, invertible=True)
+    check_activation(arguments.activation, invertible=True)
     sizes = {len(each) for each in (weight, bias, running_mean, running_var) if each is not None}
     if x.dim() < 2 or sizes - {x.shape[1]}:
         raise ValueError(
             f"inplace_abn got an input of shape {tuple(x.shape)}: expected (N, {max(sizes, default='C')}, …)"
         )
-    if not call.use_batch_statistics and (running_mean is None or running_var is None):
+    if not arguments.use_batch_statistics and (running_mean is None or running_var is None):
         raise ValueError("inplace_abn with training=False needs running_mean and running_var")
-    if call.use_batch_statistics and call.group is None and x.numel() <= x.shape[1]:
+    if arguments.use_batch_statistics and arguments.group is None and x.numel() <= x.shape[1]:
         raise ValueError(f"inplace_abn got an input of shape {tuple(x.shape)}: expected several values per channel")
-    scale = None if weight is None else released_scale(weight, call.eps)
-    return BatchNormActivation.apply(x, scale, bias, running_mean, running_var, call, _KEEP_OUTPUT)
+    scale = None if weight is None else released_scale(weight, arguments.eps)
+    return BatchNormActivation.apply(x, scale, bias, running_mean, running_var, arguments, _KEEP_OUTPUT)
 
 
 def released_scale(weight: Tensor, eps: float) -> Tensor:

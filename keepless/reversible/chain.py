@@ -1,31 +1,31 @@
-"""How reversible modules forget their inputs: a chain of steps that the backward pass walks from the last output.
+"""How reversible modules do without stored inputs: a chain of steps that the backward pass walks from the last output.
 
 The rules, which this file keeps together with replay.py and environment.py:
 
-1. The chain. A `Pass` is one forward pass. In it a `State`, the values between two steps, alternates with a `Step`
-   (half a coupling, or a whole function) or a `Regrouping` (of a tensor into halves, or back).
-2. Who keeps. The input of each step without an inverse is kept, and the last state of a pass if its last step has one.
-   A pass that starts from the unmodified outputs of another with such a step continues its chain. When it has
-   succeeded, the earlier last state is dropped.
-3. Who asks. Each tensor but parameters that autograd would save in a step gets an empty slot in the step's `Section`.
-   The first slot that the backward pass reads makes the step repeat: from the state after it, or from its kept input.
-4. Who computes. A repetition of a half-step runs its branch once, for two purposes: it fills all slots of the section,
-   and restores the state before the step (RevNet, Algorithm 1 and section 3.2). Other steps run their inverse, and then
-   their function. If the state after a step is gone, the steps that follow restore it first, from the end
-   (`State.take`). So a training step costs four forward passes with couplings, three with stored activations.
-5. Who forgets. Restored values are given away with the first `take`. Autograd frees each slot with its node. With
+1. The chain. A `Pass` is one forward pass. It consists of `Step`s (half a coupling, or a whole function) and
+   `Regrouping`s (of a tensor into halves, or back). A `Boundary` between two of them stands for the values there.
+2. Kept values. A step without an inverse keeps its input. A pass keeps its outputs if its last step has an inverse. A
+   later pass that starts from these outputs, unmodified, continues the chain; when it has succeeded, they are dropped.
+3. Slots. Each tensor that autograd would save in a step becomes an empty slot in the step's `Section`, except for
+   parameters. The first slot that the backward pass reads makes the step repeat: from the values after it, or from its
+   kept input.
+4. Repetition. A half-step runs its branch once, which fills all slots and restores the values before the step (RevNet,
+   Algorithm 1 and section 3.2). Other steps run their inverse, and then their function. If the values after a step are
+   gone, the later steps restore them first, from the end (`Boundary.take`). So a training step costs four forward
+   passes with couplings, three with stored activations.
+5. Restored values are handed over by the first `take` and not cached. Autograd frees each slot with its node. With
    retain_graph=True a slot is only emptied, and the next backward pass computes everything again.
-6. Lifetimes. References lead one way: from slots to their step, from a step to the state after it, and from a state to
-   the step that follows. A step knows the state before it by a weak reference (but holds it if it has no inverse), so
-   the chain is freed with the graph, and a state that no earlier step needs any more is not restored.
-7. What a repetition finds. `Environment` restores autocast, modes, buffers and (with `preserve_rng_state`) random
-   numbers. It refuses parameters that were modified or replaced since, and buffers that the forward pass left alone.
-   Running statistics do not move again. The repetition must save tensors of the same number, shapes, dtypes and
-   devices as the first run, or it raises an error.
-8. What may never happen: a gradient of other values than the forward pass had, except for rounding. A function that
-   writes over its input is refused. A kept tensor that was modified raises PyTorch's error about an in-place operation.
-   Whatever is asked for when the graph is freed, or still inside the forward pass, raises an error that says so. That
-   branches compute the same again is a precondition, which `checking_repetitions` checks (checks.py).
+6. Lifetimes. References point one way: from slots to their step, from a step to the boundary after it, and from a
+   boundary to the step that follows. A step without an inverse also refers to the boundary before it; other steps only
+   weakly. So the chain is freed with the graph, and values that no earlier step needs are not restored.
+7. Environment. A repetition runs with the autocast settings, modes, buffers and (with `preserve_rng_state`) random
+   numbers of the first run. Running statistics do not move again. Parameters, and buffers that the forward pass left
+   alone, may not be modified or replaced in between. The repetition must save tensors of the same number, shapes,
+   dtypes and devices as the first run. Otherwise an error is raised.
+8. Gradients are right or an error is raised. A function that writes over its input is refused. A kept tensor that was
+   modified raises PyTorch's error about an in-place operation. Reading a slot after the graph was freed, or still
+   inside the forward pass, raises an error that says so. Only one thing is taken on trust: branches compute the same
+   when they run again, unless `checking_repetitions` is on (checks.py).
 """
 
 import weakref
@@ -48,10 +48,10 @@ Values = tuple[Tensor, ...]
 Undo = Callable[[], Values]
 
 
-class State:
+class Boundary:
     """The values between two steps: kept, or restored by the step that follows.
 
-    `taken`: a step follows already. Another step that starts from the same tensors begins a chain of its own.
+    `taken`: a step follows. Another step that starts from the same tensors begins a chain of its own.
     """
 
     def __init__(self) -> None:
@@ -66,21 +66,21 @@ class State:
             self.kept = tuple(Kept(tensor, hooks, "an input or output of a reversible module") for tensor in values)
 
     def leave_to(self, step: "Step | Regrouping") -> None:
-        """From now on the step that follows restores the values."""
+        """Drop the values: the step that follows restores them."""
         self.following, self.kept = step, None
 
     def take(self) -> Values:
-        """The values, detached; restored ones are forgotten here. RuntimeError if the graph was freed."""
+        """The values, detached; restored ones are not cached. RuntimeError if the graph was freed."""
         steps = []
-        state = self
-        while state.kept is None and state.restored is None:
-            if state.following is None:
+        boundary = self
+        while boundary.kept is None and boundary.restored is None:
+            if boundary.following is None:
                 raise RuntimeError(
                     "a reversible module was differentiated a second time after its graph was freed: give "
                     "retain_graph=True to the first backward pass"
                 )
-            steps.append(state.following)
-            state = state.following.after
+            steps.append(boundary.following)
+            boundary = boundary.following.after
         for step in reversed(steps):
             step.restore()
         if self.kept is not None:
@@ -92,7 +92,7 @@ class State:
         return values
 
     def give(self, values: Values) -> None:
-        """Restore the values. Without retain_graph=True the following step is no longer needed."""
+        """Set restored values. Without retain_graph=True the following step is no longer needed."""
         self.restored = tuple(tensor.detach() for tensor in values)
         if not keeps_graph():
             self.following = None
@@ -108,8 +108,8 @@ class Inputs(NamedTuple):
     def __call__(self, values: Values, any_layout: int | None = None) -> Values:
         """New leaves that require gradients as the inputs did, so that a repetition saves the same tensors.
 
-        Their strides are the inputs' too, by which operators may choose what they save (`F.linear`); except for those
-        of the number `any_layout`, which no branch reads.
+        They also get the strides of the inputs, because some operators (`F.linear`) choose by strides which tensors
+        they save. The one of number `any_layout` keeps its own, because no branch reads it.
         """
         leaves = []
         for number, (tensor, strides, needed) in enumerate(zip(values, self.strides, self.require_grad, strict=True)):
@@ -136,22 +136,22 @@ class Update(NamedTuple):
     half: HalfStep
     invertible: bool = True
 
-    def run(self, streams: Values, checksum: Checksum) -> Values:
-        output = self.half.output(streams)
+    def run(self, halves: Values, checksum: Checksum) -> Values:
+        output = self.half.output(halves)
         checksum.see(output)
-        return self.half.replaced(streams, self.half.combine(streams[self.half.target], output))
+        return self.half.replaced(halves, self.half.combine(halves[self.half.target], output))
 
-    def again(self, streams: Values, like: Inputs, checksum: Checksum) -> Undo:
-        """Run the branch on the streams after the update."""
+    def again(self, halves: Values, like: Inputs, checksum: Checksum) -> Undo:
+        """Run the branch on the halves after the update."""
         half, target = self.half, self.half.target
-        streams = like(streams, any_layout=target)
-        output = half.output(streams)
+        halves = like(halves, any_layout=target)
+        output = half.output(halves)
         checksum.see(output)
 
         def undone() -> Values:
             with torch.no_grad():
-                values = half.undo(streams[target].detach(), detached(output))
-            return half.replaced(streams, _as(values, like.dtypes[target]))
+                values = half.undo(halves[target].detach(), detached(output))
+            return half.replaced(halves, _as(values, like.dtypes[target]))
 
         if half.combine_saves:  # a product saves its factors
             half.combine(like(undone(), any_layout=target)[target], output)
@@ -184,13 +184,13 @@ class Apply(NamedTuple):
 
 
 class Step:
-    """One executed step. It repeats from the state after it, or from its kept input if it has no inverse."""
+    """One executed step. It repeats from the boundary after it, or from its kept input if it has no inverse."""
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         move: Update | Apply,
-        before: State,
+        before: Boundary,
         inputs: Values,
         hooks: Hooks | None,
         preserve_rng_state: bool,
@@ -201,7 +201,7 @@ class Step:
         self.section = Section()
         self.checksum = Checksum(modules)
         self.before = weakref.ref(before)
-        self.after = State()
+        self.after = Boundary()
         if not move.invertible:
             before.keep(inputs, hooks)
         self.source = self.after if move.invertible else before
@@ -214,12 +214,12 @@ class Step:
         return outputs
 
     def repeat(self) -> None:
-        """Fill the section, and restore the state before."""
+        """Fill the section, and restore the boundary before."""
         self._again(self.section.filling())
 
     def restore(self) -> None:
-        """Restore the state before."""
-        self._again(self.section.filling() if self.section.is_asked_for() else torch.no_grad())
+        """Restore the boundary before."""
+        self._again(self.section.filling() if self.section.is_needed() else torch.no_grad())
 
     def _again(self, context: AbstractContextManager) -> None:
         values = self.source.take()
@@ -233,13 +233,13 @@ class Step:
 class Regrouping:
     """A tensor split into halves, or halves joined to a tensor. `back` does the opposite."""
 
-    def __init__(self, back: Callable[[Values], Values], before: State):
+    def __init__(self, back: Callable[[Values], Values], before: Boundary):
         self.back = back
         self.before = weakref.ref(before)
-        self.after = State()
+        self.after = Boundary()
 
     def restore(self) -> None:
-        """Restore the state before."""
+        """Restore the boundary before."""
         before, values = self.before(), self.after.take()
         if before is not None:
             before.give(self.back(values))
@@ -273,20 +273,21 @@ def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype) if dtype.is_floating_point or dtype.is_complex else values.round().to(dtype)
 
 
-_MARK = "reversible state"  # in the metadata of an output's node
+_MARK = "reversible boundary"  # in the metadata of an output's node
 
 
 class Pass:
     """One forward pass through reversible modules, and the chain that its backward pass walks."""
 
-    def __init__(self, inputs: Values, *, preserve_rng_state: bool = True, forget: bool = True):
-        self.forget = forget  # False: an ordinary forward pass
+    def __init__(self, inputs: Values, *, preserve_rng_state: bool = True, reversible: bool = True):
+        self.reversible = reversible  # False: an ordinary forward pass
         self.values = inputs
-        self.state = (_state_of(inputs) if forget else None) or State()
-        self.start: tuple[State, Step | Regrouping] | None = None  # the earlier pass's last state, and our first step
-        self.restores = False  # whether the last step has an inverse, and so needs the state after it
+        self.boundary = (_boundary_of(inputs) if reversible else None) or Boundary()
+        # The last boundary of the earlier pass that this one continues, and the first step here.
+        self.start: tuple[Boundary, Step | Regrouping] | None = None
+        self.restores = False  # whether the last step has an inverse, and so needs the values after it
         self.halves_of: Coupling | None = None  # the coupling whose halves the values are; None: they are whole
-        self.hooks = current_hooks() if forget else None
+        self.hooks = current_hooks() if reversible else None
         self.preserve_rng_state = preserve_rng_state
 
     def couple(self, coupling: Coupling) -> None:
@@ -315,25 +316,25 @@ class Pass:
         self._run(modules, Apply(function))
 
     def finish(self) -> Values:
-        """The outputs; the last state is kept."""
+        """The outputs. They are kept if the last step has an inverse."""
         self._join()
         if self.start is not None:
-            state, first = self.start
-            state.leave_to(first)
+            boundary, first = self.start
+            boundary.leave_to(first)
         if self.restores:
-            self.state.keep(self.values, self.hooks)
-            self.state.outputs = [(weakref.ref(tensor), tensor._version) for tensor in self.values]
+            self.boundary.keep(self.values, self.hooks)
+            self.boundary.outputs = [(weakref.ref(tensor), tensor._version) for tensor in self.values]
             for tensor in self.values:
                 if tensor.grad_fn is not None:
-                    _metadata(tensor.grad_fn)[_MARK] = weakref.ref(self.state)
+                    _metadata(tensor.grad_fn)[_MARK] = weakref.ref(self.boundary)
         return self.values
 
     def _run(self, modules: Sequence[nn.Module], move: Update | Apply) -> None:
-        if not self.forget:
+        if not self.reversible:
             self.values = move.run(self.values, Checksum([]))
             return
-        step = Step(modules, move, self.state, self.values, self.hooks, self.preserve_rng_state)
-        before, self.state.taken = self.state, True
+        step = Step(modules, move, self.boundary, self.values, self.hooks, self.preserve_rng_state)
+        before, self.boundary.taken = self.boundary, True
         try:
             self.values = step.run(self.values)
         except BaseException:  # Ctrl-C as well
@@ -341,14 +342,14 @@ class Pass:
             raise
         if move.invertible:
             self._follow(step)
-        self.state, self.restores = step.after, move.invertible
+        self.boundary, self.restores = step.after, move.invertible
 
     def _follow(self, step: Step | Regrouping) -> None:
-        """Let a step restore the state before it. An earlier pass's last state stays kept until this pass succeeds."""
-        if self.state.kept is None:
-            self.state.leave_to(step)
+        """Let a step restore the boundary before it; outputs of an earlier pass only when this pass has succeeded."""
+        if self.boundary.kept is None:
+            self.boundary.leave_to(step)
         elif self.start is None:
-            self.start = (self.state, step)
+            self.start = (self.boundary, step)
 
     def _split(self, coupling: Coupling) -> None:
         if self.halves_of is not None and self.halves_of.split_dim == coupling.split_dim:
@@ -364,20 +365,20 @@ class Pass:
 
     def _regroup(self, function: Callable[[Values], Values], back: Callable[[Values], Values]) -> None:
         self.values = function(self.values)
-        if self.forget:
-            step = Regrouping(back, self.state)
+        if self.reversible:
+            step = Regrouping(back, self.boundary)
             self._follow(step)
-            self.state = step.after
+            self.boundary = step.after
 
 
-def _state_of(values: Values) -> State | None:
-    """The earlier pass's last state, if these are its unmodified outputs."""
+def _boundary_of(values: Values) -> Boundary | None:
+    """The last boundary of an earlier pass, if these are its unmodified outputs."""
     marks = [_metadata(tensor.grad_fn).get(_MARK) for tensor in values if tensor.grad_fn is not None]
-    state = marks[0]() if marks and marks[0] is not None else None
-    if state is None or state.taken or len(state.outputs) != len(values):
+    boundary = marks[0]() if marks and marks[0] is not None else None
+    if boundary is None or boundary.taken or len(boundary.outputs) != len(values):
         return None
-    pairs = zip(state.outputs, values, strict=True)
-    return state if all(ref() is tensor and version == tensor._version for (ref, version), tensor in pairs) else None
+    pairs = zip(boundary.outputs, values, strict=True)
+    return boundary if all(ref() is tensor and version == tensor._version for (ref, version), tensor in pairs) else None
 
 
 def _metadata(node: Node) -> dict:

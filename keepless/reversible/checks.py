@@ -1,8 +1,8 @@
 """An optional check that parts of a reversible network compute the same when the backward pass repeats them."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}  # restored inputs are 
 _LOW_PRECISION = 0.3
 
 
-class _Mode(threading.local):
-    checks = False
-
-
-_mode = _Mode()
+_enabled = ContextVar("checking_repetitions", default=False)
 
 
 @contextmanager
@@ -27,11 +23,11 @@ def checking_repetitions() -> Iterator[None]:
     It costs two passes over each output, and 24 MiB meanwhile: use it in the first steps of a run. As restored inputs
     are rounded, differences below a thousandth pass in float32, and below 0.3 in bfloat16, float16 and under autocast.
     """
-    before, _mode.checks = _mode.checks, True
+    token = _enabled.set(True)
     try:
         yield
     finally:
-        _mode.checks = before
+        _enabled.reset(token)
 
 
 class Checksum:
@@ -40,11 +36,11 @@ class Checksum:
     def __init__(self, modules: Sequence[nn.Module]):
         self.modules = modules
         self.first: list[Tensor] | None = None
-        self.checks = not torch.compiler.is_compiling() and _mode.checks
+        self.enabled = not torch.compiler.is_compiling() and _enabled.get()
 
     def see(self, output: object) -> None:
         """Remember an output, or compare a repeated one. RuntimeError if it differs by more than rounding."""
-        if not self.checks:
+        if not self.enabled:
             return
         tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
         found = [_checksum(tensor) for tensor in tensors]

@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from ..norms.inplace_abn import OWN_LAYERS
 from ..norms.statistics import BATCH_NORMS
-from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached, has_hooks
+from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, Halves, detached, has_hooks
 from .environment import statistics_kept
-
-Values = tuple[Tensor, ...]
 
 # Modules that compute the same each time; inside a graph random numbers cannot be drawn again.
 _REPEATABLE = {
@@ -41,7 +39,7 @@ def moves_of(coupling: Coupling) -> list[HalfStep | Coupling]:
 
 
 def _is_repeatable(module: nn.Module) -> bool:
-    """Exact types: subclasses may compute anything, and so may somebody's hooks."""
+    """Whether a module has a known type, exactly, and no hooks: subclasses and hooks may compute anything."""
     known = type(module) in _REPEATABLE or "repeatable" in vars(type(module))
     return known and "forward" not in vars(module) and not has_hooks(module)
 
@@ -60,10 +58,10 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, moves: list[HalfStep | Coupling], autocast: tuple[bool, torch.dtype], *tensors: Tensor
-    ) -> Values:
+    ) -> Halves:
         """tensors: two halves, then the parameters of each move, which autograd must know to ask for gradients."""
         kept: list[Tensor] = []
-        halves: Values = tensors[:2]
+        halves: Halves = tensors[:2]
         for move in moves:
             if isinstance(move, Coupling):
                 kept += halves
@@ -79,7 +77,7 @@ class _Chain(torch.autograd.Function):
         """Undo the updates from the last to the first, and repeat each with gradients."""
         enabled, dtype = ctx.autocast
         y1, y2, *kept = ctx.saved_tensors
-        halves: Values = (y1, y2)
+        halves: Halves = (y1, y2)
         of_parameters: list[Tensor | None] = []
         for move in reversed(ctx.moves):
             with statistics_kept(_module(move)), torch.enable_grad(), torch.autocast(y1.device.type, dtype, enabled):
@@ -95,7 +93,7 @@ class _Chain(torch.autograd.Function):
         return None, None, *gradients, *of_parameters
 
 
-def _undone(half: HalfStep, halves: Values) -> tuple[Values, Values]:
+def _undone(half: HalfStep, halves: Halves) -> tuple[Halves, Halves]:
     """The halves before an update, and after it again with a graph."""
     halves = (_leaf(halves[0]), _leaf(halves[1]))
     output = half.output(halves)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ..inputs import check_module
 
-Streams = tuple[Tensor, ...]  # two halves
+Halves = tuple[Tensor, ...]  # two tensors
 
 
 class HalfStep(NamedTuple):
-    """One of the two updates of a coupling: streams[target] = combine(streams[target], branch(streams[1 - target])).
+    """One of the two updates of a coupling: halves[target] = combine(halves[target], branch(halves[1 - target])).
 
     `undo` is the inverse of `combine` in its first argument. `combine_saves`: whether autograd keeps something for it.
     """
@@ -28,13 +28,13 @@ class HalfStep(NamedTuple):
         """The update that undoes this one; the branch's input is the same."""
         return self._replace(combine=self.undo, undo=self.combine)
 
-    def run(self, streams: Streams) -> Streams:
-        """Return the updated streams. ValueError: see `output`."""
-        return self.replaced(streams, self.combine(streams[self.target], self.output(streams)))
+    def run(self, halves: Halves) -> Halves:
+        """Return the updated halves. ValueError: see `output`."""
+        return self.replaced(halves, self.combine(halves[self.target], self.output(halves)))
 
-    def output(self, streams: Streams) -> Any:
-        """Output of the branch. ValueError if it does not fit the stream, or the branch wrote over its input."""
-        x = streams[1 - self.target]
+    def output(self, halves: Halves) -> Any:
+        """Output of the branch. ValueError if it does not fit the other half, or the branch wrote over its input."""
+        x = halves[1 - self.target]
         before = versions([x])
         output = self.branch(x)
         if versions([x]) != before:
@@ -43,7 +43,7 @@ class HalfStep(NamedTuple):
                 f"module that is not inplace"
             )
         parts = output if isinstance(output, tuple) else (output,)
-        wanted = streams[self.target].shape
+        wanted = halves[self.target].shape
         if not all(isinstance(part, Tensor) for part in parts):
             raise ValueError(
                 f"{type(self.branch).__name__} returned a {type(output).__name__}: a coupling needs a branch that "
@@ -57,9 +57,9 @@ class HalfStep(NamedTuple):
             )
         return output
 
-    def replaced(self, streams: Streams, values: Tensor) -> Streams:
-        """The streams with other values in the target."""
-        return (values, streams[1]) if self.target == 0 else (streams[0], values)
+    def replaced(self, halves: Halves, values: Tensor) -> Halves:
+        """The halves with other values in the target."""
+        return (values, halves[1]) if self.target == 0 else (halves[0], values)
 
 
 class Coupling(nn.Module):
@@ -98,28 +98,28 @@ class Coupling(nn.Module):
         """x -> y of the same shape. ValueError if the input cannot be halved or a branch does not fit."""
         return self.join(self.couple(*self.split(x)))
 
-    def couple(self, x1: Tensor, x2: Tensor) -> Streams:
+    def couple(self, x1: Tensor, x2: Tensor) -> Halves:
         """`forward` on halves."""
-        streams: Streams = (x1, x2)
+        halves: Halves = (x1, x2)
         for half in self.half_steps():
-            streams = half.run(streams)
-        return streams
+            halves = half.run(halves)
+        return halves
 
     def inverse(self, y: Tensor) -> Tensor:
         """y -> x, up to rounding. ValueError as from `forward`, or if this coupling has no inverse."""
         if not self.invertible:
             raise ValueError(f"this {type(self).__name__} changes the size of its input, so it has no inverse")
-        streams = self.split(y)
+        halves = self.split(y)
         for half in reversed(self.half_steps()):
-            streams = half.inverted().run(streams)
-        return self.join(streams)
+            halves = half.inverted().run(halves)
+        return self.join(halves)
 
     def half_steps(self) -> tuple[HalfStep, HalfStep]:
         """The two updates, in order."""
         how = (self.combine, self.undo, self.combine_saves)
         return HalfStep(self.Fm, 0, *how), HalfStep(self.Gm, 1, *how)
 
-    def split(self, x: Tensor) -> Streams:
+    def split(self, x: Tensor) -> Halves:
         """Two halves of x: views, but copies if x is channels_last, which halves of its channels are not.
 
         ValueError if they would differ in size, or the dimension is not there.
@@ -141,9 +141,9 @@ class Coupling(nn.Module):
                 return first.contiguous(memory_format=format), second.contiguous(memory_format=format)
         return first, second
 
-    def join(self, streams: Streams) -> Tensor:
+    def join(self, halves: Halves) -> Tensor:
         """The inverse of `split`."""
-        return torch.cat(streams, self.split_dim)
+        return torch.cat(halves, self.split_dim)
 
     def extra_repr(self) -> str:
         return f"split_dim={self.split_dim}"
@@ -190,7 +190,7 @@ class AffineCoupling(Coupling):
             self.Fm, self.Gm = adapter(self.Fm), adapter(self.Gm)
 
     @staticmethod
-    def combine(x: Tensor, output: Streams) -> Tensor:
+    def combine(x: Tensor, output: tuple[Tensor, Tensor]) -> Tensor:
         if not (isinstance(output, tuple) and len(output) == 2):
             raise ValueError(
                 f"AffineCoupling got a {type(output).__name__} from a branch: expected a tuple (scale, shift); give "
@@ -200,7 +200,7 @@ class AffineCoupling(Coupling):
         return x * scale + shift
 
     @staticmethod
-    def undo(y: Tensor, output: Streams) -> Tensor:
+    def undo(y: Tensor, output: tuple[Tensor, Tensor]) -> Tensor:
         scale, shift = output
         return (y - shift) / scale
 

@@ -1,4 +1,4 @@
-"""How far the inputs that a reversible network restores are from the true ones."""
+"""Errors of the inputs that a reversible network restores."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""The state that a forward pass depends on beside its inputs, restored to repeat the pass."""
+"""Everything that a forward pass depends on beside its inputs, restored to repeat the pass."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,12 +12,12 @@ from ..norms.statistics import BATCH_NORMS, has_running_statistics
 from ..saved import check_version
 from ..torch_internals import without_dispatch_modes
 
-# In training their outputs do not depend on their buffers.
+# Norms whose outputs do not depend on their buffers in training.
 _KNOWN_NORMS = frozenset([*OWN_LAYERS, *BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
 
 
 class _Buffer(NamedTuple):
-    """A buffer that a repetition must not change. `start`: its first values; None if they have no effect."""
+    """A buffer that a repetition must not change. `start`: a copy of its first values; None if they have no effect."""
 
     owner: nn.Module
     name: str
@@ -26,7 +26,7 @@ class _Buffer(NamedTuple):
     start: Tensor | None
 
     def is_constant(self) -> bool:
-        """Whether the forward pass, which has ended, left it alone. Other passes move running statistics."""
+        """Whether the forward pass left it alone, and later ones will too: they move running statistics."""
         same = self.owner._buffers[self.name] is self.values and self.values._version == self.version
         return same and not has_running_statistics(self.owner)
 
@@ -57,7 +57,7 @@ class Environment:
         self.buffers = [buffer for part in parts for buffer in _buffers(part)]
 
     def forward_pass_ended(self) -> None:
-        """Keep only what is needed: no random numbers (5 KB) if none were drawn, no copies of unchanged buffers."""
+        """Drop the random state (5 KB) if no numbers were drawn, and the copies of unchanged buffers."""
         if self.random is not None and all(map(_equal, self.random, self._random())):
             self.random = None
         self.constants += [buffer[:4] for buffer in self.buffers if buffer.is_constant()]

@@ -1,4 +1,4 @@
-"""Modules that do not keep their inputs: they restore them from their outputs in the backward pass (RevNet, MemCNN)."""
+"""Modules that restore their inputs from their outputs instead of keeping them (RevNet, MemCNN)."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -17,18 +17,18 @@ Block = nn.Module | tuple[nn.Module, ...]
 
 
 class InvertibleModuleWrapper(nn.Module):
-    """Any invertible module, without its activations: the backward pass computes them again, from its output.
+    """Run an invertible module without keeping its activations: the backward pass recomputes them from its output.
 
-    If the input of a wrapper is the output of another, that output is no longer kept. An input that somebody else holds
+    If the input of a wrapper is the output of another, that output is no longer kept. An input with other references
     stays as it is. Gradients, hooks and running statistics are those of `fn` itself. Without gradients the wrapper does
     nothing, and inside `torch.compile` it only saves memory around couplings.
 
-    A coupling's branches run once more in the backward pass, other modules twice: once to invert them. The restored
-    input differs by rounding.
+    In the backward pass, a coupling's branches run once more, and other modules twice: once to invert them. The
+    restored input differs by rounding.
 
     Args:
-        fn: a module with `forward` and `inverse`, from one or several tensors to one or several tensors. It computes
-            the same when it runs again; dropout does, see `preserve_rng_state`. It must not write over its input.
+        fn: a module with `forward` and `inverse`, from one or several tensors to one or several tensors. It must
+            compute the same when it runs again (dropout does, see `preserve_rng_state`), and not overwrite its input.
         keep_input: keep the input of `forward` instead; `fn` needs no inverse then.
         keep_input_inverse: the same for `inverse`.
         num_bwd_passes: for compatibility with MemCNN; any number of backward passes works, with `retain_graph=True` for
@@ -78,29 +78,28 @@ class InvertibleModuleWrapper(nn.Module):
         as_tuple(xin)
         if torch.compiler.is_compiling():
             return self._fn(*xin) if self.keep_input or len(xin) > 1 else _run_compiled([self._fn], *xin)
-        forward = Pass(xin, preserve_rng_state=self.preserve_rng_state)
-        if self.keep_input:
-            forward.keep_input([self._fn], self._fn)
-        elif in_halves(self._fn):
-            forward.couple(self._fn)
-        else:
-            forward.invert(self._fn, self._fn, self._fn.inverse)
-        return _single_or_several(forward.finish())
+        return self._run(xin, self._fn, inverse_of(self._fn), self.keep_input, Pass.couple)
 
     def inverse(self, *yin: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return fn.inverse(*yin), and forget yin."""
+        """Return fn.inverse(*yin), without keeping yin."""
         inverse = self._fn.inverse
         if self.disable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return inverse(*yin)
-        as_tuple(yin)
-        backward = Pass(yin, preserve_rng_state=self.preserve_rng_state)
-        if self.keep_input_inverse:
-            backward.keep_input([self._fn], inverse)
+        return self._run(yin, inverse, self._fn, self.keep_input_inverse, Pass.uncouple)
+
+    def _run(
+        self, values: tuple[Tensor, ...], function: Callable, inverse: Any, keep: bool, couple: Callable
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Run a function and keep its inputs, or restore them: by `couple` or by its inverse."""
+        run = Pass(as_tuple(values), preserve_rng_state=self.preserve_rng_state)
+        if keep:
+            run.keep_input([self._fn], function)
         elif in_halves(self._fn):
-            backward.uncouple(self._fn)
+            couple(run, self._fn)
         else:
-            backward.invert(self._fn, inverse, self._fn)
-        return _single_or_several(backward.finish())
+            run.invert(self._fn, function, inverse)
+        outputs = run.finish()
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 class ReversibleSequence(nn.Module):
@@ -143,10 +142,10 @@ class ReversibleSequence(nn.Module):
 
 def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) -> Tensor:
     """Run modules as a `ReversibleSequence` of them does. A tuple of modules is one block, which keeps its input."""
-    forget = torch.is_grad_enabled() and not disable
-    if forget and torch.compiler.is_compiling():
+    reversible = torch.is_grad_enabled() and not disable
+    if reversible and torch.compiler.is_compiling():
         return _run_compiled(blocks, x)
-    forward = Pass((x,), forget=forget)
+    forward = Pass((x,), reversible=reversible)
     for block in blocks:
         if in_halves(block):
             forward.couple(block)
@@ -161,7 +160,7 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
 
 
 def _run_compiled(blocks: Iterable[Block], x: Tensor) -> Tensor:
-    """Inside a graph: couplings in a row are one node; of other blocks the compiler keeps what it needs."""
+    """Inside `torch.compile`: couplings in a row are one node; for other blocks the compiler chooses what to keep."""
     for part in in_rows(blocks, is_compilable):
         x = run_row(part, x) if isinstance(part, list) else in_turn(part, x)
     return x
@@ -205,7 +204,7 @@ def is_invertible_module(
         test_input_shape: the shape of its input, or a sequence of the shapes of its inputs.
         test_input_dtype: the dtype of its inputs.
         atol: largest difference allowed.
-        random_seed: for the inputs and for what the module draws itself, e.g. in dropout.
+        random_seed: for the inputs and the module's own random numbers, e.g. in dropout.
     """
     inverse = inverse_of(module_in)
     if inverse is None:
@@ -237,17 +236,13 @@ def is_invertible_module(
 
 
 def _flat(block: nn.Module) -> list[nn.Module]:
-    """What a block runs: a sequence's blocks, and a wrapper's coupling, which the chain around them forgets as well."""
+    """The blocks of a nested sequence, the coupling of a wrapper, or the block itself: one chain restores them all."""
     plain = not has_hooks(block)
     if type(block) is ReversibleSequence and plain and not block.disable:
         return block.reversible_blocks
     if type(block) is InvertibleModuleWrapper and plain and block.preserve_rng_state and in_halves(block._fn):
         return [block] if block.disable or block.keep_input else [block._fn]
     return [block]
-
-
-def _single_or_several(values: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    return values if len(values) > 1 else values[0]
 
 
 def inverse_of(module: object) -> Callable | None:

@@ -1,8 +1,8 @@
 """Parts of a forward pass whose activations are dropped, and computed again in the backward pass.
 
-In a `Section` every tensor that autograd would save gets an empty slot. When the backward pass asks for the first, that
-part of the network runs again and fills all slots. As the graph is the ordinary one, parameters that are tied, frozen,
-unused or not registered, hooks, and gradients of a part work as usual.
+In a `Section` every tensor that autograd would save gets an empty slot. When the backward pass reads the first slot,
+the part runs again and fills all slots. The graph is the ordinary one, so hooks, gradients of parts, and tied, frozen,
+unused or unregistered parameters work as usual.
 """
 
 import weakref
@@ -22,13 +22,13 @@ class _Slot:
 
     def __init__(self, repeat: Callable[[], None], tensor: Tensor):
         self.repeat = repeat
-        self.form = _form(tensor)
+        self.metadata = _metadata(tensor)
         self.tensor: Tensor | None = None
         self.version = 0
 
     def fill(self, tensor: Tensor) -> None:
-        if _form(tensor) != self.form:
-            raise RuntimeError(f"{_CHANGED}: it saved a tensor {_form(tensor)}, at first {self.form}")
+        if _metadata(tensor) != self.metadata:
+            raise RuntimeError(f"{_CHANGED}: it saved a tensor {_metadata(tensor)}, at first {self.metadata}")
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def take(self) -> Tensor:
@@ -50,8 +50,8 @@ class Section:
     def __init__(self) -> None:
         self.slots: list[weakref.ref[_Slot]] = []
 
-    def is_asked_for(self) -> bool:
-        """Whether some slot is empty that a backward pass may still ask for."""
+    def is_needed(self) -> bool:
+        """Whether a backward pass may still read an empty slot."""
         return any(slot is not None and slot.tensor is None for slot in (reference() for reference in self.slots))
 
     @contextmanager
@@ -82,9 +82,9 @@ class Section:
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Context of the repetition: saved tensors fill the slots. RuntimeError if they differ in number or form.
+        """Context of the repetition: saved tensors fill the slots. RuntimeError if they differ in number or metadata.
 
-        The graph made here is for nothing else, and cannot be differentiated after the context has ended.
+        The graph made here cannot be differentiated after the context has ended.
         """
         slots, ended = iter(self.slots), False
 
@@ -115,7 +115,7 @@ class Section:
             raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
 
 
-def _form(tensor: Tensor) -> tuple:
+def _metadata(tensor: Tensor) -> tuple:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 

@@ -1,4 +1,4 @@
-"""What every body has: features, perhaps a classifier, and stages whose activations may be computed again."""
+"""Base class of bodies: features, an optional classifier, and stages that may be checkpointed."""
 
 from torch import Tensor, nn
 

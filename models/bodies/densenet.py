@@ -83,11 +83,11 @@ class DenseNet(Body):
         stem: str = "3x3",
     ):
         super().__init__()
-        plan, self.output_stride = downsampling(structure, stem, output_stride)
+        strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=False)
         in_channels = stem_channels
-        for number, (layers, (stride, dilation)) in enumerate(zip(structure, plan, strict=True), start=2):
+        for number, (layers, (stride, dilation)) in enumerate(zip(structure, strides, strict=True), start=2):
             if number > 2:
                 self.add_module(f"tra{number - 1}", _transition(in_channels, stride, norm_act))
                 in_channels //= 2

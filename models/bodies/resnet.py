@@ -39,11 +39,11 @@ class ResNet(Body):
         stem: str = "7x7",
     ):
         super().__init__()
-        plan, self.output_stride = downsampling(structure, stem, output_stride)
+        strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=True)
         in_channels = stem_channels
-        for index, (blocks, (stride, dilation)) in enumerate(zip(structure, plan, strict=True)):
+        for index, (blocks, (stride, dilation)) in enumerate(zip(structure, strides, strict=True)):
             block = partial(ResidualBlock, norm_act=norm_act, dilation=dilation)
             channels = [c * 2**index for c in base_channels]
             self.add_module(f"mod{index + 2}", residual_stage(block, in_channels, channels, blocks, stride=stride))

@@ -54,14 +54,14 @@ class RevNet(Body):
                 f"channels={tuple(map(tuple, channels))}: expected one entry per stage, and "
                 f"structure={tuple(structure)} has {len(structure)}"
             )
-        plan, self.output_stride = downsampling(structure, stem, output_stride)
+        strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
         self.reversible = reversible
         self.keep_activations = keep_activations
         self.mod1 = Stem(OrderedDict(build_stem(stem, stem_channels, norm_act, last_norm=True).named_children()))
         in_channels = stem_channels
         unit = ReversibleUnit if reversible else ResidualUnit
-        stages = zip(structure, channels, plan, strict=True)
+        stages = zip(structure, channels, strides, strict=True)
         for number, (units, widths, (stride, dilation)) in enumerate(stages, start=2):
             block = partial(unit, norm_act=norm_act, dilation=dilation)
             first = partial(block, after_stem=True) if number == 2 else block

@@ -1,4 +1,4 @@
-"""What several bodies share: the stem (mod1), and where the stages after it downsample."""
+"""The stem (mod1) of bodies, and the strides and dilations of the stages after it."""
 
 import math
 from collections import OrderedDict
@@ -52,8 +52,8 @@ def downsampling(structure: Sequence[int], kind: str, output_stride: int) -> tup
             f"four), but stem={kind!r}"
         )
     stem_stride = STEM_STRIDES[kind]
-    plan = dilate_strides((1, 2, 2, 2)[: len(structure)], stem_stride=stem_stride, output_stride=output_stride)
-    return plan, stem_stride * math.prod(stride for stride, _ in plan)
+    stages = dilate_strides((1, 2, 2, 2)[: len(structure)], stem_stride=stem_stride, output_stride=output_stride)
+    return stages, stem_stride * math.prod(stride for stride, _ in stages)
 
 
 def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: int) -> list[tuple[int, int]]:
@@ -70,13 +70,13 @@ def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: i
             f"output_stride={output_stride}: expected {', '.join(map(str, possible[:-1]))} or {possible[-1]} after a "
             f"stem of stride {stem_stride}; 8 is usual for segmentation, 32 for classification"
         )
-    plan = []
+    stages = []
     reached, dilation = stem_stride, 1
     for stride in strides:
         if reached < output_stride:
             reached *= stride
-            plan.append((stride, dilation))
+            stages.append((stride, dilation))
         else:
             dilation *= stride
-            plan.append((1, dilation))
-    return plan
+            stages.append((1, dilation))
+    return stages

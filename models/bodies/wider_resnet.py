@@ -51,11 +51,11 @@ class WiderResNet(Body):
         for name, values in (("structure", structure), ("channels", channels), ("dropout", dropout)):
             if len(values) != 6:
                 raise ValueError(f"{name}={tuple(values)}: expected six values, for mod2 … mod7")
-        pooled, plan = _downsampling_plan(downsampling, output_stride)
+        pooled, strides = _downsampling(downsampling, output_stride)
         self.stages, self.output_stride = 6, output_stride
         self.mod1 = nn.Sequential(OrderedDict(conv1=nn.Conv2d(3, stem_channels, 3, padding=1, bias=False)))
         in_channels = stem_channels
-        stages = zip(structure, channels, plan, dropout, strict=True)
+        stages = zip(structure, channels, strides, dropout, strict=True)
         for number, (blocks, stage_channels, (stride, dilation), probability) in enumerate(stages, start=2):
             if number < 7:
                 pool = nn.MaxPool2d(3, stride=2, padding=1) if number in pooled else nn.Identity()
@@ -83,7 +83,7 @@ def _pooled(pool: nn.Module, block: Block, x: Tensor) -> Tensor:
     return block(pool(x))
 
 
-def _downsampling_plan(downsampling: str, output_stride: int) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+def _downsampling(downsampling: str, output_stride: int) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     """Numbers of the stages preceded by max-pooling, and the (stride, dilation) of mod2 … mod7."""
     if downsampling == "stride":
         return (2, 3), dilate_strides((1, 1, 2, 2, 2, 1), stem_stride=4, output_stride=output_stride)

@@ -1,4 +1,4 @@
-"""Write the numbers into README.md, docs/memory.md and docs/training.md:
+"""Write the numbers into README.md, docs/memory.md, docs/originals.md and docs/training.md:
 
     python -m scripts.evidence.documents
 
@@ -20,16 +20,15 @@ from engine.output_files import write_file
 from models import bodies
 from models.bodies import resnext101
 from scripts.evidence import strategy_table
-from scripts.evidence.abn.page import SHOWN, summary, targets
-from scripts.evidence.frame import GIB, MIB, RESULTS, grouped, ratio_of, time_ratio
-from scripts.evidence.methods import NETWORKS, PLAIN, RECOMPUTED
-from scripts.evidence.networks import LIMITS
-from scripts.evidence.papers import REPOSITORY
+from scripts.evidence.frame import GIB, MIB, RESULTS, ratio_of
 from scripts.evidence.strategy_table import BODIES, RECOMPUTED_NORMS, STRATEGIES, recomputation_table
 from scripts.evidence.training import code, median_ms, ratio
 from scripts.evidence.training_steps import DEFAULT
+from scripts.reports.papers import REPOSITORY
 
-DOCUMENTS = tuple(REPOSITORY / name for name in ("README.md", "docs/memory.md", "docs/training.md"))
+DOCUMENTS = tuple(
+    REPOSITORY / name for name in ("README.md", "docs/memory.md", "docs/originals.md", "docs/training.md")
+)
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")
 BUDGETS = (  # the methods in each row of the table
     ["ResNet-110, std, compiled, budget 1"],
@@ -120,18 +119,6 @@ def _switches(table: str) -> str:
     return filled(table, 1, [numbers.get(row[0], row[1:3]) for row in rows(table)])
 
 
-def _networks(table: str) -> str:
-    """Costs of `recompute_activations` in known networks, relative to the plain network."""
-    networks = grouped(record("networks_cpu")["rows"], ["network"], "method")
-    numbers = []
-    for name in (*LIMITS, *(name for name in NETWORKS if name.startswith("frozen/"))):
-        plain, ours = networks[name][PLAIN], networks[name][RECOMPUTED]
-        shares = [ours[kind] / plain[kind] for kind in ("kept_bytes", "peak_bytes")]
-        shares.append(time_ratio(networks[name], RECOMPUTED, PLAIN).median)
-        numbers.append([name, *(f"{share:.2f}" for share in shares)])
-    return filled(table, 0, numbers)
-
-
 def _budgets(table: str) -> str:
     """Peak of a step and time to standard norms, of the methods of each row."""
     found = {row["method"]: row for row in record("reversible")["budget"]}
@@ -143,14 +130,6 @@ def _budgets(table: str) -> str:
         peaks = (f"{row['peak_bytes'] / MIB:.0f}" for row in chosen)
         numbers.append(["; ".join(peaks), "; ".join(f"{time:.2f}" for time in times)])
     return re.sub(r"\(\d+ MiB\)", f"({standard['peak_bytes'] / MIB:.0f} MiB)", filled(table, 2, numbers), count=1)
-
-
-def _devices(table: str) -> str:
-    """The chosen rows of the plan's table: network and crops are its first two cells."""
-    page = (RESULTS / "memory_plan.md").read_text().splitlines()
-    chosen = [" | ".join(row[:2]) for row in rows(table)]
-    lines = [line for row in chosen for line in page if line.startswith(f"| {row} |") and " / " in line]
-    return "\n".join([*table.splitlines()[:2], *lines])
 
 
 def _parameters(table: str) -> str:
@@ -181,28 +160,18 @@ def _or_inplace(_: str) -> str:
     return f"{inplace} against {recomputed}, in {ratio(ours, default):.2f} times the time"
 
 
-def _order(_: str) -> str:
-    """Overheads of the strategies with one loop per operation."""
-    eager = record("abn_cpu_eager")
-    return next(target.measured for target in targets(eager["rows"], eager["left_out"]) if target.verdict == SHOWN)
-
-
 BLOCKS: dict[str, Callable[[str], str]] = {
     "costs": _costs,
     "scores": _scores,
     "strategies": lambda _: strategy_table.table([strategy_table.measure(norm) for norm in STRATEGIES]),
     "bodies": lambda _: strategy_table.network_table({body: kept(body) for body in BODIES}),
-    "networks": _networks,
     "recomputation": lambda _: recomputation_table(resnext101, RECOMPUTED_NORMS),
     "budgets": _budgets,
-    "devices": _devices,
     "ranges": lambda _: strategy_table.range_table(),
-    "speed": lambda _: summary(record("abn_cpu")["rows"]),
     "switches": _switches,
     "parameters": _parameters,
     "loop": _loop,
     "or_inplace": _or_inplace,
-    "order": _order,
 }
 
 

@@ -1,7 +1,6 @@
-"""Shared by all benchmarks: arguments, interleaved rounds, ratios, targets, records and pages."""
+"""Shared by all benchmarks: arguments, interleaved rounds, ratios, records and pages."""
 
 import json
-import math
 import random
 import re
 import statistics
@@ -23,14 +22,14 @@ from engine.distributed import device_of
 from engine.output_files import write_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
-from scripts.evidence import charts
+from scripts.reports import charts
+from scripts.reports.markdown import conditions
 
-PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
 MIB, GIB = 2**20, 2**30
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
 
 FILES = """
-FILE.md, beside FILE.json, has targets and tables, and shows FILE.png, if there is a chart. `measure=false` makes page
+FILE.md, beside FILE.json, has the tables, and shows FILE.png, if there is a chart. `measure=false` makes page
 and chart again from FILE.json.
 """
 FOLDERS = {
@@ -45,7 +44,6 @@ ROUNDS = """
 """.strip()
 
 A = TypeVar("A", bound="Arguments")
-Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a row or row -> its text
 
 
 @dataclass
@@ -87,7 +85,7 @@ def benchmark(
 ) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
     """Returns `run(values)`, which writes FILE.json and FILE.md and returns the page's path, and its command.
 
-    `name` is the command's module in `scripts`.
+    `name` is the module in `scripts.evidence`.
 
     `measure(arguments, clock)` returns the results, which may hold "arguments" and "environment" to be merged into the
     record's own. It may also yield them several times; each replaces the record, so that a stopped run leaves one.
@@ -126,7 +124,7 @@ def benchmark(
 
     about = f"{sys.modules[measure.__module__].__doc__}{FILES}"
 
-    @configured(name.rpartition(".")[2], schema, about=about)
+    @configured(name, schema, about=about)
     def main(values: DictConfig) -> None:
         print(run(values))
 
@@ -140,7 +138,7 @@ def known_of(arguments: Arguments) -> dict[str, Any]:
 
 def command_line(name: str, arguments: Arguments) -> str:
     """The command that measures the same again."""
-    default, words = type(arguments)(), [f"python -m scripts.{name}"]
+    default, words = type(arguments)(), [f"python -m scripts.evidence.{name}"]
     for argument, value in vars(arguments).items():
         if argument not in ("out", "measure") and value != getattr(default, argument):
             text = FOLDERS.get(argument) or json.dumps(value, separators=(",", ":")).replace('"', "")
@@ -207,81 +205,20 @@ def time_ratio(rows: Mapping[str, dict], ours: str, others: str) -> Ratio:
     return ratio_of(rows[ours]["times_ms"], rows[others]["times_ms"])
 
 
+def longer(ratios: Mapping[str, float]) -> str:
+    """Where we take longer than another: the names with a ratio above 1, {name: ratio of our time to the other's}."""
+    return ", ".join(f"{name} ({ratio:.2f})" for name, ratio in ratios.items() if round(ratio, 2) > 1) or "none"
+
+
 def reason(error: Exception) -> str:
     """Why something could not be measured, for the record."""
     first, *_ = str(error).strip().splitlines() or [""]
     return f"failed: {type(error).__name__}: {first}"
 
 
-class Target(NamedTuple):
-    """A row of the table of targets."""
-
-    about: str
-    to_reach: str
-    measured: str = "–"
-    verdict: str = NOT_MEASURED
-    paper: str = ""  # the paper's own figure
-
-
-def judged(
-    about: str,
-    to_reach: str,
-    values: Mapping[str, float],
-    *,
-    at_most: float = math.inf,
-    below: float = math.inf,
-    at_least: float = -math.inf,
-    text: str = "{:.2f}",
-    paper: str = "",
-) -> Target:
-    """Judge a target that every one of `values`, {name of the case: value}, must reach."""
-    if not values:
-        return Target(about, to_reach, paper=paper)
-    reached = [at_least <= value <= at_most and value < below for value in values.values()]
-    worst = (min if at_least > -math.inf else max)(values, key=lambda name: values[name])
-    if len(values) == 1:
-        measured = text.format(values[worst]) + (f" ({worst})" if worst else "")
-    else:
-        low, high = (text.format(bound(values.values())) for bound in (min, max))
-        measured = f"{low} – {high}, {sum(reached)} of {len(values)}; worst {worst}"
-    return Target(about, to_reach, measured, PASS if all(reached) else MISS, paper)
-
-
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table; the columns after the first `left` hold numbers."""
-    rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
-    header, *lines = (f"| {' | '.join(cells)} |" for cells in [titles, *rows])
-    return "\n".join([header, rule, *lines])
-
-
-def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
-    """A Markdown table of rows, from a list of columns."""
-
-    def texts(row: Any) -> list[str]:
-        return [text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown]
-
-    return table([title for title, _ in shown], map(texts, rows), left)
-
-
-def section(title: str, *paragraphs: str) -> str:
-    return "\n\n".join([f"## {title}", *paragraphs])
-
-
 def mib(count: float | None, digits: int = 1) -> str:
     """Bytes in MiB for a table; nothing if they are not known."""
     return "" if count is None else f"{count / MIB:.{digits}f}"
-
-
-def target_table(targets: Sequence[Target]) -> str:
-    """The section of targets, if there are any, with a column for the paper if a target has its figure."""
-    if not targets:
-        return ""
-    titles, rows = ["", "to reach", "measured", ""], [list(target[:4]) for target in targets]
-    if any(target.paper for target in targets):
-        titles.insert(1, "paper")
-        for row, target in zip(rows, targets, strict=True):
-            row.insert(1, target.paper or "–")
-    return section("Targets", table(titles, rows, left=len(titles)))
 
 
 def page_text(template: str, result: dict, **parts: object) -> str:
@@ -299,14 +236,6 @@ def page_text(template: str, result: dict, **parts: object) -> str:
     }
     text = (TEMPLATES / f"{template}.md").read_text().format_map(known)
     return re.sub(r"\n{3,}", "\n\n", text)  # around a part that is empty
-
-
-def conditions(environment: dict) -> str:
-    """Hardware, threads if they are known, versions and commit."""
-    count = environment.get("threads")
-    threads = "" if count is None else f", {count} thread" + "s" * (count > 1)
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}"
 
 
 def as_text(result: dict) -> str:

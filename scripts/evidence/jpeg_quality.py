@@ -22,7 +22,7 @@ from datasets import cifar10
 from engine.configuration.command_line import composed
 from engine.schema.keys import key, override
 from scripts.evidence import frame
-from scripts.evidence.frame import Columns, columns
+from scripts.reports.markdown import Columns, columns
 
 EXPERIMENT = "cifar10/preact_resnet32"
 
@@ -85,7 +85,7 @@ def page(result: dict, name: str) -> str:
     return frame.page_text("jpeg_quality", result, experiment=EXPERIMENT, table=columns(rows, COLUMNS, left=0))
 
 
-run, main = frame.benchmark("evidence.jpeg_quality", QualityArguments, measure, page)
+run, main = frame.benchmark("jpeg_quality", QualityArguments, measure, page)
 
 if __name__ == "__main__":
     main()

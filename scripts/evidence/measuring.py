@@ -11,10 +11,11 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepless.budget.costs import peak_bytes as peak_of_step
+from keepless.torch_internals import compile_within
 from scripts.evidence.frame import interleaved
 
 Step = Callable[[], object]
@@ -97,14 +98,9 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
 
 def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:
     """Compile a block with torch.compile, for static shapes and as one graph."""
-    backend = functools.partial(_compile_within, compiler=compiler, budget=budget)
+    # The memory budget is a global setting: the compiler sees it for this graph only.
+    backend = functools.partial(compile_within, compiler=compiler, budget=budget)
     return torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
-
-
-def _compile_within(graph: fx.GraphModule, inputs: list[Tensor], *, compiler: str, budget: float) -> Callable:
-    """A compiler that sees the memory budget, which is a global setting, for this graph only."""
-    with torch._functorch.config.patch(activation_memory_budget=budget):
-        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
 
 
 class Elsewhere:

@@ -13,15 +13,16 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from keepless import recompute_activations
 from keepless.saved import kept_bytes
+from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence import frame, frozen
 from scripts.evidence.measuring import Elsewhere, compiled, peak_bytes, timed, training_step
+from scripts.reports.markdown import section
 
 NETWORKS = (
     *("alexnet", "vgg16_bn", "squeezenet1_1", "googlenet", "inception_v3"),
@@ -95,15 +96,6 @@ def chosen(only: Iterable[str]) -> list[str]:
         if not installed(name):
             raise ValueError(f"only={name}: {package_of(name)} is not installed: pip install '.[networks]'")
     return [name for name in NETWORKS if name in names or not names]
-
-
-def tried(record: dict, names: Sequence[str]) -> list[str]:
-    """The `only` with which one call would measure all networks of a record; `names`: without it."""
-    only = record["arguments"]["only"]
-    found = {entry["network"] for entry in [*record["rows"], *record["left_out"]]}
-    if found == set(only):
-        return only
-    return [] if found == set(names) else [name for name in names if name in found]
 
 
 def package_of(name: str) -> str:
@@ -189,18 +181,14 @@ class NetworksArguments(frame.DeviceArguments):
         chosen(self.only)
 
 
-def page_text(template: str, benchmark: str, result: dict, names: Sequence[str], **parts: object) -> str:
-    """The page of a record of networks. Its command measures all of them at once, also if several calls did.
-
-    `names`: all that the benchmark can measure.
-    """
+def page_text(template: str, result: dict, **parts: object) -> str:
+    """The page of a record of networks."""
     left_out = [f"- {entry['network']}, {entry['method']}: {entry['reason']}" for entry in result["left_out"]]
-    arguments = NetworksArguments(**{**result["arguments"], "only": tried(result, names)})
     return frame.page_text(
         template,
-        {**result, "command": frame.command_line(benchmark, arguments)},
+        result,
         device=frame.DEVICES[result["arguments"]["device"]],
-        not_measured=frame.section("Not measured", "\n".join(left_out)) if left_out else "",
+        not_measured=section("Not measured", "\n".join(left_out)) if left_out else "",
         **parts,
     )
 
@@ -210,12 +198,15 @@ Measured = tuple[list[dict], list[dict]]
 
 
 def each(
-    arguments: NetworksArguments, clock: frame.Clock, names: Iterable[str], measured: Callable[..., Measured]
+    arguments: NetworksArguments, clock: frame.Clock, every: Sequence[str], measured: Callable[..., Measured]
 ) -> Iterator[dict]:
     """Measure one network after the other, each in its own process; yield the record so far after each.
 
     Networks in the record of an earlier call are not measured again, unless even the plain network failed.
+    `arguments.only` becomes the networks that are in the record, as if one call had measured all of them.
+    `every`: the names of the networks that the benchmark can measure.
     """
+    names = [name for name in chosen(arguments.only) if name in every]
     own = frame.provenance(PACKAGES.values())
     before = frame.begun(arguments, own)
     rows = before.get("rows", [])
@@ -226,6 +217,8 @@ def each(
 
     def record() -> dict:
         seconds = round(before.get("seconds", 0) + clock.seconds, 1)
+        found = {entry["network"] for entry in [*rows, *left_out]}
+        arguments.only = [name for name in every if name in found] if found < {*every} else []
         in_order = sorted(rows, key=lambda row: NETWORKS.index(row["network"]))
         return {"environment": environment, "seconds": seconds, "rows": in_order, "left_out": left_out}
 
@@ -291,7 +284,7 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
 
     rows, left_out = each_method(name, methods_of(name, plain, device, compiler), start)
     times_ms = timed(steps, rounds, device)
-    torch._dynamo.reset()  # frees compiled code
+    torch.compiler.reset()  # frees compiled code
     return (
         [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()],
         left_out,

@@ -1,8 +1,8 @@
 """What `recompute_activations` saves and costs in known networks, beside other methods to train in less memory:
 
-    python -m scripts.bench_networks [device=cpu|cuda] out=FILE.json
-    python -m scripts.bench_networks only=[resnet50,densenet121] images=4 out=FILE.json
-    python -m scripts.bench_networks measure=false out=FILE.json
+    python -m scripts.evidence.networks [device=cpu|cuda] out=FILE.json
+    python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
+    python -m scripts.evidence.networks measure=false out=FILE.json
 
 FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
 adds networks to it. FILE.png shows bytes against time.
@@ -15,8 +15,8 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from scripts.evidence import charts, frame, methods
-from scripts.evidence.frame import Columns, Target, columns, judged, mib, time_ratio
+from scripts.evidence import frame, methods
+from scripts.evidence.frame import mib, time_ratio
 from scripts.evidence.methods import (
     BLOCKS,
     BUDGET,
@@ -27,22 +27,15 @@ from scripts.evidence.methods import (
     RECOMPUTED,
     NetworksArguments,
 )
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns
 
 Rows = dict[str, dict]  # of one network, by method
 
-# Kept bytes to reach, relative to the plain network.
-LIMITS = {
-    "densenet121": 0.25,  # 0.50 without recomputing concatenations
-    "resnet50": 0.80,
-    "mobilenet_v2": 0.66,
-    "efficientnet_b0": 0.60,
-    "regnet_y_400mf": 0.58,
-    "convnext_tiny": 0.57,
-    "vit_b_16": 0.68,
-    "maxvit_t": 0.51,
-}
-LONGEST_ON_CPU, LONGEST_OF_ALL_ON_CPU = 1.06, 1.12  # time of a step to plain: median over the networks above, and each
-LARGEST_DEVIATION = 1e-12
+NAMED = (  # in the chart
+    *("densenet121", "resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny"),
+    *("vit_b_16", "maxvit_t"),
+)
 
 STYLES = {
     RECOMPUTED: (charts.BLUE, "o"),
@@ -59,39 +52,16 @@ def page(result: dict, name: str) -> str:
     rows = [row for of_network in networks.values() for row in of_network.values()]
     return methods.page_text(
         "networks",
-        "bench_networks",
         result,
-        methods.NETWORKS,
         picture=f"![memory against time of every network and method]({name}.png)",
         networks=len(networks),
-        targets=frame.target_table(targets(result)),
         summary=_summary(networks),
+        comparison=_comparison(networks),
         every_network=columns(rows, COLUMNS, left=2),
         exact_images=EXACT_IMAGES,
         exact_pixels=methods.EXACT_DEFAULT,
         larger=", ".join(f"{network}: {size}" for network, size in methods.EXACT_SIZE.items()),
     )
-
-
-def targets(result: dict) -> list[Target]:
-    """The targets of `recompute_activations`. Step times are judged only on CPUs."""
-    networks = {name: rows for name, rows in _by_network(result).items() if RECOMPUTED in rows}
-    found = []
-    for name, limit in LIMITS.items():
-        values = {"": _ratio(networks[name], RECOMPUTED, "kept_bytes")} if name in networks else {}
-        about = "at most 0.25 (0.50 without concatenations)" if name == "densenet121" else f"at most {limit:.2f}"
-        found.append(judged(f"kept bytes to plain, {name}", about, values, at_most=limit))
-    if result["arguments"]["device"] == "cpu":
-        times = {name: time_ratio(networks[name], RECOMPUTED, PLAIN).median for name in LIMITS if name in networks}
-        median = {"": statistics.median(times.values())} if len(times) == len(LIMITS) else {}
-        about, limit = "time of a step to plain", LONGEST_ON_CPU
-        found.append(judged(f"{about}, median of these", f"at most {limit}", median, at_most=limit))
-        limit = LONGEST_OF_ALL_ON_CPU
-        found.append(judged(f"{about}, each of these", f"at most {limit}", times, at_most=limit))
-    deviations = {name: rows[RECOMPUTED]["deviation"] for name, rows in networks.items()}
-    about = "largest deviation of a gradient in float64, every network"
-    found.append(judged(about, "at most 1e-12", deviations, at_most=LARGEST_DEVIATION, text="{:.0e}"))
-    return found
 
 
 def _by_network(result: dict) -> dict[str, Rows]:
@@ -119,6 +89,19 @@ def _summary(networks: dict[str, Rows]) -> str:
     return columns(filter(having.get, having), shown)
 
 
+def _comparison(networks: dict[str, Rows]) -> str:
+    """Where `recompute_activations` is ahead of a rival, and where it is behind."""
+    lines = []
+    for rival in (BLOCKS, COMPILED, BUDGET):
+        both = [rows for rows in networks.values() if {rival, RECOMPUTED} <= rows.keys()]
+        if both:
+            faster = sum(time_ratio(rows, RECOMPUTED, rival).median < 1 for rows in both)
+            smaller = sum(_ratio(rows, RECOMPUTED, "kept_bytes") < _ratio(rows, rival, "kept_bytes") for rows in both)
+            counts = f"faster in {faster} of {len(both)} networks, keeps less in {smaller}"
+            lines.append(f"- *{RECOMPUTED}* beside *{rival}*: {counts}.")
+    return "\n".join(lines)
+
+
 def _range(values: Iterable[float]) -> str:
     known = [value for value in values if not math.isnan(value)]
     return f"{statistics.median(known):.2f} ({min(known):.2f} – {max(known):.2f})" if known else ""
@@ -144,7 +127,7 @@ COLUMNS: Columns = [
 
 
 def pictures(result: dict) -> dict[str, Figure]:
-    """Bytes against time, relative to plain: a point for each network and method; networks with targets are named."""
+    """Bytes against time, relative to plain: a point for each network and method."""
     networks = _by_network(result)
     figure, panels = charts.panels(1, 2, (14, 8), sharey=True)
     for axes, kind, title in zip(panels, ("kept_bytes", "peak_bytes"), ("kept bytes", "peak of a step"), strict=True):
@@ -155,7 +138,7 @@ def pictures(result: dict) -> dict[str, Figure]:
                 for name, rows in networks.items()
                 if method in rows and not math.isnan(ratio := _ratio(rows, method, kind))
             }
-            names = [name if name in LIMITS and method == RECOMPUTED else "" for name in places]
+            names = [name if name in NAMED and method == RECOMPUTED else "" for name in places]
             if places:
                 x, y = zip(*places.values(), strict=True)
                 shown.append(charts.Series(method, y, x, colour, style, names))
@@ -166,7 +149,10 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
-    yield from methods.each(arguments, clock, methods.chosen(arguments.only), methods.measured)
+    yield from methods.each(arguments, clock, methods.NETWORKS, methods.measured)
 
 
-run, main = frame.benchmark("bench_networks", NetworksArguments, measure, page, pictures)
+run, main = frame.benchmark("networks", NetworksArguments, measure, page, pictures)
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """What a byte budget for `recompute_activations` costs in known networks, beside checkpoints and the compiler's budget:
 
-    python -m scripts.bench_budget [device=cpu|cuda] out=FILE.json
-    python -m scripts.bench_budget only=[resnet50,densenet121] images=2 out=FILE.json
-    python -m scripts.bench_budget measure=false out=FILE.json
+    python -m scripts.evidence.networks_budget [device=cpu|cuda] out=FILE.json
+    python -m scripts.evidence.networks_budget only=[resnet50,densenet121] images=2 out=FILE.json
+    python -m scripts.evidence.networks_budget measure=false out=FILE.json
 
 FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
 adds networks to it. FILE.png shows the peak against time, a panel for each network.
@@ -24,8 +24,8 @@ from keepless.budget.search import Choice, frontier
 from keepless.budget.simulation import plain_peak
 from keepless.budget.step import Plan
 from keepless.recompute.recording import Recording
-from scripts.evidence import charts, frame, methods
-from scripts.evidence.frame import Columns, Target, columns, judged, mib, time_ratio
+from scripts.evidence import frame, methods
+from scripts.evidence.frame import mib, time_ratio
 from scripts.evidence.measuring import peak_bytes, timed
 from scripts.evidence.methods import (
     BLOCKS,
@@ -37,78 +37,29 @@ from scripts.evidence.methods import (
     deviation,
     gradients_of,
 )
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns
 
 Rows = dict[str, dict]  # of one network, by method
 
 SHARES = (0.8, 0.6, 0.45, 0.33, 0.0)  # of the plain network's peak; 0: the least
 AS_BLOCKS, IN_TIME_OF_BLOCKS, AS_COMPILED = "peak of the checkpoints", "time of the checkpoints", "peak of the compiler"
-IN_TIME = "in time"  # see TIME_LIMITS
-TIME_LIMITS = {  # time of a step to plain, and the peak to reach in it
-    "convnext_tiny": (1.10, 0.30),
-    "resnet50": (1.12, 0.45),
-    "densenet121": (1.12, 0.17),
-    "mobilenet_v2": (1.15, 0.28),
-}
+IN_TIME = "in time"
+TIME_LIMITS = {"convnext_tiny": 1.10, "resnet50": 1.12, "densenet121": 1.12, "mobilenet_v2": 1.15}  # of a step to plain
 NETWORKS = [name for name in methods.NETWORKS if not name.startswith("frozen/")]
-TOLERANCE = 0.03  # of a measured peak from the planned one
 
 
 def page(result: dict, name: str) -> str:
     networks = frame.grouped(result["rows"], ["network"], "method")
     return methods.page_text(
         "networks_budget",
-        "bench_budget",
         result,
-        NETWORKS,
         picture=f"![peak against time of every network]({name}.png)",
         networks=len(networks),
-        targets=frame.target_table(targets(result)),
+        comparison=_comparison(networks),
+        time_limits=", ".join(f"{limit:.2f} ({name})" for name, limit in TIME_LIMITS.items()),
         every_network=columns([row for rows in networks.values() for row in rows.values()], COLUMNS, left=2),
     )
-
-
-def targets(result: dict) -> list[Target]:
-    networks = frame.grouped(result["rows"], ["network"], "method")
-    planned = {f"{row['network']}, {row['method']}": row for row in result["rows"] if "planned_bytes" in row}
-    errors = {name: abs(row["peak_bytes"] / row["planned_bytes"] - 1) for name, row in planned.items()}
-    above = {name: row["peak_bytes"] / row["budget"] for name, row in planned.items() if row["budget"]}
-    deviations = {name: row["deviation"] for name, row in planned.items()}
-    exact, off = "largest deviation of a gradient in float32, every plan", "measured peak from the planned one"
-    found = [
-        judged(exact, "at most 1e-12", deviations, at_most=1e-12, text="{:.0e}"),
-        judged(off, "within 3 %", errors, at_most=TOLERANCE, text="{:.1%}"),
-        judged("measured peak to the budget", "at most 1.03", above, at_most=1 + TOLERANCE, text="{:.3f}"),
-    ]
-    times = {name: _times(rows, AS_BLOCKS, BLOCKS) for name, rows in networks.items() if AS_BLOCKS in rows}
-    if times:
-        less = sum(time < 1 for time in times.values())
-        about = "networks that take less time than with checkpoints, at their peak"
-        found.append(
-            judged(about, f"{len(times) - 2} of {len(times)}", {"": less}, at_least=len(times) - 2, text="{:.0f}")
-        )
-        median = statistics.median(_times(networks[name], AS_BLOCKS, PLAIN) for name in times)
-        found.append(
-            judged("time to plain at the checkpoints' peak, median", "at most 1.18", {"": median}, at_most=1.18)
-        )
-    peaks = [_peak(rows, IN_TIME_OF_BLOCKS) for rows in networks.values() if IN_TIME_OF_BLOCKS in rows]
-    if peaks:
-        about = "peak to plain in the checkpoints' time, median"
-        found.append(judged(about, "at most 0.33", {"": statistics.median(peaks)}, at_most=0.33))
-    for name, (limit, peak) in TIME_LIMITS.items():
-        if name in networks:
-            reached = [
-                _peak(networks[name], method)
-                for method, row in networks[name].items()
-                if "planned_bytes" in row and _times(networks[name], method, PLAIN) <= limit
-            ]
-            about = f"peak to plain of {name}, in at most {limit:.2f} of the time"
-            found.append(judged(about, f"at most {peak:.2f}", {"": min(reached, default=1.0)}, at_most=peak))
-    compiled = {name: _times(rows, AS_COMPILED, PLAIN) for name, rows in networks.items() if AS_COMPILED in rows}
-    if compiled:
-        found.append(
-            judged("time to plain at the compiler's peak (budget 0.5)", "at most 1.08", compiled, at_most=1.08)
-        )
-    return found
 
 
 def _peak(rows: Rows, method: str) -> float:
@@ -117,6 +68,32 @@ def _peak(rows: Rows, method: str) -> float:
 
 def _times(rows: Rows, method: str, other: str) -> float:
     return time_ratio(rows, method, other).median
+
+
+def _comparison(networks: dict[str, Rows]) -> str:
+    """How exact plans are, and where they are ahead of checkpoints and of the compiler, or behind."""
+    plans = [row for rows in networks.values() for row in rows.values() if "planned_bytes" in row]
+    if not plans:
+        return ""
+    off = max(abs(row["peak_bytes"] / row["planned_bytes"] - 1) for row in plans)
+    deviation = max(row["deviation"] for row in plans)
+    found = (
+        f"measured peaks are within {off:.1%} of the planned ones, the largest deviation of a gradient is {deviation:g}"
+    )
+    lines = [f"- {len(plans)} plans: {found}."]
+    for asked, rival in ((AS_BLOCKS, BLOCKS), (AS_COMPILED, BUDGET)):
+        names = [name for name, rows in networks.items() if asked in rows]
+        if names:
+            times = {name: _times(networks[name], asked, rival) for name in names}
+            ours, theirs = (
+                statistics.median(_times(networks[name], method, PLAIN) for name in names) for method in (asked, rival)
+            )
+            medians = f"{ours:.2f} of the plain time, with *{rival}* {theirs:.2f} (medians of {len(names)} networks)"
+            lines.append(f"- With the {asked}, a step takes {medians}. Longer than it: {frame.longer(times)}.")
+    shares = [_peak(rows, IN_TIME_OF_BLOCKS) for rows in networks.values() if IN_TIME_OF_BLOCKS in rows]
+    if shares:
+        lines.append(f"- In the {IN_TIME_OF_BLOCKS}, the median peak is {statistics.median(shares):.2f} of plain.")
+    return "\n".join(lines)
 
 
 def _share(row: dict) -> str:
@@ -165,10 +142,9 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
-    names = [name for name in methods.chosen(arguments.only) if name in NETWORKS]
-    if not names:
+    if arguments.only and not {*arguments.only} & {*NETWORKS}:
         raise ValueError(f"only={arguments.only}: frozen networks are not measured within budgets; give others")
-    yield from methods.each(arguments, clock, names, measured)
+    yield from methods.each(arguments, clock, NETWORKS, measured)
 
 
 class Trained(nn.Module):
@@ -248,7 +224,7 @@ def _asked(
     if BLOCKS in rows:
         yield IN_TIME_OF_BLOCKS, None, in_time(max(0.0, seconds[BLOCKS] - seconds[PLAIN] - host))
     if name in TIME_LIMITS:
-        yield IN_TIME, None, in_time((TIME_LIMITS[name][0] - 1) * seconds[PLAIN] - host)
+        yield IN_TIME, None, in_time((TIME_LIMITS[name] - 1) * seconds[PLAIN] - host)
 
 
 def training_step(network: nn.Module, loss: Callable[[Tensor], Tensor], pixels: Tensor) -> None:
@@ -262,4 +238,7 @@ def _planned(network: Trained, plan: Plan, pixels: Tensor) -> Tensor:
         return network(pixels)
 
 
-run, main = frame.benchmark("bench_budget", NetworksArguments, measure, page, pictures)
+run, main = frame.benchmark("networks_budget", NetworksArguments, measure, page, pictures)
+
+if __name__ == "__main__":
+    main()

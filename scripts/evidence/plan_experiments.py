@@ -20,10 +20,12 @@ from matplotlib.figure import Figure
 from engine import planner
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
-from engine.schema.memory import Memory, bytes_of
-from scripts.evidence import charts, frame, papers
-from scripts.evidence.frame import GIB, Columns, columns
+from engine.schema.memory import Memory
+from scripts.evidence import frame
+from scripts.evidence.frame import GIB
 from scripts.plan_memory import combinations
+from scripts.reports import charts, papers
+from scripts.reports.markdown import Columns, columns, table
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
 CARD_BODIES = ("cityscapes_resnext101_std", "cityscapes_wrn38_std")
@@ -42,7 +44,7 @@ class PlanArguments(frame.Arguments):
     devices: int = key(4, above=0)  # of Table 3
 
     def check(self) -> None:
-        bytes_of("budget", self.budget)
+        Memory(budget=self.budget, gpus=self.devices).check()
 
 
 def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
@@ -242,7 +244,7 @@ def _one_device(rows: list[dict]) -> str:
         cells = networks.setdefault((TITLES[row["network"]], f"{row['crops']} x {row['crop_size']}²"), {})
         cells.setdefault(combination, []).append(f"{row['device'] / GIB:.1f}")
     titles = ["", "crops", *next(iter(networks.values()))]
-    return frame.table(titles, ([*network, *map(" / ".join, cells.values())] for network, cells in networks.items()), 2)
+    return table(titles, ([*network, *map(" / ".join, cells.values())] for network, cells in networks.items()), 2)
 
 
 def _cards(rows: list[dict]) -> Iterator[str]:
@@ -290,7 +292,7 @@ def pictures(result: dict) -> dict[str, Figure]:
     return {"": figure}
 
 
-run, main = frame.benchmark("evidence.plan_experiments", PlanArguments, measure, page, pictures)
+run, main = frame.benchmark("plan_experiments", PlanArguments, measure, page, pictures)
 
 if __name__ == "__main__":
     main()

@@ -1,16 +1,19 @@
-"""What restored activations do to training (RevNet, Figure 4): a CIFAR RevNet trained twice, side by side:
+"""Measure how restored activations change the gradients of a training (RevNet, Figure 4):
 
     python -m scripts.evidence.reconstruction_error root=DIR out=FILE.json
     python -m scripts.evidence.reconstruction_error root=DIR steps=100 every=10 precisions=[bfloat16] out=FILE.json
-    python -m scripts.evidence.reconstruction_error measure=false out=FILE.json
+    python -m scripts.evidence.reconstruction_error root=DIR checkpoints=FOLDER out=FILE.json
 
-One network stores its activations, the other restores them; both start from the same weights and see the same crops.
-Records the angle between restored and stored gradients, the loss and the test error, in float32 and bfloat16.
+Trains two RevNets on CIFAR-10 side by side: one stores its activations, the other restores them. Both start from the
+same weights and see the same crops. Records the angle between restored and stored gradients, the loss and the test
+error, in float32 and bfloat16. With checkpoints=FOLDER it trains nothing: FOLDER holds copies of a RevNet run's
+last.pt, made while it trained. At the weights of each, it records the angle on the minibatch that the run takes next.
 """
 
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,14 +21,20 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
-from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, cifar10
+from datasets import ClassificationDataset, CropsInMemory, PaddedCrop, cifar10
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.configuration import config as configuration
+from engine.distributed import World, device_of
+from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from keepless.reversible.drift import drift
 from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cifar
-from scripts.evidence import charts, frame
-from scripts.evidence.frame import Columns, columns
+from scripts.evidence import frame
 from scripts.evidence.measuring import PRECISIONS, autocast
 from scripts.evidence.reversible_costs import NORMS, angle, gradient_of, step_of
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns
 
 BODIES = {"revnet38": revnet38_cifar, "revnet110": revnet110_cifar, "revnet164": revnet164_cifar}
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels
@@ -33,7 +42,8 @@ MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training 
 
 @dataclass
 class ReconstructionArguments(frame.DeviceArguments):
-    root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes
+    root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes; with checkpoints: the run's data
+    checkpoints: str | None = None  # folder with copies of a run's last.pt; null: train two networks
     body: str = key("revnet38", one_of=tuple(BODIES))  # the network
     norm: str = key("std", one_of=tuple(NORMS))  # its norms
     steps: int = key(600, above=0)  # length of the training
@@ -46,9 +56,17 @@ class ReconstructionArguments(frame.DeviceArguments):
     def check(self) -> None:
         super().check()
         frame.check_choices("precisions", self.precisions, PRECISIONS)
+        default = type(self)()
+        for name in ("body", "norm", "steps", "every", "images", "lr", "test_images"):
+            if self.checkpoints and getattr(self, name) != getattr(default, name):
+                raise ValueError(f"{name}={getattr(self, name)} is of a training: leave it out, or checkpoints")
 
 
 def measure(arguments: ReconstructionArguments, clock: frame.Clock) -> dict:
+    return (of_checkpoints if arguments.checkpoints else of_two_trainings)(arguments, clock)
+
+
+def of_two_trainings(arguments: ReconstructionArguments, clock: frame.Clock) -> dict:
     """Train both networks in each precision. ValueError if there is no CIFAR-10 in `root`."""
     train, test = (cifar10(arguments.root, split) for split in ("train", "test"))
     rows, errors = [], []
@@ -65,6 +83,39 @@ def measure(arguments: ReconstructionArguments, clock: frame.Clock) -> dict:
                 {"precision": precision, "network": name, "error": _error(network, test, arguments, precision)}
             )
     return {"rows": rows, "errors": errors}
+
+
+def of_checkpoints(arguments: ReconstructionArguments, clock: frame.Clock) -> dict:
+    """Measure at every checkpoint, in the order of their steps. ValueError: they are not of one RevNet's training."""
+    steps = {file: checkpoint.load(file)["step"] for file in Path(str(arguments.checkpoints)).glob("*.pt")}
+    if not steps:
+        raise ValueError(f"checkpoints={arguments.checkpoints}: expected a folder with copies of a run's last.pt")
+    first, *_ = ordered = sorted(steps, key=steps.__getitem__)
+    config = _configuration(checkpoint.load(first), first)
+    keys = configuration.fixed(config)
+    config.data.root, config.data.workers = arguments.root, 0
+    images, _ = assemble.classified_splits(config.data)
+    device, rows = device_of(arguments.device), []
+    for file in ordered:
+        state, step = checkpoint.load(file), steps[file]
+        if configuration.fixed(_configuration(state, file)) != keys:
+            raise ValueError(f"{file} is of another training than {first}: expected checkpoints of one run")
+        make = assemble.classification_network
+        forward = assemble.trained_forward(config, make, state, file, images.classes, averaged=False, device=device)
+        if not isinstance(forward.network, RevNet) or not forward.network.reversible_blocks:
+            raise ValueError(f"{file} is of a network without reversible blocks: expected a RevNet's")
+        minibatch = next(iter(assemble.classified_crops(config, images, step + 1, World(), start_step=step)))
+        shown, labels = forward.normalised(minibatch["image"]), minibatch["label"].to(device)
+        for precision in arguments.precisions:
+            found = angles_of(forward.network.train(), shown, labels, precision)
+            rows.append({"precision": precision, "step": step, **found})
+            clock.report(f"step {step}, {precision}: {found['angle']:.4f} degrees")
+    training = {name: keys[f"trainer.{name}"] for name in ("steps", "precision", "compile")}
+    return {"run": {**training, "units": keys["body.structure"], "norm": config.norm.name}, "rows": rows}
+
+
+def _configuration(state: dict, file: Path) -> ClassificationRun:
+    return configuration.of_checkpoint(state, ClassificationRun, f"{file}")
 
 
 def _train(
@@ -107,7 +158,7 @@ def angles_of(network: RevNet, images: Tensor, labels: Tensor, precision: str) -
 
 
 def _minibatches(dataset: ClassificationDataset, arguments: ReconstructionArguments) -> Iterator[tuple[Tensor, Tensor]]:
-    crops = ClassificationCrops(dataset, PaddedCrop(padding=2, fill=MEAN), seed=0)
+    crops = CropsInMemory(dataset, PaddedCrop(padding=2, fill=MEAN), seed=0)
     if arguments.images > len(dataset):
         raise ValueError(f"images={arguments.images}: expected at most {len(dataset)}, the images of the data")
     per_epoch = len(dataset) // arguments.images
@@ -116,7 +167,6 @@ def _minibatches(dataset: ClassificationDataset, arguments: ReconstructionArgume
         order = np.random.default_rng(epoch).permutation(len(dataset))
         numbers = order[place * arguments.images :][: arguments.images].tolist()
         minibatch = crops.__getitems__([(epoch, number) for number in numbers])
-        assert isinstance(minibatch, dict)
         yield _normalised(minibatch["image"], arguments.device), minibatch["label"].to(arguments.device)
 
 
@@ -153,10 +203,20 @@ COLUMNS: Columns = [
 
 
 def page(result: dict, name: str) -> str:
-    errors = frame.grouped(result["errors"], ["precision"], "network")
+    errors = frame.grouped(result.get("errors", ()), ["precision"], "network")
     rows = [
-        {**found, **errors[precision], "precision": precision} for precision, found in curves_of(result["rows"]).items()
+        {**found, **errors.get(precision, {}), "precision": precision}
+        for precision, found in curves_of(result["rows"]).items()
     ]
+    if "run" in result:  # of checkpoints
+        return frame.page_text(
+            "restored_gradients",
+            result,
+            **{key: f"{value:,}" if key == "steps" else str(value) for key, value in result["run"].items()},
+            count=len({row["step"] for row in result["rows"]}),
+            picture=f"![angle and drift over steps]({name}.png)",
+            table=columns(rows, CURVE_COLUMNS),
+        )
     return frame.page_text(
         "reconstruction_error",
         result,
@@ -212,7 +272,7 @@ def drawn(rows: list[dict]) -> Figure:
     return figure
 
 
-run, main = frame.benchmark("evidence.reconstruction_error", ReconstructionArguments, measure, page, pictures)
+run, main = frame.benchmark("reconstruction_error", ReconstructionArguments, measure, page, pictures)
 
 if __name__ == "__main__":
     main()

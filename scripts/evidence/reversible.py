@@ -1,8 +1,8 @@
 """What reversible networks save and cost, beside stored activations and checkpointing:
 
-    python -m scripts.bench_reversible out=FILE.json
-    python -m scripts.bench_reversible rounds=3 images=50 out=FILE.json
-    python -m scripts.bench_reversible measure=false out=FILE.json
+    python -m scripts.evidence.reversible out=FILE.json
+    python -m scripts.evidence.reversible rounds=3 images=50 out=FILE.json
+    python -m scripts.evidence.reversible measure=false out=FILE.json
 
 Bytes and operations are counted, times are measured. FILE.png is RevNet's Table 1, measured; FILE_budget.png shows
 memory against time of every method.
@@ -18,10 +18,12 @@ from matplotlib.figure import Figure
 
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
-from scripts.evidence import charts, frame
+from scripts.evidence import frame
 from scripts.evidence import reversible_costs as costs
-from scripts.evidence.frame import MIB, Columns, columns, judged, mib, ratio_of, section, time_ratio
+from scripts.evidence.frame import MIB, mib, ratio_of, time_ratio
 from scripts.evidence.reversible_costs import FORWARD, PUBLISHED, VARIANTS
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns, section
 
 PARTS = ("steps", "activations", "depths", "segmentation", "budget")
 
@@ -60,7 +62,7 @@ def measure(arguments: ReversibleArguments, clock: frame.Clock) -> dict:
 
 
 def page(result: dict, name: str) -> str:
-    sections = [frame.target_table(targets(result))]
+    sections = []
     if "steps" in result:
         sections.append(section("Time of a step", columns(_cases(result["steps"]).values(), STEPS)))
     if "activations" in result:
@@ -79,29 +81,6 @@ def page(result: dict, name: str) -> str:
         rows = sorted(_relative_to_standard(result["budget"]), key=lambda row: row["peak_bytes"])
         sections.append(section("Memory against time", picture, columns(rows, BUDGET)))
     return frame.page_text("reversible", result, sections=sections)
-
-
-def targets(result: dict) -> list[frame.Target]:
-    found = []
-    if steps := result.get("steps"):
-        flops = {row["variant"]: row["flops"] for row in steps}
-        found.append(
-            judged("operations, once to stored", "at most 1.34", {"": flops["once"] / flops["stored"]}, at_most=1.34)
-        )
-        ratios = {case: time_ratio(rows, "once", "stored").median for case, rows in _cases(steps).items()}
-        found.append(judged("time of a step, once to stored", "at most 1.35, better 1.25", ratios, at_most=1.35))
-        ratios = {case: time_ratio(rows, "twice", "once").median for case, rows in _cases(steps).items()}
-        found.append(judged("time of a step, twice to once", "at least 1.15", ratios, at_least=1.15))
-    if rows := result.get("segmentation"):
-        kept = {row["case"]: row["bytes_per_pixel"] for row in rows}
-        base = kept["ResNeXt-101, std, stored"]
-        for precision, least in (("float32", 8), ("bfloat16", 12)):
-            share = {"": base / kept[f"RevNet-104, inplace, reversible, {precision}"]}
-            about = f"bytes per pixel of ResNeXt-101, std, to RevNet-104 in place, {precision} branches"
-            found.append(judged(about, f"at least {least}", share, at_least=least, text="{:.1f}"))
-        ratios = {row["norm"]: ratio_of(row["once"], row["stored"]).median for row in result["segmentation_steps"]}
-        found.append(judged("time of a segmentation step, once to stored", "at most 1.45", ratios, at_most=1.45))
-    return found
 
 
 def _cases(steps: list[dict]) -> dict[str, dict[str, dict]]:
@@ -209,4 +188,7 @@ def budget_chart(rows: list[dict]) -> Figure:
     return figure
 
 
-run, main = frame.benchmark("bench_reversible", ReversibleArguments, measure, page, pictures)
+run, main = frame.benchmark("reversible", ReversibleArguments, measure, page, pictures)
+
+if __name__ == "__main__":
+    main()

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from keepless import ABN, InPlaceABN, run_reversibly
 from keepless.norms.backends.compiled import compiler_available
 from keepless.saved import kept_bytes
+from keepless.torch_internals import FakeTensorMode
 from models import bodies
 from models.bodies import RevNet, resnet110_cifar, revnet38_cifar, revnet104, revnet110_cifar
 from models.bodies.revnet_units import ReversibleUnit

@@ -1,6 +1,6 @@
 """Measure what each strategy of the paper's Figure 2 keeps and recomputes in a BN + ACT + CONV block:
 
-    python -m scripts.strategy_table
+    python -m scripts.evidence.strategy_table
 
 prints the tables of docs/memory.md: the strategies in a block and in the release's whole networks, checkpointed blocks,
 and the ranges in which activations can be inverted. Buffers are recognised by their values among the tensors that
@@ -19,21 +19,19 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.configuration.command_line import configured
 from engine.planner.made_tensors import MadeTensors
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
-from keepless.norms.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
+from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from keepless.saved import kept_bytes, saved_for_backward
+from keepless.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.recomputation import RECOMPUTE, choose_recomputation
 from models.segmentation import SegmentationNetwork
-from scripts.evidence import frame
 from scripts.evidence.measuring import autocast, operations_of
+from scripts.reports import markdown
 
 
 class Cost(NamedTuple):
@@ -92,7 +90,7 @@ def recomputation_table(build: Callable[..., Body], norms: Mapping[str, Callable
             memory = _relative(kept, stored.kept), _relative(peak, stored.peak)
             lines.append([norm, recompute, *memory, f"{operations / stored.operations:.2f}"])
     titles = ["`norm=`", "`trainer.recompute=`", "kept", "peak", "operations"]
-    return frame.table(titles, lines, left=2)
+    return markdown.table(titles, lines, left=2)
 
 
 def _relative(value: int, stored: int) -> str:
@@ -156,7 +154,7 @@ def measure(norm: str) -> Row:
 
 def table(rows: list[Row]) -> str:
     standard = rows[0].activation_bytes
-    shown: frame.Columns = [
+    shown: markdown.Columns = [
         ("Figure 2", lambda row: STRATEGIES[row.norm][0]),
         ("strategy", lambda row: STRATEGIES[row.norm][1]),
         ("`norm=`", lambda row: row.norm),
@@ -167,7 +165,7 @@ def table(rows: list[Row]) -> str:
         ),
         ("recomputes in the backward pass", lambda row: ", ".join(row.recomputed) or "–"),
     ]
-    return frame.columns(rows, shown, left=len(shown))
+    return markdown.columns(rows, shown, left=len(shown))
 
 
 def kept_by_segmentation(
@@ -198,7 +196,7 @@ def network_table(kept: dict[str, dict[str, int]]) -> str:
         [title, norm, *(_relative(of_body[norm], of_body["std"]) for of_body in kept.values())]
         for norm, (_, title, _) in STRATEGIES.items()
     ]
-    return frame.table(["strategy", "`norm=`", *kept], lines, left=2 + len(kept))
+    return markdown.table(["strategy", "`norm=`", *kept], lines, left=2 + len(kept))
 
 
 def range_table() -> str:
@@ -210,7 +208,7 @@ def range_table() -> str:
         lines.append([name, *map(_interval, [EXACT_RANGES[name], *clamped])])
     exact = "float64 gradients exact to 1e-10"
     titles = ["activation", exact, "y after the clamp: float32", "bfloat16", "float16"]
-    return frame.table(titles, lines, left=len(titles))
+    return markdown.table(titles, lines, left=len(titles))
 
 
 def _interval(bounds: tuple[float, float]) -> str:

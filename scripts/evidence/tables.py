@@ -1,8 +1,8 @@
 """Write the papers' tables, with our scores beside the published ones:
 
-    python -m scripts.tables runs=[docs/results] out=docs/results
-    python -m scripts.tables runs=[docs/results,runs/tables] out=docs/results
-    python -m scripts.tables plan=docs/results/memory_plan.json
+    python -m scripts.evidence.tables runs=[docs/results] out=docs/results
+    python -m scripts.evidence.tables runs=[docs/results,runs/tables] out=docs/results
+    python -m scripts.evidence.tables plan=docs/results/memory_plan.json
 
 `runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, between
 its lines "tables start" and "tables end", and a figure for every table with runs. A run counts for an experiment if it
@@ -14,7 +14,6 @@ planned memory.
 import itertools
 import json
 import os
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,9 +27,11 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.output_files import write_file
 from engine.schema.keys import key
-from scripts.evidence import charts, frame, papers
-from scripts.evidence.frame import GIB, MIB, table
-from scripts.evidence.runs import Run, found_runs
+from scripts.evidence import frame
+from scripts.evidence.frame import GIB, MIB
+from scripts.reports import charts, papers
+from scripts.reports.markdown import table
+from scripts.reports.runs import Run, found_runs
 
 SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
 VIEWS = {"_ten_crop": "ten crops", "_crop320": "320 pixels"}
@@ -48,7 +49,7 @@ NOTES = {
     "and with flipped views. On Cityscapes' test server the paper's entry, which also trained on coarse labels, has, "
     "according to its slides, IoU 82.0 and iIoU 65.9 of classes, and 91.2 and 81.7 of categories: not run.",
     "revnet": "The paper prints errors; these are accuracies, 100 % less the error. Its Table 2 is in "
-    "[training.md](../training.md#revnets-and-memcnns-experiments). Figure 3, curves of its ImageNet rows: not run. "
+    "[originals.md](../originals.md#revnets-and-memcnns-experiments). Figure 3, curves of its ImageNet rows: not run. "
     f"{COPIES}",
     "memcnn": f"Times in the papers are in the experiments' headers. {COPIES}",
 }
@@ -62,28 +63,12 @@ class Tables:
     plan: str = "docs/results/memory_plan.json"  # record of scripts.evidence.plan_experiments
 
 
-class Finished(Run):
-    """A run that has ended, and the experiment that it was started as."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        named = re.search(r"experiment=([\w/.-]+)", self.command)
-        self.experiment = named[1] if named else None
-
-    def on_gpu(self) -> bool:
-        """Whether the hardware has GPUs (`engine.records.provenance` names them first), and the run used one."""
-        return " x " in self.results["environment"]["hardware"] and self.typed.trainer.device != "cpu"
-
-    def classes(self) -> list[str]:
-        return list(self.results[self.scores.of_classes])
-
-
 class Row(NamedTuple):
     """An experiment and its runs."""
 
     experiment: str
-    runs: dict[str, list[Finished]]  # with its configuration, by the keys in `papers.SPEED` that they changed
-    others: list[tuple[Finished, list[str]]]  # started as it, with changed keys
+    runs: dict[str, list[Run]]  # with its configuration, by the keys in `papers.SPEED` that they changed
+    others: list[tuple[Run, list[str]]]  # started as it, with changed keys
     planned: int | None  # bytes on each device
 
 
@@ -96,8 +81,8 @@ def write(values: DictConfig) -> Path:
     _, _, after = rest.partition(END)
     if not after:
         raise ValueError(f"out={out}: {page} has no lines {START!r} and {END!r}, between which the tables would go")
-    found, left_out = found_runs([arguments.runs] if isinstance(arguments.runs, str) else arguments.runs, Finished)
-    finished: dict[str, Finished] = {}  # by its records, as a page may hold a copy of another page's run
+    found, left_out = found_runs([arguments.runs] if isinstance(arguments.runs, str) else arguments.runs)
+    finished: dict[str, Run] = {}  # by its records, as a page may hold a copy of another page's run
     for run in found:
         finished.setdefault(run.metrics, run)
     runs = list(finished.values())
@@ -132,7 +117,7 @@ def planned_memory(file: Path) -> dict[str, int]:
         raise ValueError(f"plan={file} is not a record of scripts.evidence.plan_experiments: {error}") from error
 
 
-def rows_of(runs: list[Finished], planned: dict[str, int]) -> dict[str, list[Row]]:
+def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
     """The rows of each table, one per experiment.
 
     A row has the runs with its configuration. A run that is in no row is listed with the experiment that it was started
@@ -153,11 +138,11 @@ def rows_of(runs: list[Finished], planned: dict[str, int]) -> dict[str, list[Row
     def row(name: str) -> Row:
         counted = [run for run in runs if changes.get((name, run.folder)) == []]
         for run in counted[1:]:
-            if run.classes() != counted[0].classes():
+            if run.classes != counted[0].classes:
                 raise ValueError(f"runs: {counted[0].folder} and {run.folder} are both {name}, but of other classes")
         others = [run for run in runs if run.experiment == name and run.folder not in in_rows]
         changed = [(run, changes[name, run.folder]) for run in others]
-        by_speed: dict[str, list[Finished]] = {}
+        by_speed: dict[str, list[Run]] = {}
         for run in counted:
             by_speed.setdefault(" ".join(papers.speed_keys(run.typed, name)), []).append(run)
         return Row(name, by_speed, changed, planned.get(name))
@@ -165,7 +150,7 @@ def rows_of(runs: list[Finished], planned: dict[str, int]) -> dict[str, list[Row
     return {table: [row(name) for name in own] for table, own in names.items()}
 
 
-def runs_of(rows: list[Row]) -> list[Finished]:
+def runs_of(rows: list[Row]) -> list[Run]:
     """All runs of a table, each once."""
     own = (run for row in rows for run in [*itertools.chain(*row.runs.values()), *(run for run, _ in row.others)])
     return list({run.folder: run for run in own}.values())
@@ -230,7 +215,7 @@ def _view(file: str) -> str:
     return "".join(views.values()) + activation
 
 
-def _values(runs: list[Finished], file: str, score: str) -> list[float]:
+def _values(runs: list[Run], file: str, score: str) -> list[float]:
     """The percentages of the runs that have the evaluation."""
     found = (run.results if file == "results" else run.others.get(file.removeprefix("results_")) for run in runs)
     return [100 * results[score] for results in found if results is not None]
@@ -241,7 +226,7 @@ def _mean(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}{deviation}"
 
 
-def _measured(runs: list[Finished]) -> str:
+def _measured(runs: list[Run]) -> str:
     return ", ".join(f"{run.peak_memory() * MIB / GIB:.2f}" for run in runs if run.on_gpu()) or "–"
 
 
@@ -253,7 +238,7 @@ def _runs(row: Row, out: Path) -> str:
     return f"`{papers.command_of(row.experiment)}`{same}"
 
 
-def _link(run: Finished, out: Path) -> str:
+def _link(run: Run, out: Path) -> str:
     return f"[{run.folder.parent.name}/{run.folder.name}]({_relative(run.folder / 'results.json', out)})"
 
 
@@ -261,14 +246,14 @@ def _relative(path: Path, out: Path) -> str:
     return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
 
 
-def _score(run: Finished) -> str:
+def _score(run: Run) -> str:
     return f"{SCORE_TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
 
 
-def _provenance(run: Finished, out: Path) -> str:
+def _provenance(run: Run, out: Path) -> str:
     environment = run.results["environment"]
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch"))
-    seed, on = run.typed.seed, f"; {run.processes} processes" if (run.processes or 1) > 1 else ""
+    seed, on = run.typed.seed, f"; {run.processes} processes" if run.processes > 1 else ""
     hardware, commit = environment["hardware"], environment["commit"]
     return f"- {_link(run, out)}: seed {seed}; {hardware}{on}; {versions}; commit {commit}"
 
@@ -278,9 +263,9 @@ def chart(rows: list[Row]) -> Figure:
 
     Runs of other folders are drawn below.
     """
-    groups: dict[tuple[str, tuple[str, ...]], list[Finished]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[Run]] = {}
     for run in runs_of(rows):
-        groups.setdefault((run.folder.parent.name, tuple(run.classes())), []).append(run)
+        groups.setdefault((run.folder.parent.name, tuple(run.classes)), []).append(run)
     goals = {runs[0].folder: _published_score(row) for row in rows for runs in row.runs.values()}
     figure, panels = charts.panels(len(groups), 2, (12, 4.2 * len(groups)), width_ratios=(1, 2))
     for left, right, ((_, classes), own) in zip(panels[::2], panels[1::2], groups.items(), strict=True):

@@ -1,8 +1,8 @@
 """Speed and memory of training steps under every switch, and the training loop's overhead:
 
-    python -m scripts.bench_training [device=cpu|cuda] out=FILE.json
-    python -m scripts.bench_training rounds=3 starts=1 out=FILE.json
-    python -m scripts.bench_training measure=false out=FILE.json
+    python -m scripts.evidence.training [device=cpu|cuda] out=FILE.json
+    python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json
+    python -m scripts.evidence.training measure=false out=FILE.json
 
 `parts` chooses groups of switches, and the overhead.
 """
@@ -17,12 +17,12 @@ from datasets import synthetic
 from engine.schema.keys import key
 from scripts.evidence import frame
 from scripts.evidence.measuring import Elsewhere
-from scripts.evidence.training_steps import BFLOAT16, COMPILE, DEFAULT, GROUPS, STANDARD, Overhead, Switch, Training
+from scripts.evidence.training_steps import COMPILE, DEFAULT, GROUPS, Overhead, Switch, Training
+from scripts.reports.markdown import Columns, columns, section
 
 PARTS = ("overhead", *GROUPS)
 OF_EACH_START = ("times_ms", "process_mib", "first_step_s")  # the rest of a row is of the first start
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only
-STEP_MS = (100, 300)  # the overhead is judged only if a bare step takes this long
 
 
 @dataclass
@@ -128,51 +128,32 @@ def page(result: dict, _: str) -> str:
         network=arguments["recipe"] or "the default network",
         of_starts=_plural(arguments["starts"], "start"),
         of_each=_plural(arguments["rounds"], "round"),
-        targets=frame.target_table(targets(result)),
-        switches=_switches(result),
+        sections=[_overhead(result["overhead_ms"]), _switches(result), _graphs(result["rows"])],
     )
 
 
-def targets(result: dict) -> list[frame.Target]:
-    found = []
-    if times := result["overhead_ms"]:
-        bare_ms, ratio = statistics.median(times["bare"]), frame.ratio_of(times["real"], times["bare"])
-        measured = f"{ratio:.3f} of {bare_ms:.0f} ms, {len(times['bare'])} rounds"
-        verdict = frame.PASS if ratio.median <= 1.03 else frame.MISS
-        if not STEP_MS[0] <= bare_ms <= STEP_MS[1]:
-            verdict = frame.NOT_MEASURED
-        about, to_reach = "time of the training loop to bare steps", "at most 1.03 of a step of about 200 ms"
-        found.append(frame.Target(about, to_reach, measured, verdict))
-    rows = {row["switch"]: row for row in result["rows"]}
-    if "norms" in result.get("arguments", {}).get("parts", []):  # measured in several starts
-        pairs = ((DEFAULT, STANDARD, "float32"), (BFLOAT16, f"{STANDARD} {BFLOAT16}", "bfloat16"))
-        found += [
-            _against_standard(rows[ours], rows[standard], about)
-            for ours, standard, about in pairs
-            if {ours, standard} <= rows.keys()
-        ]
-    limits = {switch.name: switch.graphs for switch in GROUPS["compile"] if COMPILE in switch.overrides}
-    return [*found, *(_graphs(row, limits[name]) for name, row in rows.items() if name in limits)]
+def _overhead(times_ms: dict[str, list[float]]) -> str:
+    """The time of the training loop beside bare steps."""
+    if not times_ms:
+        return ""
+    ratio, bare_ms = frame.ratio_of(times_ms["real"], times_ms["bare"]), statistics.median(times_ms["bare"])
+    about = f"{ratio:.3f} of the time of bare steps of {bare_ms:.0f} ms, {len(times_ms['bare'])} rounds."
+    return section("Overhead of the training loop", about)
 
 
-def _against_standard(ours: dict, standard: dict, about: str) -> frame.Target:
-    """Target: in-place norms cost a step no time."""
-    verdict = frame.PASS if round(ratio(ours, standard), 2) <= 1 else frame.MISS
-    return frame.Target(f"in-place to standard norms, {about}", "at most 1.00", spread(ours, standard), verdict)
+GRAPHS: Columns = [
+    ("compiled", lambda row: code(row["switch"])),
+    ("graphs", "{graphs}"),
+    ("breaks", "{graph_breaks}"),
+    ("made after the first steps", lambda row: str(row["graphs"] - row["graphs_warm"])),
+    ("first step, s", lambda row: " and ".join(f"{seconds:.0f}" for seconds in row["first_step_s"])),
+]
 
 
-def _graphs(row: dict, limit: int) -> frame.Target:
-    """Target: torch.compile makes as few graphs as it can, all in the first steps."""
-    later = row["graphs"] - row["graphs_warm"]
-    reached = row["graphs"] <= limit and not row["graph_breaks"] and not later
-    first_steps = " and ".join(f"{seconds:.0f} s" for seconds in row["first_step_s"])
-    return frame.Target(
-        f"`{row['switch']}`",
-        f"{_plural(limit, 'graph')}, no break, none made again",
-        f"{_plural(row['graphs'], 'graph')}, {row['graph_breaks']} breaks, {later} made again; "
-        f"first step {first_steps}",
-        frame.PASS if reached else frame.MISS,
-    )
+def _graphs(rows: list[dict]) -> str:
+    """The graphs that torch.compile has made."""
+    compiled = [row for row in rows if COMPILE in row["switch"]]
+    return section("Graphs of torch.compile", columns(compiled, GRAPHS)) if compiled else ""
 
 
 def _plural(count: int, noun: str) -> str:
@@ -181,7 +162,7 @@ def _plural(count: int, noun: str) -> str:
 
 def _switches(result: dict) -> str:
     default = {row["switch"]: row for row in result["rows"]}.get(DEFAULT, {})
-    shown: frame.Columns = [
+    shown: Columns = [
         ("switch", lambda row: code(row["switch"])),
         ("step, ms", median_ms),
         ("time to default", lambda row: "1" if row is default else spread(row, default)),
@@ -190,10 +171,10 @@ def _switches(result: dict) -> str:
         ("process, MiB", lambda row: f"{row['process_mib'][0]:.0f}"),
         ("loss", "{loss:.4f}"),
     ]
-    lines = [frame.columns(result["rows"], shown)]
+    lines = [columns(result["rows"], shown)]
     for entry in result["left_out"]:
         lines.append(f"| {code(entry['switch'])} | not measured: {entry['reason']} |" + "  |" * 5)
-    return frame.section("Switches", "\n".join(lines)) if result["rows"] or result["left_out"] else ""
+    return section("Switches", "\n".join(lines)) if result["rows"] or result["left_out"] else ""
 
 
 def median_ms(row: dict) -> str:
@@ -219,4 +200,7 @@ def code(name: str) -> str:
     return f"`{name}`" if "=" in name else name
 
 
-run, main = frame.benchmark("bench_training", TrainingArguments, measure, page)
+run, main = frame.benchmark("training", TrainingArguments, measure, page)
+
+if __name__ == "__main__":
+    main()

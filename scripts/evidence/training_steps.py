@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from torch._dynamo.utils import counters
 
 import train_seg  # noqa: F401  # declares its command
 from datasets import synthetic
@@ -33,6 +32,7 @@ from engine.schema.segmentation import SegmentationRun
 from engine.stopping import StopRequest
 from engine.transfers import prefetched
 from keepless.saved import kept_bytes
+from keepless.torch_internals import compiled_graphs
 from scripts.evidence.measuring import peak_bytes
 
 
@@ -46,11 +46,6 @@ class Switch(NamedTuple):
     @property
     def name(self) -> str:
         return self.title or " ".join(self.overrides)
-
-    @property
-    def graphs(self) -> int:
-        """How many graphs torch.compile may make: one per micro-batch size (8 crops are split into 3 + 3 + 2)."""
-        return 2 if "trainer.accumulation_steps=3" in self.overrides else 1
 
 
 DEFAULT = "default"
@@ -132,7 +127,7 @@ class Training:
             self.folder = tempfile.TemporaryDirectory()
             self.minibatches = profiled(self.minibatches, trainer.profile, Path(self.folder.name))
         self.losses: list[float] = []
-        counters.clear()  # forget the graph that tried the compiler
+        compiled_graphs().clear()  # forget the graph that tried the compiler
 
     def endless(self) -> Iterator[dict]:
         """Endless minibatches, as the training loop gets them.
@@ -166,12 +161,13 @@ class Training:
         first_step_s = round(self.step() / 1e3, 2)
         for _ in range(max(steps, WARM_UP_STEPS if self.config.trainer.profile else 0) - 1):
             self.step()
-        return {"first_step_s": first_step_s, "graphs_warm": counters["stats"]["unique_graphs"]}
+        return {"first_step_s": first_step_s, "graphs_warm": compiled_graphs()["stats"]["unique_graphs"]}
 
     def facts(self) -> dict:
         """Everything but times: memory, graphs, and the mean loss of all minibatches after the first step."""
         process_mib = round(peak_memory_mib(torch.device("cpu")), 1)
-        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        counted = compiled_graphs()
+        graphs, breaks = counted["stats"]["unique_graphs"], sum(counted["graph_break"].values())
         self.minibatches = self.endless()  # ends a trace: a process has one profiler at a time
         return {
             "saved_bytes": self.saved_bytes(),

@@ -30,7 +30,6 @@ def test_cifar10_official_files(tmp_path, tree, suffix, inside):
     pixels, labels = (np.concatenate(parts) for parts in zip(*(trees.batch(n, 2, 10) for n in range(5)), strict=True))
     assert train.pixels.dtype == np.uint8 and np.array_equal(train.pixels.reshape(-1, 3072), pixels)
     assert train.labels.tolist() == labels.tolist() and train.label(7) == 7
-    assert np.array_equal(train.image(7), pixels[7].reshape(3, 32, 32).transpose(1, 2, 0))  # red, green, blue planes
     names = [train.image_name(number) for number in range(10)]
     assert len({*names}) == 10
     assert names[1] == ("data_batch_1.bin/00001" if suffix else "picture_s_000001.png")
@@ -71,8 +70,8 @@ def test_class_folders_and_zip_files(tmp_path, cache, form, kind):
         assert train.labels.tolist() == [label for label in range(10) for _ in range(2)] and len(test) == 10
         for number in range(20):
             name = train.image_name(number)
-            expected = np.asarray(Image.open(BytesIO(stored[f"train/{name}"])))
-            assert name.startswith(CIFAR10[number // 2]) and np.array_equal(train.image(number), expected)
+            expected = np.asarray(Image.open(BytesIO(stored[f"train/{name}"]))).transpose(2, 0, 1)
+            assert name.startswith(CIFAR10[number // 2]) and np.array_equal(train.pixels[number], expected)
         assert len(decoded(cache)) == 2  # one for each split
 
 
@@ -81,7 +80,7 @@ def test_decoded_pictures_are_cached_until_the_file_changes_and_rebuilt_when_dam
     expected = cifar10(archive, "train").pixels
     (kept,) = decoded(cache)
     with monkeypatch.context() as patch:
-        patch.setattr("datasets.small_pictures.decode_image", None)  # decoding again would fail
+        patch.setattr("datasets.cifar_files.decode_image", None)  # decoding again would fail
         assert np.array_equal(cifar10(archive, "train").pixels, expected)
     data = kept.read_bytes()
     middle = len(data) // 2
@@ -188,7 +187,6 @@ def test_damaged_records_are_named(tmp_path, change, message):
     [
         ("train/cat/0000.png", encoded(photograph(0, (32, 33)), "PNG"), "has 33x32 pixels; expected 32x32"),
         ("train/cat/0000.png", encoded(photograph(0, (32, 32)), "PNG")[:-9], "the PNG file is truncated"),
-        ("train/cat/0000.png", b"GIF89a", "is neither PNG nor JPEG"),
     ],
 )
 @pytest.mark.parametrize("packed", [True, False], ids=["zip", "folders"])

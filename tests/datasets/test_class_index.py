@@ -103,28 +103,6 @@ def test_it_is_read_back_and_made_anew_when_the_data_changes(camvid_folders, mon
     assert np.array_equal(again.counts[0], first.counts[1])
 
 
-def test_an_interrupted_pass_goes_on_where_it_was(camvid_folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.class_index._PART", 2)
-    dataset = camvid(camvid_folders, "train")
-    whole = index_classes(dataset, tmp_path / "whole", workers=0)
-    read, original = [], SegmentationDataset.read_label
-
-    def dies_at_5(self, image):
-        read.append(image)
-        if len(read) == 6:
-            raise KeyboardInterrupt
-        return original(self, image)
-
-    monkeypatch.setattr(SegmentationDataset, "read_label", dies_at_5)
-    with pytest.raises(KeyboardInterrupt):
-        index_classes(dataset, tmp_path / "resumed", workers=0)
-    seen = []
-    resumed = index_classes(dataset, tmp_path / "resumed", workers=0, progress=lambda *counts: seen.append(counts))
-    assert read == [0, 1, 2, 3, 4, 5, 4, 5] and seen == [(5, 6), (6, 6)]
-    assert equal(resumed, whole)
-    assert not list(tmp_path.rglob("parts"))
-
-
 def _index(root: Path, folder: Path, reads: Path, asking) -> None:
     """Make the index, but wait at the first image until both processes, having found none, ask for the lock."""
     flock, read_label = fcntl.flock, SegmentationDataset.read_label

@@ -147,5 +147,5 @@ def test_without_the_lists_the_fix_is_to_use_all_images(tmp_path, images, labels
     fix, other = str(error.value).partition("\nFix: ")[2], "or unpack stuff_annotations_trainval2017.zip"
     assert fix.startswith(f"give lists=full to use all images of the folder, {other}") and "train2017.zip," not in fix
     with pytest.raises(ValueError, match="Fix: give data.lists=full to use"):
-        coco_stuff(root, "train", lists_key="data.lists")
+        coco_stuff(root, "train", keys="data.")
     assert len(coco_stuff(root, "train", lists="full")) == 4

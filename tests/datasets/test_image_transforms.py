@@ -144,29 +144,8 @@ def test_padded_crops_are_drawn_everywhere_and_mirrored_half_of_the_time():
     corners, mirrored = PaddedCrop(32, 4).draw((32, 32), 20000, np.random.default_rng(0))
     counts = np.bincount(corners[:, 0] * 9 + corners[:, 1], minlength=81)
     assert counts.min() > 170 and counts.max() < 330 and 9700 < mirrored.sum() < 10300  # 247 each
-    pixels, _ = as_jpeg(10, (40, 36))  # one image is a minibatch of one
-    transform = PaddedCrop(32, 2)
-    crop = transform(pixels, np.random.default_rng(3))
-    drawn = transform.draw((40, 36), 1, np.random.default_rng(3))
-    assert np.array_equal(crop.transpose(2, 0, 1), transform.minibatch(pixels.transpose(2, 0, 1)[None], *drawn)[0])
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: RandomResizedCrop(0), "size=0 must be a positive number"),
-        (lambda: RandomResizedCrop(scale=(0, 1)), r"scale=\(0, 1\) must be a range .* 0 < low <= high <= 1"),
-        (lambda: RandomResizedCrop(scale=(0.1, 1.1)), "scale="),
-        (lambda: RandomResizedCrop(ratio=(2, 1)), r"ratio=\(2, 1\) must be a range"),
-        (lambda: RandomResizedCrop(flip=2), "flip=2 must be a probability"),
-        (lambda: ResizedRandomCrop(224, 256), "a crop of 256 pixels needs 1 <= crop <= resize, and resize=224"),
-        (lambda: CentreCrop(256, 320), "a crop of 320 pixels needs"),
-        (lambda: TenCrops(256, 0), "a crop of 0 pixels needs"),
-        (lambda: PaddedCrop(padding=-1), "padding=-1 must be at least 0"),
-        (lambda: Lighting(-0.1), "strength=-0.1 must be at least 0"),
-        (lambda: PaddedCrop(32, 1).draw((28, 30), 1, rng=None), "size=32 is larger than .* 30x28 pixels"),
-    ],
-)
-def test_values_out_of_range_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_a_crop_larger_than_the_padded_images_is_named():
+    with pytest.raises(ValueError, match="size=32 is larger than .* 30x28 pixels"):
+        PaddedCrop(32, 1).draw((28, 30), 1, rng=None)

@@ -190,10 +190,7 @@ def test_two_trees_with_equal_folders_have_lists_of_their_own(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "damage, complaint",
     [
-        (lambda path: path.write_bytes(b""), "the file is empty"),
         (lambda path: path.write_bytes(path.read_bytes()[:-20]), "the JPEG file is truncated"),
-        (lambda path: path.write_bytes(b"\xff\xd8\xff\xd9"), "cannot be decoded as an image"),
-        (lambda path: path.write_bytes(b"GIF89a"), "is neither PNG nor JPEG"),
         (lambda path: [path.unlink(), path.symlink_to("nowhere")], "cannot be read"),
     ],
 )

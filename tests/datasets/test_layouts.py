@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import datasets
 from datasets import SegmentationDataset, camvid, coco_stuff, index_classes, inspect, verify
+from datasets.registry import FOR_SEGMENTATION
 from tests import trees
 
 
@@ -23,7 +23,7 @@ def root(kind, tmp_path) -> Path:
 
 
 def opened(kind: str, root: Path | None, split: str = "train", **options) -> SegmentationDataset:
-    return getattr(datasets, kind)(root, split, **options)
+    return FOR_SEGMENTATION[kind].make(root, split, **options)
 
 
 def refusal(kind: str, root: Path | None, split: str = "train", **options) -> str:
@@ -156,15 +156,9 @@ def test_files_without_counterparts_are_named(kind, root):
     assert refusal(kind, root, strict=False).startswith(missing)
 
 
-INSIDE = {
-    **{"camvid": "train", "cityscapes": "leftImg8bit", "coco_stuff": "annotations"},
-    **{"folder": "train", "vistas": "training"},
-}
-
-
 def test_a_root_one_level_off_is_recognised(kind, root):
     (root.parent / "another").mkdir()
-    for given in (root.parent, root / INSIDE[kind]):
+    for given in (root.parent, max(filter(Path.is_dir, root.iterdir()))):
         for split in ("train", "test"):
             fix = refusal(kind, given, split).partition("\nFix: ")[2]
             assert fix.startswith(f"give {root}, which holds ") and fix.endswith(f", instead of {given}.")

@@ -11,9 +11,17 @@ from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, cityscapes, imagenet
 from datasets.classification import mean_image
-from datasets.classification_items import ClassificationCrops, EvaluatedImages, collated
-from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
-from datasets.loading import Draw, TrainingCrops, WholeImages
+from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, TenCrops
+from datasets.loading import (
+    ClassificationCrops,
+    CropsInMemory,
+    Draw,
+    EvaluatedImages,
+    ImagesInMemory,
+    TrainingCrops,
+    WholeImages,
+    collated,
+)
 from datasets.samplers import ShuffledMinibatches
 from datasets.workers import Loader
 from tests import trees
@@ -41,11 +49,19 @@ def memory(tmp_path):
     return DATASETS["memory"](tmp_path / "cifar")
 
 
-def crops_of(dataset, seed: int = 0, **options) -> TrainingCrops | ClassificationCrops:
+def crops_of(dataset, seed: int = 0, **options) -> TrainingCrops | ClassificationCrops | CropsInMemory:
     if isinstance(dataset, SegmentationDataset):
         return TrainingCrops(dataset, TrainingTransform((16, 20)), seed, **options)
-    transform = RandomResizedCrop(24) if dataset.pixels is None else PaddedCrop()
-    return ClassificationCrops(dataset, transform, seed, **options)
+    if dataset.pixels is None:
+        return ClassificationCrops(dataset, RandomResizedCrop(24), seed, **options)
+    return CropsInMemory(dataset, PaddedCrop(), seed)
+
+
+def item_of(crops, key: tuple[int, int]) -> dict:
+    """A crop alone."""
+    if isinstance(crops, CropsInMemory):
+        return {name: values[0] for name, values in crops.__getitems__([key]).items()}
+    return crops[key]
 
 
 def minibatches(dataset, workers: int, start_step: int = 0, seed: int = 0) -> list[dict]:
@@ -71,9 +87,9 @@ def test_minibatches_do_not_depend_on_workers_or_where_a_run_starts(dataset):
 def test_a_crop_depends_on_seed_epoch_and_image(dataset):
     crops = [crops_of(dataset, seed) for seed in (0, 1)]
     keys = list(itertools.product((0, 1, 2), (0, 1, 2, 3)))
-    different = {of_seed[key]["image"].numpy().tobytes() for of_seed in crops for key in keys}
+    different = {item_of(of_seed, key)["image"].numpy().tobytes() for of_seed in crops for key in keys}
     assert len(different) == 2 * len(keys)
-    assert same(crops[0][1, 3], crops_of(dataset, 0)[1, 3])
+    assert same(item_of(crops[0], (1, 3)), item_of(crops_of(dataset, 0), (1, 3)))
 
 
 def test_an_image_that_is_drawn_again_is_cropped_anew(camvid_folders):
@@ -145,26 +161,17 @@ def test_whole_images_are_the_samples(camvid_folders, cityscapes_root):
 def test_a_minibatch_is_its_items_in_order(dataset):
     crops, size = crops_of(dataset), 24 if dataset.pixels is None else 32
     keys = [(3, 4), (3, 0), (3, 5)]
-    minibatch = collated(crops.__getitems__(keys))
+    (minibatch,) = Loader(crops, 0, batch_sampler=[keys], collate_fn=collated)
     assert minibatch["image"].shape == (3, 3, size, size) and minibatch["image"].dtype == torch.uint8
     assert minibatch["label"].dtype == torch.int64 and minibatch["image"].is_contiguous()
     assert minibatch["label"].tolist() == [dataset.label(number) for _, number in keys]
     assert list(minibatch["name"]) == [dataset.image_name(number) for _, number in keys]
     assert list(minibatch["skipped"]) == ["", "", ""]
     for place, key in enumerate(keys):
-        item = crops[key]
-        assert item.keys() == minibatch.keys() and type(item["label"]) is int and item["image"].is_contiguous()
+        item = item_of(crops, key)
+        assert item.keys() == minibatch.keys() and item["image"].is_contiguous()
         assert torch.equal(item["image"], minibatch["image"][place]) and item["label"] == minibatch["label"][place]
         assert item["name"] == minibatch["name"][place] and item["skipped"] == ""
-
-
-def test_images_in_memory_may_have_the_input_of_imagenet_and_images_in_files_the_input_of_cifar(files, memory):
-    enlarged = ClassificationCrops(memory, ResizedRandomCrop(64, 56), seed=0)
-    batch = collated(enlarged.__getitems__([(0, 1), (0, 2)]))
-    assert batch["image"].shape == (2, 3, 56, 56) and batch["label"].tolist() == [1, 2]
-    padded = ClassificationCrops(files, PaddedCrop(32, 0), seed=0)
-    assert collated(padded.__getitems__([(0, 1), (0, 2)]))["image"].shape == (2, 3, 32, 32)
-    assert torch.equal(padded[5, 1]["image"], padded[5, 1]["image"])
 
 
 def test_a_mean_image_is_subtracted_before_padding(memory):
@@ -174,11 +181,11 @@ def test_a_mean_image_is_subtracted_before_padding(memory):
     assert np.array_equal(mean_image(memory), np.reshape(mean, (3, 32, 32)))
     difference = torch.from_numpy(memory.pixels) - torch.tensor(mean, dtype=torch.float64).view(3, 32, 32)
     transform = PaddedCrop(32, 2, fill=(0, 0, 0))
-    crops = ClassificationCrops(memory.minus(mean_image(memory)), transform, seed=0)
+    crops = CropsInMemory(memory.minus(mean_image(memory)), transform, seed=0)
     numbers = range(0, images, 3)
-    batch = collated(crops.__getitems__([(4, number) for number in numbers]))
+    batch = crops.__getitems__([(4, number) for number in numbers])
     assert batch["image"].dtype == torch.float32 and batch["image"].is_contiguous()
-    as_stored = ClassificationCrops(memory, transform, seed=0)
+    as_stored = CropsInMemory(memory, transform, seed=0)
     corners = set()
     for crop, number in zip(batch["image"], numbers, strict=True):
         found = [
@@ -186,8 +193,8 @@ def test_a_mean_image_is_subtracted_before_padding(memory):
             for top, left, mirrored in itertools.product(range(5), range(5), (False, True))
             if torch.equal(window(difference[number], top, left, mirrored).float(), crop)
         ]
-        assert len(found) == 1 and torch.equal(crops[4, number]["image"], crop)
-        stored = as_stored[4, number]["image"]
+        assert len(found) == 1
+        stored = item_of(as_stored, (4, number))["image"]
         assert torch.equal(window(torch.from_numpy(memory.pixels[number]), *found[0]), stored)
         corners.update(found)
     assert len(corners) > 5
@@ -202,11 +209,9 @@ def window(image: torch.Tensor, top: int, left: int, mirrored: bool) -> torch.Te
 def test_evaluated_images_are_minus_the_mean_image_of_another_split(memory, tmp_path):
     mean = mean_image(memory)
     test = cifar10(tmp_path / "cifar", "test")
-    source = EvaluatedImages(test.minus(mean), None)
-    batch = source.__getitems__([3, 0])
+    batch = ImagesInMemory(test.minus(mean)).__getitems__([3, 0])
     assert np.array_equal(batch["image"].numpy(), (test.pixels[[3, 0]] - mean).astype(np.float32))
-    assert torch.equal(source[3]["image"], batch["image"][0]) and source[3]["label"] == test.label(3)
-    assert EvaluatedImages(test, None)[3]["image"].dtype == torch.uint8  # the split itself is as it was
+    assert ImagesInMemory(test).__getitems__([3])["image"].dtype == torch.uint8  # the split itself is as it was
 
 
 def test_evaluated_images_of_files(files):
@@ -225,17 +230,15 @@ def test_evaluated_images_of_files(files):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_whole_images_in_memory_are_evaluated_by_the_minibatch(memory, workers):
-    source = EvaluatedImages(memory, None)
-    batches = list(Loader(source, workers, sampler=range(1, 40, 2), batch_size=8, collate_fn=collated))
+    batches = list(Loader(ImagesInMemory(memory), workers, sampler=range(1, 40, 2), batch_size=8, collate_fn=collated))
     assert [len(batch["label"]) for batch in batches] == [8, 8, 4]
     assert np.array_equal(torch.cat([batch["image"] for batch in batches]).numpy(), memory.pixels[1::2])
     assert torch.cat([batch["label"] for batch in batches]).tolist() == memory.labels[1::2].tolist()
-    assert batches[0]["name"][1] == memory.image_name(3) == source[3]["name"]
-    assert np.array_equal(source[3]["image"].numpy(), memory.pixels[3])
+    assert batches[0]["name"][1] == memory.image_name(3)
 
 
 def test_a_minibatch_does_not_share_memory_with_the_dataset(memory):
-    for batch in (EvaluatedImages(memory, None).__getitems__([0, 1]), crops_of(memory).__getitems__([(0, 0), (0, 1)])):
+    for batch in (ImagesInMemory(memory).__getitems__([0, 1]), crops_of(memory).__getitems__([(0, 0), (0, 1)])):
         before = memory.pixels.copy()
         batch["image"].zero_(), batch["label"].fill_(7)
         assert np.array_equal(memory.pixels, before) and memory.label(0) == 0

@@ -1,4 +1,4 @@
-"""Worker processes that read data: what they survive, how they end, and what errors say about them."""
+"""Worker processes that read data: signals, the end of the process, errors."""
 
 import ctypes
 import errno

@@ -10,17 +10,20 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 import keepless
-from keepless import private, recompute_activations
+from keepless import recompute_activations, torch_internals
 from keepless.recompute import rules
 from keepless.saved import kept_bytes
 from keepless.torch_internals import current_hooks
 
 FOLDER = Path(keepless.__file__).parent
+REPOSITORY = FOLDER.parent
 COMMON = {"_version", "_base", "_is_view"}  # of tensors
 COMMON |= {"_parameters", "_buffers", "_modules", "_metadata", "_backward_hooks"}  # of modules
 COMMON |= {"_load_from_state_dict", "_save_to_state_dict", "_backward_pre_hooks", "_non_persistent_buffers_set"}
 COMMON |= {"_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"}
-OF_PYTHON = {"_replace", "_asdict", "_getframe", "_fn", "_bn_act"}  # and two of ours
+OF_PYTHON = {"_replace", "_asdict", "_fields", "_getframe", "_exit", "_fn", "_bn_act"}  # and two of ours
+OF_DATASETS = {"_shutdown_workers"}  # datasets/ imports nothing of ours
+PRODUCT = ("engine", "keepless", "models", "datasets", "scripts")
 
 
 def private_parts(tree: ast.AST) -> set[str]:
@@ -35,13 +38,16 @@ def private_parts(tree: ast.AST) -> set[str]:
 
 
 def test_private_parts_are_used_in_one_file():
-    found = {file: private_parts(ast.parse(file.read_text())) for file in FOLDER.rglob("*.py")}
-    assert {"_has_storage", "_autograd", "_pytree"} <= found.pop(FOLDER / "private.py")
+    """Of the whole repository, entries included."""
+    files = [*REPOSITORY.glob("*.py"), *(file for folder in PRODUCT for file in (REPOSITORY / folder).rglob("*.py"))]
+    found = {file: private_parts(ast.parse(file.read_text())) for file in files}
+    assert {"_has_storage", "_autograd", "_pytree"} <= found.pop(FOLDER / "torch_internals.py")
+    found[REPOSITORY / "datasets" / "workers.py"] -= OF_DATASETS
     assert {file.name: names - COMMON - OF_PYTHON for file, names in found.items() if names - COMMON - OF_PYTHON} == {}
 
 
 def test_a_missing_part_ends_the_import_with_its_name(monkeypatch):
-    spec = importlib.util.spec_from_file_location("keepless.again", FOLDER / "private.py")
+    spec = importlib.util.spec_from_file_location("keepless.again", FOLDER / "torch_internals.py")
     monkeypatch.delattr(torch._C, "_has_storage")
     with pytest.raises(ImportError, match="does not know torch .*_has_storage.*update keepless"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -49,7 +55,7 @@ def test_a_missing_part_ends_the_import_with_its_name(monkeypatch):
 
 def test_hooks_are_known_on_a_pytorch_that_does_not_tell(monkeypatch):
     """As they are to PyTorch itself, where it does tell; hooks that were set unseen are refused."""
-    noted, autograd = private._Noted(), torch._C._autograd
+    noted, autograd = torch_internals._Noted(), torch._C._autograd
     for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
         monkeypatch.setattr(autograd, name, getattr(autograd, name))  # put back at the end
     with saved_tensors_hooks(abs, abs):
@@ -59,10 +65,10 @@ def test_hooks_are_known_on_a_pytorch_that_does_not_tell(monkeypatch):
         with saved_tensors_hooks(len, len):
             assert noted.current() == (len, len)
     for inner in (saved_tensors_hooks(len, abs), disable_saved_tensors_hooks("no")):
-        assert noted.current() is None and private.hooks_are_allowed()
+        assert noted.current() is None and torch_internals.hooks_are_allowed()
         with inner:
             assert noted.current() == current_hooks()
-    assert noted.current() is None and private.hooks_are_allowed()
+    assert noted.current() is None and torch_internals.hooks_are_allowed()
 
 
 def test_what_a_node_does_not_show_is_asked_for_or_kept(monkeypatch):
@@ -81,7 +87,7 @@ def test_what_a_node_does_not_show_is_asked_for_or_kept(monkeypatch):
     plain, all_bytes = gradients()
     recompute_activations(network)
     again, few_bytes = gradients()
-    monkeypatch.setattr(private, "_SHOWS_PACKED", False)
+    monkeypatch.setattr(torch_internals, "_SHOWS_PACKED", False)
     asked, equal_bytes = gradients()
     monkeypatch.setattr(rules, "packed_by", lambda node, name: None)
     unseen, more_bytes = gradients()

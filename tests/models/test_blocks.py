@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from keepless.norms.backends.activations import ACTIVATIONS, Activation, activate_
 from models.blocks import IdentityResidualBlock, ResidualBlock, without_activation
 from models.bodies.stem import dilate_strides
 from tests.bodies import kept_maps
@@ -67,18 +68,9 @@ def test_what_a_post_activation_block_keeps(norm_act, channels, expected):
     assert sorted(size * 16 // x.nbytes for size in storages.values()) == expected
 
 
-PHI = {
-    "leaky_relu": lambda y, param: torch.where(y > 0, y, param * y),
-    "elu": lambda y, param: torch.where(y > 0, y, param * (y.exp() - 1)),
-    "identity": lambda y, param: y,
-    "sigmoid": lambda y, param: 1 / (1 + torch.exp(-y)),
-    "tanh": lambda y, param: torch.tanh(y),
-    "relu": lambda y, param: torch.where(y > 0, y, 0.0),
-}
-
-
-def by_hand(block, x, phi, stride, dilation):
+def by_hand(block, x, activation, stride, dilation):
     """A bottleneck whose norms have minibatch statistics, step by step."""
+    phi = partial(activate_, Activation(activation, 0.3))
 
     def normalised(conv, norm, x, **options):
         x = nn.functional.conv2d(x, conv.weight, **options)
@@ -92,7 +84,7 @@ def by_hand(block, x, phi, stride, dilation):
 
 
 SHAPES = [(1, 1, 8), (2, 1, 8), (1, 2, 6)]  # stride, dilation and input channels
-NORMS = [(norm_act, name) for norm_act in (ABN, CheckpointedABN, InPlaceABN) for name in PHI]
+NORMS = [(norm_act, name) for norm_act in (ABN, CheckpointedABN, InPlaceABN) for name in ACTIVATIONS]
 NORMS.remove((InPlaceABN, "relu"))  # it cannot be inverted
 
 
@@ -106,7 +98,7 @@ def test_a_post_activation_block_is_its_equation(norm, shape):
         nn.init.uniform_(parameter, -1, 1)
     block = recompute_activations(block, checkpointed_only=True)
     x = torch.randn(3, in_channels, 7, 6, dtype=torch.float64, requires_grad=True)
-    y, expected = block(x), by_hand(block, x, lambda y: PHI[activation](y, 0.3), stride, dilation)
+    y, expected = block(x), by_hand(block, x, activation, stride, dilation)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
     dy, sources = torch.randn_like(y), [x, *block.parameters()]
     ours, theirs = torch.autograd.grad(y, sources, dy), torch.autograd.grad(expected, sources, dy)

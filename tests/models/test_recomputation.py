@@ -195,7 +195,7 @@ def test_without_gradients_nothing_is_kept_and_nothing_changes(recompute):
 
 def test_mistakes_are_named():
     body = RevNet(InPlaceABN, structure=(1, 1, 1), channels=((4, 4),) * 3, stem_channels=4)
-    with pytest.raises(ValueError, match="recompute='blocks' for a reversible RevNet: it already forgets"):
+    with pytest.raises(ValueError, match="recompute='blocks' for a reversible RevNet: it keeps no activations"):
         recompute_blocks(body, "blocks")
     recompute_blocks(body, "none")
     with pytest.raises(ValueError, match="recompute='all': expected one of none, blocks, sqrt"):

@@ -15,7 +15,7 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
 from keepless import ABN, InPlaceABN
-from models.checkpoints.official import load_released
+from models.checkpoints.released import load_released
 from scripts.convert_checkpoint import convert
 from scripts.predict import predict
 from tests import released_files as files

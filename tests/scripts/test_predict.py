@@ -293,31 +293,3 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
         with pytest.raises(ValueError, match=re.escape(message)):
             run(trained, tmp_path / "a.png", tmp_path / "out", override)
         assert not (tmp_path / "out").exists()
-
-
-def test_a_checkpoint_without_colours_takes_those_of_its_data(trained, tmp_path):
-    """Checkpoints of earlier versions. If the data is gone too, the error says so."""
-    picture(tmp_path / "a.png")
-    state = checkpoint.load(trained[0])
-    del state["palette"], state["format"]
-    checkpoint.save(tmp_path / "old.pt", state)
-    with pytest.raises(
-        ValueError, match="old.pt has no colours, and its data cannot be read: data.val_split=val: data.root=.* is not"
-    ):
-        run((tmp_path / "old.pt",), tmp_path / "a.png", tmp_path / "out")
-    trees.vistas(Path(state["config"]["data"]["root"]))
-    run((tmp_path / "old.pt",), tmp_path / "a.png", tmp_path / "old")
-    run(trained, tmp_path / "a.png", tmp_path / "new")
-    shutil.rmtree(state["config"]["data"]["root"])
-    assert (tmp_path / "old/colour/a.png").read_bytes() == (tmp_path / "new/colour/a.png").read_bytes()
-
-
-def test_a_checkpoint_writes_nowhere_but_to_output(trained, tmp_path):
-    picture(tmp_path / "a.png")
-    config = run_config("data=synthetic", f"data.root={tmp_path / 'drawn'}")
-    state = {**checkpoint.load(trained[0]), "config": cfg.plain(config)}
-    del state["palette"]
-    checkpoint.save(tmp_path / "net.pt", state)
-    with pytest.raises(ValueError, match="drawn: the synthetic dataset has not been drawn at .*drawn yet"):
-        run((tmp_path / "net.pt",), tmp_path / "a.png", tmp_path / "out")
-    assert relative_files(tmp_path) == ["a.png", "net.pt"]

@@ -12,7 +12,6 @@ import pytest
 
 from datasets import index_classes, synthetic
 from scripts.browse_data import browse
-from scripts.build_class_index import index
 from scripts.verify_data import verify_data
 from tests import trees
 from tests.datasets import classification_trees
@@ -128,10 +127,7 @@ def test_official_numbers_depend_on_the_list_and_splits_may_be_chosen(tmp_path):
         ("verify_data", "splits=[train,foo]", r"splits=\['train', 'foo'\]: expected some of train, val"),
         ("verify_data", "splits=[]", r"splits=\[\]: expected some of train, val"),
         ("verify_data", "workers=-1", "workers=-1: expected 0 or more"),
-        ("build_class_index", "positions=0", "positions=0: expected a number above 0"),
-        ("build_class_index", "workers=-1", "workers=-1: expected 0 or more"),
-        ("build_class_index", "data.train_split=test", "data.train_split=test"),
-        ("build_class_index", "+sampler.folder=x", "sampler.folder is not a configuration key"),
+        ("verify_data", "+sampler.folder=x", "sampler.folder is not a configuration key"),
         ("browse_data", "count=0", "count=0: expected a number above 0"),
         ("browse_data", "epoch=-1", "epoch=-1: expected 0 or more"),
         ("browse_data", "data.colour_jitter.hue=0.6", "colour_jitter.hue=0.6: expected 0 or more, at most 0.5"),
@@ -140,9 +136,18 @@ def test_official_numbers_depend_on_the_list_and_splits_may_be_chosen(tmp_path):
     ],
 )
 def test_wrong_keys_of_the_commands_that_read_data_are_named(tmp_path, command, override, message):
-    run = {"verify_data": verify_data, "build_class_index": index, "browse_data": browse}[command]
+    run = {"verify_data": verify_data, "browse_data": browse}[command]
     with pytest.raises(ValueError, match=message):
         run(composed(command, override, *([f"out={tmp_path}"] if run is browse else [])))
+
+
+def test_a_file_that_blocks_its_reader_ends_the_command(tmp_path):
+    label = next(trees.cityscapes(tmp_path / "data").rglob("gtFine/train/*/*labelIds.png"))
+    label.unlink()
+    os.mkfifo(label)
+    keys = ("data=cityscapes", f"data.root={tmp_path / 'data'}", "data.timeout_seconds=1", "workers=1")
+    with pytest.raises(TimeoutError, match="no data came for data.timeout_seconds=1 seconds"):
+        verify_data(composed("verify_data", *keys))
 
 
 def test_images_of_a_classification_are_decoded_too(tmp_path, capsys):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from ...torch_internals import compile_by_inductor
-from ..activations import Activation
 from . import formulas
+from .activations import Activation
 from .eager import EagerBackend, moments_by_operator
 from .formulas import Settings
 from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running
@@ -127,7 +127,7 @@ def as_blocks(x: Tensor) -> tuple[Tensor, int]:
 def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
     """Inverse of `as_blocks`: blocks in the shape and layout of `like`.
 
-    Detached: autograd lets nobody write over a view that a custom function returns.
+    Detached, because autograd refuses writes over a view that a custom function returns.
     """
     if like.is_contiguous():
         return blocks.view(like.shape).detach()

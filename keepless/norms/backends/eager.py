@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..activations import activate_, activation_backward, invert_activation
+from .activations import activate_, activation_backward, invert_activation
 from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running, per_channel
 
 
@@ -13,26 +13,19 @@ class EagerBackend(Backend):
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
         # The operator takes a variance in eval mode; eps is already in invstd.
-        var = invstd.square().reciprocal()
-        buffers = _buffers(out, 0, affine.gamma)
-        y, _, _ = torch.native_batch_norm(x, affine.gamma, affine.beta, mean, var, False, 0.0, 0.0, out=buffers)
-        return activate_(affine.activation, y)
+        z, _, _ = _batch_norm(x, affine, Running(mean, invstd.square().reciprocal()), False, 0.0, out)
+        return z
 
     def forward(
         self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        buffers = _buffers(out, x.shape[1], affine.gamma)
-        y, mean, invstd = torch.native_batch_norm(
-            x, affine.gamma, affine.beta, running.mean, running.var, True, running.momentum, eps, out=buffers
-        )
-        return activate_(affine.activation, y), mean, invstd
+        return _batch_norm(x, affine, running, True, eps, out)
 
     def forward_frozen(
         self, x: Tensor, affine: Affine, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        buffers = _buffers(out, 0, affine.gamma)
-        y, _, _ = torch.native_batch_norm(x, affine.gamma, affine.beta, mean, var, False, 0.0, eps, out=buffers)
-        return activate_(affine.activation, y), mean, (var + eps).rsqrt_()
+        z, _, _ = _batch_norm(x, affine, Running(mean, var), False, eps, out)
+        return z, mean, (var + eps).rsqrt_()
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         x_hat, dy = _x_hat_and_dy(kept, dz)
@@ -81,9 +74,17 @@ def moments_by_operator(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def _buffers(out: Tensor | None, channels: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Buffers for the outputs of native_batch_norm: z, mean and invstd, the last two of `channels` values."""
-    return None if out is None else (out, like.new_empty(channels), like.new_empty(channels))
+def _batch_norm(
+    x: Tensor, affine: Affine, running: Running, training: bool, eps: float, out: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z by PyTorch's own operator, with the minibatch's mean and invstd if `training`."""
+    gamma, beta, activation = affine
+    channels = x.shape[1] if training else 0
+    buffers = None if out is None else (out, gamma.new_empty(channels), gamma.new_empty(channels))
+    y, mean, invstd = torch.native_batch_norm(
+        x, gamma, beta, running.mean, running.var, training, running.momentum, eps, out=buffers
+    )
+    return activate_(activation, y), mean, invstd
 
 
 def _u_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,12 @@ over the blocks: this stays in the cache and rounds less than one long sum. Arit
 float64 tensors.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..activations import Activation, activate_, activation_backward, invert_activation
+from .activations import Activation, activate_, activation_backward, invert_activation
 
 Vector = Tensor | None  # (C,)
 
@@ -78,48 +78,30 @@ def x_hat_and_dy(
     return x_hat, activation_backward(settings.activation, z, dz)
 
 
-def sums(
-    settings: Settings, values: Tensor, dz: Tensor, offset: Tensor, factor: Tensor, gamma: Vector, beta: Vector
-) -> tuple[Tensor, Tensor]:
-    """sum dL/dy and sum dL/dy * x_hat, from the arguments of `x_hat_and_dy`."""
-    x_hat, dy = x_hat_and_dy(settings, values, dz, offset, factor, gamma, beta)
+# The formulas below take the arguments of `x_hat_and_dy` as `kept`.
+
+
+def sums(settings: Settings, *kept: Any) -> tuple[Tensor, Tensor]:
+    """sum dL/dy and sum dL/dy * x_hat."""
+    x_hat, dy = x_hat_and_dy(settings, *kept)
     return dy.sum(settings.axis).sum(0), (dy * x_hat).sum(settings.axis).sum(0)
 
 
-def input_gradient(
-    settings: Settings,
-    mean_dy: Tensor,
-    mean_dy_x_hat: Tensor,
-    scale: Tensor,
-    values: Tensor,
-    dz: Tensor,
-    offset: Tensor,
-    factor: Tensor,
-    gamma: Vector,
-    beta: Vector,
-) -> Tensor:
+def input_gradient(settings: Settings, mean_dy: Tensor, mean_dy_x_hat: Tensor, scale: Tensor, *kept: Any) -> Tensor:
     """dL/dx = scale * (dL/dy - mean_dy - x_hat * mean_dy_x_hat), where scale = gamma * invstd  (section 3.3)."""
-    x_hat, dy = x_hat_and_dy(settings, values, dz, offset, factor, gamma, beta)
+    x_hat, dy = x_hat_and_dy(settings, *kept)
     mean_dy, mean_dy_x_hat, scale = _per_channel(settings, mean_dy, mean_dy_x_hat, scale)
+    values, *_ = kept
     return (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(values.dtype)
 
 
-def backward(
-    settings: Settings,
-    scale: Tensor,
-    values: Tensor,
-    dz: Tensor,
-    offset: Tensor,
-    factor: Tensor,
-    gamma: Vector,
-    beta: Vector,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(settings: Settings, scale: Tensor, *kept: Any) -> tuple[Tensor, Tensor, Tensor]:
     """dL/dx, dL/dgamma and dL/dbeta."""
-    dbeta, dgamma = sums(settings, values, dz, offset, factor, gamma, beta)
+    dbeta, dgamma = sums(settings, *kept)
+    values, *_ = kept
     count = values.shape[0] * values.shape[settings.axis]
     mean_dy, mean_dy_x_hat = written(dbeta / count, dgamma / count)
-    dx = input_gradient(settings, mean_dy, mean_dy_x_hat, scale, values, dz, offset, factor, gamma, beta)
-    return dx, dgamma, dbeta
+    return input_gradient(settings, mean_dy, mean_dy_x_hat, scale, *kept), dgamma, dbeta
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..activations import Activation
+from .activations import Activation
 
 
 class Affine(NamedTuple):
@@ -22,7 +22,7 @@ class Affine(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What the forward pass kept for the backward pass, and how to get x_hat and y from it.
+    """The tensors that the forward pass kept, and how the backward pass gets x_hat and y from them.
 
     values v | x_hat = (u - offset) * factor             | y
     x        | u = v, offset = mean, factor = invstd     | gamma * x_hat + beta

@@ -15,8 +15,8 @@ Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Divisi
 fast ones, accurate to a few units in the last place.
 """
 
-# Over 250 lines: a kernel and its launch are read together. In order: activations, tiles and parts, kernels, plans (how
-# many programs there are), launches.
+# Over 400 lines: kernels and launches are read together. In order: activations, tiles and parts, kernels, tilings (the
+# numbers of programs), launches.
 
 # Triton takes a kernel's annotations as types to compile for, so only compile-time constants have one.
 # mypy: allow-untyped-defs
@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...torch_internals import triton_is_interpreted
-from ..activations import Activation
+from .activations import Activation
 from .interface import Affine, Backend, BackwardInputs, Running
 
 INTERPRETED = triton_is_interpreted()  # kernels then run on CPU tensors only, slowly
@@ -43,7 +43,7 @@ BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
 ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is an access, with an address and a mask in registers
 
 
-# ---- Activations (section 3.3), element by element: the arithmetic of ..activations in float32 ----
+# ---- Activations (section 3.3), element by element: the arithmetic of .activations in float32 ----
 
 
 @triton.jit
@@ -400,7 +400,7 @@ def _input_gradient_kernel(
 # ---- Launches ----
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """How the programs of a kernel share a tensor (N, C, L)."""
 
     shape: tuple[int, int, int]
@@ -435,13 +435,13 @@ class Plan(NamedTuple):
 
 
 @cache
-def plan(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int) -> Plan:
-    """Plan for kernels that read `reads` tensors (N, C, L): one forward, two backward.
+def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int) -> Tiling:
+    """Tiling for kernels that read `reads` tensors (N, C, L): one forward, two backward.
 
-    The tensors have `itemsize` bytes per element, the device has `processors` multiprocessors. An H100's moves 25 GB/s
-    and waits about 0.7 us for memory: it needs 18 KB of requests in flight at any time, about twice as much with pauses
-    for arithmetic. Resident threads request 64 bytes of each tensor: at least 40 KB forward, 64 KB backward (contiguous
-    half-precision maps of odd size: half as much). Backward needs more registers, so fewer threads are resident.
+    `itemsize`: bytes per element. `processors`: multiprocessors of the device. On an H100 each moves 25 GB/s and waits
+    about 0.7 us for memory, so 18 KB of requests must be in flight, and about twice as much with pauses for arithmetic.
+    Resident threads request 64 bytes of each tensor: at least 40 KB forward, 64 KB backward (contiguous half-precision
+    maps of odd size: half as much). Backward needs more registers, so fewer threads are resident.
 
     Contiguous (L > 1): programs of 128 threads and one channel. As tensors grow, programs first take more tiles (up to
     eight), then there are more programs (up to four times as many), then programs take more than eight tiles.
@@ -477,7 +477,7 @@ def plan(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int
     else:
         tiles_per_part = _share(tiles, blocks, programs)
     tiles_per_part = max(tiles_per_part, triton.cdiv(tiles, MAX_PARTS))
-    return Plan(
+    return Tiling(
         shape=shape,
         align=align,
         tile=(block_n, block_c, block_l),
@@ -511,25 +511,25 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _plan_for(x: Tensor, reads: int) -> Plan:
+def _tiling_of(x: Tensor, reads: int) -> Tiling:
     n, c = x.shape[:2]
     length = x.numel() // (n * c)
     if not x.is_contiguous():
         assert x.movedim(1, -1).is_contiguous(), f"neither contiguous nor channels_last: {x.shape}, {x.stride()}"
         n, length = n * length, 1
-    return plan((n, c, length), x.element_size(), _processors(x.device), reads)
+    return tiling((n, c, length), x.element_size(), _processors(x.device), reads)
 
 
-def _launch(kernel: Any, plan: Plan, x: Tensor, *arguments: Any, per_part: bool = True, **constants: Any) -> None:
+def _launch(kernel: Any, tiling: Tiling, x: Tensor, *arguments: Any, per_part: bool = True, **constants: Any) -> None:
     """Run a kernel on the device of x: one program per block of channels and, with `per_part`, per part."""
-    n, c, length = plan.shape
-    block_n, block_c, block_l = plan.tile
-    programs = triton.cdiv(c, block_c) * (plan.parts if per_part else 1)
+    n, c, length = tiling.shape
+    block_n, block_c, block_l = tiling.tile
+    programs = triton.cdiv(c, block_c) * (tiling.parts if per_part else 1)
     with torch.cuda.device_of(x):
         kernel[(programs,)](
-            *arguments, n, c, length // plan.align, plan.tiles_per_part, plan.parts, **constants,
-            ALIGN=plan.align, BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_L=block_l, num_warps=plan.num_warps,
-            maxnreg=plan.registers if plan.resident > 1 else None,  # a program alone fits anyway
+            *arguments, n, c, length // tiling.align, tiling.tiles_per_part, tiling.parts, **constants,
+            ALIGN=tiling.align, BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_L=block_l, num_warps=tiling.num_warps,
+            maxnreg=tiling.registers if tiling.resident > 1 else None,  # a program alone fits anyway
         )  # fmt: skip
 
 
@@ -548,73 +548,74 @@ class TritonBackend(Backend):
     """float32, bfloat16 and float16 tensors on a CUDA device; vectors float32."""
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        plan = _plan_for(x, reads=1)
-        partials = _partial_moments(plan, x)
-        mean, var = partials.new_empty((2, plan.shape[1]))
-        results = (mean, var, plan.channel_elements)
-        _launch(_moments_kernel, plan, x, partials, *results, per_part=False, PARTS=plan.padded_parts)
+        tiling = _tiling_of(x, reads=1)
+        partials = _partial_moments(tiling, x)
+        mean, var = partials.new_empty((2, tiling.shape[1]))
+        results = (mean, var, tiling.channel_elements)
+        _launch(_moments_kernel, tiling, x, partials, *results, per_part=False, PARTS=tiling.padded_parts)
         return mean, var
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
         vectors = (mean, invstd, affine.gamma, affine.beta, None, None, None, 0.0, 0.0)
-        return _normalise(_plan_for(x, reads=1), x, out, affine.activation, vectors)
+        return _normalise(_tiling_of(x, reads=1), x, out, affine.activation, vectors)
 
     def forward(
         self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not all(statistics is None or statistics.is_contiguous() for statistics in (running.mean, running.var)):
             return super().forward(x, affine, eps, running, out)
-        plan = _plan_for(x, reads=1)
-        partials = _partial_moments(plan, x)
-        mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # apart: mean may be freed
+        tiling = _tiling_of(x, reads=1)
+        partials = _partial_moments(tiling, x)
+        # Two storages: the mean may be freed first.
+        mean, invstd = (partials.new_empty(tiling.shape[1]) for _ in range(2))
         statistics = (running.mean, running.var, float(running.momentum), float(eps))
         vectors = (mean, invstd, affine.gamma, affine.beta, partials, *statistics)
-        return _normalise(plan, x, out, affine.activation, vectors), mean, invstd
+        return _normalise(tiling, x, out, affine.activation, vectors), mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        partials = _partial_sums(_plan_for(kept.values, reads=2), kept, _in_order_of(kept.values, dz))
+        partials = _partial_sums(_tiling_of(kept.values, reads=2), kept, _in_order_of(kept.values, dz))
         dbeta, dgamma = partials.sum(1)
         return dbeta, dgamma
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         dz = _in_order_of(kept.values, dz)
-        return _input_gradient(_plan_for(kept.values, reads=2), kept, dz, (mean_dy, mean_dy_x_hat, None, None, None))
+        return _input_gradient(_tiling_of(kept.values, reads=2), kept, dz, (mean_dy, mean_dy_x_hat, None, None, None))
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        plan = _plan_for(kept.values, reads=2)
+        tiling = _tiling_of(kept.values, reads=2)
         dz = _in_order_of(kept.values, dz)
-        partials = _partial_sums(plan, kept, dz)
-        dbeta, dgamma = partials.new_empty((2, plan.shape[1]))
-        dx = _input_gradient(plan, kept, dz, (None, None, partials, dbeta, dgamma))
+        partials = _partial_sums(tiling, kept, dz)
+        dbeta, dgamma = partials.new_empty((2, tiling.shape[1]))
+        dx = _input_gradient(tiling, kept, dz, (None, None, partials, dbeta, dgamma))
         return dx, dgamma, dbeta
 
 
-def _partial_moments(plan: Plan, x: Tensor) -> Tensor:
-    partials = x.new_empty((2, plan.parts, plan.shape[1]), dtype=torch.float32)
-    _launch(_partial_moments_kernel, plan, x, x, partials, FOLD=plan.fold)
+def _partial_moments(tiling: Tiling, x: Tensor) -> Tensor:
+    partials = x.new_empty((2, tiling.parts, tiling.shape[1]), dtype=torch.float32)
+    _launch(_partial_moments_kernel, tiling, x, x, partials, FOLD=tiling.fold)
     return partials
 
 
-def _normalise(plan: Plan, x: Tensor, out: Tensor | None, activation: Activation, vectors: tuple) -> Tensor:
+def _normalise(tiling: Tiling, x: Tensor, out: Tensor | None, activation: Activation, vectors: tuple) -> Tensor:
     z = torch.empty_like(x) if out is None else out
-    arguments = (x, z, *vectors, float(activation.param), plan.channel_elements)
-    _launch(_normalise_kernel, plan, x, *arguments, ACTIVATION=activation.name, PARTS=plan.padded_parts)
+    arguments = (x, z, *vectors, float(activation.param), tiling.channel_elements)
+    _launch(_normalise_kernel, tiling, x, *arguments, ACTIVATION=activation.name, PARTS=tiling.padded_parts)
     return z
 
 
-def _partial_sums(plan: Plan, kept: BackwardInputs, dz: Tensor) -> Tensor:
-    partials = dz.new_empty((2, plan.parts, plan.shape[1]), dtype=torch.float32)
+def _partial_sums(tiling: Tiling, kept: BackwardInputs, dz: Tensor) -> Tensor:
+    partials = dz.new_empty((2, tiling.parts, tiling.shape[1]), dtype=torch.float32)
     vectors = (kept.offset, kept.factor, kept.gamma, kept.beta)
     arguments = (kept.values, dz, *vectors, partials, float(kept.activation.param))
-    _launch(_partial_sums_kernel, plan, dz, *arguments, **_variant(kept), FOLD=plan.fold)
+    _launch(_partial_sums_kernel, tiling, dz, *arguments, **_variant(kept), FOLD=tiling.fold)
     return partials
 
 
-def _input_gradient(plan: Plan, kept: BackwardInputs, dz: Tensor, sums: tuple) -> Tensor:
+def _input_gradient(tiling: Tiling, kept: BackwardInputs, dz: Tensor, sums: tuple) -> Tensor:
     dx = torch.empty_like(kept.values)
     vectors = (kept.offset, kept.factor, kept.gamma, kept.beta, kept.invstd)
-    arguments = (kept.values, dz, dx, *vectors, *sums, float(kept.activation.param), plan.channel_elements)
-    _launch(_input_gradient_kernel, plan, dz, *arguments, **_variant(kept), PARTS=plan.padded_parts)
+    arguments = (kept.values, dz, dx, *vectors, *sums, float(kept.activation.param), tiling.channel_elements)
+    _launch(_input_gradient_kernel, tiling, dz, *arguments, **_variant(kept), PARTS=tiling.padded_parts)
     return dx
 
 

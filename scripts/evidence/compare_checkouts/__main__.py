@@ -1,8 +1,8 @@
 """Run the same short commands in two checkouts of this project, and list every result that differs by a bit:
 
-    python -m scripts.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md
-    python -m scripts.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md work=DIR jobs=2
-    python -m scripts.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md only=[NAME]
+    python -m scripts.evidence.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md
+    python -m scripts.evidence.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md work=DIR jobs=2
+    python -m scripts.evidence.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md only=[NAME]
 
 Run it before and after a restructuring, to prove that trainings, evaluations and predictions have not changed.
 Everything runs on the CPU and takes about four minutes per checkout on two cores. `camvid` is that dataset's folder,
@@ -28,7 +28,7 @@ from engine.output_files import write_file
 from scripts.evidence.compare_checkouts.checkout import CommandFailed, Side
 from scripts.evidence.compare_checkouts.scenarios import SCENARIOS
 from scripts.evidence.compare_checkouts.values import COLUMNS, Column, compare_folders
-from scripts.evidence.frame import table
+from scripts.reports.markdown import table
 
 SHOWN = 5  # differences per scenario and column
 

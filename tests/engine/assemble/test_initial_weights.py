@@ -12,11 +12,11 @@ from engine import assemble
 from engine.assemble.initial_weights import initialise
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
-from engine.schema.network import InPlaceNorm, PackageNorm
+from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.training import Init
 from keepless import ABN
 from models.bodies import resnext101
-from models.checkpoints.official import load_released
+from models.checkpoints.released import load_released
 from tests import released_files
 from tests.runs import classification_config, run_config, same, without_counts
 
@@ -36,7 +36,7 @@ def network(*overrides: str, classes: int = 3, seed: int = 0):
 
 def initialise_from(network, path, classes, package: bool = False, **options):
     """`initialise` by the keys of `init` and the norm alone."""
-    norm = PackageNorm() if package else InPlaceNorm()
+    norm = ReleasedNorm() if package else InPlaceNorm()
     return initialise(SimpleNamespace(init=Init(str(path), **options), norm=norm), network, classes)
 
 
@@ -227,7 +227,7 @@ def test_a_released_file_in_one_step(tmp_path, scale):
     body = segmenter.body.state_dict()
     assert same(body, {name: tensor for name, tensor in by_hand.state_dict().items() if name in body})
     assert set(report.skipped.values()) == {"it classifies whole images"}
-    with pytest.raises(ValueError, match="none of the published files.*give init.scale=released .* init.scale=raw"):
+    with pytest.raises(ValueError, match="none of the released files.*give init.scale=released .* init.scale=raw"):
         initialise(run_config(*SMALL_RESNEXT, *start), segmenter, CLASSES)
     with pytest.raises(ValueError, match=r"Give the body \(body.stem=3x3\), head"):
         tuned_from(path, *SMALL_RESNEXT, "body.stem=7x7", format="released", scale=scale)

@@ -156,7 +156,8 @@ def test_unusable_files_are_named(tmp_path):
     path.with_name("best.pt").touch()
     with pytest.raises(ValueError, match=r"\); best.pt of the same run may be good"):
         checkpoint.load(path)
-    for content, found in (({"state_dict": {}}, "None"), ([1], "'list'"), (None, "'NoneType'"), ("text", "'str'")):
+    contents = {"'list'": [1], "'NoneType'": None, "None": {"state_dict": {}}, "'abn/1'": {"format": "abn/1"}}
+    for found, content in contents.items():
         torch.save(content, path)
         with pytest.raises(ValueError, match=f"^checkpoint {path} has format {found}: expected"):
             checkpoint.load(path)

@@ -1,65 +1,77 @@
-"""Traces of a step on fake tensors against the same step on real ones."""
+"""Traces of a step on fake tensors, judged by PyTorch's own tracker of memory and by the same step on real tensors."""
 
 import gc
 import weakref
 
 import pytest
 import torch
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from engine.distributed import World
 from engine.loop import accumulate_gradients
 from engine.planner.fit import fake_step
-from engine.planner.made_tensors import MadeTensors
-from engine.planner.trace import traced
+from engine.planner.trace import FakeTensors, traced
 from keepless.saved import kept_bytes
 from scripts.evidence.measuring import peak_bytes
 from tests import runs
 
-CROPS, SIZE = 3, 128
-
-
-def counted(config) -> tuple[int, int]:
-    """Bytes saved for the backward pass, and the peak beyond what exists before, of a real step."""
-    learner, loss, minibatch = fake_step(config, CROPS, SIZE)
-    learner.network.train()
-    network, images, labels = learner.network, minibatch["image"], minibatch["label"]
-    kept = kept_bytes(network, lambda: loss(learner.forward(images), labels), [images, labels])
-    accumulate_gradients(learner, loss, minibatch, CROPS, World())
-    learner.step(1.0)
-    learner.optimizer.zero_grad()
-    with MadeTensors() as real:
-        accumulate_gradients(learner, loss, minibatch, CROPS, World())
-        learner.gradient_norm()
-        learner.step(1.0)
-    return kept, real.peak
-
-
+CROPS, SIZE = 4, 128
 NORMS = ("std", "checkpoint", "checkpoint_xhat", "inplace_1", "inplace")
 
 
+def tracked(config) -> dict[str, int]:
+    """Bytes at the peak of the second step, by kind, as PyTorch's tracker counts them."""
+    with FakeTensors():
+        learner, loss, minibatch = fake_step(config, CROPS, SIZE)
+        for parameter in learner.network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        learner.step(1.0)
+        learner.optimizer.zero_grad()
+        learner.network.train()
+        tracker = MemTracker()
+        tracker.track_external(learner.network, learner.optimizer, minibatch["image"], minibatch["label"])
+        with tracker:
+            accumulate_gradients(learner, loss, minibatch, CROPS, World())
+            learner.gradient_norm()
+            learner.step(1.0)
+    (of_device,) = tracker.get_tracker_snapshot("peak").values()
+    return {getattr(kind, "value", kind): size for kind, size in of_device.items()}
+
+
 @pytest.mark.parametrize(
-    "body, norm",
+    "overrides",
     [
-        ("resnext_tiny", "std"),
-        ("resnext_tiny", "checkpoint"),
-        ("revnet_tiny", "inplace"),
-        *(pytest.param("resnext_tiny", norm, marks=pytest.mark.slow) for norm in NORMS[2:]),
+        "norm=std",
+        "norm=inplace",
+        "norm=std optim=adamw",
+        "norm=std trainer.recompute=blocks",
+        "norm=inplace trainer.precision=bfloat16",
+        "norm=inplace body=revnet_tiny",
+        *(pytest.param(f"norm={norm} trainer.precision=bfloat16", marks=pytest.mark.slow) for norm in NORMS[:4]),
+        pytest.param("norm=std trainer.recompute=activations", marks=pytest.mark.slow),
+        pytest.param("norm=std body=revnet_tiny trainer.precision=bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_a_trace_is_what_a_real_step_takes(body, norm):
-    config = runs.run_config(f"norm={norm}", f"body={body}", "norm.backend=eager")
+def test_pytorch_s_tracker_finds_the_same_peak_to_the_byte(overrides):
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "optim.fused=true", *overrides.split())
     config.body.structure = [1] * len(config.body.structure)
+    trace, judged = traced(lambda: fake_step(config, CROPS, SIZE)), tracked(config)
+    assert trace.peak == judged["Total"]
+    assert trace.at_peak["weights"] == judged["Parameter"] + judged["Buffer"]
+    assert (trace.at_peak["momentum"], trace.at_peak["images"]) == (judged["Optstate"], judged["Other"])
+
+
+@pytest.mark.parametrize(
+    "body, norm", [("resnext_tiny", "std"), ("resnext_tiny", "checkpoint"), ("revnet_tiny", "inplace")]
+)
+def test_a_real_step_saves_what_a_trace_says(body, norm):
+    config = runs.run_config(f"norm={norm}", f"body={body}", "norm.backend=eager")
     trace = traced(lambda: fake_step(config, CROPS, SIZE))
-    saved, peak = counted(config)
-    assert sum(trace.saved.values()) == saved
-    changing = ("gradients", "activations", "temporary")
-    assert sum(trace.at_peak[kind] for kind in changing) == peak
-    learner, _, minibatch = fake_step(config, CROPS, SIZE)
-    assert trace.saved.keys() <= {name for name, _ in learner.network.named_modules()}
-    parameters = sum(p.nbytes for p in learner.network.parameters())
-    assert trace.at_peak["weights"] == parameters + sum(b.nbytes for b in learner.network.buffers())
-    assert trace.at_peak["momentum"] == parameters
-    assert trace.at_peak["images"] == sum(tensor.nbytes for tensor in minibatch.values())
+    learner, loss, minibatch = fake_step(config, CROPS, SIZE)
+    network, images, labels = learner.network.train(), minibatch["image"], minibatch["label"]
+    kept = kept_bytes(network, lambda: loss(learner.forward(images), labels), [images, labels])
+    assert sum(trace.saved.values()) == kept
+    assert trace.saved.keys() <= {name for name, _ in network.named_modules()}
 
 
 def test_averaged_weights_are_a_second_copy_of_the_weights():

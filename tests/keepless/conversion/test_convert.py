@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
-from keepless.conversion.convert import Report, to_inplace, to_standard
+from keepless.conversion.convert import ConversionReport, to_inplace, to_standard
 from tests.bodies import small_resnet, small_resnext, small_segmentation, small_wider_a2
 
 C = 4
@@ -53,7 +53,7 @@ def trained(network: nn.Module) -> nn.Module:
     return network
 
 
-def converted(convert, network: nn.Module, **options) -> tuple[nn.Module, Report]:
+def converted(convert, network: nn.Module, **options) -> tuple[nn.Module, ConversionReport]:
     reports = []
     network = convert(network, report=reports.append, **options)
     (report,) = reports
@@ -77,16 +77,11 @@ def assert_left(network: nn.Module, reason: str, name: str | None = None, **opti
     assert type(network.get_submodule(name)).__name__ in report.kept[name]
 
 
-def outputs(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(0)  # for dropout
-    output = network(x)
-    return output["out"] if isinstance(output, dict) else output
-
-
 def gradients(network: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Output of a training step, and the gradients of the input and all parameters."""
     x = x.clone().requires_grad_()
-    z = outputs(network, x * 1)
+    torch.manual_seed(0)  # for dropout
+    z = network(x * 1)
     dz = torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(0))
     return [z, *torch.autograd.grad(z, [x, *network.parameters()], dz)]
 
@@ -120,23 +115,6 @@ def test_networks_of_ours_keep_their_outputs_and_gradients(way, build):
     theirs, ours = gradients(reference.double().train(), x), gradients(network.double().train(), x)
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
     torch.testing.assert_close(list(network.buffers()), list(reference.buffers()))
-
-
-def test_eval_outputs_are_equal_for_zero_and_tiny_scales():
-    torch.manual_seed(0)
-    network = trained(small_resnet(ABN)).eval()
-    special = torch.tensor([0.0, -0.0, 1e-30, -1e-12, 1e-6, -1e-5, 1.0, -1.0])
-    for module in network.modules():
-        if isinstance(module, ABN):
-            module.weight.data.copy_(special[torch.randint(8, module.weight.shape)])
-    x = torch.randn(2, 3, 33, 33)
-    before, random_state = network(x), torch.get_rng_state()
-    for convert in (to_inplace, to_standard, to_inplace):
-        assert any(isinstance(module, InPlaceABN) for module in convert(network).modules()) == (convert is to_inplace)
-        torch.testing.assert_close(network(x), before, rtol=0, atol=1e-6)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    weights = torch.cat([module.weight for module in network.modules() if isinstance(module, ABN)])
-    assert torch.isin(weights, special).all()  # no weight was floored or lost its sign
 
 
 def test_layers_that_need_no_conversion_are_left_as_they_are():
@@ -360,12 +338,6 @@ def test_single_layers_are_returned():
     batch_norm = bn()
     result, report = converted(to_inplace, batch_norm)
     assert result is batch_norm and "not in a plain nn.Sequential" in report.kept[""]
-
-
-def test_on_the_meta_device_and_in_float64():
-    network = to_inplace(nn.Sequential(nn.BatchNorm2d(C, device="meta", dtype=torch.float64), nn.ELU()))
-    assert {(t.device.type, t.dtype) for t in network[0].parameters()} == {("meta", torch.float64)}
-    assert network(torch.empty(2, C, 3, 3, device="meta", dtype=torch.float64)).shape == (2, C, 3, 3)
 
 
 def test_a_torchvision_network_and_its_report(caplog):

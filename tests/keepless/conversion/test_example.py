@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from torchvision.models._utils import IntermediateLayerGetter
-from torchvision.models.resnet import Bottleneck, ResNet
-from torchvision.models.segmentation import deeplabv3
+from torchvision.models.resnet import Bottleneck
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
 from keepless.conversion.activated import MergedActivation
-from keepless.conversion.convert import Report, to_inplace, to_standard
+from keepless.conversion.convert import to_inplace, to_standard
 from tests.bodies import kept_maps
 from tests.cuda import FSDP2_ON_CPUS
 from tests.keepless.conversion.test_convert import (
@@ -34,7 +32,6 @@ from tests.keepless.conversion.test_convert import (
     bn,
     converted,
     gradients,
-    outputs,
     state_of,
     trained,
     with_hook,
@@ -76,7 +73,7 @@ def with_leaky_relus(network: nn.Module, norms: list[str]) -> nn.Module:
 def assert_same_function(network: nn.Module, reference: nn.Module, x: Tensor) -> None:
     eagerly(network)
     with torch.no_grad():
-        z, expected = outputs(network.eval(), x), outputs(reference.eval(), x)
+        z, expected = network.eval()(x), reference.eval()(x)
     torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-12)
     theirs, ours = gradients(reference.train(), x), gradients(network.train(), x)
     for gradient, expected in zip(ours, theirs, strict=True):
@@ -110,33 +107,6 @@ def test_how_many_norms_of_torchvision_networks_are_replaced(name):
     for reason, count in kept.items():
         assert sum(reason in why for why in report.kept.values()) == count, report
     assert sum(kept.values()) == len(report.kept)
-
-
-def small_torchvision_network(name: str) -> nn.Module:
-    """One with blocks of every kind, but few and narrow ones."""
-    if name == "mobilenet":
-        return torchvision.models.MobileNetV2(5, 0.25, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 2, 2]])
-    if name == "densenet":
-        return torchvision.models.DenseNet(4, (2, 1, 3, 2), 8, num_classes=5)
-    body = IntermediateLayerGetter(ResNet(Bottleneck, [1, 2, 1, 1], width_per_group=4), {"layer2": "out"})
-    head = deeplabv3.DeepLabHead(8, 5, (2, 3))
-    head[0], head[1] = deeplabv3.ASPP(512, [2, 3], 8), nn.Conv2d(8, 256, 3, padding=1, bias=False)
-    return deeplabv3.DeepLabV3(body, head)
-
-
-@pytest.mark.parametrize("name", ["mobilenet", "densenet", "deeplab"])
-def test_torchvision_networks_compute_the_same(name):
-    torch.manual_seed(0)
-    network = trained(small_torchvision_network(name)).double()
-    x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
-    reference, state = copy.deepcopy(network), state_of(network)
-    _, report = converted(to_inplace, network, relu_slope=0.01, example=x)
-    assert report.replaced and state_of(network) == state
-    twin = to_standard(copy.deepcopy(network))
-    assert not any(isinstance(module, InPlaceABN) for module in twin.modules())
-    reference = with_leaky_relus(reference, list(report.replaced))
-    assert_same_function(twin, copy.deepcopy(reference), x)
-    assert_same_function(network, reference, x)
 
 
 class Network(nn.Module):
@@ -242,16 +212,6 @@ def test_a_norm_without_activation_is_replaced_where_that_saves_memory():
         assert bool(report.replaced) == bool(saved)
         forced.norm = InPlaceABN(C, activation="identity")
         assert before - len(kept_maps(eagerly(forced), x)) == saved
-
-
-def test_a_bottleneck_keeps_less_and_its_report_can_be_read():
-    """Of x and the inputs and outputs of three norms with activations, the two replaced norms drop their inputs."""
-    network, x = Bottleneck(4 * C, C), torch.randn(2, 4 * C, 6, 6)
-    assert len(kept_maps(network, x)) == 1 + 6
-    _, report = converted(to_inplace, network, relu_slope=0.01, example=x)
-    assert len(kept_maps(eagerly(network), x)) == 1 + 4
-    assert isinstance(report, Report)
-    assert str(report).splitlines()[1:3] == ["  2 x BatchNorm2d + ReLU -> InPlaceABN(leaky_relu)", "      bn1, bn2"]
 
 
 class Careless(nn.Module):
@@ -463,27 +423,22 @@ def test_layers_of_ours_are_replaced_as_without_an_example():
     assert list(report.replaced) == ["0", "1"] and "cannot be inverted" in report.kept["2"]
 
 
-normalised = nn.BatchNorm2d.forward
-
-
-def all_three(norm: nn.Module, x: Tensor) -> Tensor:
-    return norm.act(norm.drop(normalised(norm, x)))
-
-
 class BatchNormAct(nn.BatchNorm2d):
-    """Norm, drop and activation under timm's names; `compute` is the forward pass."""
+    """As timm's `BatchNormAct2d`."""
 
-    def __init__(self, act: nn.Module, drop: nn.Module | None = None, compute: Callable = all_three):
+    def __init__(self, act: nn.Module, drop: nn.Module | None = None):
         super().__init__(C)
-        self.drop, self.act, self.compute = drop or nn.Identity(), act, compute
+        self.drop, self.act = drop or nn.Identity(), act
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self, x)
+        return self.act(self.drop(super().forward(x)))
 
 
-def with_batch_statistics(norm: BatchNormAct, x: Tensor) -> Tensor:
-    buffers = norm.running_mean.clone(), norm.running_var.clone()
-    return norm.act(F.batch_norm(x, *buffers, norm.weight, norm.bias, True))
+class Lookalike(BatchNormAct):
+    pass
+
+
+BatchNormAct.__module__, BatchNormAct.__qualname__ = "timm.layers.norm_act", "BatchNormAct2d"
 
 
 def with_norm_act(norm: nn.Module) -> nn.Module:
@@ -503,13 +458,8 @@ def test_a_batch_norm_with_an_activation_of_its_own(activation):
     assert_same_function(network, reference, x)
 
 
-UNSEEN = "not seen to be just the norm"
 ONLY_ALIKE = {
-    "doubled": (BatchNormAct(act(), compute=lambda norm, x: norm.act(2 * normalised(norm, x))), UNSEEN),
-    "clamped": (BatchNormAct(act(), compute=lambda norm, x: norm.act(normalised(norm, x).clamp(-100, 100))), UNSEEN),
-    "without its statistics": (BatchNormAct(act(), compute=with_batch_statistics), UNSEEN),
-    "norm last": (BatchNormAct(act(), compute=lambda norm, x: normalised(norm, norm.act(x))), UNSEEN),
-    "activation not called": (BatchNormAct(act(), compute=normalised), UNSEEN),
+    "another class": (Lookalike(act()), "it is a subclass"),
     "relu": (BatchNormAct(nn.ReLU()), "a ReLU cannot be inverted"),
     "silu": (BatchNormAct(nn.SiLU()), "it includes SiLU"),
     "dropout": (BatchNormAct(act(), nn.Dropout(0.0)), "it is a subclass"),

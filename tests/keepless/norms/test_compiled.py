@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from keepless import CheckpointedABN, InPlaceABN, recompute_activations, report
-from keepless.norms.activations import INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends import compiled as compiled_backend
+from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends.compiled import CompiledBackend, compiler_available
 from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
 from tests.backend_cases import EAGER, assert_backward, assert_forward, assert_pieces, case, keep, need_a_compiler

@@ -1,7 +1,6 @@
 """The layers in real training code: whole networks, recomputation, copies, compilation, shortcuts."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,29 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from keepless import ABN, recompute_activations
+from keepless import recompute_activations
 from keepless.saved import kept_bytes, saved_for_backward
 from models.blocks import IdentityResidualBlock
-from models.bodies import resnext101
-from models.heads import DeepLabV3
-from models.segmentation import SegmentationNetwork
-from tests.backend_cases import need_a_compiler
 from tests.norms import CHECKPOINTED, STRATEGIES
-
-SAVING = [name for name in STRATEGIES if name != "std"]
-
-
-def images(size: int = 32) -> torch.Tensor:
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-
-def segmentation_network(norm_act) -> nn.Module:
-    torch.manual_seed(0)
-    body = resnext101(
-        norm_act, output_stride=8, structure=(1, 2, 1, 1), groups=2, base_channels=(8, 8, 16), stem_channels=8
-    )
-    network = SegmentationNetwork(body, DeepLabV3(body.out_channels, 8, (2, 4), norm_act=norm_act), 3).double()
-    return recompute_activations(network, checkpointed_only=True)
 
 
 def block(norm_act) -> nn.Module:
@@ -48,28 +28,11 @@ def gradients(network: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
 assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
 
 
-def assert_same_gradients(network: nn.Module, standard: nn.Module) -> None:
-    """Up to rounding, relative to the largest."""
-    expected = gradients(standard, images())
-    largest = max(gradient.abs().max().item() for gradient in expected)
-    assert_close(gradients(network, images()), expected, atol=1e-10 * largest)
-
-
-@pytest.mark.parametrize("strategy", SAVING)
-def test_whole_networks_have_the_gradients_and_statistics_of_standard(strategy):
-    standard, network = segmentation_network(ABN), segmentation_network(STRATEGIES[strategy])
-    assert_same_gradients(network, standard)
-    assert list(network.state_dict()) == list(standard.state_dict())
-    assert_close([*network.state_dict().values()], [*standard.state_dict().values()], rtol=1e-10)
-
-
 def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
     return kept_bytes(network, lambda: network(inputs), ())
 
 
 READERS = {
-    "block": lambda network, z: network.conv(z),
-    "projection": lambda network, z: network.conv(z) + network.other(z),
     "two readers": lambda network, z: network.conv(z) * z.sum(),
     "stacked": lambda network, z: network.conv(network.second(z)),
 }
@@ -79,7 +42,7 @@ READERS = {
 @pytest.mark.parametrize("kind", READERS)
 def test_nothing_keeps_the_output_of_a_checkpointed_layer(strategy, kind):
     network, outputs = nn.ModuleDict({"first": STRATEGIES[strategy](4), "second": STRATEGIES[strategy](4)}), []
-    network.update({"conv": nn.Conv2d(4, 4, 3, padding=1), "other": nn.Conv2d(4, 4, 1)})
+    network["conv"] = nn.Conv2d(4, 4, 3, padding=1)
     network.forward = lambda x: READERS[kind](network, network.first(x))
     for norm in (network.first, network.second):
         norm.register_forward_hook(lambda norm, args, z: outputs.append(z.untyped_storage()))
@@ -92,15 +55,10 @@ def test_nothing_keeps_the_output_of_a_checkpointed_layer(strategy, kind):
         network.eval()  # as in fine-tuning
 
 
-class NormAndConvolution(nn.Sequential):
-    """With functions of the norm's output, and of the convolution's."""
-
-    def __init__(self, norm: nn.Module, between):
-        super().__init__(norm, nn.Conv2d(4, 4, 3))
-        self.between, self.after = between, lambda y: y
-
-    def forward(self, x):
-        return self.after(self[1](self.between(self[0](x))))
+class Changed(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.forward = change
 
 
 def clamp_detached(z: torch.Tensor) -> torch.Tensor:
@@ -108,35 +66,17 @@ def clamp_detached(z: torch.Tensor) -> torch.Tensor:
     return z
 
 
-double_unseen = torch.no_grad()(lambda z: z.mul_(2))
-
-
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
-def test_an_output_changed_in_place_is_never_recomputed_wrongly(strategy):
-    """Dropout, activations and sums often write over a norm's output."""
-    networks = []
-    for norm in (ABN, STRATEGIES[strategy]):
-        torch.manual_seed(0)
-        networks.append(NormAndConvolution(norm(4, activation="identity"), lambda z: z.mul_(2)).double())
-    standard, network = networks
-    recompute_activations(network, checkpointed_only=True)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    assert_close(gradients(network, x), gradients(standard, x))
-    network.after = lambda y: (y.square(), y.mul_(2))[0]  # the square keeps y, before it changes
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        gradients(network, x)
-
-
-@pytest.mark.parametrize("strategy", CHECKPOINTED)
-@pytest.mark.parametrize("change", [clamp_detached, double_unseen])
-def test_an_output_changed_behind_autograd_s_back_is_kept_as_it_is(strategy, change):
-    network = NormAndConvolution(STRATEGIES[strategy](4), change).double()
+@pytest.mark.parametrize("change", [lambda z: z.mul_(2), clamp_detached, torch.no_grad()(lambda z: z.mul_(2))])
+def test_an_output_changed_in_place_is_never_recomputed_wrongly(strategy, change):
+    """Dropout, activations and sums often write over a norm's output, with or without autograd's knowledge."""
+    network = nn.Sequential(STRATEGIES[strategy](4), Changed(change), nn.Conv2d(4, 4, 3)).double()
     recompute_activations(network, checkpointed_only=True)
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     output = network(x)
     z = change(F.leaky_relu(F.batch_norm(x, None, None, training=True), 0.01))
     dz = torch.randn_like(output)
-    (ours,) = torch.autograd.grad(output, network[1].weight, dz)
+    (ours,) = torch.autograd.grad(output, network[2].weight, dz)
     assert_close(ours, nn.grad.conv2d_weight(z, ours.shape, dz))
 
 
@@ -164,32 +104,6 @@ def test_compiles_to_one_graph_that_keeps_no_more(strategy):
     if strategy not in CHECKPOINTED:
         vectors = 2 * 8 * x.itemsize  # two of 8 channels, which older compilers keep
         assert activation_bytes(compiled, x) <= activation_bytes(network, x) + vectors
-
-
-def as_inductor_divides_it(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-    """Inductor's graphs of the forward and the backward pass, run by PyTorch's operators: C++ compiles for seconds."""
-    from functorch.compile import make_boxed_func  # here, because they take seconds to import
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(graph, inputs, inner_compile=lambda part, inputs, **options: make_boxed_func(part.forward))
-
-
-@pytest.mark.parametrize("strategy", ["std", "inplace"])
-@pytest.mark.parametrize("backend", [as_inductor_divides_it, pytest.param("inductor", marks=pytest.mark.slow)])
-def test_inductor_keeps_no_more_activations(strategy, backend):
-    """It may also keep copies of convolution weights in another layout, which are far smaller here."""
-    if backend == "inductor":
-        need_a_compiler()
-    torch._dynamo.reset()
-    network = block(STRATEGIES[strategy]).float()
-    x = torch.randn(2, 4, 16, 16)
-
-    def kept(forward) -> int:
-        _, saved = saved_for_backward(lambda: forward(x))
-        sizes = [tensor.untyped_storage().nbytes() for tensor in saved]
-        return sum(size for size in sizes if size >= x.nbytes)
-
-    assert 0 < kept(torch.compile(network, fullgraph=True, backend=backend)) <= kept(network)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -9,7 +9,7 @@ import re
 import subprocess
 from collections import defaultdict, namedtuple
 from functools import partial
-from itertools import cycle, product
+from itertools import cycle
 
 import pytest
 import torch
@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from keepless import InPlaceABN  # noqa: E402
 from keepless.norms import backends
-from keepless.norms.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
+from keepless.norms.backends.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
-from models.bodies import resnext101, wider_resnet38, wider_resnet38_a2
-from models.heads import DeepLabV3
 from tests.backend_cases import (
     EAGER,
     PARAMS,
@@ -92,9 +90,9 @@ def many_parts(device, copies, monkeypatch):
     module = copies[device]
     monkeypatch.setattr(module, "BYTES_PER_THREAD", 4)
     monkeypatch.setattr(module, "_processors", lambda device: 2)
-    module.plan.cache_clear()
+    module.tiling.cache_clear()
     yield
-    module.plan.cache_clear()
+    module.tiling.cache_clear()
 
 
 def test_every_activation_in_one_and_in_pieces(backend, device, many_parts):
@@ -126,32 +124,22 @@ def test_half_precision_tensors_with_float32_vectors(backend, device, activation
         ((1, 1, 7, 4), CHANNELS_LAST),
         ((3, 2, 5, 1, 2), CONTIGUOUS),
         ((2, 5, 2, 3, 3), torch.channels_last_3d),
-    ],
-    ids=str,
-)
-def test_shapes(backend, device, many_parts, shape, memory_format):
-    """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
-    example = case(shape, device, memory_format=memory_format)
-    assert_forward(backend, example)
-    assert_backward(backend, example, keep(example, "z", eps=0.1))  # a variance of 0 must not amplify rounding
-
-
-@pytest.mark.parametrize(
-    "shape, memory_format",
-    [
+        # Several parts of several tiles
         ((5, 2, 3, 43), CONTIGUOUS),  # several tiles in L, the second almost empty
         ((21, 2, 3, 13), CONTIGUOUS),  # several in N, a ragged one in both
         ((700, 3), CONTIGUOUS),
         ((3, 20, 5, 11), CHANNELS_LAST),
     ],
+    ids=str,
 )
-def test_several_parts(backend, device, copies, many_parts, shape, memory_format):
-    example = case(shape, device, memory_format=memory_format, seed=1)
+def test_shapes(backend, device, copies, many_parts, shape, memory_format):
+    """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
+    example = case(shape, device, memory_format=memory_format)
     for reads in (1, 2):
-        plan = copies[device]._plan_for(example.x, reads)
-        assert plan.parts > 1 and plan.tiles_per_part > 1
+        tiling = copies[device]._tiling_of(example.x, reads)
+        assert example.x.numel() < 1000 or min(tiling.parts, tiling.tiles_per_part) > 1
     assert_forward(backend, example)
-    assert_pieces(backend, example, keep(example, "z"))
+    assert_pieces(backend, example, keep(example, "z", eps=0.1))  # a variance of 0 must not amplify rounding
     assert_moments(backend, example.x, 1e-5)
 
 
@@ -311,7 +299,7 @@ SHARED_MEMORY = {80: 164 << 10, 90: 228 << 10}  # bytes of a multiprocessor, of 
 
 
 Binary = namedtuple("Binary", "registers spilled shared ptx")  # spilled: bytes a thread; shared: bytes a program
-Compiled = namedtuple("Compiled", "name plan architecture binary")
+Compiled = namedtuple("Compiled", "name tiling architecture binary")
 
 
 class Compiler:
@@ -377,7 +365,7 @@ def compile_for(monkeypatch, tmp_path):
 
     def compile_all(shape, dtype, memory_format, activation, kept, architecture) -> list[Compiled]:
         monkeypatch.setattr(triton_kernels, "_processors", lambda device: PROCESSORS[architecture])
-        triton_kernels.plan.cache_clear()
+        triton_kernels.tiling.cache_clear()
         launches.clear()
         x = torch.empty(shape, dtype=dtype, device="meta").contiguous(memory_format=memory_format)
         vectors = [torch.empty(shape[1], device="meta") for _ in range(5)]
@@ -385,17 +373,19 @@ def compile_for(monkeypatch, tmp_path):
         backend = triton_kernels.TritonBackend()
         backend.forward(x, Affine(*vectors[:2], phi), 1e-5, Running(*vectors[2:4], 0.1))
         backend.backward(BackwardInputs(x, kept == "z", *vectors, phi), torch.empty_like(x))
-        plans = [triton_kernels._plan_for(x, reads) for reads in (1, 1, 2, 2)]
+        tilings = [triton_kernels._tiling_of(x, reads) for reads in (1, 1, 2, 2)]
         compiled = [
-            Compiled(kernel.__name__, plan, architecture, compiler.compile(kernel, architecture, arguments, **options))
-            for plan, (kernel, arguments, options) in zip(plans, launches, strict=True)
+            Compiled(
+                kernel.__name__, tiling, architecture, compiler.compile(kernel, architecture, arguments, **options)
+            )
+            for tiling, (kernel, arguments, options) in zip(tilings, launches, strict=True)
         ]
         names = ["_partial_moments_kernel", "_normalise_kernel", "_partial_sums_kernel", "_input_gradient_kernel"]
         assert [kernel.name for kernel in compiled] == names
         return compiled
 
     yield compile_all
-    triton_kernels.plan.cache_clear()
+    triton_kernels.tiling.cache_clear()
 
 
 def assert_wide(compiled: list[Compiled], vector: str) -> None:
@@ -408,14 +398,14 @@ def assert_wide(compiled: list[Compiled], vector: str) -> None:
 
 
 def assert_resident(compiled: list[Compiled], spilled: int = 0) -> None:
-    """A multiprocessor holds the programs that the plan counts on, and a thread spills at most `spilled` bytes.
+    """A multiprocessor holds the programs that the tiling counts on, and a thread spills at most `spilled` bytes.
 
     Registers are allocated to warps by 256, which is 8 per thread. (At 64 registers ptxas may spill a word or two more,
     of those that only the beginning and the end of a program need.)
     """
     for kernel in compiled:
-        name = f"{kernel.name}, sm_{kernel.architecture}, {kernel.plan}"
-        resident, threads, binary = kernel.plan.resident, 32 * kernel.plan.num_warps, kernel.binary
+        name = f"{kernel.name}, sm_{kernel.architecture}, {kernel.tiling}"
+        resident, threads, binary = kernel.tiling.resident, 32 * kernel.tiling.num_warps, kernel.binary
         registers = -(-binary.registers // 8) * 8
         assert binary.spilled <= max(spilled, 8 if registers == 64 else 0), f"{binary.spilled} bytes spilled: {name}"
         assert resident * threads * registers <= 65536, f"{registers} registers: {name}"
@@ -440,38 +430,6 @@ def test_compiles_to_wide_loads_without_spills(compile_for, architecture, shape,
     if vector:
         assert_wide(compiled, vector)
     assert_resident(compiled)
-
-
-def network_shapes() -> list[torch.Size]:
-    """Inputs of all norms: 32 images of 224 pixels through the classifiers, 4 crops through the segmentation networks.
-
-    Crops of 872 pixels are the paper's, 512 are the default for Cityscapes.
-    """
-    seen: set[torch.Size] = set()
-
-    class Norm(nn.Identity):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.add(x.shape)
-            return x * 1
-
-    with torch.device("meta"):
-        for body in (resnext101, wider_resnet38):
-            body(Norm)(torch.empty(32, 3, 224, 224))
-        for body, output_stride in product((resnext101, wider_resnet38_a2), (8, 16)):
-            features = body(Norm, output_stride=output_stride)
-            head = DeepLabV3(features.out_channels, norm_act=Norm)
-            for side in (872, 512):
-                head(features(torch.empty(4, 3, side, side)))
-    return sorted(seen)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_the_programs_of_both_networks_are_resident(compile_for, architecture, dtype, memory_format):
-    for shape, kept in product(network_shapes(), ("z", "x")):
-        assert_resident(compile_for(shape, dtype, memory_format, "leaky_relu", kept, architecture))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 40, 40), (64, 1, 1, 1), (1, 40, 1, 1), (2, 40, 7, 7)])

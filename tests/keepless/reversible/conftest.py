@@ -2,7 +2,10 @@
 
 import pytest
 
+from keepless import checking_repetitions
+
 
 @pytest.fixture(autouse=True)
-def always(checks):
-    pass
+def checks():
+    with checking_repetitions():
+        yield

@@ -1,6 +1,6 @@
 """Reversible modules compute the same gradients as stored activations, in float64, and keep only their last output.
 
-Each test of a defect of MemCNN says which.
+Arguments have MemCNN's names. Each test of a defect of MemCNN says which.
 """
 
 import copy
@@ -51,7 +51,7 @@ def branch(channels=4, norm=InPlaceABN, out=None, dropout=0.0) -> nn.Sequential:
 
 
 def additive(norm=InPlaceABN, dropout=0.0) -> AdditiveCoupling:
-    return AdditiveCoupling(branch(norm=norm, dropout=dropout), branch(norm=norm, dropout=dropout))
+    return AdditiveCoupling(Fm=branch(norm=norm, dropout=dropout), Gm=branch(norm=norm, dropout=dropout))
 
 
 def affine(norm=InPlaceABN, dropout=0.0) -> AffineCoupling:
@@ -91,7 +91,7 @@ COUPLINGS = {"additive": additive, "affine": affine, "sigmoid": sigmoid, "scaled
 
 
 def wrapped(blocks, **options) -> nn.Sequential:
-    return nn.Sequential(*(InvertibleModuleWrapper(block, **options) for block in blocks))
+    return nn.Sequential(*(InvertibleModuleWrapper(fn=block, num_bwd_passes=2, **options) for block in blocks))
 
 
 FORMS = {
@@ -526,8 +526,8 @@ class Moody(nn.Module):
 @pytest.mark.parametrize(
     "saved, message", [([[2], [3]], "at first"), ([[2], [2, 2]], "more tensors"), ([[2, 2], [2]], "fewer tensors")]
 )
-def test_a_branch_that_saves_something_else_is_named(saved, message, monkeypatch):
-    monkeypatch.setattr(checks._mode, "checks", False)
+def test_a_branch_that_saves_something_else_is_named(saved, message):
+    checks._enabled.set(False)  # the fixture resets it
     coupling = InvertibleModuleWrapper(AdditiveCoupling(Moody(saved), nn.Identity()))
     with pytest.raises(RuntimeError, match=f"something else when.*{message}"):
         coupling(IMAGES.clone().requires_grad_()).sum().backward()
@@ -539,7 +539,7 @@ def test_trying_whether_a_module_is_invertible_changes_nothing():
 
     module, dropping = additive(norm=nn.BatchNorm2d), additive(dropout=0.5)
     before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
-    assert is_invertible_module(module, (2, 8, 4, 4), atol=1e-5)
+    assert is_invertible_module(module_in=module, test_input_shape=(2, 8, 4, 4), atol=1e-5, random_seed=7)
     assert not is_invertible_module(dropping, (2, 8, 4, 4))  # its inverse draws in another order
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)

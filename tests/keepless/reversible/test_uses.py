@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm
 
 from keepless import ABN, AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence
 from keepless.reversible.compiled import is_compilable
@@ -221,15 +220,6 @@ def test_modes_and_statistics_that_change_before_the_backward_pass(norm):
         assert all(module.training for module in network.modules())
 
     assert_same_use(use, ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks))
-
-
-def test_buffers_that_the_forward_pass_moves():
-    """Spectral norm takes a step of its power iteration in every forward pass: the repetition starts where it did."""
-    convolutions = [spectral_norm(nn.Conv2d(4, 4, 3, padding=1)) for _ in range(3)]
-    blocks = made(*(AdditiveCoupling(nn.Sequential(conv, nn.Tanh())) for conv in convolutions))
-    plain, network = copy.deepcopy(nn.Sequential(*blocks)), ReversibleSequence(blocks)
-    for _ in range(2):
-        assert_same(step(network, IMAGES), step(plain, IMAGES))
 
 
 class Rounded(nn.Module):

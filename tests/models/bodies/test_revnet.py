@@ -8,15 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from keepless import ABN, CheckpointedABN, InPlaceABN
+from keepless import ABN, CheckpointedABN, InPlaceABN, checking_repetitions
 from models.bodies import RevNet, revnet38_cifar
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit
 from models.initialisation import initialise_truncated
-from models.package import package_abn
-
-pytestmark = pytest.mark.usefixtures("checks")
+from models.released_norm import released_abn
 
 RELU = partial(ABN, activation="relu", eps=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def checks():
+    with checking_repetitions():
+        yield
 
 
 def bn_relu(x, norm):
@@ -104,7 +108,7 @@ def test_reversible_networks_have_the_gradients_of_stored_ones(options, norm):
 def test_the_released_package_s_norms_fit_reversible_units():
     """They get a copy to write over, and their running statistics move once a step."""
     pytest.importorskip("inplace_abn")
-    assert_equal_to_stored(partial(package_abn(), activation="leaky_relu"), BOTTLENECKS)
+    assert_equal_to_stored(partial(released_abn(), activation="leaky_relu"), BOTTLENECKS)
 
 
 def test_streams_are_float32_under_autocast():

@@ -11,7 +11,7 @@ from scripts.evidence.methods import Measured, NetworksArguments
 
 
 def measured(name: str, run: Callable[[DictConfig], Path], folder: Path, *overrides: str) -> tuple[dict, str]:
-    """The record of `python -m scripts.NAME OVERRIDES` and its page.
+    """The record of `python -m scripts.evidence.NAME OVERRIDES` and its page.
 
     The page is made from the record alone, and neither says where the files lie.
     """

@@ -14,14 +14,12 @@ import torch
 
 from engine.configuration.command_line import composed
 from keepless.saved import saved_for_backward
-from scripts.evidence import networks, training
-from scripts.evidence.abn import measurement as abn
-from scripts.evidence.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of
-from scripts.evidence.loader import measurement as loader
+from scripts.evidence import abn, loader, networks, training
+from scripts.evidence.frame import command_line, interleaved, longer, ratio_of
 from scripts.evidence.measuring import Elsewhere, peak_bytes
 from tests.runs import REPOSITORY
 
-RUN = {"bench_abn": abn.run, "bench_loader": loader.run, "bench_training": training.run, "bench_networks": networks.run}
+RUN = {"abn": abn.run, "loader": loader.run, "training": training.run, "networks": networks.run}
 
 
 def test_every_round_calls_every_timer_once_in_a_new_order():
@@ -39,14 +37,7 @@ def test_ratios_are_taken_within_a_round():
     ratio = ratio_of([4.0, 20.0, 100.0], [1.0, 10.0, 5.0])
     assert ratio == (4.0, 3.0, 12.0) and f"{ratio:.1f}" == "4.0 (3.0 – 12.0)"
     assert ratio_of([3.0], [2.0]) == (1.5, 1.5, 1.5)
-
-
-def test_a_target_is_judged_by_its_worst_value():
-    assert judged("a", "0.8", {}, at_most=0.8).verdict == NOT_MEASURED
-    assert judged("a", "0.8", {"x": 0.8}, at_most=0.8)[2:4] == ("0.80 (x)", PASS)
-    assert judged("a", "0.8", {"x": 0.8}, below=0.8).verdict == MISS
-    assert judged("a", "0.8", {"x": 0.79, "y": 0.81}, at_most=0.8)[2:4] == ("0.79 – 0.81, 1 of 2; worst y", MISS)
-    assert judged("a", "0.8", {"x": 0.79, "y": 0.81}, at_least=0.8)[2:4] == ("0.79 – 0.81, 1 of 2; worst x", MISS)
+    assert longer({"a": 1.004, "b": 1.2, "c": 0.9}) == "b (1.20)" and longer({}) == "none"
 
 
 CALLS_A_BUSY_PROCESS = """
@@ -111,7 +102,6 @@ def test_objects_elsewhere_answer_fail_and_end():
 def test_the_command_line_says_what_is_not_the_default():
     for name, arguments, options in (
         ("abn", abn.AbnArguments(device="cpu", dtypes=["bfloat16"], rounds=3), "dtypes=[bfloat16] rounds=3"),
-        ("loader", loader.LoaderArguments(png_size=[64, 96]), "png_size=[64,96]"),
         ("training", training.TrainingArguments(recipe=None, parts=["compile"]), "recipe=null parts=[compile]"),
         (
             "networks",
@@ -119,15 +109,14 @@ def test_the_command_line_says_what_is_not_the_default():
             "only=[resnet18,timm/densenet121]",
         ),
     ):
-        name = f"bench_{name}"
         command = command_line(name, arguments)
-        assert command == f"python -m scripts.{name} {options} out=FILE.json"
+        assert command == f"python -m scripts.evidence.{name} {options} out=FILE.json"
         values = composed(name, *command.split()[3:])
         assert all(values[key] == value for key, value in vars(arguments).items() if key != "out")
 
 
 IMPOSSIBLE = {  # {benchmark: {options: message}}
-    "bench_abn": {
+    "abn": {
         "device=tpu": "device=tpu: expected one of cpu, cuda",
         "device=cuda": "PyTorch sees no CUDA device",
         "dtypes=[float16]": "expected some of float32, bfloat16",
@@ -140,12 +129,12 @@ IMPOSSIBLE = {  # {benchmark: {options: message}}
         "out=???": "out has no value",
         "measure=false": "does not exist",
     },
-    "bench_loader": {"rounds=0": "rounds", "png_size=[8,8]": "png_size"},
-    "bench_training": {
+    "loader": {"rounds=0": "rounds", "png_size=[8,8]": "png_size"},
+    "training": {
         "device=cuda": "PyTorch sees no CUDA device",
         "parts=[all]": "parts=.*some of overhead, switches, data, norms, allocation, recompute, compile",
     },
-    "bench_networks": {
+    "networks": {
         "device=cuda": "PyTorch sees no CUDA device",
         "images=1": "images=1: expected 2 or more",
         "only=[resnet51]": "only=resnet51: .* nearest names are resnet50, ",

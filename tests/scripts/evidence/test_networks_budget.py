@@ -1,4 +1,4 @@
-"""The benchmark of byte budgets: what it measures, how it resumes and judges. No test asserts a time."""
+"""The benchmark of byte budgets: what it measures, and how it resumes. No test asserts a time."""
 
 import json
 
@@ -8,9 +8,8 @@ from torch import nn
 from engine.configuration.command_line import composed
 from keepless.budget import search
 from scripts.evidence import methods, networks_budget
-from scripts.evidence.frame import MISS, PASS
 from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED
-from scripts.evidence.networks_budget import AS_BLOCKS, IN_TIME_OF_BLOCKS, pictures, targets
+from scripts.evidence.networks_budget import AS_BLOCKS, IN_TIME_OF_BLOCKS, pictures
 from tests.scripts.evidence import records
 from tests.scripts.evidence.records import measured
 
@@ -29,7 +28,7 @@ def here(monkeypatch):
 def test_plans_are_measured_beside_the_rivals(here, tmp_path):
     """Bytes as planned and gradients to the bit, in a whole run; the same command then measures nothing again."""
     options = ["rounds=1", "images=2", "image_size=64", "compiler=null", f"only=[{SMALL},{FAILS}]"]
-    result, text = measured("bench_budget", networks_budget.run, tmp_path, *options)
+    result, text = measured("networks_budget", networks_budget.run, tmp_path, *options)
     rows = {row["method"]: row for row in result["rows"]}
     assert [*rows][:3] == [PLAIN, RECOMPUTED, BLOCKS] and {AS_BLOCKS, IN_TIME_OF_BLOCKS} <= rows.keys()
     plans = [row for row in rows.values() if "planned_bytes" in row]
@@ -39,17 +38,18 @@ def test_plans_are_measured_beside_the_rivals(here, tmp_path):
         assert row["budget"] is None or row["peak_bytes"] <= 1.03 * row["budget"]
     (entry,) = result["left_out"]
     assert entry["network"] == FAILS and f"- {FAILS}, {methods.ALL}: failed: " in text
-    verdicts = {target.about: target.verdict for target in targets(result)}
-    assert verdicts["measured peak from the planned one"] == verdicts["measured peak to the budget"] == PASS
+    assert (
+        f"- {len(plans)} plans: measured peaks are within " in text and "- With the peak of the checkpoints, a" in text
+    )
     assert "| squeezenet1_1 | plain |" in text and list(pictures(result)) == [""]
     before = (tmp_path / "record.json").read_bytes()
-    networks_budget.run(composed("bench_budget", f"out={tmp_path / 'record.json'}", *options))
+    networks_budget.run(composed("networks_budget", f"out={tmp_path / 'record.json'}", *options))
     assert json.loads(before)["rows"] == json.loads((tmp_path / "record.json").read_bytes())["rows"]
 
 
 def test_networks_without_plans_are_refused_and_no_picture_is_drawn_of_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"only=\['frozen/resnet50'\]: frozen networks are not measured"):
-        networks_budget.run(composed("bench_budget", f"out={tmp_path / 'a.json'}", "only=[frozen/resnet50]"))
+        networks_budget.run(composed("networks_budget", f"out={tmp_path / 'a.json'}", "only=[frozen/resnet50]"))
     assert pictures({"rows": []}) == {}
 
 
@@ -63,13 +63,6 @@ def test_a_rival_that_fails_leaves_the_others(here, monkeypatch, tmp_path):
 
     monkeypatch.setattr(methods, "forward_of", failing)
     options = ["rounds=1", "images=2", "image_size=64", "compiler=null", f"only=[{SMALL}]"]
-    result, _ = measured("bench_budget", networks_budget.run, tmp_path, *options)
+    result, _ = measured("networks_budget", networks_budget.run, tmp_path, *options)
     assert [entry["method"] for entry in result["left_out"]] == [BLOCKS]
     assert {PLAIN, RECOMPUTED, "the least"} <= {row["method"] for row in result["rows"]}
-
-
-def test_targets_are_missed_by_one_plan_above_its_budget():
-    row = {"network": SMALL, "times_ms": [1.0], "peak_bytes": 100}
-    plan = row | {"method": "60% of plain", "budget": 60, "planned_bytes": 60, "deviation": 0.0, "peak_bytes": 63}
-    verdicts = [target.verdict for target in targets({"rows": [row | {"method": PLAIN}, plan]})]
-    assert verdicts == [PASS, MISS, MISS]

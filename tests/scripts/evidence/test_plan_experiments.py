@@ -6,8 +6,9 @@ import re
 import pytest
 
 from engine.schema.memory import Memory
-from scripts.evidence import papers, plan_experiments
+from scripts.evidence import plan_experiments
 from scripts.evidence.plan_experiments import crops_on
+from scripts.reports import papers
 from tests.runs import REPOSITORY
 
 RECORD = json.loads((REPOSITORY / "docs" / "results" / "memory_plan.json").read_text())

@@ -1,8 +1,7 @@
-"""The benchmark of reversible networks: what it counts and how it judges. No test asserts a time."""
+"""The benchmark of reversible networks: what it counts. No test asserts a time."""
 
 import json
 import math
-import re
 from functools import partial
 
 import pytest
@@ -14,9 +13,7 @@ from engine.checkpoint import files as checkpoint
 from engine.configuration.config import plain
 from keepless import InPlaceABN
 from models import bodies
-from scripts.evidence import reconstruction_error, restored_gradients, reversible, reversible_costs
-from scripts.evidence.frame import MISS, PASS
-from scripts.evidence.reversible import targets
+from scripts.evidence import reconstruction_error, reversible, reversible_costs
 from scripts.evidence.reversible_costs import PUBLISHED, activations, angle, bytes_per_pixel, variants
 from tests.bodies import SMALL_BODIES, small_revnet
 from tests.datasets.classification_trees import cifar10_python
@@ -39,7 +36,7 @@ def test_table_1_counts_what_theory_says_and_the_page_shows_it(monkeypatch, tmp_
         reversible_costs, "segmentation", lambda: [{"case": case, "bytes_per_pixel": 10} for case in CASES]
     )
     options = ["rounds=1", "images=2", "crop_size=32", "parts=[steps,depths,segmentation]"]
-    result, text = measured("bench_reversible", reversible.run, tmp_path, *options)
+    result, text = measured("reversible", reversible.run, tmp_path, *options)
 
     rows = {(row["units"], row["method"]): row for row in result["depths"]}
     state = 4 * 32 * 16 * 16 * 4  # bytes of a unit's output
@@ -59,7 +56,6 @@ def test_table_1_counts_what_theory_says_and_the_page_shows_it(monkeypatch, tmp_
     assert {row["variant"] for row in result["steps"]} == variants and len(result["steps"]) == 8 * len(variants)
     flops = {row["variant"]: row["flops"] for row in result["steps"]}
     assert flops[reversible_costs.FORWARD] < flops["stored"] < flops["once"] < flops["twice"]
-    assert re.search(r"\| operations, once to stored \| at most 1.34 \| 1.\d\d \| reached \|", text)
     assert "RevNet-104, inplace, reversible, bfloat16" in text
 
 
@@ -77,15 +73,6 @@ def test_kept_bytes_are_those_of_the_record(networks, monkeypatch):
     for dtype, expected in (("float32", 900), ("bfloat16", 756)):
         row = bytes_per_pixel("RevNet-104", bodies.revnet104, "inplace", dtype, True)
         assert row in recorded["segmentation"] and row["bytes_per_pixel"] == expected
-
-
-def test_targets_are_judged():
-    recorded = json.loads(RECORD.read_text())
-    assert {target.verdict for target in targets(recorded)} <= {PASS, MISS} and len(targets(recorded)) == 6
-    for row in recorded["steps"]:
-        if row["variant"] == "once":
-            row["flops"] *= 1.1
-    assert targets(recorded)[0].verdict == MISS
 
 
 def test_the_three_variants_have_the_same_gradients():
@@ -134,7 +121,7 @@ def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(tmp_path):
 
     keep("a.pt", 7, "cifar10_revnet38")
     keep("b.pt", 0, "cifar10_revnet38")
-    result, text = measured("restored_gradients", restored_gradients.run, tmp_path, *options)
+    result, text = measured("reconstruction_error", reconstruction_error.run, tmp_path, *options)
     assert [row["step"] for row in result["rows"]] == [0, 7] and 0 < result["rows"][0]["angle"] < 1
     assert "at 2 steps of a training of 80,000 in float32" in text and "checkpoints=FOLDER" in text
     for name, step, message in (
@@ -143,4 +130,6 @@ def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(tmp_path):
     ):
         keep(name, step, "cifar10_resnet32")
         with pytest.raises(ValueError, match=message):
-            measured("restored_gradients", restored_gradients.run, tmp_path, *options)
+            measured("reconstruction_error", reconstruction_error.run, tmp_path, *options)
+    with pytest.raises(ValueError, match="steps=3 is of a training: leave it out, or checkpoints"):
+        measured("reconstruction_error", reconstruction_error.run, tmp_path, *options, "steps=3")

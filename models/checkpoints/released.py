@@ -1,0 +1,195 @@
+"""Checkpoints of the paper's authors: load them, and write their layout."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from keepless import from_released
+from keepless.norms.report import listed
+from models.checkpoints import torch_files
+from models.checkpoints.loading import Loaded, load_by_name
+from models.checkpoints.recognition import body_of, differences, recognised
+from models.checkpoints.released_files import released_file
+
+EPS = 1e-5  # of the released layers, in the variance and in the scale
+SCALES = ("released", "raw")
+PARTS = ("body", "head", "cls")  # of a segmentation file
+# In very old files a norm was a module with another one inside, "bn".
+OLD_LEVEL = re.compile(r"(^|\.)(bn\d*|bn_out|\w+_bn)\.bn\.")
+
+
+class ReleasedWeights(NamedTuple):
+    """The tensors of a released file under our names."""
+
+    tensors: dict[str, Tensor]  # values as in the file; of a segmentation network with the prefixes of its parts
+    scale: str  # "released": a norm's weight w stands for the scale |w| + eps; "raw": for w
+    remarks: tuple[str, ...]  # what the file is and why it has this scale
+
+    @property
+    def eps(self) -> float | None:
+        """The eps of norms whose scale is |weight| + eps; None if the weight is the scale."""
+        return EPS if self.scale == "released" else None
+
+    def converted(self) -> dict[str, Tensor]:
+        """The tensors with scales as our layers have them."""
+        return self.tensors if self.eps is None else from_released(self.tensors, self.eps)
+
+
+def load_released(network: nn.Module, path: str | Path, scale: str | None = None) -> Loaded:
+    """Load a released checkpoint of a classification or segmentation network; names and shapes must match.
+
+    Args:
+        network: a body of `models.bodies`, or a `SegmentationNetwork`, which takes the body of a classification file;
+            its norms are of any kind in `keepless`.
+        path: the file as downloaded. It is no archive, although it is called .pth.tar.
+        scale: "released": a norm's weight w stands for the scale |w| + eps, as in the release's in-place and
+            synchronised layers. "raw": for w, as in its standard layers. None: by the md5 if it is a file of the
+            release, otherwise "released". A file does not say which it holds.
+
+    Returns:
+        What matched, and which scale was taken and why.
+
+    Raises:
+        ValueError: the file cannot be read, is no released file, has another scale, or does not fit the network, which
+            is then unchanged.
+    """
+    path = Path(path)
+    file = weights_in(read(path, str(path)), path, str(path), scale, otherwise="released")
+    options = differences(file.tensors, network.state_dict())
+    advice = "Build the network that the file is of"
+    if options:
+        advice += f": {', '.join(f'{name}={value!r}' for name, value in options.items())}"
+    source = f"{path} (released)"
+    return load_by_name(network, file.converted(), source=source, name=str(path), advice=advice, remarks=file.remarks)
+
+
+def read(path: Path, name: str, advice: str | None = None) -> object:
+    """Read a released file; `name` is its name in messages. ValueError: see `torch_files.read`, with its `advice`."""
+    expected = "a checkpoint of the in-place ABN release as downloaded (not unpacked, although it is called .pth.tar)"
+    return torch_files.read(path, name, expected, advice or "download it again")
+
+
+def weights_in(
+    content: object,
+    path: Path,
+    name: str,
+    scale: str | None = None,
+    *,
+    otherwise: str | None = None,
+    key: str = "scale",
+) -> ReleasedWeights:
+    """Find the tensors in the content of a released file.
+
+    Args:
+        content: what `read` returned.
+        path: the file; the md5 says whether it is one of the release.
+        scale: as for `load_released`; None: by the md5.
+        otherwise: the scale of other files if `scale` is None.
+        name, key: of the file and of the argument `scale`, for messages.
+
+    Raises:
+        ValueError: the content has another layout, the scale is wrong, or it is not known.
+    """
+    if scale not in (None, *SCALES):
+        raise ValueError(f"{key}={scale}: expected one of {', '.join(SCALES)}")
+    tensors = _tensors(content, name)
+    entry = released_file(path)
+    if entry is not None and scale not in (None, entry.scale):
+        raise ValueError(f"{key}={scale} is wrong for {name}, {entry}; leave it out, or give {key}={entry.scale}")
+    taken = entry.scale if entry else scale or otherwise
+    if taken is None:
+        raise ValueError(
+            f"{name} is none of the released files, so its scales are not known: give {key}=released if it is of a "
+            f"network with the release's in-place or synchronised layers (scale |weight| + eps), or {key}=raw with "
+            f"its standard layers (scale weight)"
+        )
+    counted = [tensor for tensor in tensors if tensor.endswith("num_batches_tracked")]
+    if taken == "released" and counted:
+        raise ValueError(
+            f"{name} has {listed(counted)}, which the release's in-place layers lack: give {key}=raw if it is of a "
+            f"network with standard batch normalisation"
+        )
+    meaning = "|weight| + eps" if taken == "released" else "weight"
+    why = f"it is {entry}" if entry else f"as {key} says" if scale else "the default for other files"
+    remark = f"norms scale by {meaning} ({taken}): {why}"
+    remarks = (remark,) if entry else (remark, *torch_files.unchecked(path, name))
+    return ReleasedWeights(tensors, taken, remarks)
+
+
+def _tensors(content: object, name: str) -> dict[str, Tensor]:
+    """The tensors of either layout under our names. ValueError for another layout."""
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else content
+    if isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in PARTS):
+        state = {f"{part}.{key}": tensor for part in PARTS for key, tensor in _renamed(state[part]).items()}
+    elif isinstance(state, Mapping):
+        state = _renamed(state)
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        found = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
+        raise ValueError(
+            f"{name} does not have the layout of the release: expected a dictionary with state_dict, which holds "
+            f"tensors, or one dictionary for each of {', '.join(PARTS)}; found {found}"
+        )
+    try:
+        recognised(body_of(state))
+    except ValueError as error:
+        raise ValueError(f"{name} is not of a network of the release: {error}") from error
+    return state
+
+
+def _renamed(tensors: Mapping) -> dict[str, Tensor]:
+    """Without DataParallel's prefix and the old level."""
+    names = {str(name): tensor for name, tensor in tensors.items()}
+    if all(name.startswith("module.") for name in names):
+        names = {name.removeprefix("module."): tensor for name, tensor in names.items()}
+    return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in names.items()}
+
+
+def to_standard_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of our network for PyTorch's batch normalisation: norms with `learn_scale=False` get ones."""
+    fixed = [norm for norm in _norms(state) if f"{norm}weight" not in state]
+    return {**state, **{f"{norm}weight": torch.ones_like(state[f"{norm}running_var"]) for norm in fixed}}
+
+
+def to_released(state: Mapping[str, Tensor], scale: str = "released") -> dict:
+    """The state dict of our body or `SegmentationNetwork` in the layout that `load_released` reads back to the bit.
+
+    One rounding is lost in every second float32 scale from 7.1e-5 to 1.2e-4: there no weight w has |w| + eps equal to
+    the scale. `scale`: as in `load_released`.
+
+    Returns:
+        {"state_dict": {module.NAME: tensor}} for a body, {"state_dict": {"body": …, "head": …, "cls": …}} for a
+        segmentation network.
+
+    Raises:
+        ValueError: scales are below eps, negative ones included; names the layers and counts the scales.
+    """
+    if scale not in SCALES:
+        raise ValueError(f"scale={scale}: expected one of {', '.join(SCALES)}")
+    tensors = {name: t for name, t in to_standard_bn(state).items() if not name.endswith("num_batches_tracked")}
+    impossible = []
+    for norm in _norms(state) if scale == "released" else ():
+        scales = tensors[f"{norm}weight"]
+        tensors[f"{norm}weight"] = scales - EPS
+        if smaller := int((scales < EPS).sum()):
+            impossible.append(f"{norm[:-1]} ({smaller} of {scales.numel()})")
+    if impossible:
+        raise ValueError(
+            f"the released layers scale by |weight| + {EPS:g}, so they cannot have the smaller scales of "
+            f"{len(impossible)} norms: {listed(impossible)}. Standard batch normalisation can"
+        )
+    if not any(name.startswith("body.") for name in tensors):
+        return {"state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()}}
+    parts = {
+        part: {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
+        for part in PARTS
+    }
+    return {"state_dict": parts}
+
+
+def _norms(state: Mapping[str, Tensor]) -> list[str]:
+    """Prefixes of the norms."""
+    return [name.removesuffix("running_mean") for name in state if f".{name}".endswith(".running_mean")]

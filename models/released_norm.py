@@ -1,0 +1,34 @@
+"""The layer of the released `inplace_abn` as a norm of our networks (norm=package)."""
+
+from functools import cache
+
+from torch import Tensor, nn
+
+RELEASED_ACTIVATIONS = ("leaky_relu", "elu", "identity")
+
+
+@cache
+def released_abn() -> type[nn.Module]:
+    """The released InPlaceABN, adapted to work anywhere in a network.
+
+    It writes over its input, which residual blocks need for their shortcut, so it gets a copy; the bytes kept for the
+    backward pass are the same. Its scale is |weight| + eps, so the sign of a weight has no effect. It supports float32
+    and float64. The released synchronised layer is not offered: version 1.1.0 silently does not synchronise over the
+    default group.
+
+    ValueError if `inplace_abn` is not installed or fails to load.
+    """
+    try:
+        from inplace_abn import InPlaceABN
+    except ImportError as error:
+        raise ValueError(
+            f"norm=package needs the released inplace_abn ({error}): build it against the installed PyTorch "
+            f"with `pip install --no-build-isolation inplace-abn` (needs a compiler, and the CUDA toolkit for CUDA), "
+            f"or use norm=inplace, which needs no package"
+        ) from error
+
+    class ReleasedABN(InPlaceABN):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.clone())
+
+    return ReleasedABN

@@ -1,3 +1,0 @@
-"""See datasets.py beside it."""
-
-import datasets  # noqa: F401

@@ -1,1 +1,0 @@
-"""BN + ACT (+ CONV) in every strategy (Figure 4)."""

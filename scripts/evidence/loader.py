@@ -1,0 +1,251 @@
+"""Measure training crops beside pipelines that resize whole images and then crop them:
+
+    python -m scripts.evidence.loader out=FILE.json
+    python -m scripts.evidence.loader rounds=5 out=FILE.json
+    python -m scripts.evidence.loader measure=false out=FILE.json
+
+The files are drawn. In a round, all pipelines read the same files and make the same crop.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision import io
+from torchvision.transforms import functional as on_pillow
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as on_tensors
+
+from datasets import (
+    ClassificationCrops,
+    ClassificationDataset,
+    RandomResizedCrop,
+    SegmentationDataset,
+    TrainingCrops,
+    TrainingTransform,
+    imagenet,
+    worker_init,
+)
+from datasets.cityscapes import cityscapes_classes
+from datasets.segmentation import Files
+from datasets.streets import draw_street
+from engine.schema.keys import key
+from scripts.evidence import frame
+from scripts.evidence.measuring import timed_over
+from scripts.reports.markdown import Columns, columns, section
+
+OURS = "ours"
+OPENCV, V2 = "OpenCV: resize, then crop", "transforms.v2: resize, then crop"  # of images with labels
+PILLOW, TENSORS = "torchvision on Pillow images", "transforms.v2 on tensors"  # of photographs
+# Standard deviation of the grain, by the size of its grains in pixels: mostly coarse, like a photograph's noise.
+GRAIN = {32: 8.0, 16: 6.0, 8: 4.5, 4: 3.5, 2: 3.0, 1: 0.6}
+FINE_GRAIN = {**GRAIN, 2: 6.0, 1: 6.0}  # files of 500x375 pixels have about 100 KiB, as ImageNet's
+WOBBLE = 0.5  # of a drawn pixel: makes edges as uneven as real objects have
+
+Key = tuple[int, int]  # epoch, index
+Crop = tuple[Tensor, ...]  # image uint8 (3, h, w), and label uint8 (h, w) of train ids, if it has one
+Pipelines = dict[str, Callable[[Key], Crop]]
+
+
+@dataclass
+class LoaderArguments(frame.Arguments):
+    small_size: list[int] = key([360, 480], least=64)  # CamVid's
+    small_crop_size: int = key(240, above=0)  # configs/data/camvid.yaml
+    png_size: list[int] = key([1024, 2048], least=64)  # height, width
+    jpeg_size: list[int] = key([3648, 5472], least=64)  # height, width
+    base_size: int = key(2048, above=0)  # configs/data/vistas.yaml; JPEGs are also measured without it
+    crop_size: int = key(872, above=0)  # pixels, of large images
+    pictures: int = key(4, above=0)  # different files of each kind
+    rounds: int = key(40, above=0)  # each times every pipeline once
+    photograph_size: list[int] = key([375, 500], least=64)  # mean size of ImageNet-like JPEGs
+    photograph_crop_size: int = key(224, above=0)  # pixels
+    photographs: int = key(24, above=0)  # different files
+
+
+def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
+    """Time all pipelines in one thread, set up like a DataLoader's worker."""
+    worker_init(0)
+    torch.set_num_threads(1)
+    rows, about = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for source, about[source], files, pipelines in sources(arguments, Path(folder)):
+            keys = [(epoch, epoch % files) for epoch in range(arguments.rounds)]
+            for name, times_ms in timed_over(pipelines, keys).items():
+                median_ms = round(statistics.median(times_ms), 3)
+                rows.append({"source": source, "pipeline": name, "median_ms": median_ms, "times_ms": times_ms})
+            clock.report(source)
+    return {"environment": {"threads": 1}, "about": about, "rows": rows}
+
+
+def sources(arguments: LoaderArguments, folder: Path) -> Iterator[tuple[str, str, int, Pipelines]]:
+    """Each source of crops: its name, its files in words and in number, and the pipelines that read them."""
+    for name, suffix, size, side, base_size in (
+        ("small PNG", ".png", arguments.small_size, arguments.small_crop_size, None),
+        ("PNG", ".png", arguments.png_size, arguments.crop_size, None),
+        ("JPEG", ".jpg", arguments.jpeg_size, arguments.crop_size, None),
+        ("JPEG, base_size", ".jpg", arguments.jpeg_size, arguments.crop_size, arguments.base_size),
+    ):
+        pairs = drawn_pairs(folder / name, arguments.pictures, size, suffix)
+        images, labels = zip(*((pair.image, pair.label) for pair in pairs.files), strict=True)
+        crops = TrainingCrops(pairs, TrainingTransform((side, side), base_size=base_size, fill=(0, 0, 0)), seed=0)
+        yield name, f"{described(size, images)}, labels of {kib(labels)} KiB", len(pairs), of_pairs(crops)
+    photographs = drawn_photographs(folder, arguments.photographs, arguments.photograph_size)
+    files = [photographs.path(number) for number in range(len(photographs))]
+    crops_of = ClassificationCrops(photographs, RandomResizedCrop(arguments.photograph_crop_size, colours=()), seed=0)
+    yield "ImageNet-like JPEG", described(arguments.photograph_size, files), len(files), of_photographs(crops_of)
+
+
+def described(size: Sequence[int], images: Sequence[Path]) -> str:
+    return f"{size[1]}x{size[0]} pixels, files of {kib(images)} KiB"
+
+
+def kib(files: Sequence[Path]) -> str:
+    return f"{statistics.mean(file.stat().st_size for file in files) / 1024:.0f}"
+
+
+def scene(size: Sequence[int], seed: int, grain: dict[int, float] = GRAIN) -> tuple[np.ndarray, np.ndarray]:
+    """A drawn street, enlarged: image uint8 (H, W, 3) BGR and label uint8 (H, W) of Cityscapes label ids."""
+    rng = np.random.default_rng(seed)
+    height, width = size
+
+    def smooth(size: int, deviation: float) -> np.ndarray:  # noise float32 (H, W) that changes over `size` pixels
+        small = rng.standard_normal((-(-height // size), -(-width // size)), np.float32) * np.float32(deviation)
+        return cv2.resize(small, (width, height), interpolation=cv2.INTER_LINEAR)
+
+    image, label = draw_street(rng)
+    rows, columns = np.mgrid[:height, :width].astype(np.float32)
+    x, y = (
+        (grid + 0.5) * (drawn / size) - 0.5 + smooth(32, WOBBLE)
+        for grid, drawn, size in ((columns, image.shape[1], width), (rows, image.shape[0], height))
+    )
+    image = cv2.remap(image, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)[..., ::-1]
+    label = cv2.remap(label, x, y, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE)
+    noise = np.sum([smooth(size, deviation) for size, deviation in grain.items()], axis=0)
+    return np.clip(image + noise[..., None], 0, 255).round().astype(np.uint8), label
+
+
+def drawn_pairs(folder: Path, count: int, size: Sequence[int], suffix: str) -> SegmentationDataset:
+    """Write `count` images of `size` (H, W) with labels: PNGs, or JPEGs whose labels are palette PNGs."""
+    folder.mkdir()
+    files = [Files(f"{n}", folder / f"{n}{suffix}", folder / f"{n}_label.png") for n in range(count)]
+    for number, entry in enumerate(files):
+        image, label = scene(size, number)
+        cv2.imwrite(str(entry.image), image, [cv2.IMWRITE_JPEG_QUALITY, 90])
+        cv2.imwrite(str(entry.label), label)
+        if suffix == ".jpg":
+            stored = Image.fromarray(label)
+            stored.putpalette([value % 256 for value in range(3 * 256)])
+            stored.save(str(entry.label))
+    return SegmentationDataset("streets", "train", files, cityscapes_classes())
+
+
+def drawn_photographs(folder: Path, count: int, size: Sequence[int]) -> ClassificationDataset:
+    """Write `count` JPEGs (quality 95, 4:2:0) of 0.8, 1 and 1.2 times `size` (H, W), half of them upright."""
+    (folder / "train" / "street").mkdir(parents=True)
+    for number in range(count):
+        scaled = [round((0.8 + 0.2 * (number % 3)) * length) for length in size]
+        image, _ = scene(scaled[:: -1 if number % 2 else 1], number, FINE_GRAIN)
+        file = folder / "train" / "street" / f"{number:06d}.jpg"
+        cv2.imwrite(str(file), image, [cv2.IMWRITE_JPEG_QUALITY, 95])
+    return imagenet(folder, "train")
+
+
+def of_pairs(crops: TrainingCrops) -> Pipelines:
+    def ours(key: Key) -> Crop:
+        item = crops[key]
+        return item["image"], item["label"]
+
+    return {OURS: ours, OPENCV: partial(opencv, crops), V2: partial(transforms_v2, crops)}
+
+
+def read_label(file: Path | None) -> np.ndarray:
+    """The ids of a label. OpenCV and torchvision would return the colours of a palette PNG."""
+    assert file is not None
+    with Image.open(file) as image:
+        return np.array(image)
+
+
+def opencv(crops: TrainingCrops, key: Key) -> Crop:
+    """Zeros around the image become black, and ignored in the label."""
+    _, image_file, label_file, _ = crops.dataset.files[key[1]]
+    image = cv2.imread(str(image_file))
+    assert image is not None
+    (height, width), (top, left), mirrored = crops.geometry(key, image.shape[:2])
+    image = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
+    label = cv2.resize(read_label(label_file), (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
+    bottom, right = (start + side for start, side in zip((top, left), crops.transform.crop_size, strict=True))
+    window = slice(max(0, top), bottom), slice(max(0, left), right)
+    borders = max(0, -top), max(0, bottom - height), max(0, -left), max(0, right - width)
+    image, label = image[window], label[window]
+    if any(borders):
+        image, label = (cv2.copyMakeBorder(part, *borders, cv2.BORDER_CONSTANT) for part in (image, label))
+    if mirrored:
+        image, label = cv2.flip(image, 1), cv2.flip(label, 1)
+    planes = np.stack(cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)))
+    return torch.from_numpy(planes), torch.from_numpy(crops.dataset.table.train_ids(label))
+
+
+def transforms_v2(crops: TrainingCrops, key: Key) -> Crop:
+    """As `opencv`. The label is no Mask: those are resized without the half-pixel offset, so they do not fit."""
+    _, image_file, label_file, _ = crops.dataset.files[key[1]]
+    image, label = io.decode_image(str(image_file), io.ImageReadMode.RGB), torch.from_numpy(read_label(label_file))
+    size, corner, mirrored = crops.geometry(key, (label.shape[0], label.shape[1]))
+    image = on_tensors.resize(image, size, InterpolationMode.BILINEAR, antialias=True)
+    label = on_tensors.resize(label[None], size, InterpolationMode.NEAREST_EXACT)
+    image, label = (on_tensors.crop(part, *corner, *crops.transform.crop_size) for part in (image, label))
+    if mirrored:
+        image, label = on_tensors.horizontal_flip(image), on_tensors.horizontal_flip(label)
+    return image.contiguous(), torch.from_numpy(crops.dataset.table.train_ids(label[0].contiguous().numpy()))
+
+
+def of_photographs(crops: ClassificationCrops) -> Pipelines:
+    def drawn(key: Key, height: int, width: int) -> tuple[tuple[int, int, int, int], bool]:
+        """Top, left, height and width of our crop of an image, and whether it is mirrored."""
+        assert isinstance(crops.transform, RandomResizedCrop)
+        rng = np.random.default_rng([crops.seed, *key])
+        return crops.transform.draw((height, width), rng), bool(rng.random() < crops.transform.flip)
+
+    def pillow(key: Key) -> Crop:
+        with Image.open(crops.dataset.path(key[1])) as file:
+            image = file.convert("RGB")
+        part, mirrored = drawn(key, image.height, image.width)
+        image = on_pillow.resized_crop(image, *part, size=[crops.transform.size] * 2)
+        return (on_pillow.pil_to_tensor(on_pillow.hflip(image) if mirrored else image),)
+
+    def tensors(key: Key) -> Crop:
+        image = io.decode_jpeg(io.read_file(str(crops.dataset.path(key[1]))), io.ImageReadMode.RGB)
+        part, mirrored = drawn(key, *image.shape[1:])
+        image = on_tensors.resized_crop(image, *part, size=[crops.transform.size] * 2, antialias=True)
+        return ((on_tensors.horizontal_flip(image) if mirrored else image).contiguous(),)
+
+    return {OURS: lambda key: (crops[key]["image"],), PILLOW: pillow, TENSORS: tensors}
+
+
+COLUMNS: Columns = [
+    ("pipeline", "{pipeline}"),
+    ("ms", "{median_ms:.3g}"),
+    ("crops/s per core", lambda row: f"{1e3 / row['median_ms']:.1f}"),
+    ("time to ours", lambda row: frame.relative_time(row, OURS)),
+]
+
+
+def page(result: dict, _: str) -> str:
+    tables = [
+        section(f"{source}: {result['about'][source]}", columns(rows.values(), COLUMNS))
+        for source, rows in frame.grouped(result["rows"], ["source"], "pipeline").items()
+    ]
+    return frame.page_text("loader", result, sources=tables)
+
+
+run, main = frame.benchmark("evidence.loader", LoaderArguments, measure, page)
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The training crops: speed, memory and start-up."""

@@ -1,0 +1,172 @@
+"""The papers' experiments: what was published, and which training each row is of."""
+
+import importlib
+import re
+from functools import cache
+from typing import NamedTuple
+
+from engine.configuration import config as configuration
+from engine.configuration.choices import CONFIGS, choices
+from engine.configuration.command_line import composed
+from engine.configuration.help import as_text
+from engine.schema.training import TrainingRun
+from engine.tasks import TASKS
+
+REPOSITORY = CONFIGS.parent
+SCHEMAS = {task.entry: task.schema for task in TASKS.values()}
+TABLES = {  # folders of configs/experiment
+    "table1": "In-Place ABN, Table 1: ImageNet with exchanged activations",
+    "table2": "In-Place ABN, Table 2: ImageNet",
+    "table3": "In-Place ABN, Table 3: Cityscapes and COCO-Stuff",
+    "table4": "In-Place ABN, Table 4: Cityscapes and Vistas",
+    "revnet": "RevNet, Tables 3 and 4: CIFAR and ImageNet",
+    "memcnn": "MemCNN, Table 1: CIFAR",
+    "camvid_table3": "Table 3's protocol on CamVid, two processes",
+    "camvid": "CamVid, not in the papers",
+    "cifar10": "CIFAR-10 in few steps, not in the papers",
+}
+# Keys in which two runs of one training may differ: its random numbers, the file that it starts from, and how its
+# minibatch is computed, which `changed_keys` judges.
+FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
+# Keys that change how fast a training is and how it rounds, but not its recipe: a row may differ in them, and says so.
+SPEED = ("trainer.precision", "trainer.channels_last", "trainer.compile")
+WEIGHTS = "init.weights=FILE"  # in commands of experiments that start from a trained body
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
+VIEWS = ("", "_ten_crop", "_crop320")  # of results*.json, as eval.py names them
+
+
+class Published(NamedTuple):
+    """A published score of an experiment."""
+
+    score: str  # in results.json
+    file: str  # results.json of the training, or of an evaluation that differs
+    percent: float
+    source: str  # empty: the table's paper
+
+
+def experiments_of(table: str) -> list[str]:
+    """The experiments of a table, in the order of its rows. Raises ValueError if there is no such table."""
+    names = [name for name in all_experiments() if name.startswith(f"{table}/")]
+    if not names:
+        raise ValueError(f"table={table}: expected one of {', '.join(TABLES)}")
+    return sorted(names, key=_place)
+
+
+def _place(experiment: str) -> tuple[str, int, list]:
+    """The part of a table and the row in it, by the header's first sentence; experiments without a row come last."""
+    found = re.search(rf"^# (Table .*?),? ?({'|'.join(ORDINALS)}) row", header(experiment), re.MULTILINE)
+    if found:
+        return found[1].casefold(), ORDINALS.index(found[2]), []
+    return "~", 0, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", experiment)]
+
+
+@cache
+def all_experiments() -> dict[str, str]:
+    """{name of an experiment: the entry whose keys it sets}"""
+    return {name: entry for entry, schema in SCHEMAS.items() for name in choices("experiment", schema)}
+
+
+def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
+    entry = all_experiments().get(experiment or "", "train_seg")
+    importlib.import_module(entry)  # declares its command
+    chosen = () if experiment is None else (f"experiment={experiment}",)
+    return configuration.typed(composed(entry, "run_dir=unused", *chosen, *overrides), SCHEMAS[entry])
+
+
+def header(experiment: str) -> str:
+    """The comment on top of an experiment's file."""
+    text = (CONFIGS / "experiment" / f"{experiment}.yaml").read_text()
+    return text[: text.index("defaults:")]
+
+
+def command_of(experiment: str) -> str:
+    """The command in an experiment's header, without its [optional] keys. ValueError: there is none."""
+    found = re.search(r"(?m)^# +((?:python|torchrun) .*experiment=\S+.*?)(?: \[.*\])*$", header(experiment))
+    if found is None:
+        raise ValueError(f"configs/experiment/{experiment}.yaml: expected its command in the comment on top")
+    return found[1]
+
+
+def devices_of(experiment: str) -> int:
+    """The devices of the command in an experiment's header."""
+    processes = re.search(r"--nproc-per-node (\d+)", command_of(experiment))
+    return int(processes[1]) if processes else 1
+
+
+def published(experiment: str) -> list[Published]:
+    """The scores in an experiment's header."""
+    text, found = header(experiment), []
+    release = "the release" if "Published with the release" in text else ""
+    for miou in re.findall(r"mIoU ([\d.]+) %", text):
+        found.append(Published("miou", "results", float(miou), ""))
+    for error in re.findall(r"Published (?:top-1 )?error[^:]*: ([\d.]+) %", text):
+        found.append(Published("top1", "results", round(100 - float(error), 2), ""))
+    for row, activation in re.findall(
+        r"(?m)^# +(\d[\d./ |]+\d)(?: +(?:as trained|evaluated with activation=(\w+).*))?$", text
+    ):
+        swapped = f"_{activation}" if activation else ""
+        for view, scores in zip(VIEWS, row.split("|"), strict=True):
+            for score, percent in zip(("top1", "top5"), scores.split("/"), strict=True):
+                found.append(Published(score, f"results{swapped}{view}", float(percent), release))
+    for percent, source in re.findall(r"(?m)^# +([\d.]+) in \d+:\d+ +(.*)$", text):
+        found.append(Published("top1", "results", float(percent), source))
+    return found
+
+
+def training_of(config: TrainingRun) -> dict[str, object]:
+    """The keys, with their values, that distinguish one training, or its score, from another and have an effect."""
+    without_effect = {"data.antialias"} if getattr(config.data, "never_shrinks", False) else set()
+    keys = {**configuration.fixed(config), "trainer.evaluate_images": config.trainer.evaluate_images}
+    return {name: value for name, value in keys.items() if name not in {*FREE, *without_effect}}
+
+
+def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[str]:
+    """key=value of every key, without `SPEED`, in which a run differs from its experiment.
+
+    Processes and micro-batches count if norms see other crops at a time than on the devices of the experiment's header.
+    """
+    changed = [f"{name}={value}" for name, value in _differing(config, experiment).items() if name not in SPEED]
+    if WEIGHTS in command_of(experiment) and config.init.weights is None:
+        changed.append("init.weights=null")
+    own, parts = _configuration(experiment), config.trainer.accumulation_steps
+    if not changed and crops_per_norm(config, processes) != crops_per_norm(own, devices_of(experiment)):
+        changed.append(f"processes={processes} trainer.accumulation_steps={parts}")
+    return changed
+
+
+def speed_keys(config: TrainingRun, experiment: str) -> list[str]:
+    """key=value of the keys in `SPEED` in which a run differs from its experiment."""
+    return [f"{name}={value}" for name, value in _differing(config, experiment).items() if name in SPEED]
+
+
+def _differing(config: TrainingRun, experiment: str) -> dict[str, str]:
+    theirs = _training(experiment)
+    ours = training_of(config).items()
+    return {name: as_text(value) for name, value in ours if name not in theirs or theirs[name] != value}
+
+
+def crops_per_norm(config: TrainingRun, processes: int) -> int:
+    """The most crops that a norm sees at a time."""
+    among = config.trainer.accumulation_steps * (1 if getattr(config.norm, "sync", False) else processes)
+    return -(-config.data.crops_per_minibatch // among)
+
+
+@cache
+def _configuration(experiment: str) -> TrainingRun:
+    return configured_as(experiment)
+
+
+@cache
+def _training(experiment: str) -> dict[str, object]:
+    return training_of(_configuration(experiment))
+
+
+def first_of(experiment: str) -> str:
+    """Of the experiments that are the same training, the first in the order of `TABLES`."""
+    order = list(TABLES)
+    return min([experiment, *sharing(experiment)], key=lambda name: (order.index(name.split("/")[0]), name))
+
+
+def sharing(experiment: str) -> list[str]:
+    """Other experiments that are the same training."""
+    return [name for name in all_experiments() if name != experiment and _training(name) == _training(experiment)]

@@ -1,0 +1,279 @@
+"""Find the runs in folders, read the finished ones, group them by configuration, and give the groups titles."""
+
+import itertools
+import json
+import math
+import re
+import shlex
+import statistics
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.configuration import config as configuration
+from engine.configuration.help import as_text
+from engine.output_files import write_file
+from engine.schema.keys import named_after
+from engine.tasks import TASKS
+
+_FOLDERS = ("data.root", "init.weights", "sampler.folder")  # keys whose values are of one machine
+
+DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+FROM_CONFUSION = ("precision", "recall", "F1")
+NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
+OF_A_RUN = ("run_dir", "resume", "seed")  # keys in which runs of one configuration differ
+
+
+class Scores(NamedTuple):
+    """The names of a task's scores in results.json, and their titles."""
+
+    best: str
+    best_title: str
+    second: str
+    second_title: str
+    of_classes: str
+    class_title: str
+
+
+SCORES = (
+    Scores("miou", "mIoU", "pixel_accuracy", "pixel accuracy", "iou", "IoU"),
+    Scores("top1", "top-1", "top5", "top-5", "accuracy", "accuracy"),
+)
+
+
+class Run:
+    """The files of a run that has ended, with local folders replaced by DIR.
+
+    Attributes:
+        copied: whether a comparison wrote the files.
+        typed: its configuration.
+        experiment: the one that it was started as, if any.
+        classes: their names.
+        keys: the configuration's keys without `OF_A_RUN`, paths and devices; the processes, the images evaluated.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.name = folder, folder.resolve().name
+        self.results = json.loads((folder / "results.json").read_text())
+        known = [scores for scores in SCORES if scores.best in self.results]
+        if not known:
+            names = " or ".join(scores.best for scores in SCORES)
+            raise ValueError(f"it has no {names} in its results.json: expected a run of this project")
+        (self.scores,) = known
+        header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
+        self.command = _without_folders(header.removeprefix("# "))
+        self.processes = int(self.config.split()[1])  # "# 2 x cpu"
+        named = re.search(r"experiment=([\w/.-]+)", self.command)
+        self.experiment = named[1] if named else None
+        self.classes = list(self.results[self.scores.of_classes])
+        self.copied = self.results["config"]["run_dir"] == "DIR"
+        self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
+        _hide_folders(self.results)
+        self.others = {
+            path.stem.removeprefix("results_"): _hide_folders(json.loads(path.read_text()))
+            for path in sorted(folder.glob("results_*.json"))
+        }
+        self.metrics = (folder / "metrics.jsonl").read_text()
+        self.records = [json.loads(line) for line in self.metrics.splitlines()]
+        # Evaluated again on another device, or in other minibatches, a few pixels get other classes.
+        if abs(self.records[-1].get(self.scores.best, math.inf) - self.results[self.scores.best]) > 1e-3:
+            raise ValueError("its last record is not the evaluation in its results.json, so it has not ended")
+        (task,) = (task for task in TASKS.values() if task.schema.score == self.scores.best)
+        self.entry = task.entry
+        self.typed = configuration.from_plain(self.results["config"], task.schema, f"{folder}")
+        shared = configuration.shared(self.typed).items()
+        self.keys = {name: value for name, value in shared if name not in OF_A_RUN}
+        self.keys |= {"processes": self.processes, "images": self.results["images"]}
+
+    def launched(self) -> str:
+        """The command that starts all of its processes."""
+        if self.processes == 1:
+            return self.command
+        return f"torchrun --nproc-per-node {self.processes} {self.command.removeprefix('python ')}"
+
+    def curve(self, kind: str, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one key in the "train" or "val" records."""
+        chosen = [record for record in self.records if record["kind"] == kind]
+        return [record["step"] for record in chosen], [record[key] for record in chosen]
+
+    def speed(self) -> float:
+        """Median of the images per second that the training logged."""
+        return statistics.median(self.curve("train", "images_per_second")[1])
+
+    def minutes(self) -> float:
+        """Training time, without evaluations and checkpoints: images over images per second, summed."""
+        steps, speeds = self.curve("train", "images_per_second")
+        crops = self.results["config"]["data"]["crops_per_minibatch"]
+        done = [0, *steps[:-1]]
+        return sum((step - before) * crops / s for before, step, s in zip(done, steps, speeds, strict=True)) / 60
+
+    def interruptions(self) -> list[int]:
+        """The steps after which the run was stopped and continued. A killed run had gone further."""
+        return [record["step"] for record in self.records if record["kind"] == "resumed"]
+
+    def peak_memory(self) -> float:
+        return max(self.curve("train", "peak_memory_mib")[1])
+
+    def on_gpu(self) -> bool:
+        """Whether the hardware has GPUs (`engine.records.provenance` names them first), and the run used one."""
+        return " x " in self.results["environment"]["hardware"] and self.typed.trainer.device != "cpu"
+
+    @cached_property
+    def percent(self) -> dict[tuple[str, str], float | None]:
+        """{(score, class): percent}; the class is "" for scores of all classes, the value None where there is none.
+
+        Precision, recall and F1, also their means, are counted from the confusion matrix, whose rows are labels.
+        """
+        scores, of_classes = self.scores, self.results[self.scores.of_classes]
+        found: dict[tuple[str, str], float | None] = {(scores.best_title, ""): self.results[scores.best]}
+        found[scores.second_title, ""] = self.results[scores.second]
+        for name, results in self.others.items():
+            found[f"{scores.best_title}, eval.py: {name.replace('_', ', ')}", ""] = results[scores.best]
+        found |= {(scores.class_title, name): share for name, share in of_classes.items()}
+        confusion = self.results["confusion_matrix"]
+        # A class that is predicted but not scored may have a row and a column more (`all_scores`).
+        predicted = [sum(column) for column in zip(*confusion[: len(of_classes)], strict=True)]
+        for number, name in enumerate(of_classes):
+            right, labelled = confusion[number][number], sum(confusion[number])
+            found["precision", name] = _ratio(right, predicted[number])
+            found["recall", name] = _ratio(right, labelled)
+            found["F1", name] = _ratio(2 * right, predicted[number] + labelled)
+        for score in FROM_CONFUSION:
+            known = [share for (title, _), share in found.items() if title == score and share is not None]
+            found[score, ""] = statistics.mean(known) if known else None
+        return {key: None if share is None else 100 * share for key, share in found.items()}
+
+    def write(self, folder: Path) -> None:
+        files = {"results": self.results, **{f"results_{name}": results for name, results in self.others.items()}}
+        for stem, results in files.items():
+            write_file(folder / f"{stem}.json", json.dumps(results) + "\n")
+        write_file(folder / "config.yaml", f"# {self.command}\n{self.config}")
+        write_file(folder / "metrics.jsonl", self.metrics)
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _hide_folders(results: dict) -> dict:
+    """Replace this machine's folders and files in `results` by DIR; returns it."""
+    results["config"]["run_dir"] = "DIR"
+    for group, name in (key.split(".") for key in _FOLDERS):
+        keys = results["config"].get(group, {})
+        if keys.get(name) is not None:
+            keys[name] = "DIR"
+    results["checkpoint"] = f"DIR/checkpoints/{Path(results['checkpoint']).name}"
+    return results
+
+
+def _without_folders(command: str) -> str:
+    """A command line with DIR for folders and files, and without the arguments that say where the run was written."""
+    words = [word for word in shlex.split(command) if not word.startswith(("run_dir=", "resume="))]
+    words[1:2] = [Path(word).name for word in words[1:2]]  # the entry may have been started from another folder
+    keys = (word.partition("=")[0] for word in words)
+    return shlex.join(f"{key}=DIR" if key in _FOLDERS else word for key, word in zip(keys, words, strict=True))
+
+
+def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None) -> tuple[list[Run], dict[Path, str]]:
+    """The runs in folders, at any depth, that have ended; and the other run directories, with the reason.
+
+    Of a run and the copies of it that comparisons wrote into the same folder, the run counts. Those in `but_not_below`,
+    where the next comparison writes, count only if the given folder lies there too.
+
+    ValueError: a folder has no run directory.
+    """
+    runs: list[Run] = []
+    left_out: dict[Path, str] = {}
+    hidden = but_not_below and but_not_below.resolve()
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise ValueError(f"runs: {folder} is not a folder")
+        found = [file.parent for file in folder.rglob("config.yaml")]
+        if hidden and not folder.resolve().is_relative_to(hidden):
+            found = [path for path in found if not path.resolve().is_relative_to(hidden)]
+        if not found:
+            raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
+        own: dict[str, Run] = {}  # by records
+        for path in sorted(found, key=_with_numbers):
+            if not (path / "results.json").is_file():
+                left_out[path] = _not_ended(path)
+                continue
+            try:
+                run = Run(path)
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError, FileNotFoundError) as error:
+                left_out[path] = f"it cannot be read ({type(error).__name__}: {error})".replace(f"{path}", path.name)
+                continue
+            if own.setdefault(run.metrics, run).copied and not run.copied:
+                own[run.metrics] = run
+        runs += own.values()
+    return runs, left_out
+
+
+def _with_numbers(path: Path) -> list[str | float]:
+    """Sorts lr=0.2 before lr=0.05e1, and 9 before 10: texts and numbers take turns."""
+    return [float(part) if number % 2 else part for number, part in enumerate(NUMBER.split(str(path)))]
+
+
+def _not_ended(path: Path) -> str:
+    file = path / "metrics.jsonl"
+    steps = re.findall(r'"step": (\d+)', file.read_text(errors="replace")) if file.is_file() else []
+    return f"it has not ended (step {steps[-1]})" if steps else "it has not ended"
+
+
+def by_configuration(runs: Iterable[Run]) -> list[list[Run]]:
+    """Groups of runs that differ in their seed alone. A second run with a seed starts another group."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        alike = (group for group in groups if group[0].keys == run.keys and group[0].scores == run.scores)
+        free = (group for group in alike if all(other.typed.seed != run.typed.seed for other in group))
+        if (group := next(free, None)) is not None:
+            group.append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def titles_of(groups: Sequence[list[Run]]) -> list[str]:
+    """Titles of groups of runs: of their folders, without the seed, if these tell them apart and are no dates.
+
+    Otherwise the keys that differ; if these are equal, the folders as well.
+    """
+    keys = differing([group[0].keys for group in groups])
+    named = [{_without_seed(run.folder) for run in group} for group in groups]
+    names = [name for (name, *others) in named if not others and not DATE.fullmatch(name)]
+    if len({*names}) == len(groups) and names != [folder_name(key) for key in keys]:
+        return names
+    if len({*keys}) == len(groups) > 1:
+        return keys
+    return [f"{key}, {group[0].name}".removeprefix(", ") for key, group in zip(keys, groups, strict=True)]
+
+
+def _without_seed(folder: Path) -> str:
+    """The name of a run's folder without its seed; of the folder above, if it is the seed."""
+    folder = folder.resolve()
+    return re.sub(r"(^|,)seed=\d+|(^|[_-])seed[_-]?\d+$", "", folder.name).lstrip(",") or folder.parent.name
+
+
+def folder_name(title: str) -> str:
+    """A folder's name for runs of this title."""
+    return named_after([title])
+
+
+def differing(configs: Sequence[dict[str, object]]) -> list[str]:
+    """For each configuration {key: value}, the keys that differ: "norm=std, optim.lr=0.1".
+
+    A key of a group, such as norm.eps, is compared only among configurations with the same choice (norm.name).
+    """
+    names: list[list[str]] = [[] for _ in configs]
+    for key in dict.fromkeys(itertools.chain(*configs)):
+        choice = f"{key.split('.')[0]}.name"
+        values: dict[object, set[str]] = {}
+        for config in configs:
+            if key in config:
+                values.setdefault(None if key == choice else config.get(choice), set()).add(str(config[key]))
+        if any(len(found) > 1 for found in values.values()):
+            for name, config in zip(names, configs, strict=True):
+                if key in config:
+                    name.append(f"{key.removesuffix('.name')}={as_text(config[key])}")
+    return [", ".join(name) for name in names]

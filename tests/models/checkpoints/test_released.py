@@ -1,0 +1,359 @@
+"""Released files: names, values, scales and layouts, compared with an independent reference; what is refused."""
+
+import copy
+import hashlib
+import io
+import random
+import re
+import shutil
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from keepless import ABN, CheckpointedABN, InPlaceABN
+from models import bodies
+from models.checkpoints import released_files
+from models.checkpoints.loading import load_by_name
+from models.checkpoints.recognition import recognised
+from models.checkpoints.released import load_released, to_released, to_standard_bn, weights_in
+from models.heads import DeepLabV3
+from models.segmentation import SegmentationNetwork
+from tests import released_files as files
+from tests.bodies import SMALL_BODIES, small_resnet, small_resnext, small_wider, small_wider_a2, trained
+from tests.released_files import IMAGES, Released
+from tests.runs import same, without_counts
+
+FULL = {
+    "resnext101": ("resnext", dict(structure=[3, 4, 23, 3], base=[128, 128, 256], groups=64, channels=64)),
+    "resnext152": ("resnext", dict(structure=[3, 8, 36, 3], base=[128, 128, 256], groups=64, channels=64)),
+    "densenet264": ("densenet", dict(structure=[6, 12, 64, 48], growth=32, channels=64)),
+    "resnet34": ("resnet", dict(structure=[3, 4, 6, 3], base=[64, 64], channels=64)),
+    "resnet50": ("resnet", dict(structure=[3, 4, 6, 3], base=[64, 64, 256], channels=64)),
+    "resnet101": ("resnet", dict(structure=[3, 4, 23, 3], base=[64, 64, 256], channels=64)),
+}
+WIDTHS = [[128, 128], [256, 256], [512, 512], [512, 1024], [512, 1024, 2048], [1024, 2048, 4096]]
+FULL["wider_resnet38"] = ("wider", dict(structure=[3, 3, 6, 3, 1, 1], widths=WIDTHS, channels=64))
+FULL["wider_resnet38_a2"] = ("wider", {**FULL["wider_resnet38"][1], "a2": 8})
+OUR_NAMES = {"widths": "channels", "channels": "stem_channels", "base": "base_channels"}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_names_and_shapes_of_the_released_networks(name):
+    """Every tensor of ours but the counts is in the file, and no other. The architecture is read off the file."""
+    kind, options = FULL[name]
+    released = Released(device="meta")
+    features = getattr(released, kind)(torch.empty(1, 3, 64, 64, dtype=torch.float64, device="meta"), **options)
+    released.classified(features, 1000)
+    with torch.device("meta"):
+        network = getattr(bodies, name)(classes=1000)
+    shapes = {key: tensor.shape for key, tensor in without_counts(network.state_dict()).items()}
+    assert shapes == {key: tensor.shape for key, tensor in released.tensors.items()}
+
+    found = recognised(released.tensors)
+    assert (found.kind, found.classes) == ("wider_resnet" if kind == "wider" else kind, 1000)
+    expected = {OUR_NAMES.get(key, key): value for key, value in options.items() if key != "a2"}
+    assert {key: value for key, value in found.options.items() if key != "stem"} == expected
+    assert found.options.get("stem") == {"wider": None, "resnet": "7x7"}.get(kind, "3x3")
+
+
+NETWORKS = {
+    "resnext": (small_resnext, Released.resnext, {}),
+    "resnext 7x7": (partial(small_resnext, stem="7x7"), Released.resnext, dict(stem="7x7")),
+    "resnet": (small_resnet, Released.resnet, {}),
+    "resnet basic": (
+        SMALL_BODIES["resnet-basic"],
+        Released.resnet,
+        dict(structure=(1, 2, 1, 1), base=(8, 8), channels=8),
+    ),
+    "densenet": (SMALL_BODIES["densenet"], Released.densenet, {}),
+    "wider": (small_wider, Released.wider, files.WIDER),
+    "wider a2": (small_wider_a2, Released.wider, files.WIDER | {"a2": 32}),
+    "wider a2, dilated": (partial(small_wider_a2, output_stride=8), Released.wider, files.WIDER | {"a2": 8}),
+}
+
+
+@pytest.mark.parametrize("name, scale", [*((name, "released") for name in NETWORKS), ("resnext", "raw")])
+@torch.no_grad()
+def test_released_networks_compute_what_their_description_says(tmp_path, name, scale):
+    """Compared in float64; the files hold positive and negative scales."""
+    build, describe, options = NETWORKS[name]
+    released = Released(plain=scale == "raw")
+    expected = released.classified(describe(released, IMAGES, **options), 3)
+    path = files.write_classifier(tmp_path / "net.pth.tar", released.tensors)
+    for norm in (InPlaceABN, ABN):
+        network = build(norm_act=norm, classes=3).double()
+        report = load_released(network, path, scale)
+        torch.testing.assert_close(network.eval()(IMAGES), expected, rtol=1e-9, atol=1e-9)
+        assert report.matched == list(released.tensors) and not report.skipped
+        assert all(new.endswith("num_batches_tracked") for new in report.new)
+
+
+def segmenter(**options) -> SegmentationNetwork:
+    return SegmentationNetwork(small_wider_a2(output_stride=8), DeepLabV3(16, 4, out_channels=6, **options), 65)
+
+
+@torch.no_grad()
+def test_the_segmentation_network_with_the_sliding_window(tmp_path):
+    """The head on a map larger than the window of 84 cells, and the whole network on a smaller one."""
+    images, large = torch.randn(1, 3, 96, 120, dtype=torch.float64), torch.randn(1, 16, 87, 90, dtype=torch.float64)
+    body, head, cls = (Released(seed=seed) for seed in range(3))
+    features = body.wider(images, **files.WIDER, a2=8)
+    expected = cls.cls(head.head(features, 4, 6, window=84), 65)
+    path = files.write_segmenter(tmp_path / "vistas.pth.tar", body, head, cls)
+    network = segmenter(pooling_size=(84, 84)).double()
+    report = load_released(network, path)
+    cells = network.eval()(images, size=features.shape[2:])
+    torch.testing.assert_close(cells, expected, rtol=1e-9, atol=1e-9)
+    windowed = head.head(large, 4, 6, window=84)
+    torch.testing.assert_close(network.head(large), windowed, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(windowed, head.head(large, 4, 6))
+    assert len(report.matched) == len(body.tensors) + len(head.tensors) + 2 and not report.skipped
+
+
+def old(name: str) -> str:
+    """In very old files the tensors of a norm were one level below."""
+    return re.sub(r"(^|\.)(bn|bn_out|proj_bn|bn[123])\.(?=\w+$)", r"\1\2.bn.", name)
+
+
+@pytest.mark.parametrize("name", ["resnet", "densenet"])
+def test_layouts_of_all_ages_give_the_same_weights(tmp_path, name):
+    build, describe, options = NETWORKS[name]
+    released, network = Released(), build(classes=3).double()
+    released.classified(describe(released, IMAGES, **options), 3)
+    load_released(network, files.write_classifier(tmp_path / "net.pth.tar", released.tensors))
+    renamed = {old(key): tensor for key, tensor in released.tensors.items()}
+    assert renamed.keys() != released.tensors.keys()
+    for tensors, prefix, zipped in ((renamed, "module.", False), (renamed, "", True), (released.tensors, "", False)):
+        other = build(classes=3).double()
+        load_released(other, files.write_classifier(tmp_path / "other.pth.tar", tensors, prefix, zipped))
+        assert same(network.state_dict(), other.state_dict())
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return files.small_resnext(tmp_path / "net.pth.tar")[0]
+
+
+@pytest.mark.parametrize("norm, scale, other", [("std", "raw", "released"), ("inplace", "released", "raw")])
+def test_the_md5_of_a_released_file_decides_the_scale(file, monkeypatch, norm, scale, other):
+    told, recognising = small_resnext(classes=3), small_resnext(classes=3)
+    assert f"({scale}): as scale says" in str(load_released(told, file, scale))
+    entry = released_files.ReleasedFile(
+        "a net", hashlib.md5(file.read_bytes()).hexdigest(), norm, "imagenet", {"224": (77.0, 93.5)}
+    )
+    monkeypatch.setattr(released_files, "RELEASED_FILES", (*released_files.RELEASED_FILES, entry))
+    report = load_released(recognising, file)
+    assert f"({scale}): it is the released a net, norm {norm}: ImageNet top-1/top-5 224 77.00/93.50" in str(report)
+    assert same(told.state_dict(), recognising.state_dict())
+    with pytest.raises(ValueError, match=f"scale={other} is wrong for .*released.*or give scale={scale}"):
+        load_released(recognising, file, other)
+
+
+def test_other_files_need_a_scale_or_the_report_says_which_was_taken(tmp_path, file):
+    network = small_resnext(classes=3)
+    report = load_released(network, file)
+    assert r"|weight| + eps (released): the default for other files" in str(report)
+    content = torch.load(file, weights_only=True)
+    with pytest.raises(ValueError, match="not known: give init.scale=released .* or init.scale=raw"):
+        weights_in(content, file, "FILE", key="init.scale")
+    with pytest.raises(ValueError, match="scale=plain: expected one of released, raw"):
+        load_released(network, file, "plain")
+    counted = files.write_classifier(tmp_path / "counted.pth.tar", network.state_dict())
+    with pytest.raises(ValueError, match="num_batches_tracked.*lack: give scale=raw"):
+        load_released(network, counted)
+    load_released(network, counted, "raw")
+
+
+def test_the_table_of_released_files():
+    table = released_files.RELEASED_FILES
+    assert len({entry.md5 for entry in table}) == len(table) == 10
+    assert all(len(entry.md5) == 32 and set(entry.md5) <= set("0123456789abcdef") for entry in table)
+    assert [entry.network for entry in table if entry.scale == "raw"] == ["ResNeXt-101"]
+    assert table[-1].network == "WideResNet-38 (A2) + DeepLabV3"
+
+
+MISFITS = [
+    (partial(small_resnext, stem="7x7"), "Build the network that the file is of: stem='3x3'"),
+    (partial(small_resnext, structure=(1, 2, 3, 1), groups=1), "structure=[1, 2, 2, 1], groups=2"),
+    (small_resnet, "name='resnext'"),
+    (partial(small_resnext, base_channels=(4, 4, 16)), "convs.conv3.weight is 8x4x1x1 in the file and 16x4x1x1"),
+    (partial(small_resnext, partial(InPlaceABN, learn_scale=False)), "has no place in the network"),
+]
+
+
+@pytest.mark.parametrize("build, message", MISFITS)
+def test_a_network_that_does_not_fit_is_told_its_options(file, build, message):
+    network = build(classes=3)
+    before = copy.deepcopy(network.state_dict())
+    with pytest.raises(ValueError) as error:
+        load_released(network, file)
+    assert f"{file} does not fit the network" in str(error.value) and message in str(error.value)
+    assert same(network.state_dict(), before)
+
+
+def test_parts_that_the_network_has_not_are_skipped_and_named(tmp_path, file):
+    for classes, reason in ((0, "the network has no classifier"), (5, "for 3 classes: expected 5")):
+        assert set(load_released(small_resnext(classes=classes), file).skipped.values()) == {reason}
+
+    body = small_resnext(output_stride=8)
+    network = SegmentationNetwork(body, DeepLabV3(body.out_channels, 4, out_channels=6), 7)
+    report = load_released(network, file)
+    assert set(report.skipped.values()) == {"it classifies whole images"}
+    assert {name.partition(".")[0] for name in report.matched} == {"body"}
+
+    path, released = files.small_vistas(tmp_path / "vistas.pth.tar")
+    report = load_released(small_wider(classes=3), path)
+    assert set(report.skipped.values()) == {"it classifies pixels"} and report.matched == list(released.tensors)
+    assert {"classifier.fc.weight", "classifier.fc.bias"} <= set(report.new)
+
+
+def archive(path: Path, kind: str) -> None:
+    path.with_name("member").write_text("text")
+    shutil.make_archive(str(path), kind, path.parent, "member")
+    next(path.parent.glob("net.pth.tar.*")).rename(path)
+
+
+FOREIGN = {
+    "empty": (lambda path: path.write_bytes(b""), "is empty"),
+    "page": (lambda path: path.write_text("\n<!DOCTYPE html><html>Not found</html>"), "is a web page"),
+    "pointer": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid 1"), "of Git LFS"),
+    "tar": (partial(archive, kind="tar"), r"is an archive \(tar or gzip\)"),
+    "gzip": (partial(archive, kind="gztar"), r"is an archive \(tar or gzip\)"),
+    "zip": (partial(archive, kind="zip"), "is a zip archive of other files"),
+    "text": (lambda path: path.write_text("hello"), "is damaged or cannot be read"),
+    "global": (lambda path: torch.save({"best_prec1": path}, path), r"\(pathlib.*Path\).*weights_only=False"),
+    "folder": (lambda path: path.mkdir(), "is a folder: expected a checkpoint of the in-place ABN release"),
+    "missing": (lambda path: None, "does not exist: expected .*not unpacked, although it is called .pth.tar"),
+    "torchvision": (
+        lambda path: torch.save({"conv1.weight": torch.zeros(64, 3, 7, 7)}, path),
+        "not of a network of the release: expected tensors such as mod1.conv1.weight .*, found conv1.weight",
+    ),
+    "list": (lambda path: torch.save([1], path), "not have the layout of the release: .* found list"),
+    "numbers": (lambda path: torch.save({"epoch": 1, "loss": 2}, path), "not have the layout .* found epoch, loss"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_files_are_named_for_what_they_are(tmp_path, kind):
+    write, message = FOREIGN[kind]
+    path = tmp_path / "net.pth.tar"
+    write(path)
+    with pytest.raises(ValueError, match=message) as error:
+        load_released(small_resnext(classes=3), path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_flipped_bit_is_found_or_the_report_says_that_it_may_not_be(file, zipped):
+    torch.save(torch.load(file), file, _use_new_zipfile_serialization=zipped)
+    content, draw = file.read_bytes(), random.Random(0)
+    for _ in range(20):
+        flipped = bytearray(content)
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        try:
+            report = load_released(small_resnext(classes=3), file)
+        except ValueError:
+            continue
+        assert not zipped or same(torch.load(file)["state_dict"], torch.load(io.BytesIO(content))["state_dict"])
+        assert zipped or "old format, which has no checksums" in str(report)
+
+
+def test_a_hash_in_the_name_is_checked(tmp_path, file):
+    good = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+    for name, refused in ((good, False), ("0676ba61", True)):
+        named = tmp_path / f"net-{name}.pth"
+        shutil.copy(file, named)
+        with pytest.raises(ValueError, match="0676ba61 in its name") if refused else nullcontext():
+            assert "no checksums" not in str(load_released(small_resnext(classes=3), named))
+
+
+IMPOSSIBLE = {
+    "weight is not finite": lambda t: torch.full_like(t, torch.nan),
+    "running_var has negative numbers": lambda t: -t,
+    "weight is torch.float32, not as a plain tensor but sparse, quantised, complex or meta": lambda t: t.to("meta"),
+    "weight is torch.quint8, not as a plain": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8),
+    "weight is torch.complex64, not as a plain": lambda t: t + 1j,
+    "weight is torch.int32: expected torch.float32": lambda t: t.int(),
+}
+
+
+@pytest.mark.parametrize("message", IMPOSSIBLE)
+def test_tensors_that_no_network_can_have_are_refused(message):
+    state = small_resnext(classes=3).state_dict()
+    name = next(name for name in state if name.endswith(message.split()[0]))
+    with pytest.raises(ValueError, match=message):
+        load_by_name(
+            small_resnext(classes=3), {**state, name: IMPOSSIBLE[message](state[name])}, source="", name="", advice=""
+        )
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_truncated_files_are_named(file, zipped):
+    torch.save(torch.load(file), file, _use_new_zipfile_serialization=zipped)
+    content = file.read_bytes()
+    for size in (100, len(content) // 2, len(content) - 100):
+        file.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=f"{file} (is not a checkpoint, or )?is damaged"):
+            load_released(small_resnext(classes=3), file)
+
+
+@pytest.mark.parametrize(
+    "build", [partial(small_resnext, ABN, 3), partial(small_resnet, CheckpointedABN, 3), segmenter]
+)
+def test_to_the_released_layout_and_back_to_the_bit(tmp_path, build):
+    network, again = trained(build()).float(), build()
+    content = to_released(network.state_dict())
+    if build is segmenter:
+        assert content["state_dict"].keys() == {"body", "head", "cls"}
+        assert content["state_dict"]["cls"].keys() == {"weight", "bias"}
+    else:
+        assert all(key.startswith("module.") and "num_batches" not in key for key in content["state_dict"])
+    torch.save(content, tmp_path / "net.pth.tar")
+    load_released(again, tmp_path / "net.pth.tar")
+    assert same(without_counts(again.state_dict()), without_counts(network.state_dict()))
+
+
+def test_scales_above_eps_survive_but_for_one_rounding():
+    """Between 2^-14 and 2^-13, |w| + eps ties and rounds to even, so no weight gives every second scale."""
+    generator = torch.Generator().manual_seed(0)
+    random = 2.0 ** torch.empty(200_000).uniform_(-16.6, 10, generator=generator)
+    above = torch.nextafter(torch.tensor(1e-5), torch.tensor(1.0)).reshape(1)
+    wanted = torch.cat([random[random > 1e-5], 2.0 ** torch.arange(-16, 10), above])
+    norm = {f"bn.{name}": wanted for name in ("weight", "bias", "running_mean", "running_var")}
+    weights = to_released(norm)["state_dict"]["module.bn.weight"]
+    restored = weights.abs() + 1e-5
+    lost = restored != wanted
+    assert wanted[lost].min() > 7.1e-5 and wanted[lost].max() < 1.23e-4
+    assert ((restored - wanted).abs() / wanted).max() < 2**-23
+    neighbours = [torch.nextafter(weights, torch.full_like(weights, end)) for end in (-torch.inf, torch.inf)]
+    assert lost.any() and all((weight.abs() + 1e-5 != wanted)[lost].all() for weight in neighbours)
+
+
+def test_scales_that_the_release_cannot_have_are_counted():
+    network = small_resnext(classes=3)
+    for value in network.bn_out.weight.data, network.mod2.block1.bn1.weight.data:
+        value[:2] = torch.tensor([-1.0, 9e-6])
+    with pytest.raises(ValueError) as error:
+        to_released(network.state_dict())
+    assert "the smaller scales of 2 norms: mod2.block1.bn1 (2 of 4), bn_out (2 of 64)" in str(error.value)
+    raw = to_released(network.state_dict(), "raw")["state_dict"]
+    expected = {f"module.{name}": tensor for name, tensor in without_counts(network.state_dict()).items()}
+    assert same(raw, expected)
+
+
+def test_a_state_dict_with_standard_norms_computes_the_same():
+    """PyTorch's own norms load it, strictly; a fixed scale becomes a weight of ones."""
+    for options in ({}, {"learn_scale": False}):
+        layer = nn.Sequential(nn.Conv2d(3, 4, 1), InPlaceABN(4, activation="identity", **options)).eval()
+        if not options:
+            layer[1].weight.data = torch.tensor([-2.0, 0.0, 1e-6, 3.0])
+        layer[1].running_mean.uniform_(-1, 1)
+        standard = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+        standard.load_state_dict(to_standard_bn(layer.state_dict()))
+        x = torch.randn(2, 3, 5, 5)
+        torch.testing.assert_close(standard(x), layer(x))

@@ -1,0 +1,37 @@
+"""The charts of all pages show what they are given."""
+
+import math
+
+from scripts.reports import charts
+from scripts.reports.charts import Series
+
+
+def test_bars_stand_beside_each_other_and_a_missing_value_has_none():
+    figure, (axes, other) = charts.panels(1, 2, (6, 3))
+    shown = [Series("a", [1.0, 2.0], texts=["", "x"]), Series("b", [3.0, math.nan])]
+    charts.bars(axes, ["left", "right"], shown, ylabel="ms")
+    first, second = axes.containers
+    assert [bar.get_height() for bar in first] == [1.0, 2.0] and second[0].get_height() == 3.0
+    assert math.isnan(second[1].get_height()) and first[0].get_x() + first[0].get_width() <= second[0].get_x()
+    assert [text.get_text() for text in axes.texts] == ["", "x"] and axes.get_ylabel() == "ms"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["left", "right"]
+    charts.bars(other, ["left"], [Series("b", [1.0])])
+    charts.legend(figure, columns=2)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
+
+
+def test_parts_of_stacked_bars_begin_where_the_last_one_ends():
+    _, (axes,) = charts.panels(1, 1, (3, 3))
+    charts.stacked_bars(axes, ["top", "below"], [Series("a", [1.0, 2.0]), Series("b", [3.0, 4.0])])
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.containers[1]] == [(1.0, 3.0), (2.0, 4.0)]
+    assert axes.yaxis_inverted()
+
+
+def test_lines_and_points_are_where_their_values_are_and_some_points_are_named():
+    _, (left, right) = charts.panels(1, 2, (6, 3))
+    charts.lines(left, [Series("a", [1.0, 4.0], [0, 2])], title="over steps")
+    (line,) = left.lines
+    assert line.get_xydata().tolist() == [[0, 1], [2, 4]] and left.get_title() == "over steps"
+    charts.points(right, [Series("b", [1.0, 2.0], [5, 6], style="o", texts=["", "named"])])
+    (text,) = right.texts
+    assert text.get_text() == "named" and text.xy == (6, 2.0)
