@@ -216,6 +216,9 @@ class ImagesInMemory(Dataset):
         chosen = np.array(numbers)
         return _minibatch(self.dataset, self.dataset.in_memory(chosen), chosen)
 
+    def __getitem__(self, number: int) -> dict:
+        return {name: values[0] for name, values in self.__getitems__([number]).items()}
+
 
 def collated(items: list[dict] | dict) -> dict:
     """`collate_fn` of a DataLoader: a minibatch from its items, unchanged if it was made as a whole.
