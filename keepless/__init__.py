@@ -10,6 +10,7 @@ from .version import __version__  # refuses a PyTorch that is too old, before an
 from .budget.budget import plan
 from .conversion.convert import to_inplace, to_standard
 from .health import Extreme, layer_health
+from .losses import upsampled_cross_entropy
 from .norms.abn import ABN
 from .norms.checkpointed_abn import CheckpointedABN
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
@@ -58,4 +59,5 @@ __all__ = [
     "to_inplace",
     "to_standard",
     "undo",
+    "upsampled_cross_entropy",
 ]

@@ -7,7 +7,9 @@ from models.initialisation import initialise
 
 
 class SegmentationNetwork(nn.Module):
-    """images -> body -> head -> `cls`, a 1x1 convolution with bias -> logits, upsampled (section 4.2 of the paper).
+    """images -> body -> head -> `cls`, a 1x1 convolution with bias -> logits (section 4.2 of the paper).
+
+    In training the logits stay at the network's resolution: losses interpolate them, a tile at a time.
 
     Args:
         body: (N, 3, H, W) -> features, e.g. from `models.bodies` with classes=0.
@@ -32,12 +34,15 @@ class SegmentationNetwork(nn.Module):
         initialise(self.cls)
 
     def forward(self, images: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        """Normalised images (N, 3, H, W) -> logits (N, classes, *size), before any softmax.
+        """Normalised images (N, 3, H, W) -> logits, before any softmax.
 
-        Interpolated bilinearly between the centres of the feature cells; in eval mode at least in float32.
-        `size`: (height, width); None: the images'.
+        In training (N, classes, H / output_stride, W / output_stride). In eval mode (N, classes, *size), at least in
+        float32, interpolated bilinearly between the centres of the feature cells. `size`: (height, width) in eval mode;
+        None: the images'.
         """
-        logits = self.cls(self.head(self.body(images)))  # (N, classes, H / output_stride, W / output_stride)
-        if not self.training and logits.dtype.itemsize < 4:
+        logits = self.cls(self.head(self.body(images)))
+        if self.training:
+            return logits
+        if logits.dtype.itemsize < 4:
             logits = logits.float()  # in 16 bits, interpolated logits of two classes are often equal
         return F.interpolate(logits, size=size or images.shape[2:], mode="bilinear", align_corners=False)

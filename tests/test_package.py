@@ -87,7 +87,7 @@ def run(program: str, folder: Path, environment: dict[str, str]) -> str:
 def test_the_examples_of_its_page_run(installed, tmp_path):
     page = (REPOSITORY / "docs" / "layers.md").read_text()
     examples = re.findall(r"(?ms)^```python\n(.*?)^```", page)
-    assert len(examples) == 5
+    assert len(examples) == 6
     run("\n".join(examples), tmp_path, installed)
 
 

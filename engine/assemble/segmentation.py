@@ -29,7 +29,7 @@ def segmentation_network(
 
 
 def loss(config: Loss, ignore_index: int, index: ClassIndex | None = None) -> nn.Module:
-    """Build the loss: logits (N, K, H, W), labels (N, H, W) -> scalar.
+    """Build the loss: logits (N, K, h, w), labels (N, H, W) -> scalar.
 
     `index`: of the training split, for class weights; None: equal weights.
     """
@@ -37,8 +37,8 @@ def loss(config: Loss, ignore_index: int, index: ClassIndex | None = None) -> nn
     if index is not None and config.class_weights == "frequency":
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
     if isinstance(config, BootstrappedLoss):
-        return BootstrappedCrossEntropy(config.fraction, ignore_index, weights)
-    return CrossEntropy(ignore_index, weights)
+        return BootstrappedCrossEntropy(config.fraction, ignore_index, weights, tiles=bool(config.tiles))
+    return CrossEntropy(ignore_index, weights, tiles=bool(config.tiles))
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:

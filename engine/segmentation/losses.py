@@ -1,4 +1,4 @@
-"""Losses of logits (N, classes, H, W) and labels (N, H, W); every crop has the same weight."""
+"""Losses of logits (N, classes, h, w), upsampled to labels (N, H, W); every crop has the same weight."""
 
 import math
 
@@ -6,22 +6,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from keepless import upsampled_cross_entropy
+
 
 class CrossEntropy(nn.Module):
     """Mean over crops of each crop's mean loss over its labelled pixels; zero for a crop without any.
 
-    `weights`: of the classes, (K,), by which their pixels' losses are multiplied; None: 1.
+    Args:
+        ignore_index: label of pixels without loss.
+        weights: of the classes, (K,), by which their pixels' losses are multiplied; None: 1.
+        tiles: upsample the logits a tile at a time (`upsampled_cross_entropy`), instead of all at once.
     """
 
-    def __init__(self, ignore_index: int = 255, weights: Tensor | None = None):
+    fraction: float | None = None  # of a crop's pixels, which counts; None: all labelled ones
+
+    def __init__(self, ignore_index: int = 255, weights: Tensor | None = None, *, tiles: bool = True):
         super().__init__()
         self.ignore_index = ignore_index
         self.weights: Tensor | None
         self.register_buffer("weights", weights)
+        self.tiles = tiles
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits (N, K, H, W) of any floating dtype, labels (N, H, W) of any integer dtype -> float32 scalar."""
-        losses = pixel_losses(logits, labels, self.ignore_index, self.weights)
+        """logits (N, K, h, w) of any floating dtype, labels (N, H, W) of any integer dtype -> scalar, float32 or 64."""
+        if self.tiles:
+            return upsampled_cross_entropy(
+                logits, labels, weight=self.weights, ignore_index=self.ignore_index, fraction=self.fraction
+            )
+        logits = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
+        return self.of_pixels(pixel_losses(logits, labels, self.ignore_index, self.weights), labels)
+
+    def of_pixels(self, losses: Tensor, labels: Tensor) -> Tensor:
+        """The loss of all pixels' losses (N, H * W)."""
         labelled = (labels != self.ignore_index).flatten(1).sum(dim=1).clamp(min=1)
         return (losses.sum(dim=1) / labelled).mean()
 
@@ -34,15 +50,21 @@ class BootstrappedCrossEntropy(CrossEntropy):
     `CrossEntropy`; the hardest pixels are those with the largest weighted loss.
     """
 
-    def __init__(self, fraction: float = 0.25, ignore_index: int = 255, weights: Tensor | None = None):
-        super().__init__(ignore_index, weights)
+    def __init__(
+        self,
+        fraction: float = 0.25,
+        ignore_index: int = 255,
+        weights: Tensor | None = None,
+        *,
+        tiles: bool = True,
+    ):
+        super().__init__(ignore_index, weights, tiles=tiles)
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction={fraction}: expected a share of the pixels, above 0 and at most 1")
         self.fraction = fraction
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits (N, K, H, W) of any floating dtype, labels (N, H, W) of any integer dtype -> float32 scalar."""
-        losses = pixel_losses(logits, labels, self.ignore_index, self.weights)
+    def of_pixels(self, losses: Tensor, labels: Tensor) -> Tensor:
+        assert self.fraction is not None
         k = max(1, math.ceil(round(self.fraction * losses.shape[1], 6)))  # 0.07 * 100 is a little above 7
         return losses.topk(k, dim=1, sorted=False).values.mean()
 

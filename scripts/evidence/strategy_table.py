@@ -52,6 +52,11 @@ def segmentation_network(
     return network
 
 
+def _plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of upsampled logits, as the paper's networks have it."""
+    return F.cross_entropy(F.interpolate(logits, labels.shape[1:], mode="bilinear"), labels)
+
+
 def cost(
     build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str, crop_size: int = 512
 ) -> Cost:
@@ -62,7 +67,7 @@ def cost(
     def loss() -> Tensor:
         images = torch.zeros(crops, 3, crop_size, crop_size)
         labels = torch.zeros(crops, crop_size, crop_size, dtype=torch.long)
-        return F.cross_entropy(network(images), labels)
+        return _plain_loss(network(images), labels)
 
     with FakeTensorMode():
         network = segmentation_network(build, norm_act, recompute)
@@ -177,7 +182,7 @@ def kept_by_segmentation(
         labels = torch.empty(crops, CROP_SIZE, CROP_SIZE, dtype=torch.long)
         with autocast("cpu", precision):
             left_out = [] if with_images else [images]
-            return kept_bytes(network, lambda: F.cross_entropy(network(images), labels), left_out)
+            return kept_bytes(network, lambda: _plain_loss(network(images), labels), left_out)
 
 
 def bytes_per_pixel(norm: str, body: str) -> int:

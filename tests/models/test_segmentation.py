@@ -19,7 +19,8 @@ def test_parameter_counts_and_logits_of_the_papers_networks(build, classes, expe
         body = build(output_stride=8)
         network = SegmentationNetwork(body, DeepLabV3(body.out_channels), classes)
         assert parameters(network) == expected
-        assert network(torch.empty(2, 3, 65, 97)).shape == (2, classes, 65, 97)
+        assert network(torch.empty(2, 3, 65, 97)).shape == (2, classes, 9, 13)  # losses interpolate
+        assert network.eval()(torch.empty(2, 3, 65, 97)).shape == (2, classes, 65, 97)
 
 
 @pytest.mark.parametrize("size", [None, (50, 31)])

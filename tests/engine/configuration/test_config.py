@@ -198,7 +198,8 @@ def step_on_fake_tensors(config: SegmentationRun | ClassificationRun) -> None:
         loss.backward()
         optimizer.step()
         scheduler.step()
-    assert logits.shape == (2, 10, *(size if segments else ())) and (loss.dtype == torch.float32 or not segments)
+    cells = [-(-side // network.body.output_stride) for side in size] if segments else []
+    assert logits.shape == (2, 10, *cells) and (loss.dtype == torch.float32 or not segments)
     assert all(p.grad.shape == p.shape for p in network.parameters())
     assert all(m.sync == config.norm.sync for m in network.modules() if isinstance(m, ABN))
 

@@ -1,0 +1,317 @@
+"""Losses of segmentation networks, exact, without logits at the resolution of the labels."""
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .torch_internals import FakeTensor
+
+_TILE_BYTES = {"cpu": 2**20}  # of interpolated logits: about a core's cache
+_OTHER_TILE_BYTES = 2**26  # elsewhere: few launches
+
+
+def upsampled_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    size: tuple[int, int] | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = 255,
+    fraction: float | None = None,
+    reduction: str = "crops",
+    align_corners: bool = False,
+) -> Tensor:
+    """Cross-entropy of bilinearly upsampled logits, a tile of rows at a time.
+
+    The value and the gradient are those of `F.interpolate(logits, labels.shape[1:], mode="bilinear")` followed by
+    cross-entropy, up to rounding. Neither the upsampled logits, nor their softmax, nor its gradient is ever in memory
+    as a whole: beside some values per pixel, there are two tiles of about 1 MiB on a CPU, or 64 MiB elsewhere. The
+    gradient of the logits is computed in the forward pass and kept, in at least float32, until the backward pass.
+
+    With logits at the resolution of the labels, this is a tiled cross-entropy.
+
+    Args:
+        logits: (N, K, h, w), float64, float32, bfloat16 or float16; 16-bit logits are interpolated in float32.
+        labels: (N, H, W), any integer dtype: classes from 0 to K - 1, or `ignore_index`.
+        size: (H, W); None: that of the labels, the only one possible.
+        weight: (K,), by which the losses of a class's pixels are multiplied; None: 1.
+        ignore_index: label of pixels without loss.
+        fraction: online bootstrapping (in-place ABN paper, section 4.2, with p = 1): a crop's loss is the mean of its
+            k = ceil(fraction * H * W) largest pixel losses; ignored pixels have loss 0. If pixels tie for the last
+            place, the gradient goes to the first of them, row by row. None: all pixels count.
+        reduction: "crops": the mean over crops of a crop's mean loss over its labelled pixels, 0 for a crop without
+            any; "mean": as in `F.cross_entropy`: the sum over all pixels, divided by the sum of their weights.
+        align_corners: as in `F.interpolate`.
+
+    Returns:
+        A scalar in float32, or float64 for float64 logits.
+
+    Raises:
+        ValueError: shapes do not fit, an option is unknown, or `weight` requires a gradient.
+        IndexError: a label is neither a class nor `ignore_index`; on CUDA the loss is NaN, or an assertion fails.
+        RuntimeError: a second derivative is asked for.
+    """
+    tensors = (logits, labels) if weight is None else (logits, labels, weight)
+    options: dict[str, Any] = {"size": size, "weight": weight, "ignore_index": ignore_index, "fraction": fraction}
+    options |= {"reduction": reduction, "align_corners": align_corners}
+    if has_torch_function(tensors):  # a function mode, such as a recording, sees one call
+        return handle_torch_function(upsampled_cross_entropy, tensors, logits, labels, **options)
+    _check(logits, labels, **options)
+    if torch.compiler.is_compiling():
+        needs_gradient = logits.requires_grad and torch.is_grad_enabled()
+        return _operator(needs_gradient, logits, labels, weight, ignore_index, fraction, reduction, align_corners)[0]
+    return _Loss.apply(logits, labels, weight, ignore_index, fraction, reduction, align_corners)
+
+
+def _check(
+    logits: Tensor,
+    labels: Tensor,
+    size: tuple[int, int] | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    fraction: float | None,
+    reduction: str,
+    align_corners: bool,
+) -> None:
+    if logits.dim() != 4 or labels.dim() != 3 or logits.shape[0] != labels.shape[0] or not logits.numel():
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}: expected (N, K, h, w) "
+            f"and (N, H, W), not empty"
+        )
+    if not logits.is_floating_point() or labels.is_floating_point():
+        raise ValueError(f"logits in {logits.dtype} and labels in {labels.dtype}: expected floats and integers")
+    if size is not None and tuple(size) != tuple(labels.shape[1:]):
+        raise ValueError(f"size={tuple(size)}: expected {tuple(labels.shape[1:])}, the size of the labels")
+    if reduction not in ("crops", "mean"):
+        raise ValueError(f"reduction={reduction!r}: expected 'crops' or 'mean'")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction}: expected a share of the pixels, above 0 and at most 1")
+    if fraction is not None and reduction == "mean":
+        raise ValueError("fraction with reduction='mean': the largest losses are of each crop, expected 'crops'")
+    if weight is not None and (weight.requires_grad or weight.shape != logits.shape[1:2]):
+        raise ValueError(
+            f"weight of shape {tuple(weight.shape)}{' with a gradient' if weight.requires_grad else ''}: expected "
+            f"({logits.shape[1]},), a constant for each class; the loss is not differentiated by it"
+        )
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, *arguments: Any) -> Tensor:
+        value, gradient = _value_and_gradient(ctx.needs_input_grad[0], logits, *arguments)
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logits.dtype
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "upsampled_cross_entropy has no second derivative: interpolate the logits and use F.cross_entropy"
+            )
+        return (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 6
+
+
+def _value_and_gradient(
+    needs_gradient: bool,
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    fraction: float | None,
+    reduction: str,
+    align_corners: bool,
+) -> tuple[Tensor, Tensor]:
+    """The loss, and its gradient with respect to the logits, (N, K, h, w); an empty one if it is not needed."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    gradient = torch.zeros_like(logits, dtype=dtype) if needs_gradient else None
+    with torch.no_grad(), _without_autocast(logits.device.type):
+        is_class = labels != ignore_index
+        weights = is_class.to(dtype)  # of the pixels, (N, H, W)
+        if weight is not None:
+            weights *= weight.to(dtype)[labels.where(is_class, 0).long()]
+        make = _Kernels if _has_kernels(logits) else _Tiles
+        pixels = make(logits, labels.where(is_class, 0), weights, align_corners)
+        if fraction is None:
+            counts = weights.sum() if reduction == "mean" else len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
+            shares = weights / counts
+            losses = pixels.losses(gradient, shares.where(is_class, 0))  # where all pixels are ignored, 0 / 0
+            value = (losses * weights / counts).sum()
+        else:
+            value, chosen = _largest(pixels.losses().mul_(weights).flatten(1), fraction)
+            if gradient is not None:
+                pixels.losses(gradient, chosen.view_as(weights) * weights)
+    return value, logits.new_empty(0) if gradient is None else gradient
+
+
+def _largest(losses: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
+    """The mean of the largest losses of each crop, (N, pixels), and the share of each loss in it."""
+    k = max(1, math.ceil(round(fraction * losses.shape[1], 6)))  # 0.07 * 100 is a little above 7
+    last = losses.topk(k, sorted=False).values.amin(1, keepdim=True)
+    above, ties = losses > last, losses == last
+    room = k - above.sum(1, keepdim=True)
+    above |= ties & (ties.cumsum(1) <= room)
+    shares = above.to(losses.dtype) / (k * len(losses))
+    return (losses * shares).sum(), shares
+
+
+class _Tiles:
+    """Rows of upsampled logits, a tile at a time: the losses of their pixels, and gradients of the logits.
+
+    A row of upsampled logits mixes two rows of logits, and each of its pixels two columns: two sparse matrices.
+    """
+
+    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool):
+        self.logits, self.labels, self.dtype = logits, labels, weights.dtype
+        (_, classes, *cells), (_, *size) = logits.shape, labels.shape
+        self.before = [_source(row, cells[0], size[0], align_corners) for row in range(size[0])]
+        self.down, self.across = (
+            None if old == new else _interpolation(old, new, align_corners, weights)
+            for old, new in zip(cells, size, strict=True)
+        )
+        limit = _TILE_BYTES.get(logits.device.type, _OTHER_TILE_BYTES)
+        self.rows = max(1, limit // (classes * size[1] * self.dtype.itemsize))
+
+    def losses(self, gradient: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
+        """The loss of every pixel, (N, H, W). Adds the gradient of their sum, weighted by `shares`, to `gradient`."""
+        losses = torch.empty_like(self.labels, dtype=self.dtype)
+        is_fake = isinstance(self.logits, FakeTensor)  # then the first tile shows the memory of all
+        for number, logits in enumerate(self.logits[:1] if is_fake else self.logits):
+            cells = logits.transpose(0, 1).to(self.dtype).contiguous()  # (h, K, w)
+            for begin in range(0, 1 if is_fake else losses.shape[1], self.rows):
+                rows = slice(begin, begin + self.rows)
+                tile, source = self._upsampled(cells, rows)  # (rows, K, W)
+                labels = self.labels[number, rows, None].long()
+                try:
+                    own = tile.gather(1, labels)
+                except RuntimeError as error:
+                    raise IndexError(f"a label is no class: expected 0 to {tile.shape[1] - 1}, {error}") from error
+                highest = tile.amax(1, keepdim=True)
+                tile = tile.softmax(1)
+                losses[number, rows] = (highest - tile.amax(1, keepdim=True).log_() - own).squeeze(1)
+                if gradient is not None and shares is not None:
+                    share = shares[number, rows, None]
+                    tile.mul_(share).scatter_add_(1, labels, -share)
+                    gradient[number, :, source] += self._downsampled(tile, rows, source).transpose(0, 1)
+        return losses
+
+    def _upsampled(self, cells: Tensor, rows: slice) -> tuple[Tensor, slice]:
+        """Upsampled rows, (rows, K, W), of (h, K, w); and the rows of logits that they mix."""
+        if self.down is None:
+            source = rows
+        else:
+            last = min(rows.stop, len(self.before)) - 1
+            first = max(0, int(self.before[rows.start]))
+            source = slice(first, min(int(self.before[last]) + 2, len(cells)))
+        tile = cells[source]
+        if self.across is not None:
+            tile = tile @ self.across.T
+        if self.down is not None:
+            tile = (self.down[rows, source] @ tile.flatten(1)).unflatten(1, tile.shape[1:])
+        return tile, source
+
+    def _downsampled(self, tile: Tensor, rows: slice, source: slice) -> Tensor:
+        """The transpose of `_upsampled`."""
+        if self.down is not None:
+            tile = (self.down[rows, source].T @ tile.flatten(1)).unflatten(1, tile.shape[1:])
+        return tile if self.across is None else tile @ self.across
+
+
+class _Kernels:
+    """The same as `_Tiles`, by kernels that need no tile in memory."""
+
+    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool):
+        kernels = self.module()
+        self.kernels, self.logits, self.labels = kernels, logits, labels.contiguous()
+        rows, columns = (
+            _sources(old, new, align_corners, weights)
+            for old, new in zip(logits.shape[2:], labels.shape[1:], strict=True)
+        )
+        self.sources = rows, columns
+        self.of_pixels, self.normalisers = kernels.losses_and_normalisers(logits, self.labels, self.sources)
+
+    @staticmethod
+    def module() -> ModuleType:
+        from . import loss_kernels  # which imports triton
+
+        return loss_kernels
+
+    def losses(self, gradient: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
+        """See `_Tiles.losses`; `gradient` is overwritten."""
+        if gradient is not None and shares is not None:
+            known = self.normalisers, shares.contiguous(), self.sources
+            self.kernels.write_gradient(gradient, self.logits, self.labels, *known)
+        return self.of_pixels
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    if logits.dtype == torch.float64 or type(logits) is FakeTensor or not logits.is_cuda:
+        return False
+    return importlib.util.find_spec("triton") is not None
+
+
+def _source(position: Any, old: int, new: int, align_corners: bool) -> Any:
+    """Where a position in `new` lies between `old` cells; below 0 before the first."""
+    return position * ((old - 1) / max(new - 1, 1)) if align_corners else (position + 0.5) * old / new - 0.5
+
+
+def _sources(old: int, new: int, align_corners: bool, like: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of `new` positions: the cell before it, (new,) int64, and the next cell's share, (new,) like `like`."""
+    source = _source(torch.arange(new, dtype=torch.float64, device=like.device), old, new, align_corners).clamp_(min=0)
+    before = source.long().clamp_(max=old - 1)
+    return before, (source - before).to(like.dtype)
+
+
+def _interpolation(old: int, new: int, align_corners: bool, like: Tensor) -> Tensor:
+    """Linear interpolation of `old` cells to `new` positions, as a matrix (new, old)."""
+    before, share = (vector.unsqueeze(1) for vector in _sources(old, new, align_corners, like))
+    matrix = torch.zeros(new, old, dtype=like.dtype, device=like.device)
+    matrix.scatter_(1, before, 1 - share)
+    return matrix.scatter_add_(1, (before + 1).clamp_(max=old - 1), share)
+
+
+@contextmanager
+def _without_autocast(device: str) -> Iterator[None]:
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        yield
+
+
+@torch.library.custom_op("keepless::upsampled_cross_entropy", mutates_args=())
+def _operator(
+    needs_gradient: bool,
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    fraction: float | None,
+    reduction: str,
+    align_corners: bool,
+) -> tuple[Tensor, Tensor]:
+    """`_value_and_gradient` as one operator of a compiled graph."""
+    return _value_and_gradient(needs_gradient, logits, labels, weight, ignore_index, fraction, reduction, align_corners)
+
+
+@_operator.register_fake
+def _(needs_gradient: bool, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    gradient = torch.empty_like(logits, dtype=dtype) if needs_gradient else logits.new_empty(0)
+    return logits.new_empty((), dtype=dtype), gradient
+
+
+def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.dtype = inputs[1].dtype
+
+
+def _scaled_gradient(ctx: Any, outer: Tensor, _: Tensor) -> tuple[Any, ...]:
+    return None, (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 6
+
+
+_operator.register_autograd(_scaled_gradient, setup_context=_keep_gradient)

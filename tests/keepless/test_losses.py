@@ -1,0 +1,232 @@
+"""`upsampled_cross_entropy` against interpolation and cross-entropy as they are defined, and without their memory."""
+
+import importlib.util
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from keepless import losses, recompute_activations, upsampled_cross_entropy
+from keepless.budget.costs import peak_bytes
+from keepless.torch_internals import FakeTensorMode
+from tests.cuda import NEEDS_CUDA
+
+IGNORE = 255
+
+
+def plain(logits, labels, *, weight=None, fraction=None, reduction="crops", align_corners=False) -> Tensor:
+    """As defined; the largest losses by a sort, ties in the order of the pixels."""
+    upsampled = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=align_corners)
+    pixels = F.cross_entropy(upsampled, labels.long(), weight, ignore_index=IGNORE, reduction="none").flatten(1)
+    if fraction is not None:
+        k = math.ceil(round(fraction * pixels.shape[1], 6))
+        return pixels.sort(dim=1, descending=True, stable=True).values[:, :k].mean()
+    if reduction == "mean":
+        return F.cross_entropy(upsampled, labels.long(), weight, ignore_index=IGNORE)
+    return (pixels.sum(1) / (labels != IGNORE).flatten(1).sum(1).clamp(min=1)).mean()
+
+
+def value_and_gradient(loss, logits: Tensor, labels: Tensor, **options) -> tuple[Tensor, Tensor]:
+    logits = logits.detach().requires_grad_()
+    value = loss(logits, labels, **options)
+    (gradient,) = torch.autograd.grad(value, logits)
+    return value.detach(), gradient
+
+
+def case(
+    n=2, classes=5, cells=(4, 5), size=(29, 33), ignored=0.2, dtype=torch.float64, seed=0
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, classes, *cells, dtype=torch.float64, generator=generator).to(dtype)
+    labels = torch.randint(classes, (n, *size), generator=generator)
+    labels[torch.rand(n, *size, generator=generator) < ignored] = IGNORE
+    return logits, labels.to(torch.uint8)
+
+
+@st.composite
+def options(draw) -> dict:
+    fraction = draw(st.sampled_from([None, 0.01, 0.25, 1.0]))
+    reduction = "crops" if fraction is not None else draw(st.sampled_from(["crops", "mean"]))
+    return {"fraction": fraction, "reduction": reduction, "align_corners": draw(st.booleans())}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    options(),
+    st.tuples(st.integers(1, 3), st.integers(1, 6)),
+    st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(1, 8),
+    st.booleans(),
+)
+def test_it_equals_interpolation_and_cross_entropy(chosen, numbers, cells, size, ignored, rows, weighted):
+    """Any sizes, enlarged or reduced; any number of rows per tile."""
+    (n, classes), rng = numbers, torch.Generator().manual_seed(rows)
+    logits, labels = case(n, classes, cells, size, ignored, seed=rows)
+    weight = torch.rand(classes, dtype=torch.float64, generator=rng) + 0.1 if weighted else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(losses._TILE_BYTES, "cpu", 8 * rows * classes * size[1])
+        found = value_and_gradient(upsampled_cross_entropy, logits, labels, weight=weight, **chosen)
+    expected = value_and_gradient(plain, logits, labels, weight=weight, **chosen)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)  # NaN: a mean of nothing
+
+
+@pytest.mark.parametrize("fraction", [None, 0.25])
+@pytest.mark.parametrize("scale", [1, 30])
+def test_float32_is_no_farther_from_float64_than_the_plain_way(fraction, scale):
+    errors = []
+    for seed in range(5):
+        logits, labels = case(2, 19, (16, 16), (128, 128), dtype=torch.float32, seed=seed)
+        exact = value_and_gradient(plain, scale * logits.double(), labels, fraction=fraction)[1]
+        ways = (
+            value_and_gradient(way, scale * logits, labels, fraction=fraction)
+            for way in (upsampled_cross_entropy, plain)
+        )
+        errors.append([(gradient - exact).norm() for _, gradient in ways])
+    ours, theirs = torch.tensor(errors).median(0).values
+    assert ours <= theirs
+
+
+def test_tied_pixels_get_the_gradient_in_their_order_whatever_the_tiles_are(monkeypatch):
+    """Equal logits everywhere: all pixels tie."""
+    logits, labels = torch.zeros(2, 3, 4, 4), torch.zeros(2, 32, 32, dtype=torch.uint8)
+    expected = value_and_gradient(plain, logits, labels, fraction=0.3)
+    for rows in (1, 5, 32):
+        monkeypatch.setitem(losses._TILE_BYTES, "cpu", 4 * rows * 3 * 32)
+        found = value_and_gradient(upsampled_cross_entropy, logits, labels, fraction=0.3)
+        torch.testing.assert_close(found, expected)
+    assert found[1][:, :, 2:].abs().sum() == 0  # rows of the last cells come too late
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_logits_are_interpolated_in_float32_also_under_autocast(dtype):
+    logits, labels = case(dtype=dtype)
+    expected = value_and_gradient(upsampled_cross_entropy, logits.float(), labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        value, gradient = value_and_gradient(upsampled_cross_entropy, logits, labels)
+    assert value.dtype == torch.float32 and torch.equal(value, expected[0])
+    assert torch.equal(gradient, expected[1].to(dtype))
+
+
+def test_channels_last_logits_give_a_gradient_in_their_format():
+    logits, labels = case()
+    expected = value_and_gradient(upsampled_cross_entropy, logits, labels)
+    there = logits.contiguous(memory_format=torch.channels_last)
+    found = value_and_gradient(upsampled_cross_entropy, there, labels)
+    assert found[1].stride() == there.stride()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_memory_is_that_of_tiles():
+    """182 classes: the plain way makes three copies of 91 MiB."""
+    logits, labels = case(2, 182, (32, 32), (256, 256), dtype=torch.float32)
+    peak = peak_bytes(lambda: value_and_gradient(upsampled_cross_entropy, logits, labels, fraction=0.25), "cpu")
+    assert peak < 3 * 2 * 182 * 256 * 256 * 4 / 40
+
+
+def test_a_compiled_program_has_it_as_one_operator():
+    logits, labels = case(dtype=torch.float32)
+
+    def step(logits: Tensor) -> Tensor:
+        return upsampled_cross_entropy(2 * logits, labels, fraction=0.25)
+
+    found = value_and_gradient(lambda x, _: torch.compile(step, backend="aot_eager", fullgraph=True)(x), logits, labels)
+    torch.testing.assert_close(found, value_and_gradient(lambda x, _: step(x), logits, labels))
+
+
+def test_a_recorded_network_may_compute_its_own_loss():
+    class WithLoss(torch.nn.Sequential):
+        def forward(self, images, labels):
+            return upsampled_cross_entropy(super().forward(images), labels)
+
+    torch.manual_seed(0)
+    network = WithLoss(torch.nn.Conv2d(3, 8, 3, stride=4), torch.nn.ReLU(), torch.nn.Conv2d(8, 5, 1))
+    images, labels = torch.randn(2, 3, 29, 33), case()[1]
+    expected = torch.autograd.grad(network(images, labels), list(network.parameters()))
+    recompute_activations(network)
+    torch.testing.assert_close(
+        torch.autograd.grad(network(images, labels), list(network.parameters())), expected, rtol=0, atol=0
+    )
+
+
+def test_fake_tensors_pass():
+    with FakeTensorMode():
+        logits = torch.empty(2, 19, 32, 32, requires_grad=True)
+        upsampled_cross_entropy(logits, torch.empty(2, 256, 256, dtype=torch.uint8), fraction=0.25).backward()
+    assert logits.grad.shape == logits.shape
+
+
+def test_wrong_arguments_are_refused():
+    logits, labels = case()
+    for wrong, message in (
+        ({"size": (2, 2)}, r"size=\(2, 2\): expected \(29, 33\), the size of the labels"),
+        ({"reduction": "sum"}, "reduction='sum': expected 'crops' or 'mean'"),
+        ({"fraction": 0.0}, "fraction=0.0: expected a share"),
+        ({"fraction": 0.5, "reduction": "mean"}, "fraction with reduction='mean'"),
+        ({"weight": torch.ones(5, requires_grad=True)}, "with a gradient: expected"),
+        ({"weight": torch.ones(4)}, r"weight of shape \(4,\): expected \(5,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            upsampled_cross_entropy(logits, labels, **wrong)
+    with pytest.raises(ValueError, match="expected \\(N, K, h, w\\) and \\(N, H, W\\)"):
+        upsampled_cross_entropy(logits[0], labels)
+    with pytest.raises(ValueError, match="expected floats and integers"):
+        upsampled_cross_entropy(logits, labels.float())
+    with pytest.raises(IndexError, match="a label is no class: expected 0 to 4, index 9 is out of bounds"):
+        upsampled_cross_entropy(logits, labels.where(labels != 1, 9))
+
+
+def test_a_second_derivative_is_refused():
+    logits, labels = case()
+    logits.requires_grad_()
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(upsampled_cross_entropy(logits, labels), logits, create_graph=True)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def device(request, monkeypatch) -> str:
+    """Where the kernels run; on a CPU a copy of their module in Triton's interpreter, with small blocks."""
+    triton = pytest.importorskip("triton")
+    if request.param == "cpu":
+        file = importlib.util.find_spec("keepless.loss_kernels").origin
+        spec = importlib.util.spec_from_file_location("keepless.loss_kernels_interpreted", file)
+        kernels = importlib.util.module_from_spec(spec)
+        with pytest.MonkeyPatch.context() as patch:
+            if hasattr(triton, "knobs"):
+                patch.setattr(triton.knobs.runtime, "interpret", True)
+            else:  # Triton before 3.4
+                patch.setenv("TRITON_INTERPRET", "1")
+            spec.loader.exec_module(kernels)
+        kernels.PIXELS, kernels.CELLS, kernels.CLASSES = 16, 4, 2
+        monkeypatch.setattr(losses._Kernels, "module", staticmethod(lambda: kernels))
+        monkeypatch.setattr(losses, "_has_kernels", lambda logits: logits.dtype != torch.float64)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "cells, size, chosen",
+    [
+        ((2, 5), (9, 19), {"fraction": 0.25}),
+        ((3, 2), (8, 9), {"reduction": "mean", "weight": torch.tensor([0.1, 2.0, 0.5]), "align_corners": True}),
+        ((4, 5), (4, 5), {}),
+        ((7, 6), (3, 4), {}),
+    ],
+)
+def test_kernels_equal_float64(device, cells, size, chosen):
+    logits, labels = case(2, 3, cells, size, dtype=torch.float32)
+    weight = {"weight": chosen["weight"].double()} if "weight" in chosen else {}
+    expected = value_and_gradient(plain, logits.double(), labels, **chosen | weight)
+    there = logits.to(device, memory_format=torch.channels_last)
+    found = value_and_gradient(
+        upsampled_cross_entropy,
+        there,
+        labels.to(device),
+        **{k: v.to(device) if k == "weight" else v for k, v in chosen.items()},
+    )
+    assert found[1].stride() == there.stride()
+    torch.testing.assert_close([one.cpu().double() for one in found], list(expected), rtol=1e-5, atol=1e-6)
