@@ -72,6 +72,8 @@ class ABN(NormBase):
         check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
         check_backend(backend)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        if track_running_stats:  # a fake tensor made by torch.tensor, as in PyTorch, cannot be copied
+            self.num_batches_tracked = torch.zeros((), dtype=torch.long)
         if not learn_scale:
             self.weight = None
         self.activation = activation

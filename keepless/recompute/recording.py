@@ -36,6 +36,8 @@ An example, and what autograd holds of each tensor:
     out = F.conv2d(z, weight2)                # saved by nothing here: freed when the program drops it
 """
 
+# Longer than other files: the rules and the code that keeps them belong side by side.
+
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
