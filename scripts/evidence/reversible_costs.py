@@ -247,7 +247,10 @@ def angle(gradient: Tensor, exact: Tensor) -> float:
 
 def loss_of(forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, precision: str) -> Tensor:
     with autocast(images.device.type, precision):
-        return F.cross_entropy(forward(images), labels)
+        logits = forward(images)
+        if labels.dim() > 1:  # pixels: in training, a segmentation network keeps its own resolution
+            logits = F.interpolate(logits, labels.shape[1:], mode="bilinear")
+        return F.cross_entropy(logits, labels)
 
 
 def step_of(network: nn.Module, images: Tensor, labels: Tensor, precision: str) -> Tensor:
