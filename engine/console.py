@@ -1,4 +1,4 @@
-"""What a program prints: console, log, progress bars."""
+"""Console, log and progress bars."""
 
 import logging
 import sys
@@ -35,7 +35,7 @@ FEWEST_COLUMNS = 40  # narrower terminals break the lines themselves: rich canno
 
 
 class _Forgiving(FileIO):
-    """A terminal, pipe or file for messages. What it cannot take is dropped: no run may end because of that."""
+    """A terminal, pipe or file for messages. Write errors are ignored: losing the terminal must not end a run."""
 
     def write(self, data: Any) -> int:
         try:
@@ -45,7 +45,7 @@ class _Forgiving(FileIO):
 
 
 class _Console(Console):
-    @property  # type: ignore[misc]  # nobody sets it
+    @property  # type: ignore[misc]  # it is never set
     def size(self) -> ConsoleDimensions:
         columns, lines = super().size
         return ConsoleDimensions(max(columns, FEWEST_COLUMNS), lines)
@@ -106,16 +106,10 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
     logger.addHandler(on_console)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        in_file = LogFile(file, encoding="utf-8", errors="backslashreplace")
+        logging.raiseExceptions = False  # on a full disk: it would print a traceback for each line
+        in_file = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
         in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logger.addHandler(in_file)
-
-
-class LogFile(logging.FileHandler):
-    """Drops lines if the disk is full: logging would print a traceback for each, and the run fails anyway."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
 
 
 class Bars(Progress):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from engine.checkpoint.comparison import check_tensors, not_finite, with_progress
+from engine.checkpoint.comparison import check_tensors, not_finite, number_in
 from engine.dataset import SizedIterable
 from engine.distributed import World
 from engine.forward import Forward
@@ -170,7 +170,9 @@ class Learner:
     def load_state_dict(self, state: dict) -> None:
         """The inverse of `state_dict`. Every rank must call it.
 
-        ValueError: `state` is none that this learner could save at its step; nothing is loaded.
+        Learning rates are those of the schedule after the checkpoint's steps, whatever the checkpoint says.
+
+        ValueError: `state` does not match this learner; nothing is loaded.
         """
         with _schedule_alone():
             for _ in range(state["step"] - self.scheduler.last_epoch):  # two microseconds each
@@ -181,16 +183,17 @@ class Learner:
                 raise ValueError(f"it has {'no' if part in own else 'a'} part {part}, unlike this run")
         for part in ("network", "ema"):
             check_tensors(part, state.get(part, {}), own.get(part, {}))
-        scaler = with_progress("scaler", state.get("scaler", {}), own.get("scaler", {}), ("scale", "_growth_tracker"))
         step, stepped = state["step"], state["step"] > 0
-        if scaler:  # each step that float16 skips scales the loss down
-            stepped &= scaler["scale"] > own["scaler"]["scale"] * scaler["backoff_factor"] ** step
-        optimizer = self._momentum(state["optimizer"], step, stepped)
-        with_progress("scheduler", state["scheduler"], own["scheduler"])
-        if self.average is not None:
-            updates = with_progress("ema_updates", state["ema_updates"], own["ema_updates"], ("updates",), "updates")
-            if updates > step:
-                raise ValueError(f"its weights were averaged {updates} times in {step} steps")
+        scaler = own.get("scaler", {})
+        if scaler:
+            scale, tracker = (
+                number_in("scaler", state["scaler"], key, scaler[key]) for key in ("scale", "_growth_tracker")
+            )
+            stepped &= scale > scaler["scale"] * scaler["backoff_factor"] ** step  # skipped steps lower it
+            scaler |= {"scale": scale, "_growth_tracker": tracker}
+        optimizer = self._momentum(state["optimizer"], stepped)
+        if self.average is not None and (updates := number_in("ema", state, "ema_updates", 0)) > step:
+            raise ValueError(f"its weights were averaged {updates} times in {step} steps")
 
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(optimizer)
@@ -200,33 +203,28 @@ class Learner:
             self.average.module.load_state_dict(state["ema"])
             self.average.updates = updates
 
-    def _momentum(self, given: object, step: int, stepped: bool) -> dict:
-        """The optimiser's state after `step` steps; `stepped`: in one of them it updated the weights.
+    def _momentum(self, given: Any, stepped: bool) -> dict:
+        """The optimiser's state to load. `stepped`: it has updated the weights at least once.
 
         torch loads momentum by position, unchecked: another shape would read beyond its memory.
         """
-        own = self.optimizer.state_dict()["param_groups"]
-        if not isinstance(given, dict) or not isinstance(given.get("state"), dict):
-            raise ValueError(f"its part optimizer is {type(given).__name__}: expected the states of parameters")
-        # Whether steps are fused may change.
-        free = [{key: value for key, value in group.items() if key not in ("fused", "foreach")} for group in own]
-        groups = with_progress("optimizer", given.get("param_groups"), free, ("lr",))
-        for group, wanted in zip(groups, own, strict=True):
-            if not math.isclose(group["lr"], wanted["lr"], rel_tol=1e-6, abs_tol=1e-12):  # PyTorch may round otherwise
-                raise ValueError(f"its learning rate is {group['lr']}: expected {wanted['lr']} after step {step}")
+        own, keys = self.optimizer.state_dict()["param_groups"], self._momentum_keys()
+        try:
+            buffers = given["state"] if keys else {}
+            theirs = [part["param_names"] for part in given["param_groups"]]
+        except (TypeError, KeyError, IndexError) as error:
+            raise ValueError("its part optimizer does not hold the states of parameters") from error
+        if theirs != [part["param_names"] for part in own]:
+            raise ValueError("its part optimizer is of other parameters")
         parameters = dict(self.network.named_parameters())
-        names = [name for group in own for name in group["param_names"]]
-        keys = self._momentum_keys()
-        buffers = {number: _without_none(buffer) for number, buffer in given["state"].items()}
-        if not keys:
-            buffers = {number: buffer for number, buffer in buffers.items() if buffer}
+        names = [name for part in own for name in part["param_names"]]
         expected = range(len(names)) if keys else range(0)
-        if buffers.keys() != set(expected) and (stepped or buffers):
-            raise ValueError(f"its part optimizer has momentum for parameters {list(buffers)}: expected {expected}")
+        if not isinstance(buffers, dict) or (buffers.keys() != {*expected} and (stepped or buffers)):
+            raise ValueError("its part optimizer has momentum for other parameters")
         for number, buffer in buffers.items():
             wanted = {key: ONE_NUMBER if key == "step" else parameters[names[number]] for key in keys}
             check_tensors(f"optimizer ({names[number]})", buffer, wanted)
-        return {"state": buffers, "param_groups": [each | new for each, new in zip(own, groups, strict=True)]}
+        return {"state": buffers, "param_groups": own}
 
     def _momentum_keys(self) -> tuple[str, ...]:
         """What the optimiser keeps of every parameter."""
@@ -261,13 +259,6 @@ def _schedule_alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         yield
-
-
-def _without_none(buffer: object) -> dict:
-    """SGD without momentum keeps a None. ValueError: not the momentum of a parameter."""
-    if not isinstance(buffer, dict):
-        raise ValueError(f"its part optimizer has {type(buffer).__name__} as momentum: expected dict")
-    return {key: value for key, value in buffer.items() if value is not None}
 
 
 def _largest(tensors: dict[str, Tensor]) -> tuple[str, float]:

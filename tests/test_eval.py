@@ -175,7 +175,7 @@ def test_20_megapixels_in_six_views_take_less_than_3_gib(run_dir, tmp_path):
         ("head.pooling_size=[30]", "head.pooling_size=[30]: expected 2 numbers: height, width"),
         ("overlay_images=2", "overlay_images=2 needs overlays=DIR"),
         ("results=.", "results=. is a folder: expected a file to write, such as results.json in it"),
-        ("data.root=/nowhere/at/all", "data.root=/nowhere/at/all is not a folder"),
+        ("data.root=/nowhere/at/all", "/nowhere/at/all is not an existing folder"),
         ("data.split=nights", "nights"),
         ("window.size=100", "window.size=100: expected a multiple of the network's output stride 8, such as 104"),
         ("window.overlap=1", "window.overlap=1.0: expected 0 or more, at most 0.9"),

@@ -44,31 +44,9 @@ def described(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{kind}"
 
 
-def with_progress(name: str, given: object, own: object, progress: tuple[str, ...] = (), key: str = "") -> Any:
-    """A copy of `own` with the numbers that change in training, under the keys `progress`, taken from `given`.
-
-    Everything else must be equal, except private keys, which differ between versions of PyTorch, and keys that `given`
-    lacks. ValueError if it is not, or if a number of `progress` is missing, negative, not finite or of another type.
-    """
-    if isinstance(own, dict):
-        if not isinstance(given, dict):
-            raise ValueError(f"its part {name} is {type(given).__name__}: expected dict")
-        if absent := [entry for entry in progress if entry in own and entry not in given]:
-            raise ValueError(f"its part {name} has no {absent[0]}")
-        return {
-            entry: with_progress(f"{name}.{entry}", given[entry], value, progress, entry)
-            if entry in given and (entry in progress or not entry.startswith("_") or entry == "_schedulers")
-            else value
-            for entry, value in own.items()
-        }
-    if isinstance(own, (list, tuple)):
-        if not isinstance(given, (list, tuple)) or len(given) != len(own):
-            raise ValueError(f"its part {name} is {given!r}: expected a list of {len(own)}")
-        return type(own)(with_progress(name, *both, progress, key) for both in zip(given, own, strict=True))
-    if key not in progress:
-        if not isinstance(given, (bool, int, float, str, type(None))) or given != own:
-            raise ValueError(f"its part {name} is {given!r}: expected {own!r}")
-        return own
-    if type(given) is not type(own) or not isinstance(given, (int, float)) or not 0 <= given <= _LARGEST:
-        raise ValueError(f"its part {name} is {given!r}: expected a number from 0 on")
-    return given
+def number_in(part: str, values: object, key: str, like: float) -> Any:
+    """A number in a part of a checkpoint. ValueError unless it has the type of `like`, is finite and not negative."""
+    value = values.get(key) if isinstance(values, dict) else None
+    if type(value) is not type(like) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{key} of its part {part} is {value!r}: expected a number from 0 on")
+    return value

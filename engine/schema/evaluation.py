@@ -104,14 +104,7 @@ class Evaluation(TrainedNetwork):
             raise ValueError(f"overlay_images={self.overlay_images} needs overlays=DIR, the folder to write them to")
 
     def apply_to(self, config: TrainingRun) -> None:
-        """Also checks that the data folder has files: ValueError if not."""
-        data, folder = config.data, resolved(self.data.root or config.data.root)
-        data.root = self.data.root or data.root
-        archive_or_files = folder is None or folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
-        if not archive_or_files:
-            raise ValueError(
-                f"data.root={data.root} is not a folder with files: give data.root=DIR, the folder of {data.name}"
-            )
+        config.data.root = self.data.root or config.data.root
         super().apply_to(config)
         config.trainer.evaluate_images = None
         if self.activation is not None:

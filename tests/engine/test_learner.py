@@ -102,9 +102,7 @@ def test_before_an_evaluation_the_average_gets_statistics_of_its_own():
         ("optimizer", GONE, "it has no part optimizer"),
         ("ema", GONE, "it has no part ema"),
         ("scaler", GONE, "it has no part scaler"),
-        ("scheduler", [], "its part scheduler is list: expected dict"),
-        ("scaler scale", GONE, "its part scaler has no scale"),
-        ("scheduler last_epoch", 7, "its part scheduler.last_epoch is 7: expected 2"),
+        ("scaler scale", GONE, "scale of its part scaler is None: expected a number from 0 on"),
         ("network bias", GONE, "bias of its part network is missing: expected float32 .2."),
         ("network more", torch.zeros(2), "more of its part network is float32 .2.: expected missing"),
         ("ema weight", torch.zeros(3, 2), "weight of its part ema is float32 .3, 2.: expected float32 .2, 2."),
@@ -115,13 +113,13 @@ def test_before_an_evaluation_the_average_gets_statistics_of_its_own():
             torch.zeros(1),
             r"\(weight\) is float32 .1.: expected float32 .2, 2.",
         ),
-        ("optimizer state 5", {}, r"momentum for parameters \[0, 1, 5\]: expected range\(0, 2\)"),
+        ("optimizer state 5", {}, "its part optimizer has momentum for other parameters"),
         (
             "optimizer param_groups 0 param_names",
             ["bias", "weight"],
-            "param_names is 'bias': expected 'weight'",
+            "its part optimizer is of other parameters",
         ),
-        ("optimizer param_groups", [], r"its part optimizer is \[\]: expected a list of 1"),
+        ("optimizer param_groups", [], "its part optimizer is of other parameters"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(path, value, message):
