@@ -35,10 +35,6 @@ class Job(NamedTuple):
         return config.read_text("utf-8", "replace").startswith(f"# {command}\n")
 
 
-def asked_for(arguments: list[str]) -> bool:
-    return not {*FLAGS}.isdisjoint(arguments)
-
-
 def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool) -> None:
     """Run a sweep's jobs one after the other, each in a process of its own, which leaves nothing behind for the next.
 

@@ -1,12 +1,12 @@
 """Save and restore the random number generators of all ranks, which dropout draws from."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from engine.checkpoint.comparison import described
 from engine.console import logger
 from engine.distributed import World
-from models.checkpoints.torch_files import is_plain
 
 
 def random_states(world: World) -> dict[str, list[Tensor]]:
@@ -16,25 +16,22 @@ def random_states(world: World) -> dict[str, list[Tensor]]:
     return {"cpu": [cpu for cpu, _ in states], "cuda": [cuda for _, cuda in states if cuda is not None]}
 
 
-def restore_random_states(states: object, world: World) -> None:
+def restore_random_states(states: Any, world: World) -> None:
     """Restore this rank's state.
 
     With another world size or device type the streams cannot continue: new ones are seeded, reproducibly, and a warning
-    is logged. ValueError: `states` are not what `random_states` returned.
+    is logged. ValueError: `states` are not from `random_states`.
     """
-    cpu, cuda = (states.get(kind) if isinstance(states, dict) else None for kind in ("cpu", "cuda"))
-    own = torch.get_rng_state()
-    if not isinstance(cpu, list) or not cpu or not all(described(state) == described(own) for state in cpu):
-        raise ValueError("it has no states of random number generators")
-    if not isinstance(cuda, list) or not all(is_plain(state) and state.dtype == torch.uint8 for state in cuda):
-        raise ValueError("it has no states of CUDA's random number generators")
-    before, now = (len(cpu), "cuda" if cuda else "cpu"), (world.size, world.device.type)
-    if before == now:
-        torch.set_rng_state(cpu[world.rank])
-        if cuda:
+    try:
+        cpu, cuda = states["cpu"], states["cuda"]
+        before, now = (len(cpu), "cuda" if cuda else "cpu"), (world.size, world.device.type)
+        torch.set_rng_state(cpu[world.rank if before == now else 0])
+        if before == now and cuda:
             torch.cuda.set_rng_state(cuda[world.rank], world.device)
+    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise ValueError("it has no states of random number generators") from error
+    if before == now:
         return
-    torch.set_rng_state(cpu[0])
     torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)  # seeds CUDA too
     if world.first:
         logger.warning(

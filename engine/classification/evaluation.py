@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset
-from engine.console import Bars, tracked
+from engine.console import Bars, table_of, tracked
 from engine.distributed import World
 from engine.forward import Forward
 from engine.memory import memory_errors
@@ -108,13 +108,10 @@ class Counts:
 
 def accuracy_table(scores: dict, accuracy: dict) -> Table:
     """The accuracies in percent, of each class too unless there are many."""
-    table = Table(min_width=40)
-    table.add_column("class")
-    table.add_column("accuracy %", justify="right")
-    if len(accuracy) <= DRAWN_CLASSES:
-        for name, share in accuracy.items():
-            table.add_row(name, "–" if share is None else f"{100 * share:.2f}")
-        table.add_section()
+    listed = accuracy if len(accuracy) <= DRAWN_CLASSES else {}
+    rows = ([name, "–" if share is None else f"{100 * share:.2f}"] for name, share in listed.items())
+    table = table_of(["class", "accuracy %"], rows)
+    table.add_section()
     table.add_row("top-1", f"{100 * scores['top1']:.2f}", style="bold")
     table.add_row("top-5", f"{100 * scores['top5']:.2f}")
     return table

@@ -83,7 +83,7 @@ def configured(
                     print(help_text(text, name, schema, chosen(name, arguments, schema, compose)))
                     return
                 check_arguments(name, arguments, schema, compose)
-                if sweep.asked_for(arguments):
+                if not {*sweep.FLAGS}.isdisjoint(arguments):
                     has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
                     sweep.run(arguments, checked_job, has_run_dir)
                     return

@@ -25,7 +25,11 @@ def help_text(about: str, command: str, schema: type, values: DictConfig) -> str
     """`about`, the groups of a command with the choices that fit its schema, and the keys of `values`."""
     columns = max(60, min(shutil.get_terminal_size().columns, 120))
     groups = {group: ", ".join(choices(group, schema)) for group in groups_in(command)}
-    keys = {f"{known.name}={_shown(known)}": about_key(known) for known in known_in(values) if _for_users(known)}
+    keys = {
+        f"{known.name}={as_text(known.value):.{LONGEST_VALUE}}": about_key(known)
+        for known in known_in(values)
+        if not known.name.endswith(".name")  # of a group's choice, which group=choice gives
+    }
     parts = [about.strip()]
     for title, rows in (
         ("Groups (group=choice):", groups),
@@ -67,21 +71,11 @@ def sentences(schema: type) -> dict[str, str]:
     return found
 
 
-def _shown(known: Known) -> str:
-    text = as_text(known.value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
-
-
 def as_text(value: Any) -> str:
     """A value as it is given on the command line."""
     if isinstance(value, (list, ListConfig)):
         return f"[{','.join(map(as_text, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _for_users(known: Known) -> bool:
-    """Whether a key is not the name of a group's choice, which group=choice gives."""
-    return not (known.entry.name == "name" and "." in known.name)
 
 
 def _rows(rows: dict[str, str], width: int, columns: int) -> Iterator[str]:
