@@ -52,6 +52,7 @@ def ways_of(name: str) -> dict[str, Way]:
         pairs = zip(logits.split(1), labels.split(1), strict=True)
         return torch.cat([way(whole)(own.detach().requires_grad_(), label) for own, label in pairs]) / len(labels)
 
+    torch.compiler.reset()  # it compiles a function for a few shapes at most
     fused = torch.compile(whole, fullgraph=True, dynamic=False)
     return {TILES: way(tiled), PLAIN: way(whole), COMPILED: way(fused), EACH_CROP: each_crop}
 
@@ -114,7 +115,7 @@ def page(result: dict, file: str) -> str:
 def pictures(result: dict) -> dict[str, Figure]:
     """Bars for each number of classes and stride, of the bootstrapped loss, which the paper trains with."""
     groups = frame.grouped((row for row in result["rows"] if row["loss"] == BOOTSTRAPPED), ["case"], "way")
-    names = [case.rpartition(", bootstrapped")[0] for case in groups]
+    names = ["\n".join(case.split(", ")[:2]) for case in groups]
     figure, (peak, time) = charts.panels(2, 1, (9, 7))
     for axes, value, label in (
         (peak, lambda row: row["peak_bytes"] / MIB, "peak of the loss, MiB"),

@@ -29,6 +29,16 @@ def test_bootstrapping_averages_the_hardest_pixels_of_each_crop(fraction, ignore
     assert loss.item() == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("loss", [CrossEntropy, BootstrappedCrossEntropy])
+@pytest.mark.parametrize("weights", [None, torch.linspace(0.5, 2, 5, dtype=torch.float64)])
+def test_tiles_give_the_loss_and_gradient_of_whole_upsampled_logits(loss, weights):
+    logits, _ = crops(size=(5, 6))
+    labels = crops(size=(37, 45))[1]
+    found = [loss(weights=weights, tiles=tiles)(logits, labels) for tiles in (True, False)]
+    torch.testing.assert_close(*found, rtol=1e-13, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(value, logits) for value in found), rtol=1e-12, atol=1e-15)
+
+
 def test_the_number_of_hardest_pixels_is_not_that_of_rounding():
     logits, labels = crops(size=(10, 10), ignored=0.0)
     losses = F.cross_entropy(logits, labels.long(), reduction="none").flatten(1)
