@@ -31,7 +31,7 @@ logger = logging.getLogger("engine")
 
 
 LINE_EVERY_S = 30.0
-FEWEST_COLUMNS = 40  # narrower terminals break the lines themselves: rich cannot draw tables in a few columns
+FEWEST_COLUMNS = 40  # rich cannot draw tables in fewer; narrower terminals wrap the lines
 
 
 class _Forgiving(FileIO):
@@ -52,7 +52,7 @@ class _Console(Console):
 
 
 def make_printing_safe() -> None:
-    """From now on neither a lost terminal nor a character that it cannot show stops the program.
+    """Keep a lost terminal, or a character that it cannot show, from stopping the program.
 
     Such characters are escaped, as in file names that are not UTF-8.
     """
@@ -125,7 +125,7 @@ class Bars(Progress):
             self.broke_silence()
 
     def broke_silence(self) -> None:
-        """Another line has just told the progress: count the silence from now."""
+        """Restart the timer: another line has just shown the progress."""
         self.silent_since_s = time.monotonic()
 
 

@@ -1,4 +1,4 @@
-"""What a run of any task needs from its data."""
+"""Interface of a dataset for runs of any task."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar

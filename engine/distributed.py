@@ -49,7 +49,7 @@ class World:
 
     @contextmanager
     def first_goes_ahead(self) -> Iterator[bool]:
-        """Context that the other ranks leave only after rank 0, however long it takes; yields whether this is rank 0.
+        """Context at whose end all ranks wait for rank 0, however long it takes; yields whether this is rank 0.
 
         If rank 0 fails, the others fail too.
         """
@@ -68,7 +68,7 @@ class World:
         buffers = list(network.buffers())
         if self.size == 1 or not buffers:
             return
-        # float64 holds float32 statistics and counts of minibatches exactly, so all of them travel together.
+        # float64 represents float32 statistics and counts exactly, so one broadcast is enough.
         together = torch.cat([buffer.flatten().double() for buffer in buffers])
         dist.broadcast(together, src=0)
         for buffer, values in zip(buffers, together.split([buffer.numel() for buffer in buffers]), strict=True):
@@ -129,7 +129,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
             f"({str(error).strip().splitlines()[0]}). See the message of the process that failed first; start all of "
             f"them again with resume=auto"
         ) from error
-    if started:  # not after an error: the others may be gone, and notice when this process ends
+    if started:  # not after an error: other processes may be gone, and notice that this one ends
         dist.destroy_process_group()
 
 

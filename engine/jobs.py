@@ -17,7 +17,7 @@ from engine.stopping import EXIT_CODE, ONE_REQUEST_SECONDS, Preempted
 def run_jobs(
     jobs: Mapping[str, list[str]], console: Console, *, ended_before: int = 0, folder: Path | None = None
 ) -> int:
-    """Run the commands {title: command} in `folder`; return how many failed, which keeps no other from running.
+    """Run the commands {title: command} in `folder`, also after one has failed; return how many failed.
 
     At the end it prints how many ran, in earlier calls too (`ended_before`), and the error of each that failed. A
     signal that asks for a stop (`ONE_REQUEST_SECONDS`) goes on to the running command, and no other one starts.

@@ -23,7 +23,7 @@ from engine.records.waits import GradientExchange
 from keepless import renew_statistics
 
 ONE_NUMBER = torch.zeros(())  # AdamW's count of steps
-SMALLEST_SCALE = 2.0**-14  # of a float16 loss: below it the gradients are broken, not just too large
+SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large
 
 
 class WeightAverage:
@@ -78,7 +78,7 @@ class Learner:
 
     @property
     def evaluated(self) -> Forward:
-        """The forward pass through the bare network that is scored: the averaged one, if any."""
+        """Forward pass of the network to evaluate: the average, if there is one."""
         if self.average is None:
             return self.forward.through(self.network)
         self.average.take_buffers(self.network)
@@ -227,7 +227,7 @@ class Learner:
         return {"state": buffers, "param_groups": own}
 
     def _momentum_keys(self) -> tuple[str, ...]:
-        """What the optimiser keeps of every parameter."""
+        """Names of the optimiser's states per parameter."""
         if isinstance(self.optimizer, torch.optim.SGD):
             return ("momentum_buffer",) if self.optimizer.defaults["momentum"] else ()
         assert isinstance(self.optimizer, torch.optim.AdamW), self.optimizer
@@ -255,7 +255,7 @@ def without_counters(state: dict) -> dict:
 
 @contextmanager
 def _schedule_alone() -> Iterator[None]:
-    """PyTorch warns of a learning rate that changes although the optimiser made no step."""
+    """Silence PyTorch's warning about a schedule that steps before the optimiser."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         yield

@@ -33,7 +33,7 @@ def train(
 
     Raises:
         FloatingPointError: the loss or gradient of a step, or a weight to be saved, is not finite.
-        MemoryError: the device does not have enough memory; the message says what would need less.
+        MemoryError: the device does not have enough memory; the message suggests settings that need less.
         Preempted: the run was asked to stop; the current step has been saved.
         RuntimeError: a reversible branch's recomputation differs (see `checking_repetitions`).
         ValueError: too many images could not be read.
@@ -79,7 +79,7 @@ def train(
 
 @contextmanager
 def _errors_of(step: int, minibatch: dict, run: Run[Config, Split]) -> Iterator[None]:
-    """Wraps a step: errors name the step, the images, and what would need less memory."""
+    """Wraps a step: errors name the step, the images, and settings that need less memory."""
     images, parts = minibatch["image"], run.learner.accumulation_steps
     crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
     advice = run.config.memory_advice(run.world.size)

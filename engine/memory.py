@@ -9,7 +9,7 @@ import torch
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Peak in MiB: on CUDA, of the device's tensors since its reset; on the CPU, of the whole life of the process."""
+    """Peak in MiB: of a CUDA device's tensors since the last reset; on the CPU, of the process since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # KiB on Linux
@@ -36,7 +36,7 @@ def keep_freed_memory() -> bool:
     """Make the C library reuse freed memory, as CUDA's caching allocator does.
 
     By default glibc returns large freed buffers to the system and gets new ones page by page. That can cost several
-    times as much as computing their values, or nothing, depending on their neighbours in memory. Returns whether it
+    times as much as computing their values, or nothing, depending on the layout of the heap. Returns whether it
     worked (glibc only).
     """
     trim_threshold, mmap_max = -1, -4  # from malloc.h

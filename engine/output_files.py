@@ -24,7 +24,7 @@ def writable_folder(key: str, folder: Path) -> Path:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of `name` in a folder. ValueError if the name, which comes from data, leaves it (.., /, a link)."""
+    """The path of `name`, which comes from data, in a folder. ValueError if it leads out of it (.., /, a link)."""
     path = Path(os.path.realpath(folder / name))
     folder = Path(os.path.realpath(folder))
     if folder not in path.parents:

@@ -59,7 +59,7 @@ class Run(Generic[Config, Split]):
             skipped, recorded = self.resumed["skipped_images"], self.resumed["recorded"]
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
-        self.resumed = None  # frees as much memory as the network and its momentum
+        self.resumed = None  # frees the memory of a network and its momentum
         self._announce(sum(parameter.numel() for parameter in learner.network.parameters()))
         self.learner = learner
         self.metrics = MetricsLogger(
@@ -103,7 +103,7 @@ class Run(Generic[Config, Split]):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
 
     def _mfu_at_one_image_per_second(self) -> float | None:
-        """None if the peak of the device is unknown."""
+        """Model FLOPs utilisation at this speed; None if the peak of the device is unknown."""
         device, trainer = self.world.device, self.config.trainer
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         peak = peak_flops(name, trainer.precision, trainer.tf32)
@@ -134,7 +134,7 @@ class Run(Generic[Config, Split]):
             self.directory.start_saving(state, best)
 
     def _about_data(self) -> dict:
-        """What a checkpoint keeps of the data, which stays the same for the whole run."""
+        """Facts about the data for checkpoints: classes, palette, mean image."""
         about: dict[str, Any] = {"classes": list(self.train_set.classes)}
         if self.train_set.palette is not None:
             about["palette"] = [list(colour) for colour in self.train_set.palette]

@@ -48,7 +48,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
         has_run_dir: whether the command writes a run directory.
 
     Raises:
-        ValueError: the arguments are no sweep, or a job's are wrong; nothing has run then.
+        ValueError: no key has several values, or a job's arguments are wrong; nothing has run then.
         Preempted: see `run_jobs`.
         SystemExit: a job has failed.
     """

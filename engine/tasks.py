@@ -183,7 +183,7 @@ TASKS = {
 
 
 def task_of(state: dict, source: str) -> Task:
-    """The task of a checkpoint with the content `state`. ValueError, which names `source`: there is no such task."""
+    """The task of a checkpoint with the content `state`. ValueError names `source`: unknown task."""
     if state["task"] not in TASKS:
         raise ValueError(f"{source} is for the task {state['task']}: expected {' or '.join(TASKS)}")
     return TASKS[state["task"]]

@@ -30,7 +30,7 @@ def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
     torch.use_deterministic_algorithms(config.deterministic)
-    # A debugging aid, which fills every new tensor before it is written.
+    # A debugging aid that fills every new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a property
     torch.backends.cudnn.benchmark = fixed_sizes and not config.deterministic
 

@@ -1,4 +1,4 @@
-"""Compare a checkpoint's content with what this run would save, before anything of it is loaded."""
+"""Compare a checkpoint with the state of this run before loading it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an evaluation needs from a checkpoint's content."""
+"""The parts of a checkpoint and their checks."""
 
 import math
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def _are_hashes(value: object) -> bool:
     return isinstance(value, dict) and all(map(_are(_is_name, 2, 2), value.values()))
 
 
-# What an evaluation needs from a checkpoint: a test of each part, and its description.
+# A test and a description of each part.
 PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "task": (_is_name, "the name of its task"),
     "step": (partial(_is_number, most=math.inf), "a number of steps"),

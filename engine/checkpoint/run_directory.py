@@ -58,8 +58,7 @@ class RunDirectory:
     def start_saving(self, state: dict, best: bool = False) -> None:
         """Copy `state`; a thread writes the last checkpoint and keeps the one before it, or writes the `best`.
 
-        Raises what the save before it has raised (OSError: see `checkpoint.save`), and ValueError if a folder is in the
-        way.
+        Raises the error of the previous save (OSError: see `checkpoint.save`). ValueError: a folder is in the way.
         """
         self.saved()
         self._check_places()
@@ -118,7 +117,7 @@ class RunDirectory:
         if self._new:
             shutil.rmtree(self._new.pop(0), ignore_errors=True)
         for folder in self._new:
-            with suppress(OSError):  # somebody else uses it by now
+            with suppress(OSError):  # it is not empty: another run uses it
                 folder.rmdir()
 
     @contextmanager
@@ -189,7 +188,7 @@ class RunDirectory:
         return state
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
-        """ValueError if a new run would overwrite what a run without last checkpoints has left.
+        """ValueError if a new run would overwrite the files of a run whose last checkpoints are gone.
 
         Records alone are no loss for resume=auto: the run died before its first checkpoint.
         """

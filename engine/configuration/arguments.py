@@ -49,7 +49,7 @@ def check_arguments(command: str, arguments: Sequence[str], schema: type[Schema]
     ]
     options = {argument.partition("=")[0] for argument in arguments}
     sweeps, shows = bool(options & {"-m", "--multirun"}), bool(options & {*SHOWING})
-    of_hydra = any("${hydra:" in word for word in words)  # values that exist in the run alone
+    of_hydra = any("${hydra:" in word for word in words)  # values known only in the run
     with _in_a_line():
         Arguments(command, words, schema, compose, sweeps).check()
         return None if sweeps or shows or of_hydra else typed(compose(*words), schema)

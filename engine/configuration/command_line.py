@@ -1,4 +1,4 @@
-"""Running a command for its user: configuration, --help, exit statuses and error messages."""
+"""Command-line entry points: configuration, --help, exit statuses and error messages."""
 
 import json
 import logging
@@ -67,7 +67,7 @@ def configured(
         @wraps(main)
         def run(values: DictConfig) -> None:
             with errors_for_users():
-                (record(main) if launched() else main)(values)  # torchrun prints the error that `record` leaves it
+                (record(main) if launched() else main)(values)  # `record` leaves the error for torchrun to print
 
         def checked_job(words: list[str]) -> Keys:
             config = check_arguments(name, words, schema, compose)
@@ -117,7 +117,7 @@ def command_line() -> str:
 
 
 def _ignore_interrupts() -> None:
-    """While Python exits, another Ctrl-C would only print a traceback."""
+    """Ignore Ctrl-C while Python exits: it would only print a traceback."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -140,7 +140,7 @@ def errors_for_users() -> Iterator[None]:
         _ignore_interrupts()
         logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
         sys.exit(EXIT_CODE)
-    except Exception as error:  # OpenCV's and PyTorch's, for lack of memory, are of any type
+    except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
         for_users = isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) and bool(str(error))
         out_of_memory = not for_users and is_out_of_memory(error)
         if not out_of_memory and (not for_users or os.environ.get("HYDRA_FULL_ERROR") == "1"):
@@ -155,7 +155,7 @@ def errors_for_users() -> Iterator[None]:
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
         message = f"error: {message.strip()}"
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it, not what `record` wrote there
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints this file: replace the text of `record`
             about = {"py_callstack": message, "timestamp": str(int(time.time()))}
             Path(file).write_text(json.dumps({"message": {"extraInfo": about}}))
         sys.exit(message)

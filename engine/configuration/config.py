@@ -1,4 +1,4 @@
-"""Convert Hydra's configs to checked dataclasses of `engine.schema`, and those to plain dictionaries and back."""
+"""Convert Hydra's configs to checked dataclasses of `engine.schema`, and dataclasses to plain dictionaries and back."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --cfg job prints them all")
-    # Homes differ between the machines of a training.
+    # Home folders differ between the machines of a training.
     _expand_home(config, all_keys=not isinstance(config, TrainingRun))
     check_values(config)
     return config
@@ -148,7 +148,7 @@ def yaml(config: Keys) -> str:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """{"optim.lr": 1, …}: what `yaml` has written."""
+    """Read a file written by `yaml`: {"optim.lr": 1, …}."""
     values = OmegaConf.load(file)
     assert isinstance(values, DictConfig), file
     return flat(_container(values))

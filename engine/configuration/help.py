@@ -1,4 +1,4 @@
-"""The text of --help: what a command does, its groups, and its keys with what their declarations say of them."""
+"""The text of --help: about the command, its groups, and its keys with the comments of their declarations."""
 
 import ast
 import inspect
@@ -41,7 +41,7 @@ def help_text(about: str, command: str, schema: type, values: DictConfig) -> str
 
 
 def about_key(known: Known) -> str:
-    """What a key means, and its allowed values."""
+    """The meaning of a key and its allowed values."""
     allowed = expected(known.entry.metadata)
     if allowed is None and "bool" in str(get_type_hints(known.owner)[known.entry.name]):
         allowed = "true or false"
@@ -79,7 +79,7 @@ def as_text(value: Any) -> str:
 
 
 def _rows(rows: dict[str, str], width: int, columns: int) -> Iterator[str]:
-    """Two columns: what is given, and wrapped text about it."""
+    """Two columns: a key or group, and wrapped text about it."""
     for given, about in rows.items():
         lines = textwrap.wrap(about, columns - width, break_long_words=False) or [""]
         if len(given) + 4 > width:

@@ -31,7 +31,7 @@ OPTIMIZER = "optimizer"  # the place after the backward pass
 
 
 class FakeTensors(FakeTensorMode):
-    """Context in which tensors have no memory. A copied network, such as averaged weights, is of the same mode."""
+    """Context of fake tensors. Copies of networks (averaged weights) belong to the same mode."""
 
     def __deepcopy__(self, memo: dict) -> "FakeTensors":
         return self
@@ -42,12 +42,12 @@ class Trace:
     """The memory of one step of one process, in bytes."""
 
     # By category, when their sum is largest: weights (with running statistics), average, momentum, gradients, images
-    # (with labels), activations (what is left when the forward pass ends) and temporary.
+    # (with labels), activations (still there when the forward pass ends) and temporary.
     at_peak: dict[str, int]
     place: str  # the pass and the module that ran at that moment
-    saved: dict[str, int]  # what autograd keeps of a micro-batch for the backward pass, by the module that made it
+    saved: dict[str, int]  # for the backward pass of a micro-batch, by the module that made the tensor
     parameters: int  # trained or not, without running statistics
-    moved: int = 0  # to the host's memory and back, if what is kept for the backward pass is offloaded
+    moved: int = 0  # to the host's memory and back, if saved tensors are offloaded
 
     @property
     def peak(self) -> int:
@@ -57,8 +57,8 @@ class Trace:
 def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = False) -> Trace:
     """Trace the second step of a training, when momentum exists.
 
-    `make` is called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
-    `offloaded`: what is kept for the backward pass lies in the host's memory (`torch.autograd.graph.save_on_cpu`).
+    `make` is called under fake tensors. It returns a learner, a loss, and the minibatch of this process.
+    `offloaded`: saved tensors lie in the host's memory (`torch.autograd.graph.save_on_cpu`).
     """
     with FakeTensors():
         learner, loss, minibatch = make()
@@ -120,7 +120,7 @@ class _Offloaded(saved_tensors_hooks):
 
 
 class _Places:
-    """Context that knows which module runs, and in which pass.
+    """Context that tracks the running module and pass.
 
     In the backward pass, an operation belongs to the module that made its node, found by the node's sequence number.
     (Hooks on tensors would keep the graphs of reversible blocks.)

@@ -1,1 +1,1 @@
-"""What a run writes down: metrics, results, pictures, waits, where it ran."""
+"""Records of a run: metrics, results, pictures, waits, provenance."""

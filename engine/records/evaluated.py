@@ -1,4 +1,4 @@
-"""The outcome of an evaluation, whatever the task, and results.json: all that is needed to repeat it."""
+"""Results of an evaluation of any task, and the file results.json."""
 
 import json
 import math

@@ -31,7 +31,7 @@ class MetricsLogger:
         start_step: steps already done; a continued training records them. Records beyond it, left by a run killed
             after its last checkpoint, are removed.
         skipped: images skipped up to `start_step`.
-        recorded: what `recorded` was at `start_step`, against lost records.
+        recorded: the property `recorded` at `start_step`, to notice lost records.
         config_text: config.yaml, shown in TensorBoard.
     """
 
@@ -82,7 +82,7 @@ class MetricsLogger:
         if self.skipped and self.run_dir is not None:
             logger.warning(f"{self.skipped} training images could not be read and were skipped")
         if self.run_dir is not None:
-            # On a full disk the error that ended the training says more than a failing close.
+            # After an error such as a full disk, closing may fail too.
             with suppress(OSError) if exception[0] else nullcontext():
                 self.tensorboard.close()
 

@@ -1,4 +1,4 @@
-"""Where numbers come from: hardware, versions and commit."""
+"""Provenance of numbers: hardware, versions and commit."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""How long a step waits: for data, and for the other ranks. The slowest rank shows the shortest wait."""
+"""Time that a step waits for data and for the other ranks. The slowest rank shows the shortest wait."""
 
 import time
 from collections.abc import Iterable, Iterator

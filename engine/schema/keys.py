@@ -123,7 +123,7 @@ def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any)
 def check_values(config: Keys, prefix: str = "") -> None:
     """Check every value against its bounds, then each dataclass by its method `check`, if it has one.
 
-    ValueError: names the key, its value and what is expected.
+    ValueError: names the key, its value and the expected values.
     """
     for entry in fields(config):
         value, name = getattr(config, entry.name), prefix + entry.name

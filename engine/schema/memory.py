@@ -17,7 +17,7 @@ class Memory:
     budget: str | None = key(None, free_on_resume=True)  # memory of each device, e.g. 12GiB
     gpus: int | None = key(None, above=0, free_on_resume=True)  # devices that share a minibatch; null: this run's
     # Choose by memory.budget: the most crops of data.crop_size (batch; the paper's FIXED CROP), or the largest
-    # crop with data.crops_per_minibatch (crop; the paper's FIXED BATCH). A resumed run keeps what it started with.
+    # crop with data.crops_per_minibatch (crop; the paper's FIXED BATCH). A resumed run keeps its first choice.
     fit: str | None = key(None, one_of=("batch", "crop"), free_on_resume=True)
     context: str = key("0.5GiB", free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
     nccl: str = key("0.2GiB", free_on_resume=True)  # NCCL's buffers, with several devices

@@ -9,7 +9,7 @@ from engine.schema.keys import by_name, key
 
 @dataclass
 class Optim:
-    """What every optimiser has."""
+    """Options of every optimiser."""
 
     name: str = MISSING
     lr: float = key(MISSING, above=0)  # learning rate: the highest, which lr_schedule lowers

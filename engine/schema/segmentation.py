@@ -91,7 +91,7 @@ class SegmentationRun(TrainingRun):
             )
 
     def evaluation_words(self, options: Evaluation) -> list[str]:
-        """How its images and pooling differ from the training's."""
+        """Options of images and pooling that differ from the training's."""
         data, pooling = options.data, options.head.pooling_size
         return [
             *changed(data.base_size, self.data.base_size, "base{}"),

@@ -102,7 +102,7 @@ class TrainingRun:
     memory: Memory = field(default_factory=Memory)
 
     def check(self) -> None:
-        """Check rules between groups. ValueError names the key, its value, what is expected and how to get it."""
+        """Check rules between groups. ValueError names the key, its value and the fix."""
         trainer = self.trainer
         if trainer.epochs is None and trainer.steps is None:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
@@ -185,7 +185,7 @@ class TrainingRun:
             )
 
     def division(self, processes: int) -> str:
-        """How a minibatch is divided into micro-batches, for messages."""
+        """The split of a minibatch into micro-batches, for messages."""
         parts = self.trainer.accumulation_steps
         over = f" over {processes} processes" if processes > 1 else ""
         over += f" over trainer.accumulation_steps={parts}" if parts > 1 else ""

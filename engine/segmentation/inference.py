@@ -26,7 +26,7 @@ _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
 
 @dataclass(frozen=True)
 class Views:
-    """How the network sees an image."""
+    """Sizes, windows and orientations in which the network sees an image."""
 
     base_size: int | None = None  # pixels of `base_side` at scale 1; None: the image's own size
     antialias: bool = True  # smooth where an image shrinks, as Pillow does when it resizes

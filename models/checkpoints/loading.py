@@ -89,7 +89,7 @@ def is_of_classifier(name: str) -> bool:
 
 
 def _named_as_in(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add or remove the prefix that a body has in a whole network."""
+    """Add or remove the prefix of a body in a whole network."""
     if tensors.keys() & own.keys():
         return dict(tensors)
     of_whole = any(name.startswith(("body.", "head.", "cls.")) for name in tensors)

@@ -27,7 +27,7 @@ class ReleasedWeights(NamedTuple):
 
     tensors: dict[str, Tensor]  # values as in the file; of a segmentation network with the prefixes of its parts
     scale: str  # "released": a norm's weight w stands for the scale |w| + eps; "raw": for w
-    remarks: tuple[str, ...]  # what the file is and why it has this scale
+    remarks: tuple[str, ...]  # about the file, and why it has this scale
 
     @property
     def eps(self) -> float | None:
@@ -45,7 +45,7 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
     Args:
         network: a body of `models.bodies`, or a `SegmentationNetwork`, which takes the body of a classification file;
             its norms are of any kind in `keepless`.
-        path: the file as downloaded. It is no archive, although it is called .pth.tar.
+        path: the file as downloaded. Despite its name (.pth.tar) it is not an archive.
         scale: "released": a norm's weight w stands for the scale |w| + eps, as in the release's in-place and
             synchronised layers. "raw": for w, as in its standard layers. None: by the md5 if it is a file of the
             release, otherwise "released". A file does not say which it holds.
@@ -54,8 +54,8 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
         What matched, and which scale was taken and why.
 
     Raises:
-        ValueError: the file cannot be read, is no released file, has another scale, or does not fit the network, which
-            is then unchanged.
+        ValueError: the file cannot be read, is not a released file, has another scale, or does not fit the network
+            (which is then unchanged).
     """
     path = Path(path)
     file = weights_in(read(path, str(path)), path, str(path), scale, otherwise="released")

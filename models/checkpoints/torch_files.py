@@ -1,4 +1,4 @@
-"""Read files that torch.save wrote, and say what other files are."""
+"""Read files of torch.save, and name other kinds of files."""
 
 import hashlib
 import pickle
@@ -52,7 +52,7 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
 
 
 def _foreign_kind(start: bytes) -> str | None:
-    """What a file is that torch.save cannot have written, by its first 512 bytes; None if it may have."""
+    """The kind of a file that torch.save did not write, from its first 512 bytes; None if it may have."""
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not start:
         return "is empty, or damaged"
@@ -74,7 +74,7 @@ def has_checksums(path: Path) -> bool:
 def unchecked(path: Path, name: str) -> tuple[str, ...]:
     """A warning for the report if the file has no checksum to verify; otherwise ().
 
-    torch.hub ends names with a hash of the content, as in resnet50-0676ba61.pth: ValueError if it is another's.
+    torch.hub ends names with a hash of the content, as in resnet50-0676ba61.pth: ValueError if it differs.
     """
     if hashed := re.search(r"-([0-9a-f]{8})\.pth$", path.name):
         found = hashlib.sha256(path.read_bytes()).hexdigest()
