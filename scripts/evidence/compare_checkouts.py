@@ -1,6 +1,8 @@
 """Run the same short commands in two checkouts of this project, and name every result that differs by a bit:
 
     python -m scripts.evidence.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md
+    python -m scripts.evidence.compare_checkouts old=DIR new=. camvid=DIR out=FILE.md     # with the checkout at hand
+    python -m scripts.evidence.compare_checkouts old=. new=. camvid=DIR out=FILE.md       # are the commands repeatable?
 
 Run it before and after a restructuring; `camvid` is that dataset's folder. Compares checkpoints, metrics, results,
 configurations and predictions; not times, memory, hardware, logs and TensorBoard. Exit status 1: something differs.

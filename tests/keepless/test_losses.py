@@ -37,7 +37,7 @@ def value_and_gradient(loss, logits: Tensor, labels: Tensor, **options) -> tuple
     return value.detach(), gradient
 
 
-def case(
+def sample(
     n=2, classes=5, cells=(4, 5), size=(29, 33), ignored=0.2, dtype=torch.float64, seed=0
 ) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -67,7 +67,7 @@ def options(draw) -> dict:
 def test_it_equals_interpolation_and_cross_entropy(chosen, numbers, cells, size, ignored, rows, weighted):
     """Any sizes, enlarged or reduced; any number of rows per tile."""
     (n, classes), rng = numbers, torch.Generator().manual_seed(rows)
-    logits, labels = case(n, classes, cells, size, ignored, seed=rows)
+    logits, labels = sample(n, classes, cells, size, ignored, seed=rows)
     weight = torch.rand(classes, dtype=torch.float64, generator=rng) + 0.1 if weighted else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(losses._TILE_BYTES, "cpu", 8 * rows * classes * size[1])
@@ -81,7 +81,7 @@ def test_it_equals_interpolation_and_cross_entropy(chosen, numbers, cells, size,
 def test_float32_is_no_farther_from_float64_than_the_plain_way(fraction, scale):
     errors = []
     for seed in range(5):
-        logits, labels = case(2, 19, (16, 16), (128, 128), dtype=torch.float32, seed=seed)
+        logits, labels = sample(2, 19, (16, 16), (128, 128), dtype=torch.float32, seed=seed)
         exact = value_and_gradient(plain, scale * logits.double(), labels, fraction=fraction)[1]
         ways = (
             value_and_gradient(way, scale * logits, labels, fraction=fraction)
@@ -105,7 +105,7 @@ def test_tied_pixels_get_the_gradient_in_their_order_whatever_the_tiles_are(monk
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_logits_are_interpolated_in_float32_also_under_autocast(dtype):
-    logits, labels = case(dtype=dtype)
+    logits, labels = sample(dtype=dtype)
     expected = value_and_gradient(upsampled_cross_entropy, logits.float(), labels)
     with torch.autocast("cpu", torch.bfloat16):
         value, gradient = value_and_gradient(upsampled_cross_entropy, logits, labels)
@@ -114,7 +114,7 @@ def test_16_bit_logits_are_interpolated_in_float32_also_under_autocast(dtype):
 
 
 def test_channels_last_logits_give_a_gradient_in_their_format():
-    logits, labels = case()
+    logits, labels = sample()
     expected = value_and_gradient(upsampled_cross_entropy, logits, labels)
     there = logits.contiguous(memory_format=torch.channels_last)
     found = value_and_gradient(upsampled_cross_entropy, there, labels)
@@ -124,13 +124,13 @@ def test_channels_last_logits_give_a_gradient_in_their_format():
 
 def test_the_memory_is_that_of_tiles():
     """182 classes: the plain way makes three copies of 91 MiB."""
-    logits, labels = case(2, 182, (32, 32), (256, 256), dtype=torch.float32)
+    logits, labels = sample(2, 182, (32, 32), (256, 256), dtype=torch.float32)
     peak = peak_bytes(lambda: value_and_gradient(upsampled_cross_entropy, logits, labels, fraction=0.25), "cpu")
     assert peak < 3 * 2 * 182 * 256 * 256 * 4 / 40
 
 
 def test_a_compiled_program_has_it_as_one_operator():
-    logits, labels = case(dtype=torch.float32)
+    logits, labels = sample(dtype=torch.float32)
 
     def step(logits: Tensor) -> Tensor:
         return upsampled_cross_entropy(2 * logits, labels, fraction=0.25)
@@ -146,7 +146,7 @@ def test_a_recorded_network_may_compute_its_own_loss():
 
     torch.manual_seed(0)
     network = WithLoss(torch.nn.Conv2d(3, 8, 3, stride=4), torch.nn.ReLU(), torch.nn.Conv2d(8, 5, 1))
-    images, labels = torch.randn(2, 3, 29, 33), case()[1]
+    images, labels = torch.randn(2, 3, 29, 33), sample()[1]
     expected = torch.autograd.grad(network(images, labels), list(network.parameters()))
     recompute_activations(network)
     torch.testing.assert_close(
@@ -162,7 +162,7 @@ def test_fake_tensors_pass():
 
 
 def test_wrong_arguments_are_refused():
-    logits, labels = case()
+    logits, labels = sample()
     for wrong, message in (
         ({"size": (2, 2)}, r"size=\(2, 2\): expected \(29, 33\), the size of the labels"),
         ({"reduction": "sum"}, "reduction='sum': expected 'crops' or 'mean'"),
@@ -182,7 +182,7 @@ def test_wrong_arguments_are_refused():
 
 
 def test_a_second_derivative_is_refused():
-    logits, labels = case()
+    logits, labels = sample()
     logits.requires_grad_()
     with pytest.raises(RuntimeError, match="has no second derivative"):
         torch.autograd.grad(upsampled_cross_entropy(logits, labels), logits, create_graph=True)
@@ -218,7 +218,7 @@ def device(request, monkeypatch) -> str:
     ],
 )
 def test_kernels_equal_float64(device, cells, size, chosen):
-    logits, labels = case(2, 3, cells, size, dtype=torch.float32)
+    logits, labels = sample(2, 3, cells, size, dtype=torch.float32)
     weight = {"weight": chosen["weight"].double()} if "weight" in chosen else {}
     expected = value_and_gradient(plain, logits.double(), labels, **chosen | weight)
     there = logits.to(device, memory_format=torch.channels_last)
