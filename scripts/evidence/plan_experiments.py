@@ -7,11 +7,13 @@
 Plans the memory of every experiment on each device; Table 3's columns fixed crop (memory.fit=batch) and fixed batch
 (memory.fit=crop) as the planner fills them, beside the paper's, on which the keys `memory.*` are calibrated; the memory
 with which each minibatch of Tables 3 and 4 fits on one device; the crops that fit on devices of 8 to 141 GB; RevNet's
-claims. Traces are kept in the cache folder.
+claims. What is compared with the paper has the paper's loss, with logits of full resolution (loss.tiles=false); what
+the loss by tiles changes stands beside it. Traces are kept in the cache folder.
 """
 
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,8 @@ from engine import planner
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory
+from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import TrainingRun
 from scripts.evidence import frame
 from scripts.evidence.frame import GIB
 from scripts.plan_memory import combinations
@@ -29,6 +33,7 @@ from scripts.reports.markdown import Columns, columns, table
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
 CARD_BODIES = ("cityscapes_resnext101_std", "cityscapes_wrn38_std")
+IN_FULL = "standard norms, loss.tiles=false"
 LINE = (4, 16, 64)  # crops: a line through the first two, checked at the third
 # The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
 CLAIMS = {
@@ -66,12 +71,23 @@ def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
 
 def planned(experiment: str) -> dict:
     """Memory of a training step of an experiment, on each of its devices."""
-    config, devices = papers.configured_as(experiment), papers.devices_of(experiment)
-    share, size = planner.share_of(config, devices), config.data.crop_size
+    tiled, devices = papers.configured_as(experiment), papers.devices_of(experiment)
+    config, share, size = in_full(tiled), planner.share_of(tiled, devices), tiled.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
     crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
     memory = {"peak": trace.peak, "kept": sum(trace.saved.values()), "at_peak": trace.at_peak, "place": trace.place}
+    by_tiles = planner.step_memory(tiled, share, size, devices) if config is not tiled else None
+    memory["by_tiles"] = by_tiles and {"peak": by_tiles.peak, "temporary": by_tiles.at_peak.get("temporary", 0)}
     return {"experiment": experiment, "devices": devices, **crops, **memory}
+
+
+def in_full(config: TrainingRun) -> TrainingRun:
+    """The configuration with the paper's loss, on logits of the labels' resolution; classifiers are unchanged."""
+    if not isinstance(config, SegmentationRun):
+        return config
+    changed = deepcopy(config)
+    changed.loss.tiles = False
+    return changed
 
 
 def _plan_fits(memory: tuple[str, ...]) -> Iterator[dict]:
@@ -81,14 +97,15 @@ def _plan_fits(memory: tuple[str, ...]) -> Iterator[dict]:
             for norm in ("std", "inplace"):
                 config = papers.configured_as(f"table3/{column}_std", f"norm={norm}", *memory, f"memory.fit={fit}")
                 devices = config.memory.gpus or 1
-                chosen = planner.fitting(config, devices).data
+                chosen, tiled = (planner.fitting(loss, devices).data for loss in (in_full(config), config))
                 name = f"table3/{column}_std" if norm == "std" else f"table3/{column}_inplace_{row}"
-                paper = papers.configured_as(name)
+                paper = in_full(papers.configured_as(name))
                 share, size = planner.share_of(paper, devices), paper.data.crop_size
                 larger = (share + 1, size) if fit == "batch" else (share, size + 8)
                 yield {
                     **{"column": column, "fit": fit, "norm": norm},
                     **{"crops": chosen.crops_per_minibatch, "crop_size": chosen.crop_size},
+                    **{"tiled_crops": tiled.crops_per_minibatch, "tiled_crop_size": tiled.crop_size},
                     **{"paper_crops": paper.data.crops_per_minibatch, "paper_crop_size": size},
                     "paper_peak": planner.step_memory(paper, share, size, devices).peak,
                     "larger_peak": planner.step_memory(paper, *larger, devices).peak,
@@ -107,7 +124,9 @@ def _plan_one_device() -> Iterator[dict]:
             continue
         done.add((network[1], crops, size))
         row = {"network": network[1], "crops": crops, "crop_size": size}
-        for combination, changed in combinations(config).items():
+        tiled = combinations(config)
+        standard = {f"{IN_FULL}, {name.rpartition(', ')[2]}": in_full(tiled[name]) for name in list(tiled)[:2]}
+        for combination, changed in (standard | tiled).items():
             needed = Memory().needed(planner.step_memory(changed, crops, size).peak, devices=1)
             yield {**row, "combination": combination, "device": needed}
 
@@ -187,6 +206,7 @@ EXPERIMENT: Columns = [
     ("crops on each", "{share} x {crop_size}²"),
     ("memory", lambda row: _gib(row["peak"])),
     ("kept", lambda row: _gib(row["kept"])),
+    ("by tiles", lambda row: row["by_tiles"] and _gib(row["by_tiles"]["peak"]) or ""),
     ("most in", "{place}"),
 ]
 FIT: Columns = [
@@ -200,6 +220,8 @@ FIT: Columns = [
     ("difference", lambda row: f"{row['crops'] * row['crop_size'] ** 2 / _pixels_of_paper(row) - 1:+.0%}"),
     ("from", lambda row: _gib(row["paper_peak"])),
     ("to", lambda row: _gib(row["larger_peak"])),
+    ("by tiles", "{tiled_crops} x {tiled_crop_size}²"),
+    ("", lambda row: _more(row, "tiled_")),
 ]
 
 
