@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -37,6 +38,19 @@ def test_accumulation_gives_the_step_of_the_whole_minibatch():
     for loss, weight in weights[1:]:
         assert loss == pytest.approx(weights[0][0], rel=1e-6)
         torch.testing.assert_close(weight, weights[0][1], rtol=0, atol=1e-7)
+
+
+def test_the_backward_pass_frees_the_logits():
+    network, alive = nn.Conv2d(3, 5, 1), []
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        reference = weakref.ref(logits)
+        network.bias.register_hook(lambda gradient: alive.append(reference() is not None))
+        return logits.mean()
+
+    minibatch = {"image": torch.zeros(2, 3, 8, 8), "label": torch.zeros(2, 8, 8)}
+    train_step(learner_of(network), loss, minibatch, minibatch_size=2, world=World())
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
