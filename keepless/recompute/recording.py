@@ -25,7 +25,7 @@ Rule 11. The recording ends with the forward pass. If the forward pass was inter
     removes the hooks and releases the recording's tensors.
 Rule 12. Gradients never differ from autograd's: random functions are not called again (dropout keeps its mask), running
     statistics do not move twice, tensors without versions are kept as they are, and inside other saved-tensor hooks,
-    such as a checkpoint's, no call is followed. When in doubt, keep the tensor.
+    such as a checkpoint's, and in functorch's transforms no call is followed. When in doubt, keep the tensor.
 Rule 13. A policy decides what is kept: `ByRules` here, or `ByPlan` (budget/execution.py), which decides call by call
     and whose recipes may read any tensor that the forward pass has made.
 
@@ -49,7 +49,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..saved import PLAIN, Kept, copied, is_ordinary
-from ..torch_internals import address, current_function_mode, current_hooks, unpack
+from ..torch_internals import address, current_function_mode, current_hooks, in_transform, unpack, unwrapped
 from .inplace_calls import may_overwrite, overwritten
 from .known_values import KnownValues, Trace
 from .opened_calls import CALL_OTHERS, body
@@ -210,7 +210,7 @@ class Recording(TorchFunctionMode):
             return self._opened(function, args, kwargs)
         if not may_overwrite(function, args, kwargs):
             return self._run(Call(function, args, kwargs))
-        tensors = filter(is_ordinary, overwritten(function, args, kwargs))
+        tensors = filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
         writes = [self.known.before_overwriting(tensor) for tensor in tensors]
         try:
             return self._run(Call(function, args, kwargs), overwrites=True)
@@ -229,7 +229,7 @@ class Recording(TorchFunctionMode):
     def _run(self, call: Call, overwrites: bool = False) -> Any:
         """Run a call, and see whether its result can be computed again."""
         known, function = self.known, call.function
-        if not torch.is_grad_enabled() or not self._is_innermost():
+        if not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
             result = function(*call.args, **call.kwargs)
             known.made.note(function, call.arguments, result, known.is_made)
         else:
