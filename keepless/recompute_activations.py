@@ -14,7 +14,7 @@ from torch import nn
 
 from .budget.budget import Budget, PlansByShape, checked
 from .budget.trace import StepTrace
-from .inputs import check_module, tensors_in
+from .inputs import check_has_forward, check_module, tensors_in
 from .recompute.recording import CheckpointedOnly, Policy, Recording, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
@@ -53,10 +53,12 @@ def recompute_activations(
             tensors, without the bytes that operators take while they run. For a network that does not fit otherwise.
 
     Raises:
-        ValueError: the budget is not valid, or is given with `checkpointed_only`; an example is given without a budget,
-            or the network does not run on fake tensors like it.
+        ValueError: the network's own forward pass is never called, as of an `nn.ModuleList`; the budget is not valid,
+            or is given with `checkpointed_only`; an example is given without a budget, or the network does not run on
+            fake tensors like it.
     """
     check_module(network, "recompute_activations")
+    check_has_forward(network, "recompute_activations")
     if budget is not None:
         budget = checked(budget)
         if checkpointed_only:

@@ -22,6 +22,26 @@ def test_only_modules_are_taken(receiver):
             receiver(value)
 
 
+class LightningModule(nn.Module):
+    """As Lightning's: `training_step` calls other modules."""
+
+    def forward(self, *args):
+        return super().forward(*args)
+
+
+def test_modules_that_are_never_called_name_those_to_give():
+    lightning = LightningModule()
+    lightning.net, lightning.heads = nn.Sequential(nn.ReLU()), nn.ModuleList([nn.ReLU(), nn.ReLU(), nn.ReLU()])
+    for network, parts in (
+        (lightning, ", or the parts network.net, network.heads.0, network.heads.1, …"),
+        (nn.ModuleDict({"a": nn.ReLU()}), ", or the parts network.a"),
+        (nn.ModuleList(), ""),
+    ):
+        with pytest.raises(ValueError, match=f"never called: give it the module that calls this one{parts}$"):
+            keepless.recompute_activations(network)
+    assert keepless.recompute_activations(lightning.net)(torch.ones(1)) == 1
+
+
 def test_couplings_by_name():
     branch, adapter = nn.Linear(2, 2), keepless.AffineAdapterNaive
     assert type(create_coupling(branch, split_dim=-1)) is AdditiveCoupling
