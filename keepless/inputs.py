@@ -1,10 +1,13 @@
 """Check modules given by users, and find tensors in arguments and results."""
 
 from dataclasses import fields, is_dataclass
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from .torch_internals import tree_leaves
+
+Network = TypeVar("Network", bound=nn.Module)  # the type of a module that a function returns
 
 
 def tensors_in(thing: object) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from .budget.budget import Budget, PlansByShape, checked
 from .budget.trace import StepTrace
-from .inputs import check_has_forward, check_module, tensors_in
+from .inputs import Network, check_has_forward, check_module, tensors_in
 from .recompute.recording import CheckpointedOnly, Policy, Recording, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
@@ -22,8 +22,8 @@ from .torch_internals import call_at_compilation, current_hooks, hooks_are_allow
 
 
 def recompute_activations(
-    network: nn.Module, *, checkpointed_only: bool = False, budget: Budget | None = None, example: Any = None
-) -> nn.Module:
+    network: Network, *, checkpointed_only: bool = False, budget: Budget | None = None, example: Any = None
+) -> Network:
     """Make a network compute cheap activations again in its backward pass, instead of keeping them.
 
     Cheap are the results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and
@@ -80,7 +80,7 @@ def recompute_activations(
     return network
 
 
-def undo(network: nn.Module) -> nn.Module:
+def undo(network: Network) -> Network:
     """Undo `recompute_activations`: return the network without its hooks, also where a part was prepared by itself."""
     check_module(network, "undo")
     for module in network.modules():
