@@ -15,6 +15,7 @@ from scripts.compare_runs import Comparison, compare
 from scripts.evidence import (
     abn_page,
     documents,
+    jpeg_originals,
     jpeg_quality,
     loader,
     loss,
@@ -36,7 +37,8 @@ RESULTS = REPOSITORY / "docs" / "results"
 PAGES = {  # by the beginning of the record's name: record, its name -> the page's text
     "abn": abn_page.page,
     "faults": lambda record, _: report.page(record),
-    "jpeg": jpeg_quality.page,
+    "jpeg_originals": jpeg_originals.page,
+    "jpeg_quality": jpeg_quality.page,
     "loader": loader.page,
     "loss": loss.page,
     "memory": plan_experiments.page,
