@@ -24,8 +24,9 @@ Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only 
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
     removes the hooks and releases the recording's tensors.
 Rule 12. Gradients never differ from autograd's: random functions are called again only with the random numbers of the
-    first time (by a plan; otherwise dropout keeps its mask), running statistics do not move twice, tensors without versions are kept as they are, and inside other saved-tensor hooks,
-    such as a checkpoint's, and in functorch's transforms no call is followed. When in doubt, keep the tensor.
+    first time (by a plan; otherwise dropout keeps its mask), running statistics do not move twice, tensors without
+    versions are kept as they are, and inside other saved-tensor hooks, such as a checkpoint's, and in functorch's
+    transforms no call is followed. When in doubt, keep the tensor.
 Rule 13. A policy decides what is kept: `ByRules` here, or `ByPlan` (budget/execution.py), which decides call by call
     and whose recipes may read any tensor that the forward pass has made.
 
