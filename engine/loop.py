@@ -117,8 +117,8 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
     images, labels = (minibatch[key].tensor_split(learner.accumulation_steps) for key in ("image", "label"))
     for number, (image_part, label_part) in enumerate(zip(images, labels, strict=True), start=1):
         with learner.accumulating(more_follow=number < learner.accumulation_steps):
-            logits = learner.forward(image_part)
-            part_loss = loss(logits, label_part.to(logits.device, non_blocking=True))
+            # Without a name, the logits are freed as soon as the backward pass no longer needs them.
+            part_loss = loss(learner.forward(image_part), label_part.to(world.device, non_blocking=True))
             part_loss = part_loss * (len(image_part) * world.size / minibatch_size)
             learner.backward(part_loss)
         total_loss += part_loss.detach()

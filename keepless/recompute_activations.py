@@ -18,7 +18,7 @@ from .inputs import check_module, tensors_in
 from .recompute.recording import CheckpointedOnly, Policy, Recording, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
-from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled
+from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, in_transform, is_compiled
 
 
 def recompute_activations(
@@ -215,7 +215,7 @@ class _Hooks:
 
 def _can_record() -> bool:
     """Whether gradients are recorded, hooks are allowed, and no recording sees the calls already."""
-    allowed = torch.is_grad_enabled() and hooks_are_allowed() and not torch.jit.is_tracing()
+    allowed = torch.is_grad_enabled() and hooks_are_allowed() and not (in_transform() or torch.jit.is_tracing())
     return allowed and not torch.compiler.is_compiling() and not _is_recorded()
 
 

@@ -51,6 +51,9 @@ try:
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
     without_function_modes = torch._C.DisableTorchFunction
     without_dispatch_modes = torch._C._DisableTorchDispatch
+    # The level of functorch's transforms, such as `torch.vmap`; and the tensors that they wrap.
+    _transform_level = torch._C._functorch.maybe_current_level
+    _is_wrapped, _unwrapped = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.get_unwrapped
     # Autograd numbers the nodes of a thread in the order in which they are made.
     next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
     # Whether the running backward pass keeps its graph for another one (retain_graph=True).
@@ -83,6 +86,18 @@ def profiler_runs() -> bool:
     profiler = torch.autograd.profiler
     steps = getattr(getattr(profiler, "KinetoStepTracker", None), "_step_dict", ())
     return getattr(profiler, "_is_profiler_enabled", False) or "ProfilerStep" in steps
+
+
+def in_transform() -> bool:
+    """Whether a transform of functorch runs, such as `torch.vmap`: functions then see wrapped tensors."""
+    return _transform_level() is not None
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that functorch's transforms have wrapped; itself if they have not."""
+    while _is_wrapped(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor
 
 
 def node_number(node: Any) -> int:

@@ -18,7 +18,7 @@ from ..units import UNITS, bytes_of
 from .costs import seconds_of
 from .execution import ByPlan
 from .search import Choice, frontier
-from .simulation import plain_peak, simulate
+from .simulation import on_real_tensors, plain_peak, simulate
 from .step import Plan, Step
 from .trace import Progress, StepTrace
 
@@ -123,8 +123,9 @@ class _Shape:
 
 def _planned(step: Step, budget: float | int) -> Plan:
     """The fastest plan within a budget. A warning if there is none, which names the least."""
-    (choices, seconds), plain = seconds_of(lambda: frontier(step), torch.device("cpu")), plain_peak(step)
+    plain = plain_peak(step)
     limit = budget if isinstance(budget, int) else int(budget * plain)
+    choices, seconds = seconds_of(lambda: frontier(step, limit), torch.device("cpu"))
     choice = next((choice for choice in choices if choice.peak <= limit), choices[-1])
     _log.warning(  # which is seen by default: it explains a pause
         "planned %d calls in %.1f s: a peak of %s instead of %s, for %.1f ms more",
@@ -169,10 +170,10 @@ class Frontier(NamedTuple):
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) -> Frontier:
     """Memory and time of a training step under different budgets, from one step on an example.
 
-    The step is run: twice, with the mean square of the outputs as loss. Gradients, buffers and the random state are
-    then as before; what hooks do stays done, e.g. optimizer steps in the backward pass. Under `FakeTensorMode` nothing
-    is computed, for a network that does not fit: times are then estimated, and the bytes that operators take while they
-    run are left out.
+    The step is run: three times, with the mean square of the outputs as loss. Gradients, buffers and the random state
+    are then as before; what hooks do stays done, e.g. optimizer steps in the backward pass. Under `FakeTensorMode`
+    nothing is computed, for a network that does not fit: times are then estimated, and the bytes that operators take
+    while they run are left out.
 
     Args:
         network: in training mode, prepared by `recompute_activations` or not.
@@ -195,7 +196,8 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
         choice = next((choice for choice in choices if choice.peak <= limit), None)
         if choice is not None:
             again = sum(step.values[number].operations for number in _needed(step, choice))
-            kept = simulate(step, choice.kept).levels[step.forward - 1]
+            with on_real_tensors():
+                kept = int(simulate(step, choice.kept).levels[step.forward - 1])
             rows.append(Row(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
     if not rows:
         least = size_text(choices[-1].peak)
@@ -255,6 +257,7 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             parameter.grad = torch.zeros_like(parameter)
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not is_fake):
             if not is_fake:
+                run(None)  # warms up
                 seconds = seconds_of(lambda: run(None), device)[1]
             run(ByPlan(trace=trace))
     finally:

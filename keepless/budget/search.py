@@ -1,14 +1,15 @@
-"""Choose what a step keeps: the least time for every number of bytes."""
+"""Choose what a step keeps: the least time for every number of bytes, or for one."""
 
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .simulation import Outcome, simulate
+from .simulation import Outcome, Simulation, on_real_tensors
 from .step import Kind, Plan, Step
 
 _FINER = 0.97  # each target is this much lower than the peak before it
-_SECONDS = 20.0
+_SECONDS = 0.8  # of this thread's time, for a short step
+_SECONDS_PER_CALL = 0.008
 _FEW = 16  # values of which pairs are tried
 _TRIED = 12  # single moves of a kind that are simulated before one is made
 
@@ -27,23 +28,31 @@ class Choice(NamedTuple):
         return Plan(step.calls, frozenset(again), frozenset(free - again))
 
 
-def frontier(step: Step) -> list[Choice]:
+def frontier(step: Step, limit: int = 0) -> list[Choice]:
     """The Pareto front of peak and time, by decreasing peak.
 
     The search begins with all that can be kept, and again with all but the results of norms, activations and the like;
     a third time, by bytes alone, since times are noisy.
     It lowers the peak by 3 % at a time: it drops the values that cost the least time for the bytes that they free while
     the step is above the target. It keeps values again, which cuts chains of recipes, where too much is
-    computed at once. What it finds is then changed in single values, as long as this helps. After 20 seconds of this
-    thread's time it stops with the choices that it has.
+    computed at once. What it finds is then changed in single values, as long as this helps. It stops with the choices
+    that it has after 0.8 seconds of this thread's time, and 8 ms for each call.
+
+    Args:
+        limit: bytes. Only the fastest choice within it is looked for; the front is complete as far as it was searched.
+            If the plain network is within the limit, nothing is searched.
     """
-    search = _Search(step, time.thread_time() + _SECONDS)
-    for only_slow, search.counts_time in ((False, True), (True, True), (True, False)):
-        search.start(only_slow)
-        while search.lower(int(search.outcome.peak * _FINER)):
-            pass
-    search.polish()
-    return pareto(search.found)
+    with on_real_tensors():
+        search = _Search(step, time.thread_time() + _SECONDS + _SECONDS_PER_CALL * len(step.calls))
+        for only_slow, search.counts_time in ((False, True), (True, True), (True, False)):
+            search.start(only_slow)
+            if search.outcome.peak <= limit and not search.outcome.seconds:
+                break
+            while search.outcome.peak > limit and search.lower(max(limit, int(search.outcome.peak * _FINER))):
+                pass
+        else:
+            search.polish(limit)
+        return pareto(search.found)
 
 
 def pareto(choices: Iterable[Choice]) -> list[Choice]:
@@ -58,8 +67,11 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
 class _Search:
     def __init__(self, step: Step, deadline: float):
         self.step = step
+        self.simulation = Simulation(step)
         self.deadline = deadline
+        self.free = [number for number, value in enumerate(step.values) if value.kind == Kind.FREE]
         self.is_free = [value.kind == Kind.FREE for value in step.values]
+        self.bytes = [step.memories[value.memory] for value in step.values]
         self.found: list[Choice] = []
         self.counts_time = True
 
@@ -72,7 +84,7 @@ class _Search:
         self.outcome = self.simulated(self.kept)
 
     def simulated(self, kept: Sequence[bool]) -> Outcome:
-        outcome = simulate(self.step, kept)
+        outcome = self.simulation.run(kept)
         self.found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
         return outcome
 
@@ -121,25 +133,31 @@ class _Search:
                 return best[1], best[2], True
         return kept, outcome, False
 
-    def polish(self) -> None:
-        """Change single values of what was found, and pairs of them in small steps, until nothing gets better."""
+    def polish(self, limit: int) -> None:
+        """Change single values of what was found, and pairs of them in small steps, until nothing gets better.
+
+        `limit`: if it is not 0, only of the fastest choice within it.
+        """
         done: set[tuple[bool, ...]] = set()
-        free = [i for i, is_free in enumerate(self.is_free) if is_free]
+        free = self.free
         if len(free) > _FEW:
             least = min(choice.peak for choice in self.found) // 1000
-            free = [i for i in free if self.bytes(i) > least]
+            free = [i for i in free if self.bytes[i] > least]
+        moves = [[i] for i in free]
+        if len(free) <= _FEW:
+            moves += [[i, j] for i in free for j in free if i < j]
         while time.thread_time() < self.deadline:
-            choices = [choice for choice in pareto(self.found) if choice.kept not in done]
+            choices = pareto(self.found)
+            if limit:
+                choices = [choice for choice in choices if choice.peak <= limit][:1] or choices[-1:]
+            choices = [choice for choice in choices if choice.kept not in done]
             if not choices:
                 return
             for choice in choices:
                 done.add(choice.kept)
-                if time.thread_time() > self.deadline:
-                    return
-                moves = [[i] for i in free]
-                if len(free) <= _FEW:
-                    moves += [[i, j] for i in free for j in free if i < j]
                 for move in moves:
+                    if time.thread_time() > self.deadline:
+                        return
                     self.simulated(_flipped(choice.kept, move))
 
     def drops(self, kept: list[bool], outcome: Outcome, target: int) -> list[tuple[int, list[int]]]:
@@ -147,32 +165,27 @@ class _Search:
 
         Each with its group.
         """
-        counts = [0]
-        for level in outcome.levels:
-            counts.append(counts[-1] + (level > target))
+        counts = [0, *(outcome.levels > target).cumsum(0).tolist()]
         ranked = []
-        for i in range(len(kept)):
-            if kept[i] and self.is_free[i] and outcome.readers[i]:
+        for i in self.free:
+            if kept[i] and outcome.readers[i]:
                 moments = counts[outcome.first[i]] - counts[outcome.born[i]]
                 if moments:
                     group, seconds = self.group(kept, outcome, i)
                     price = seconds if self.counts_time else 1.0
-                    ranked.append((price / (self.bytes(i) * moments + 1), i, group))
+                    ranked.append((price / (self.bytes[i] * moments + 1), i, group))
         return [(i, group) for _, i, group in sorted(ranked)]
 
     def enough(self, ranked: list[tuple[int, list[int]]], outcome: Outcome, target: int) -> list[list[int]]:
         """As many of these as seem to bring the peak down to the target."""
-        over = [max(0, level - target) for level in outcome.levels]
+        over = (outcome.levels - target).clamp_(min=0)
         groups = []
         for i, group in ranked:
-            begin, end = outcome.born[i], outcome.first[i]
-            if any(over[begin:end]):
+            span = over[outcome.born[i] : outcome.first[i]]
+            if len(span) and span.any():
                 groups.append(group)
-                over[begin:end] = [max(0, level - self.bytes(i)) for level in over[begin:end]]
+                span.sub_(self.bytes[i]).clamp_(min=0)
         return groups
-
-    def bytes(self, number: int) -> int:
-        return self.step.memories[self.step.values[number].memory]
 
     def group(self, kept: list[bool], outcome: Outcome, number: int) -> tuple[list[int], float]:
         """A value, with the values that would be kept for its recipe alone; and the seconds to compute them."""
@@ -191,26 +204,23 @@ class _Search:
 
     def live(self, kept: list[bool], outcome: Outcome, are_kept: bool) -> list[int]:
         """The free values in memory at the peak that are kept, or else computed; the largest last."""
-        peak = outcome.levels.index(outcome.peak)
+        peak = int(outcome.levels.argmax())
         start = outcome.born if are_kept else outcome.first
         found = [
-            i
-            for i, is_free in enumerate(self.is_free)
-            if is_free and kept[i] == are_kept and outcome.readers[i] and start[i] <= peak <= outcome.last[i]
+            i for i in self.free if kept[i] == are_kept and outcome.readers[i] and start[i] <= peak <= outcome.last[i]
         ]
-        return sorted(found, key=self.bytes)
+        return sorted(found, key=self.bytes.__getitem__)
 
     def tidied(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome]:
         """Use the remaining room to keep values again, most expensive to recompute first."""
-        dropped = [i for i in range(len(kept)) if self.is_free[i] and not kept[i] and outcome.readers[i]]
+        dropped = [i for i in self.free if not kept[i] and outcome.readers[i]]
         dropped.sort(key=lambda i: -self.step.values[i].seconds)
-        trial, levels, any_kept = list(kept), list(outcome.levels), False
+        trial, levels, any_kept = list(kept), outcome.levels.clone(), False
         for i in dropped:
-            size = self.bytes(i)
-            begin, end = outcome.born[i], outcome.first[i]
-            if max(levels[begin:end], default=0) + size <= target:
+            span = levels[outcome.born[i] : outcome.first[i]]
+            if not len(span) or int(span.max()) + self.bytes[i] <= target:
                 trial[i] = any_kept = True
-                levels[begin:end] = [level + size for level in levels[begin:end]]
+                span += self.bytes[i]
         if any_kept:
             found = self.simulated(trial)
             if found.peak <= target and found.seconds <= outcome.seconds:
@@ -228,4 +238,4 @@ def _flipped(kept: Sequence[bool], move: Iterable[int]) -> list[bool]:
 
 def _excess(outcome: Outcome, target: int) -> int:
     """Bytes above the target, over all events."""
-    return sum(level - target for level in outcome.levels if level > target)
+    return int((outcome.levels - target).clamp_(min=0).sum())

@@ -1,29 +1,39 @@
 """Simulate the memory and time of a traced step for a choice of kept values."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from ..torch_internals import without_dispatch_modes, without_function_modes
 from .step import Event, Step
 
 
 class Outcome(NamedTuple):
-    """Memory and time of a choice. Lists have an entry for each value, unless they say otherwise."""
+    """Memory and time of a choice. Lists have an entry for each value."""
 
     peak: int  # bytes
     seconds: float  # to compute values again
-    levels: list[int]  # bytes during each event, at its highest
+    levels: Tensor  # bytes during each event, at its highest; int64
     readers: list[int]  # operations and recipes
-    born: list[int]  # event from which on it was needed; -1 if never
+    born: list[int]  # event from which on it was needed; the number of events if never
     first: list[int]  # event of the backward pass that first read it, for itself or to compute another
     last: list[int]  # and last
 
 
 def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
-    """The memory and time of a step that keeps these values, and computes others again as `Value.get` does.
+    """See `Simulation.run`."""
+    with on_real_tensors():
+        return Simulation(step).run(kept)
 
-    `kept`: for each value; True for those of `Kind.KEPT`, and False for those that follow or are overwritten.
-    """
-    return _Simulation(step, kept).run()
+
+@contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Context for a `Simulation`, which computes with small tensors: no mode, such as one for fake tensors, sees it."""
+    with without_function_modes(), without_dispatch_modes(), torch.no_grad():
+        yield
 
 
 def plain_peak(step: Step) -> int:
@@ -43,121 +53,219 @@ def plain_peak(step: Step) -> int:
     return peak
 
 
-class _Simulation:
-    def __init__(self, step: Step, kept: Sequence[bool]):
+class Simulation:
+    """A step, prepared to be simulated for many choices.
+
+    What does not depend on the choice is worked out once: when the program holds each memory, and when autograd saves,
+    reads and releases each value. A choice then adds the spans of the values that it keeps and computes.
+    """
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.end = len(step.events)
+        self.spans: list[list[tuple[int, int]]] = [[] for _ in step.memories]  # in which the program holds a memory
         count = len(step.values)
-        self.step, self.kept = step, kept
-        self.values, self.memories = step.values, step.memories
-        self.readers = _readers(step, kept)
-        self.signs = self._signs()  # bytes kept instead of the value, if only its signs are read
-        self.holders = [0] * len(step.memories)  # the program's tensors, and kept values
-        self.references = [0] * count  # readers that are there now
+        self.readers = [0] * count  # operations
+        self.born, self.dead = [self.end] * count, [-1] * count
+        self.first, self.last = [self.end] * count, [-1] * count
+        self.actions: list[tuple[int, int, int, bool]] = []  # event, number of the save, its value, if it is a read
+        self.inputs = [value.inputs for value in step.values]
+        self.steady, self.highest = _Changes(self.end), _Changes(self.end)  # of the program alone
+        self._note_events()
+        self.sign_readers: dict[int, tuple[int, int]] = {}  # and bytes, by value
+        for saved in step.saved:
+            if saved.signs:
+                number, _ = self.sign_readers.get(saved.value, (0, 0))
+                self.sign_readers[saved.value] = number + 1, saved.signs
+        self.base = self.steady.sums(), self.highest.sums()
+
+    def _note_events(self) -> None:
+        step, holders, since = self.step, [0] * len(self.step.memories), [0] * len(self.step.memories)
+        open_saves: dict[int, int] = {}
+        for now, (event, what) in enumerate(step.events):
+            if event == Event.HOLD:
+                holders[what] += 1
+                if holders[what] == 1:
+                    since[what] = now
+            elif event == Event.LET:
+                holders[what] -= 1
+                if not holders[what]:
+                    self.spans[what].append((since[what], now))
+            elif event == Event.BUSY:
+                self.highest.add(now, what)
+            elif (value := step.saved[what].value) >= 0:
+                if event == Event.SAVE:
+                    self.readers[value] += 1
+                    self.born[value] = min(self.born[value], now)
+                    open_saves[what] = value
+                elif event == Event.READ:
+                    self.first[value], self.last[value] = min(self.first[value], now), now
+                    self.actions.append((now, what, value, True))
+                else:
+                    self.dead[value] = max(self.dead[value], now)
+                    del open_saves[what]
+                    self.actions.append((now, what, value, False))
+        for value in open_saves.values():
+            self.dead[value] = self.end
+        for memory, number in enumerate(holders):
+            if number:
+                self.spans[memory].append((since[memory], self.end))
+            for begin, end in self.spans[memory]:
+                self.steady.span(begin, end, step.memories[memory])
+
+    def run(self, kept: Sequence[bool]) -> Outcome:
+        """The memory and time of a step that keeps these values, and computes others again as `Value.get` does.
+
+        `kept`: for each value; True for those of `Kind.KEPT`, and False for those that follow or are overwritten.
+        """
+        return _Run(self, kept).outcome()
+
+    def added(self, steady: "_Changes", highest: "_Changes") -> Tensor:
+        """Bytes during each event, with what a choice changes: after each event, and beyond that during it."""
+        changes = self.base[0] + steady.sums()
+        after = changes.cumsum(0)
+        return torch.maximum(after, after - changes + self.base[1] + highest.sums())
+
+
+class _Changes:
+    """Bytes that come or go at events."""
+
+    def __init__(self, end: int):
+        self.end = end
+        self.events: list[int] = []
+        self.bytes: list[int] = []
+
+    def add(self, event: int, change: int) -> None:
+        self.events.append(event)
+        self.bytes.append(change)
+
+    def span(self, begin: int, end: int, size: int) -> None:
+        """So many bytes from one event to another."""
+        self.events += (begin, end)
+        self.bytes += (size, -size)
+
+    def sums(self) -> Tensor:
+        """In all, for each event."""
+        sums = torch.zeros(self.end + 1, dtype=torch.int64)
+        where, sizes = torch.tensor([self.events, self.bytes], dtype=torch.int64)
+        return sums.index_add_(0, where, sizes)[:-1]
+
+
+class _Run:
+    """A simulation of one choice."""
+
+    def __init__(self, whole: Simulation, kept: Sequence[bool]):
+        count = len(whole.step.values)
+        self.whole, self.step, self.values, self.kept = whole, whole.step, whole.step.values, kept
+        self.inputs = whole.inputs
+        self.readers, self.born, self.dead = list(whole.readers), list(whole.born), list(whole.dead)
+        self.first, self.last = list(whole.first), list(whole.last)
+        self._reach_inputs()
+        # Bytes kept instead of a value of which only the signs are read.
+        self.signs = {
+            value: size for value, (number, size) in whole.sign_readers.items() if number == self.readers[value]
+        }
         self.reads = [0] * count
         self.place = [-1] * count  # of a computed value: the value in whose memory it is; -1: not computed
         self.users = [0] * count  # computed values in this one's memory, and operations that read them
         self.using: dict[int, int] = {}  # the memory that a running operation reads, by number of the save
-        self.expanded: dict[int, int] = {}  # bytes of values made from signs, by number of the save
-        self.level = self.highest = 0
         self.seconds = 0.0
         self.now = 0  # number of the event
-        self.born, self.first, self.last = [-1] * count, [len(step.events)] * count, [-1] * count
+        self.level = self.most = 0  # bytes that this event has added so far, and the most of it
+        self.steady, self.highest = _Changes(whole.end), _Changes(whole.end)
 
-    def _signs(self) -> list[int]:
-        signs, sign_readers = [0] * len(self.values), [0] * len(self.values)
-        for saved in self.step.saved:
-            if saved.signs:
-                sign_readers[saved.value] += 1
-                signs[saved.value] = saved.signs
-        return [size if self.readers[i] == sign_readers[i] else 0 for i, size in enumerate(signs)]
+    def _reach_inputs(self) -> None:
+        """A value that is computed again needs its inputs as long as it is needed itself."""
+        readers, born, dead, inputs = self.readers, self.born, self.dead, self.inputs
+        for number in range(len(self.kept) - 1, -1, -1):  # a value's inputs have smaller numbers
+            if not self.kept[number] and readers[number]:
+                begin, end = born[number], dead[number]
+                for i in inputs[number]:
+                    readers[i] += 1
+                    if begin < born[i]:
+                        born[i] = begin
+                    if end > dead[i]:
+                        dead[i] = end
 
-    def run(self) -> Outcome:
-        happens = [self.hold, self.let, self.save, self.read, self.release, self.busy]  # by `Event`
-        levels = []
-        for number, (event, what) in enumerate(self.step.events):
-            self.now = number
-            self.highest = self.level
-            happens[event](what)
-            levels.append(max(self.highest, self.level))
-        return Outcome(max(levels), self.seconds, levels, self.readers, self.born, self.first, self.last)
-
-    def hold(self, memory: int) -> None:
-        self.holders[memory] += 1
-        if self.holders[memory] == 1:
-            self.level += self.memories[memory]
-
-    def let(self, memory: int) -> None:
-        self.holders[memory] -= 1
-        if not self.holders[memory]:
-            self.level -= self.memories[memory]
-
-    def busy(self, size: int) -> None:
-        self.highest += size
-
-    def save(self, number: int) -> None:
-        """Autograd saves a value, which is kept from now on, or what its recipe needs."""
-        pending = [self.step.saved[number].value]
-        while pending:
-            value = pending.pop()
-            if value < 0:
+    def outcome(self) -> Outcome:
+        for begin, end, size in self._kept_spans():
+            self.steady.span(begin, end, size)
+        kept, signs = self.kept, self.signs
+        for now, number, value, is_read in self.whole.actions:
+            if kept[value] and value not in signs:
                 continue
-            self.references[value] += 1
-            if self.references[value] > 1:
-                continue
-            self.born[value] = self.now
-            if not self.kept[value]:
-                pending += self.values[value].inputs
-            elif self.signs[value]:
-                self.level += self.signs[value]
+            self.now, self.level, self.most = now, 0, 0
+            if kept[value]:
+                self._expand(value, is_read)
+            elif is_read:
+                self._read(number, value)
             else:
-                self.hold(self.values[value].memory)
+                self._release(number, value)
+            if self.level:
+                self.steady.add(now, self.level)
+            if self.most:
+                self.highest.add(now, self.most)
+        levels = self.whole.added(self.steady, self.highest)
+        return Outcome(int(levels.max()), self.seconds, levels, self.readers, self.born, self.first, self.last)
 
-    def release(self, number: int) -> None:
-        """Autograd drops a saved tensor."""
-        self.level -= self.expanded.pop(number, 0)
-        if number in self.using:
-            self._leave(self.using.pop(number))
-        pending = [self.step.saved[number].value]
-        while pending:
-            value = pending.pop()
-            if value < 0:
+    def _kept_spans(self) -> Iterator[tuple[int, int, int]]:
+        """Begin, end and bytes of what is kept while the program does not hold it."""
+        needed: dict[int, tuple[int, int]] = {}  # by memory
+        for number, is_kept in enumerate(self.kept):
+            if not is_kept or not self.readers[number]:
                 continue
-            self.references[value] -= 1
-            if self.references[value]:
+            begin, end = self.born[number], self.dead[number]
+            if number in self.signs:
+                yield begin, end, self.signs[number]
                 continue
-            if not self.kept[value]:
-                self._forget(value)
-                pending += self.values[value].inputs
-            elif self.signs[value]:
-                self.level -= self.signs[value]
-            else:
-                self.let(self.values[value].memory)
+            memory = self.values[number].memory
+            if memory in needed:
+                others = needed[memory]
+                begin, end = min(begin, others[0]), max(end, others[1])
+            needed[memory] = begin, end
+        for memory, (begin, end) in needed.items():
+            size = self.step.memories[memory]
+            for held, let in self.whole.spans[memory]:
+                if begin < held:
+                    yield begin, min(held, end), size
+                begin = max(begin, let)
+                if begin >= end:
+                    break
+            if begin < end:
+                yield begin, end, size
 
-    def read(self, number: int) -> None:
-        """The backward pass reads a saved tensor, which is computed first if it is not kept."""
-        value = self.step.saved[number].value
-        if value < 0:
-            return
-        self._note(value)
-        if self.kept[value]:
-            if self.signs[value]:  # a byte for each, twice, and then values for the operation
-                self.expanded[number] = self.values[value].bytes
-                self.highest = max(self.highest, self.level + 16 * self.signs[value])
-                self.level += self.values[value].bytes
-            return
-        pending = [(value, False)]
+    def _expand(self, value: int, is_read: bool) -> None:
+        """An operation reads values made from signs: a byte for each, twice, and then values for the operation."""
+        self.level = self.values[value].bytes if is_read else -self.values[value].bytes
+        self.most = 16 * self.signs[value] if is_read else 0
+
+    def _read(self, number: int, value: int) -> None:
+        """The backward pass reads a saved tensor, which is computed first."""
+        kept, place = self.kept, self.place
+        pending = [value]
         while pending:
-            other, has_inputs = pending.pop()
-            if self.kept[other] or self.place[other] >= 0:
-                continue
-            if has_inputs:
-                self._compute(other)
-            else:
-                pending.append((other, True))
-                pending += [(i, False) for i in reversed(self.values[other].inputs)]
+            other = pending.pop()
+            if other < 0:  # after its inputs
+                if place[~other] < 0:
+                    self._compute(~other)
+            elif not kept[other] and place[other] < 0:
+                pending.append(~other)
+                pending += reversed(self.inputs[other])
         if self.place[value] >= 0:
             self.using[number] = self.place[value]
             self.users[self.place[value]] += 1
         self._count(value)
+
+    def _release(self, number: int, value: int) -> None:
+        """Autograd drops a saved tensor, and with the last one what is still there of its value and recipe."""
+        if number in self.using:
+            self._leave(self.using.pop(number))
+        pending = [value]
+        while pending:
+            other = pending.pop()
+            if self.dead[other] == self.now and not self.kept[other]:
+                self._forget(other)
+                pending += self.values[other].inputs
 
     def _compute(self, number: int) -> None:
         value = self.values[number]
@@ -166,7 +274,7 @@ class _Simulation:
         if shared < 0:
             self.place[number] = number
             self.level += value.bytes
-            self.highest = max(self.highest, self.level + value.busy)
+            self.most = max(self.most, self.level + value.busy)
         elif not self.kept[shared]:
             self.place[number] = self.place[shared]
         if self.place[number] >= 0:  # else it is a view of kept memory
@@ -183,7 +291,7 @@ class _Simulation:
 
     def _note(self, number: int) -> None:
         self.first[number] = min(self.first[number], self.now)
-        self.last[number] = self.now
+        self.last[number] = max(self.last[number], self.now)
 
     def _count(self, number: int) -> None:
         """A computed value was read, and is forgotten after its last reader."""
@@ -201,15 +309,3 @@ class _Simulation:
         self.users[number] -= 1
         if not self.users[number]:
             self.level -= self.values[number].bytes
-
-
-def _readers(step: Step, kept: Sequence[bool]) -> list[int]:
-    """How many operations and recipes read each value."""
-    readers = [0] * len(step.values)
-    pending = [saved.value for saved in step.saved if saved.value >= 0]
-    while pending:
-        number = pending.pop()
-        readers[number] += 1
-        if readers[number] == 1 and not kept[number]:
-            pending += step.values[number].inputs
-    return readers

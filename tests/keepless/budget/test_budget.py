@@ -247,6 +247,20 @@ def test_plans_are_near_the_best_of_all(seeds):
     assert ratios[len(ratios) // 2] <= 1.05 and ratios[-1] <= 1.2
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_for_one_budget_finds_what_the_whole_front_has(seed):
+    """Up to the steps of 3 % in which both go. At the plain peak nothing is searched."""
+    step = random_step(seed)
+    whole, plain = frontier(step), plain_peak(step)
+    assert [choice.seconds for choice in frontier(step, plain)] == [0.0]
+    for limit in [int(share * plain) for share in (0.9, 0.8, 0.7)]:
+        if limit >= whole[-1].peak:
+            within = next(choice for choice in frontier(step, limit) if choice.peak <= limit)
+            assert within.seconds <= min(
+                choice.seconds for choice in whole if choice.peak <= max(0.97 * limit, whole[-1].peak)
+            )
+
+
 def test_a_plan_says_what_budgets_cost_and_changes_nothing():
     torch.manual_seed(0)
     network, x = Mixed(), torch.randn(4, 3, 16, 16)
