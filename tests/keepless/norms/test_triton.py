@@ -255,6 +255,22 @@ def test_tiny_gamma(backend, device, gamma):
     assert_backward(backend, example, keep(example, "z"))
 
 
+def test_gamma_is_floored_within_the_kernels(backend, device):
+    """Both signs of zero, values at and above the floor, and NaN; as many kernels as without a floor."""
+    gamma = torch.tensor([0.0, -0.0, 1e-9, -1e-9, 1e-3, -0.5, torch.nan], device=device)
+    example = case((3, 7, 3, 4), device)._replace(gamma=gamma)
+    affine = example.affine._replace(floor=1e-3)
+    z, mean, invstd = backend.forward(example.x, affine, 1e-5, UNTRACKED)
+    wanted, _, _ = EAGER.forward(example.x, affine.explicit(), 1e-5, UNTRACKED)
+    torch.testing.assert_close(z, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(backend.normalise(example.x, mean, invstd, affine), z, equal_nan=True)
+    kept = BackwardInputs(z, True, example.beta, None, gamma, example.beta, invstd, affine.activation, floor=1e-3)
+    results, explicit = backend.backward(kept, example.dz), EAGER.backward(kept.explicit(), example.dz)
+    pieces = backend.sums(kept, example.dz)
+    for result, wanted in zip((*results, *pieces), (*explicit, *explicit[:0:-1]), strict=True):
+        torch.testing.assert_close(result, wanted, rtol=2e-4, atol=1e-4, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_saturated_values_give_finite_gradients(backend, device, dtype):
     for activation, asymptotes in (("elu", [-1.0]), ("sigmoid", [0.0, 1.0]), ("tanh", [-1.0, 1.0])):
