@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
+from ..recompute.values import autocast_as, autocast_of
 from ..torch_internals import without_dispatch_modes, without_function_modes
 
 _profiler = threading.Lock()  # a process has one; two threads that start it crash
@@ -29,11 +30,16 @@ class TensorSpec(NamedTuple):
     device: torch.device
     requires_grad: bool
 
+    @property
+    def span(self) -> int:
+        """Entries in memory, from the first one to the last; 0 if the tensor is empty."""
+        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
+        return 1 + sum(steps) if all(self.shape) else 0
+
     def tensor(self) -> Tensor:
         """Ones, whose gradients are finite; zeros as indices."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        whole = torch.full((span,), value, dtype=self.dtype, device=self.device)
+        whole = torch.full((self.span,), value, dtype=self.dtype, device=self.device)
         return whole.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
 
 
@@ -43,6 +49,7 @@ class MeasuredCall(NamedTuple):
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...]  # `TensorSpec`s and constants
     names: tuple[str, ...]  # of the last arguments
+    autocast: tuple[bool, torch.dtype | None]  # see `autocast_of`
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +59,8 @@ class MeasuredCall(NamedTuple):
         """The result, and the arguments that need gradients."""
         given = [one.tensor() if isinstance(one, TensorSpec) else one for one in self.arguments]
         unnamed = len(given) - len(self.names)
-        result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
+        with autocast_as(self.autocast, self.device.type):
+            result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
         return result, [one for one in given if isinstance(one, Tensor) and one.requires_grad]
 
 
@@ -69,7 +77,8 @@ def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict
         elif isinstance(one, Tensor):
             return None
         arguments.append(one)
-    return MeasuredCall(function, tuple(arguments), tuple(kwargs))
+    call = MeasuredCall(function, tuple(arguments), tuple(kwargs), (False, None))
+    return call._replace(autocast=autocast_of(call.device.type))
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
@@ -103,7 +112,8 @@ def forward_temporaries(call: MeasuredCall) -> int:
     with _measured(call.device):
         kept: list[object] = []
         call.run()
-        arguments = sum(_bytes(one) for one in call.arguments if isinstance(one, TensorSpec))
+        specs = [one for one in call.arguments if isinstance(one, TensorSpec)]
+        arguments = sum(one.dtype.itemsize * one.span for one in specs)
         peak = peak_bytes(lambda: kept.append(call.run()), call.device)
         result: Any = kept[0]
         return max(0, peak - arguments - result[0].nbytes)
@@ -123,16 +133,16 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...]) -> int:
         return max(0, peak - sum(leaf.nbytes for leaf in leaves))
 
 
-def _bytes(form: TensorSpec) -> int:
-    return form.dtype.itemsize * (1 + sum((s - 1) * t for s, t in zip(form.shape, form.stride, strict=True)))
-
-
 @contextmanager
 def _measured(device: torch.device) -> Iterator[None]:
-    """Measure under no recording, in one thread at a time. The random state stays as it is."""
-    devices = [device] if device.type == "cuda" else []
+    """Measure under no recording, in one thread at a time. The random state and autocast's cache stay as they are."""
+    devices, caches = [device] if device.type == "cuda" else [], torch.is_autocast_cache_enabled()
     with _profiler, torch.random.fork_rng(devices), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-        yield
+        torch.set_autocast_cache_enabled(False)  # it would hold casts of the other tensors
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(caches)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
