@@ -103,7 +103,7 @@ class InsideAutocast(Layers):
 
 
 @pytest.mark.filterwarnings("ignore:no plan keeps")
-@pytest.mark.parametrize("budget", [1.0, 1])
+@pytest.mark.parametrize("budget", [1.0, "1KiB"])
 def test_autocast_inside_the_forward_pass(budget):
     torch.manual_seed(0)
     plain = InsideAutocast()
@@ -129,7 +129,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:no plan keeps")
-@pytest.mark.parametrize("budget", [1.0, 1])
+@pytest.mark.parametrize("budget", [1.0, "1KiB"])
 def test_an_expert_without_rows(budget):
     torch.manual_seed(0)
     plain = Experts().double()
