@@ -156,6 +156,9 @@ class Frontier(NamedTuple):
     least: int  # bytes at the lowest peak that a plan reaches
     rows: list[Row]
 
+    def __repr__(self) -> str:  # what notebooks show
+        return str(self)
+
     def __str__(self) -> str:
         cells = [("budget", "peak", "of plain", "kept", "operations", "time")]
         for row in self.rows:

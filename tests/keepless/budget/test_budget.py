@@ -282,6 +282,7 @@ def test_a_plan_says_what_budgets_cost_and_changes_nothing():
 def test_a_plan_of_a_network_that_cannot_take_less_has_one_row():
     found = plan(nn.Linear(3, 3), torch.randn(2, 3))
     assert [(row.budget, row.peak) for row in found.rows] == [(found.least, found.least)]
+    assert repr(found) == str(found)  # in a notebook
 
 
 class Counts(Chain):
@@ -460,6 +461,30 @@ def test_a_report_says_why_something_is_kept():
     reasons = {line.why for line in report(network).lines}
     assert reasons == {"planned", "cannot be computed again"}
     assert "why" in str(report(network))
+
+
+class SavesResults(nn.Sequential):
+    """Activations that save their own results; of the images and the dropout's mask there is no recipe."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(64, 8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1).exp()
+
+
+def test_a_report_calls_planned_what_another_budget_computes_again():
+    torch.manual_seed(0)
+    network, x = recompute_activations(SavesResults(), budget=1.0), torch.randn(64, 64)
+    for _ in range(3):
+        network(x).sum().backward()
+    found = {(line.made_by, line.why) for line in report(network).lines}
+    assert found == {("input", "cannot be computed again")} | {
+        (name, "planned") for name in ("Tanh", "Sigmoid", "Softmax", "Exp", "Mul")
+    }
+    assert repr(report(network)) == str(report(network))  # in a notebook
 
 
 class Product(nn.Module):
