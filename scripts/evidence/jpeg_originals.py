@@ -151,17 +151,30 @@ TRAINING: Columns = [("fold", "{fold}"), ("originals", _percent("originals")), (
 
 
 def page(result: dict, name: str) -> str:
-    gains = [100 * (row["originals"] - row["copies"]) for row in result["trainings"]]
-    spread = f" ± {stdev(gains) / len(gains) ** 0.5:.1f}" if len(gains) > 1 else ""
     return frame.page_text(
         "jpeg_originals",
         result,
         **{split: result["images"][split] for split in SPLITS},
         errors=", ".join(f"{channel} {error:.1f}" for channel, error in result["errors"].items()),
-        networks=columns(result["networks"], NETWORK),
-        trainings=columns(result["trainings"], TRAINING),
-        gain=f"{mean(gains):.1f}{spread}" if gains else "–",
+        network_table=columns(result["networks"], NETWORK),
+        trainings=_trainings(result["trainings"], result["arguments"]),
     )
+
+
+def _trainings(rows: list[dict], arguments: dict) -> list[str]:
+    if not rows:
+        return []
+    gains = [100 * (row["originals"] - row["copies"]) for row in rows]
+    spread = f" ± {stdev(gains) / len(gains) ** 0.5:.1f}" if len(gains) > 1 else ""
+    return [
+        "## Trained on originals, or on copies",
+        "`experiment={experiment}`, {steps} steps, on all images whose originals are known, except for one of {folds} "
+        "folds, on which it is tested. Both trainings of a row have the same images, folds and seed.".format(
+            **arguments
+        )
+        + f" Originals give {mean(gains):.1f}{spread} points more.",
+        columns(rows, TRAINING),
+    ]
 
 
 run, main = frame.benchmark("jpeg_originals", OriginalsArguments, measure, page)
