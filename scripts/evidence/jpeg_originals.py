@@ -168,11 +168,9 @@ def _trainings(rows: list[dict], arguments: dict) -> list[str]:
     spread = f" ± {stdev(gains) / len(gains) ** 0.5:.1f}" if len(gains) > 1 else ""
     return [
         "## Trained on originals, or on copies",
-        "`experiment={experiment}`, {steps} steps, on all images whose originals are known, except for one of {folds} "
-        "folds, on which it is tested. Both trainings of a row have the same images, folds and seed.".format(
-            **arguments
-        )
-        + f" Originals give {mean(gains):.1f}{spread} points more.",
+        f"`experiment={arguments['experiment']}`, {arguments['steps']} steps, on all images whose originals are known, "
+        f"except for one of {arguments['folds']} folds, on which it is tested. Both trainings of a row have the same "
+        f"images, folds and seed. Originals give {mean(gains):.1f}{spread} points more.",
         columns(rows, TRAINING),
     ]
 
