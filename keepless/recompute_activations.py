@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .budget.budget import Budget, PlansByShape, checked
+from .budget.budget import Budget, arguments_of, checked
+from .budget.plans import PlansByShape
 from .budget.trace import StepTrace
 from .inputs import check_module, tensors_in
 from .recompute.recording import CheckpointedOnly, Policy, Recording, is_running
@@ -68,7 +69,7 @@ def recompute_activations(
         return network
     plans = None if budget is None else PlansByShape(budget)
     if plans is not None and example is not None:
-        plans.plan_for(network, example)
+        plans.plan_for(network, *arguments_of(example))
     for module in _recorded_by_themselves(network):
         _take_off(module)
         hooks = _Hooks(checkpointed_only, plans if module is network else None)
@@ -179,15 +180,17 @@ class _Hooks:
         recording: Recording | None = None
         frame = sys._getframe(1)
         if _can_record():
-            recording = self._recording(module, (args, kwargs), frame)
+            recording = self._recording(module, args, kwargs, frame)
             recording.__enter__()
         _open.passes.append(_Pass(module, recording, frame))
 
-    def _recording(self, module: nn.Module, arguments: object, frame: FrameType) -> Recording:
-        inputs = tensors_in(arguments)
+    def _recording(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Recording:
+        inputs = tensors_in((args, kwargs))
         policy: Policy | None = CheckpointedOnly() if self.checkpointed_only else None
         if self.plans is not None and current_hooks() is None:  # otherwise the outer hooks decide what is kept
-            policy = self.plans.of_pass(module, inputs)
+            policy = self.plans.of_pass(module, args, kwargs)
         return Recording(policy, copy_parameters=_is_sharded(module), inputs=inputs, frame=frame)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
+from ..torch_internals import FakeTensor
 
 _BYTES_PER_SECOND = 1e10
 _OPERATIONS_PER_SECOND = 1e11
@@ -29,12 +30,20 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    is_parameter: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of its memory, from its first value to its last."""
+        return self.dtype.itemsize * self._span()
+
+    def _span(self) -> int:
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
     def tensor(self) -> Tensor:
         """Ones, whose gradients are finite; zeros as indices."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        whole = torch.full((span,), value, dtype=self.dtype, device=self.device)
+        whole = torch.full((self._span(),), value, dtype=self.dtype, device=self.device)
         return whole.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
 
 
@@ -51,18 +60,24 @@ class MeasuredCall(NamedTuple):
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """The result, and the arguments that need gradients."""
-        given = [one.tensor() if isinstance(one, TensorSpec) else one for one in self.arguments]
+        given = self.made_arguments()
+        return self.with_arguments(given), [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+
+    def made_arguments(self) -> list[Any]:
+        return [one.tensor() if isinstance(one, TensorSpec) else one for one in self.arguments]
+
+    def with_arguments(self, given: Sequence[Any]) -> Tensor:
         unnamed = len(given) - len(self.names)
-        result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
-        return result, [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+        return self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
 
 
 def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredCall | None:
     """A call that can be repeated; None if it takes lists of tensors or tensor subclasses."""
     arguments: list[Any] = []
     for one in (*args, *kwargs.values()):
-        if type(one) in (Tensor, torch.nn.Parameter):
-            one = TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad)
+        if type(one) in (Tensor, torch.nn.Parameter, FakeTensor):
+            is_parameter = isinstance(one, torch.nn.Parameter)
+            one = TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad, is_parameter)
         elif isinstance(one, (list, tuple)):
             one = tuple(one)
             if any(isinstance(item, Tensor) for item in one):
@@ -103,7 +118,7 @@ def forward_temporaries(call: MeasuredCall) -> int:
     with _measured(call.device):
         kept: list[object] = []
         call.run()
-        arguments = sum(_bytes(one) for one in call.arguments if isinstance(one, TensorSpec))
+        arguments = sum(one.size for one in call.arguments if isinstance(one, TensorSpec))
         peak = peak_bytes(lambda: kept.append(call.run()), call.device.type)
         result: Any = kept[0]
         return max(0, peak - arguments - result[0].nbytes)
@@ -121,10 +136,6 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...]) -> int:
         # The profiler warns of memory that is freed but was allocated before it: the graph stays.
         peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True), call.device.type)
         return max(0, peak - sum(leaf.nbytes for leaf in leaves))
-
-
-def _bytes(form: TensorSpec) -> int:
-    return form.dtype.itemsize * (1 + sum((s - 1) * t for s, t in zip(form.shape, form.stride, strict=True)))
 
 
 @contextmanager

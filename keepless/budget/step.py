@@ -74,3 +74,12 @@ class Plan(NamedTuple):
     calls: Sequence[Any]  # function, shape and dtype of each call's result
     again: frozenset[int]  # calls whose results are computed again
     kept: frozenset[int] = frozenset()  # calls whose results could be computed again, but are kept
+    peak: int = 0  # bytes
+    plain: int = 0  # bytes at the peak of the plain network
+
+    def choice(self, step: Step) -> list[bool]:
+        """Whether each value of a step with these calls is kept; shapes may be others."""
+        return [
+            value.kind == Kind.KEPT or (value.kind == Kind.FREE and value.call not in self.again)
+            for value in step.values
+        ]
