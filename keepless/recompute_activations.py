@@ -48,10 +48,10 @@ def recompute_activations(
         budget: the most bytes that a step may take, such as "6GiB" or an int, or a share of the plain network's, such
             as 0.3: at the peak of the forward and backward pass, beyond what was allocated before and with gradients
             already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
-            again as well, where that costs the least time. The second step of a shape is traced, and slower; a plan is
-            in force from the third on (see `plan`). If no plan is within the budget, a warning names the least.
-        example: an input, as `plan` takes it. Inputs like it have a plan from the first step on, which is made on fake
-            tensors, without the bytes that operators take while they run. For a network that does not fit otherwise.
+            again as well, where that costs the least time. The first pass over a shape plans its step on fake tensors
+            and a copy of the network, in about a second per 100 calls; the second step is traced, which corrects the
+            plan. If no plan is within the budget, a warning names the least.
+        example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:
         ValueError: the budget is not valid, or is given with `checkpointed_only`; an example is given without a budget,

@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
-from ..torch_internals import FakeTensor
+from ..torch_internals import FakeTensor, without_dispatch_modes, without_function_modes
 
-_BYTES_PER_SECOND = 1e10
-_OPERATIONS_PER_SECOND = 1e11
 _profiler = threading.Lock()  # a process has one; two threads that start it crash
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
 
@@ -88,17 +86,18 @@ def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict
     return MeasuredCall(function, tuple(arguments), tuple(kwargs))
 
 
-def peak_bytes(step: Callable[[], object], device: str) -> int:
+def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
     """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it.
 
-    `device`: its type. On CUDA this resets the peak that PyTorch's allocator counts.
+    `device`: where they are; "cuda" is the current one. There this resets the peak that PyTorch's allocator counts.
     """
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         step()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated(device) - before
     # The profiler sees every allocation on the CPU, also in compiled code. Its log is hidden.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -119,7 +118,7 @@ def forward_temporaries(call: MeasuredCall) -> int:
         kept: list[object] = []
         call.run()
         arguments = sum(one.size for one in call.arguments if isinstance(one, TensorSpec))
-        peak = peak_bytes(lambda: kept.append(call.run()), call.device.type)
+        peak = peak_bytes(lambda: kept.append(call.run()), call.device)
         result: Any = kept[0]
         return max(0, peak - arguments - result[0].nbytes)
 
@@ -134,7 +133,7 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...]) -> int:
         result, leaves = call.run()
         gradient = TensorSpec(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
         # The profiler warns of memory that is freed but was allocated before it: the graph stays.
-        peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True), call.device.type)
+        peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True), call.device)
         return max(0, peak - sum(leaf.nbytes for leaf in leaves))
 
 
@@ -151,14 +150,35 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """The result of a call, and the seconds that it takes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """The result of a call, and the seconds that it takes; on CUDA without those of a kernel that does nothing."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        result = call()
+        return result, time.perf_counter() - began
+    result, seconds = _synchronised(call, device)
+    return result, max(0.0, seconds - _launch_seconds(device))
+
+
+def seconds_again(call: Callable[[], Any], device: torch.device) -> float:
+    """The least seconds of three calls, after one that warms up: memory, caches, and the choice of algorithms."""
+    call()
+    return min(seconds_of(call, device)[1] for _ in range(3))
+
+
+def _synchronised(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    torch.cuda.synchronize(device)
     began = time.perf_counter()
     result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)
     return result, time.perf_counter() - began
+
+
+@cache
+def _launch_seconds(device: torch.device) -> float:
+    """To launch a kernel and wait for it, which kernels in a row do not cost."""
+    with without_function_modes():
+        one = torch.zeros((), device=device)
+        return min(_synchronised(one.zero_, device)[1] for _ in range(10))
 
 
 def operations_of(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> int:
@@ -193,4 +213,28 @@ def _summed(equation: str, tensors: Sequence[Tensor]) -> int:
 def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> float:
     """For fake tensors: from bytes and operations, as far as it matters which of two calls takes longer."""
     moved = result.nbytes + sum(one.nbytes for one in arguments if isinstance(one, Tensor))
-    return moved / _BYTES_PER_SECOND + operations_of(function, arguments, result) / _OPERATIONS_PER_SECOND
+    rates = _rates(result.device, result.dtype)
+    return moved / rates.bytes + operations_of(function, arguments, result) / rates.operations
+
+
+class _Rates(NamedTuple):
+    """What a device does in a second."""
+
+    bytes: float  # read or written
+    operations: float  # multiplications and additions of a matrix product
+
+
+@cache
+def _rates(device: torch.device, dtype: torch.dtype) -> _Rates:
+    """Measured by a copy and a matrix product; typical ones for a device that is not at hand."""
+    is_cuda = device.type == "cuda"
+    if not (is_cuda and torch.cuda.is_available() or device.type == "cpu"):
+        return _Rates(1e10, 1e11)
+    size, width = (2**26, 2**12) if is_cuda else (2**23, 2**8)
+    dtype = dtype if dtype.is_floating_point else torch.float32
+    with without_dispatch_modes(), without_function_modes(), torch.no_grad():
+        source = torch.zeros(size, dtype=torch.uint8, device=device)
+        target, square = torch.empty_like(source), torch.zeros(width, width, dtype=dtype, device=device)
+        copying = seconds_again(lambda: target.copy_(source), device)
+        multiplying = seconds_again(lambda: square @ square, device)
+    return _Rates(2 * size / max(copying, 1e-9), 2 * width**3 / max(multiplying, 1e-9))

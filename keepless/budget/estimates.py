@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..torch_internals import profiler_runs, without_dispatch_modes, without_function_modes
-from .costs import MeasuredCall, TensorSpec, backward_temporaries, forward_temporaries, seconds_of
+from .costs import MeasuredCall, TensorSpec, backward_temporaries, forward_temporaries, seconds_again
 
 _APART = 2  # a size is measured unless smaller and larger ones were that are at most this many times apart
 
@@ -63,7 +63,7 @@ def _forward(call: MeasuredCall) -> Taken:
     busy = forward_temporaries(call)
     with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
         given = call.made_arguments()
-        return Taken(seconds_of(lambda: call.with_arguments(given), call.device)[1], busy)
+        return Taken(seconds_again(lambda: call.with_arguments(given), call.device), busy)
 
 
 def _backward(call: MeasuredCall, stride: tuple[int, ...]) -> Taken:

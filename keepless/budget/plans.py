@@ -168,6 +168,7 @@ class _Shape:
         """The step that was traced last, if it has just ended."""
         if self.trace is None or (progress := self.trace.progress()) == Progress.RUNS:
             return None
+        self._note_last()
         trace, self.trace = self.trace, None
         if progress == Progress.DROPPED:
             return None
@@ -177,9 +178,14 @@ class _Shape:
     def next_pass(self, estimates: Estimates) -> ByPlan:
         """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed."""
         self.passes += 1
-        self.strays = self.strays or (self.last is not None and self.last.strayed)
+        self._note_last()
         trace = None
         if self.passes > 1 and self.trace is None and self.traces < _TRACES and (self.strays or self.needs_trace):
             trace = self.trace = StepTrace(estimates)
         self.last = ByPlan(self.plans, trace, Guard())
         return self.last
+
+    def _note_last(self) -> None:
+        """Note whether the last pass knew the calls, and forget it with its trace."""
+        self.strays = self.strays or (self.last is not None and self.last.strayed)
+        self.last = None

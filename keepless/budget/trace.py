@@ -14,7 +14,7 @@ from ..recompute.rules import FOLLOWED, NotFollowed, Rule
 from ..recompute.values import Again, Call, Recipe, Saved, ShapeOnly, Value
 from ..saved import Kept, is_ordinary
 from ..torch_internals import FakeTensor, StorageWeakRef, address, backward_runs, node_number, unpack
-from .costs import MeasuredCall, call_of, estimated_seconds, operations_of, seconds_of
+from .costs import MeasuredCall, call_of, estimated_seconds, operations_of, seconds_again, seconds_of
 from .estimates import Estimates
 from .step import Costs, Event, Kind, Save, Step, StepValue
 
@@ -181,7 +181,8 @@ class StepTrace:
                 self.holds(tensor)
             else:
                 self.memory(tensor, outside=True)
-        device = next((one.device for one in call.args if isinstance(one, Tensor)), torch.device("cpu"))
+        given = next((one for one in call.args if isinstance(one, Tensor)), None)
+        device = torch.device("cpu") if given is None or isinstance(given, FakeTensor) else given.device
         result, self.seconds = seconds_of(lambda: call.function(*call.args, **call.kwargs), device)
         return result
 
@@ -221,7 +222,7 @@ class StepTrace:
             return self.seconds
         with torch.no_grad():
             given = [one.get() if isinstance(one, (Value, Kept)) else one for one in again.arguments]
-            return seconds_of(lambda: again.function(*given), result.device)[1]
+            return seconds_again(lambda: again.function(*given), result.device)
 
     def watch_backward(self, outputs: Iterable[Tensor], start: int) -> None:
         """The forward pass has ended. `start`: sequence number of its first node."""

@@ -47,6 +47,7 @@ def traced_step(
             parameter.grad = torch.zeros_like(parameter)
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not is_fake):
             if not is_fake:
+                run(None)  # warms up
                 seconds = seconds_of(lambda: run(None), device)[1]
             run(ByPlan(trace=trace))
     finally:

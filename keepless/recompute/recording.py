@@ -1,7 +1,8 @@
 """Record a forward pass so that autograd keeps few of its tensors, and the backward pass computes the others again.
 
-Rule 1. A recording sees every outermost call of a function, as a function mode, and every tensor that autograd saves,
-    by saved-tensor hooks; most tensors are saved during a call, before it is known whether the call can be repeated.
+Rule 1. A recording sees every outermost call of a function, as a function mode (functions of Python that have no rule
+    are opened: it sees the calls inside), and every tensor that autograd saves, by saved-tensor hooks; most tensors
+    are saved during a call, before it is known whether the call can be repeated.
 Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value`: the tensor itself (`Kept`), or a
     `Recipe`, which is a function of other values. Operations that save one tensor share its value.
 Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (rules.py) whose inputs are available, its
@@ -47,14 +48,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from ..saved import Kept, copied, is_ordinary
+from ..saved import PLAIN, Kept, copied, is_ordinary
 from ..torch_internals import address, current_function_mode, current_hooks, in_transform, unpack, unwrapped
 from .inplace_calls import may_overwrite, overwritten
 from .known_values import KnownValues, Trace
+from .opened_calls import CALL_OTHERS, body
 from .report import KeptTensor, Log
-from .rules import FOLLOWED, POSITIVE, Again, Function, NotFollowed, Rule, reads_shape_only, result_serves
+from .rules import EXPENSIVE, FOLLOWED, POSITIVE, Again, Function, NotFollowed, Rule, reads_shape_only, result_serves
 from .values import Call, Recipe, Saved, ShapeOnly, Value, unread_bytes
 
+_OPENED = CALL_OTHERS - FOLLOWED.keys() - EXPENSIVE.keys()
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
 
 
@@ -203,6 +206,8 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_abandoned():
             return function(*args, **kwargs)
+        if function in _OPENED and PLAIN.issuperset(types):
+            return self._opened(function, args, kwargs)
         if not may_overwrite(function, args, kwargs):
             return self._run(Call(function, args, kwargs))
         tensors = filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
@@ -212,6 +217,14 @@ class Recording(TorchFunctionMode):
         finally:
             for write in writes:
                 self.known.after_overwriting(write)
+
+    def _opened(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of Python that has no rule, and see the functions that it calls."""
+        super().__enter__()
+        try:
+            return body(function)(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def _run(self, call: Call, overwrites: bool = False) -> Any:
         """Run a call, and see whether its result can be computed again."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..saved import Kept, check_version
-from ..torch_internals import Hooks, at_end_of_backward, backward_runs, without_function_modes
+from ..torch_internals import FakeTensor, Hooks, at_end_of_backward, backward_runs, without_function_modes
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
 
@@ -23,7 +23,7 @@ class Value:
 
     __slots__ = (
         *("__weakref__", "bytes", "computed", "number", "positive", "readers", "reads", "recipes", "sign_readers"),
-        *("source", "storage", "version"),
+        *("source", "storage", "stream", "version"),
     )
 
     def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
@@ -38,6 +38,7 @@ class Value:
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
         self.version = 0  # of the computed tensor
+        self.stream: torch.cuda.Stream | None = None  # that computes it
 
     @property
     def depth(self) -> int:
@@ -125,9 +126,10 @@ class Value:
         if tensor is None:
             source = self.source
             tensor = (yield from source.steps()) if isinstance(source, Recipe) else source.get()
-            self.version = tensor._version
+            self.version, self.stream = tensor._version, current_stream(tensor)
         else:
             check_version(tensor, self.version)  # a backward function may write over its input
+            wait_for(self.stream, tensor)
         self.reads += 1
         if self.reads == self.readers or not backward_runs():  # not in a backward pass
             self.drop()
@@ -139,7 +141,22 @@ class Value:
 
     def drop(self) -> None:
         """Forget the computed tensor."""
-        self.computed, self.reads = None, 0
+        self.computed, self.stream, self.reads = None, None, 0
+
+
+def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
+    """The stream that runs the present kernels of a tensor's device; None if it has no streams."""
+    is_on_device = tensor.is_cuda and not isinstance(tensor, FakeTensor)
+    return torch.cuda.current_stream(tensor.device) if is_on_device else None
+
+
+def wait_for(stream: torch.cuda.Stream | None, *tensors: Any) -> None:
+    """Let the present stream read tensors of another one: each operation has its backward pass on its own stream."""
+    if stream is not None and (present := torch.cuda.current_stream(stream.device)) != stream:
+        present.wait_stream(stream)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                tensor.record_stream(present)  # otherwise its memory could be used again too early
 
 
 def unread_bytes(values: Iterable[Value]) -> int:
@@ -242,7 +259,10 @@ class Again(NamedTuple):
 class Recipe:
     """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
 
-    __slots__ = ("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function", "stride")
+    __slots__ = (
+        *("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function"),
+        *("stream", "stride"),
+    )
 
     def __init__(self, again: Again, like: Tensor):
         """`like`: the original tensor; the result gets its dtype and strides."""
@@ -251,6 +271,7 @@ class Recipe:
         self.device = like.device.type
         self.dtype = like.dtype
         self.stride = like.stride()
+        self.stream = current_stream(like)
         self.autocast = autocast_of(self.device)
         self.depth = 1
         for value in self.inputs():
@@ -275,6 +296,7 @@ class Recipe:
             elif isinstance(argument, Kept):
                 argument = argument.get()
             arguments.append(argument)
+        wait_for(self.stream, *arguments)
         enabled, dtype = self.autocast
         as_then = autocast_of(self.device) == self.autocast
         autocast: Any = nullcontext() if as_then else torch.autocast(self.device, dtype, enabled)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...torch_internals import FakeTensor
 from .activations import activate_, activation_backward, invert_activation
 from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running, per_channel
 
@@ -70,6 +71,9 @@ def moments_by_operator(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
     """Mean and biased variance by PyTorch's own operator, which updates the running statistics too."""
     if running.mean is None:  # without running statistics it would round its results to the dtype of x
         running = Running(*x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)))
+    if isinstance(x, FakeTensor):  # PyTorch has no fake kernel for the operator below, and would launch the real one
+        mean, var = x.new_empty(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+        return mean, var
     mean, var = torch.batch_norm_update_stats(x, *running)
     return mean, var
 

@@ -156,7 +156,8 @@ def test_a_plan_is_in_force_from_the_first_step_on_and_exact(name):
         within = recompute_activations(copy.deepcopy(plain), budget=budget)
         reference = copy.deepcopy(plain)
         train(reference, x)
-        asked = budget if isinstance(budget, int) else budget * peak_bytes(lambda r=reference: train(r, x), "cpu")
+        peak = peak_bytes(lambda r=reference: train(r, x), "cpu")
+        asked = budget if isinstance(budget, int) else budget * peak
         plans = Ahead.of(within)
         for _ in range(4):
             plans.decide(within, x)

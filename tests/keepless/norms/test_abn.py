@@ -87,6 +87,24 @@ def test_equals_autograd_in_float64(strategy, training):
         assert z.is_contiguous(memory_format=memory_format)
 
 
+def test_the_paper_prints_a_wrong_sign():
+    """dL/dx of in-place II from y (section 3.3): the second term of dL/dbeta is subtracted, not added as printed."""
+    layer = randomise(InPlaceABN(CHANNELS, activation="identity"))
+    x = torch.randn(4, CHANNELS, 5, 7, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    dy = torch.randn_like(y)
+    gradients = torch.autograd.grad(y, [x, layer.weight, layer.bias], dy)
+    dx, vectors = gradients[0], (*gradients[1:], layer.weight, layer.bias)
+    dgamma, dbeta, gamma, beta = (vector.view(-1, 1, 1) for vector in vectors)
+    sigma = torch.rsqrt(x.var((0, 2, 3), correction=0) + layer.eps).view(-1, 1, 1)
+    m = x.numel() // CHANNELS
+    minus, plus = (
+        gamma * sigma * (dy - y * dgamma / (gamma * m) - (dbeta + sign * beta / gamma * dgamma) / m) for sign in (-1, 1)
+    )
+    assert_close(minus, dx)
+    assert (plus - dx).norm() > 1e-3 * dx.norm()
+
+
 @pytest.mark.parametrize("strategy", LAYERS)
 def test_running_statistics_are_those_of_batchnorm2d(strategy):
     for momentum in (0.1, None):
