@@ -15,7 +15,7 @@ from torch import nn
 from .budget.budget import Budget, arguments_of, checked
 from .budget.plans import PlansByShape
 from .budget.trace import StepTrace
-from .inputs import check_module, tensors_in
+from .inputs import Network, check_has_forward, check_module, tensors_in
 from .recompute.recording import CheckpointedOnly, Policy, Recording, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
@@ -23,8 +23,8 @@ from .torch_internals import call_at_compilation, current_hooks, hooks_are_allow
 
 
 def recompute_activations(
-    network: nn.Module, *, checkpointed_only: bool = False, budget: Budget | None = None, example: Any = None
-) -> nn.Module:
+    network: Network, *, checkpointed_only: bool = False, budget: Budget | None = None, example: Any = None
+) -> Network:
     """Make a network compute cheap activations again in its backward pass, instead of keeping them.
 
     Cheap are the results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and
@@ -54,10 +54,12 @@ def recompute_activations(
         example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:
-        ValueError: the budget is not valid, or is given with `checkpointed_only`; an example is given without a budget,
-            or the network does not run on fake tensors like it.
+        ValueError: the network's own forward pass is never called, as of an `nn.ModuleList`; the budget is not valid,
+            or is given with `checkpointed_only`; an example is given without a budget, or the network does not run on
+            fake tensors like it.
     """
     check_module(network, "recompute_activations")
+    check_has_forward(network, "recompute_activations")
     if budget is not None:
         budget = checked(budget)
         if checkpointed_only:
@@ -79,7 +81,7 @@ def recompute_activations(
     return network
 
 
-def undo(network: nn.Module) -> nn.Module:
+def undo(network: Network) -> Network:
     """Undo `recompute_activations`: return the network without its hooks, also where a part was prepared by itself."""
     check_module(network, "undo")
     for module in network.modules():

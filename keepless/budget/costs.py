@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
+from ..recompute.values import autocast_as, autocast_of
 from ..torch_internals import FakeTensor, without_dispatch_modes, without_function_modes
 
 _profiler = threading.Lock()  # a process has one; two threads that start it crash
@@ -33,15 +34,18 @@ class TensorSpec(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of its memory, from its first value to its last."""
-        return self.dtype.itemsize * self._span()
+        return self.dtype.itemsize * self.span
 
-    def _span(self) -> int:
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+    @property
+    def span(self) -> int:
+        """Entries in memory, from the first one to the last; 0 if the tensor is empty."""
+        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
+        return 1 + sum(steps) if all(self.shape) else 0
 
     def tensor(self) -> Tensor:
         """Ones, whose gradients are finite; zeros as indices."""
         value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        whole = torch.full((self._span(),), value, dtype=self.dtype, device=self.device)
+        whole = torch.full((self.span,), value, dtype=self.dtype, device=self.device)
         return whole.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
 
 
@@ -51,6 +55,7 @@ class MeasuredCall(NamedTuple):
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...]  # `TensorSpec`s and constants
     names: tuple[str, ...]  # of the last arguments
+    autocast: tuple[bool, torch.dtype | None]  # see `autocast_of`
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +71,8 @@ class MeasuredCall(NamedTuple):
 
     def with_arguments(self, given: Sequence[Any]) -> Tensor:
         unnamed = len(given) - len(self.names)
-        return self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
+        with autocast_as(self.autocast, self.device.type):
+            return self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
 
 
 def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredCall | None:
@@ -83,7 +89,8 @@ def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict
         elif isinstance(one, Tensor):
             return None
         arguments.append(one)
-    return MeasuredCall(function, tuple(arguments), tuple(kwargs))
+    call = MeasuredCall(function, tuple(arguments), tuple(kwargs), (False, None))
+    return call._replace(autocast=autocast_of(call.device.type))
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
@@ -139,10 +146,14 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...]) -> int:
 
 @contextmanager
 def _measured(device: torch.device) -> Iterator[None]:
-    """Measure under no recording, in one thread at a time. The random state stays as it is."""
-    devices = [device] if device.type == "cuda" else []
+    """Measure under no recording, in one thread at a time. The random state and autocast's cache stay as they are."""
+    devices, caches = [device] if device.type == "cuda" else [], torch.is_autocast_cache_enabled()
     with _profiler, torch.random.fork_rng(devices), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-        yield
+        torch.set_autocast_cache_enabled(False)  # it would hold casts of the other tensors
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(caches)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

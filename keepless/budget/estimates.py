@@ -72,7 +72,7 @@ def _backward(call: MeasuredCall, stride: tuple[int, ...]) -> Taken:
 
 def _kind(call: MeasuredCall) -> tuple[Hashable, ...]:
     """What calls of one kind have in common."""
-    return call.function, call.names, *(_kind_of(one) for one in call.arguments)
+    return call.function, call.names, call.autocast, *(_kind_of(one) for one in call.arguments)
 
 
 def _kind_of(argument: object) -> Hashable:

@@ -1,6 +1,7 @@
 """Rehearse a training step: on fake tensors and a copy of the network, so that nothing changes or is computed."""
 
 import copy
+import logging
 import random
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..inputs import tensors_in
-from ..torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, with_dispatch_modes_off
+from ..torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, with_dispatch_modes_off
 from .estimates import Estimates
 from .step import Step
 from .traced_step import traced_step
@@ -37,11 +38,13 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {id(one): mode.from_tensor(one.detach()).requires_grad_(one.requires_grad) for one in given}
     for module in network.modules():
-        memo |= {id(one): mode.from_tensor(one) for one in tensors_in(list(vars(module).values()))}
+        leaves = tree_leaves(list(vars(module).values()))
+        memo |= {id(one): mode.from_tensor(one) for one in tensors_in(leaves)}
+        memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
         packages = ("torch",) if module is network else ("torch", "keepless")  # not our own for this pass
         for hooks in (getattr(module, name) for name in _HOOKS):
             memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if _package(hook) in packages)
-    with _as_before(), with_dispatch_modes_off(), mode, _alone():
+    with _as_before(), _quiet(), with_dispatch_modes_off(), mode, _alone():
         copied, args, kwargs = copy.deepcopy((network, args, kwargs), memo)
         step, _ = traced_step(copied, args, kwargs, None if fakes else estimates)
     return step
@@ -64,6 +67,18 @@ def _as_before() -> Iterator[None]:
         random.setstate(of_python)
         if numpy is not None:
             numpy.random.set_state(of_numpy)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which fake tensors do not log the errors that they raise."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @contextmanager

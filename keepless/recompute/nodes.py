@@ -121,7 +121,9 @@ def smaller_value_of(known: Registry, argument: Tensor, copy: Tensor, call: Call
 def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
     """The argument of the running call that is a node's input."""
     source, number = node.next_functions[0]
+    leaf = getattr(source, "variable", None)
     for argument in call.arguments:
-        if isinstance(argument, Tensor) and argument.grad_fn is source and argument.output_nr == number:
-            return argument
+        if isinstance(argument, Tensor):
+            if argument is leaf or (argument.grad_fn is source and argument.output_nr == number):
+                return argument
     return None

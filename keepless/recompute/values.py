@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -297,10 +297,7 @@ class Recipe:
                 argument = argument.get()
             arguments.append(argument)
         wait_for(self.stream, *arguments)
-        enabled, dtype = self.autocast
-        as_then = autocast_of(self.device) == self.autocast
-        autocast: Any = nullcontext() if as_then else torch.autocast(self.device, dtype, enabled)
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast:
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast_as(self.autocast, self.device):
             result = self.function(*arguments, **options)
             return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
 
@@ -344,6 +341,12 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     ):
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def autocast_as(autocast: tuple[bool, torch.dtype | None], device: str) -> AbstractContextManager:
+    """Context with the autocast that `autocast_of` has returned."""
+    enabled, dtype = autocast
+    return nullcontext() if autocast_of(device) == autocast else torch.autocast(device, dtype, enabled)
 
 
 def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:

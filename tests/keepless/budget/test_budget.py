@@ -28,6 +28,7 @@ from keepless.budget.step import Event, Kind, Plan, Save, Step, StepValue
 from keepless.budget.trace import StepTrace
 from keepless.budget.traced_step import traced_step
 from keepless.recompute.rules import EXPENSIVE, FOLLOWED
+from tests.keepless.budget.ahead import Ahead
 
 
 class Attention(nn.Module):
@@ -160,33 +161,13 @@ def test_a_plan_is_in_force_from_the_first_step_on_and_exact(name):
         asked = budget if isinstance(budget, int) else budget * peak
         plans = Ahead.of(within)
         for _ in range(4):
-            plans.decide(within, x)
-            assert peak_bytes(lambda w=within: train(w, x), "cpu") <= 1.03 * asked
+            assert plans.peak(within, x, lambda w=within: train(w, x)) <= 1.03 * asked
         for ours, theirs in zip(within.parameters(), reference.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
         for _ in range(2):
             train(reference, x)
         for ours, theirs in zip(within.buffers(), reference.buffers(), strict=True):
             assert torch.equal(ours, theirs)
-
-
-class Ahead(PlansByShape):
-    """Plans that are made before a pass, whose profiler would end that of the planner."""
-
-    @classmethod
-    def of(cls, network: nn.Module) -> "Ahead":
-        """Prepare a network that has been given a budget."""
-        (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
-        hooks.plans = cls(hooks.plans.budget)
-        return hooks.plans
-
-    def decide(self, network: nn.Module, *args: Tensor) -> None:
-        for parameter in network.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self.policy = super().of_pass(network, args, {})
-
-    def of_pass(self, module, args, kwargs):
-        return self.policy
 
 
 @pytest.mark.parametrize("name", CASES)
