@@ -134,10 +134,15 @@ class Value:
         if self.reads == self.readers or not backward_runs():  # not in a backward pass
             self.drop()
         elif self.computed is None:
-            self.computed = tensor
+            self.hold(tensor)
+        return tensor
+
+    def hold(self, tensor: Tensor) -> None:
+        """Hold the computed tensor for readers that come."""
+        if backward_runs():
+            self.computed, self.version, self.stream = tensor, tensor._version, current_stream(tensor)
             # Not all readers read in a backward pass through a part of the graph.
             at_end_of_backward(partial(_drop, weakref.ref(self)))
-        return tensor
 
     def drop(self) -> None:
         """Forget the computed tensor."""
@@ -247,13 +252,14 @@ class Again(NamedTuple):
     """A call that gives the same result again.
 
     `fresh`: its result shares no memory with anything else. `can_overwrite`: the function is elementwise and takes
-    `inplace=True`, which is used where its first argument has no other reader.
+    `inplace=True`, which is used where its first argument has no other reader. `draws`: it draws random numbers.
     """
 
     function: Callable[..., Tensor]
     arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors that the recipe is to keep, and constants
     fresh: bool = False
     can_overwrite: bool = False
+    draws: bool = False
 
 
 class Recipe:
@@ -266,7 +272,7 @@ class Recipe:
 
     def __init__(self, again: Again, like: Tensor):
         """`like`: the original tensor; the result gets its dtype and strides."""
-        self.function, arguments, self.fresh, self.can_overwrite = again
+        self.function, arguments, self.fresh, self.can_overwrite, _ = again
         self.arguments = tuple(arguments)
         self.device = like.device.type
         self.dtype = like.dtype
@@ -298,8 +304,10 @@ class Recipe:
             arguments.append(argument)
         wait_for(self.stream, *arguments)
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast_as(self.autocast, self.device):
-            result = self.function(*arguments, **options)
-            return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
+            return self.finished(self.function(*arguments, **options))
+
+    def finished(self, result: Tensor) -> Tensor:
+        return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
 
 
 def saved_value(packed: Any) -> Any:
@@ -307,12 +315,20 @@ def saved_value(packed: Any) -> Any:
     return packed.value if isinstance(packed, Saved) else packed
 
 
+class Inside(NamedTuple):
+    """A tensor that a running call saves, and has made itself."""
+
+    value: Value
+    number: int  # among the tensors that the call saves
+    is_base: bool  # the saved tensor is a view of it
+
+
 class Call:
     """The running call of a function, and the tensors that autograd has saved in it."""
 
     __slots__ = (
-        *("args", "arguments", "before", "function", "kwargs", "positive", "reads_shape_only", "replaceable"),
-        *("result_serves", "unsettled", "vectors"),
+        *("args", "arguments", "before", "function", "inside", "kwargs", "positive", "random", "reads_shape_only"),
+        *("replaceable", "result_serves", "saves", "unsettled", "vectors"),
     )
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -325,6 +341,13 @@ class Call:
         self.replaceable: list[Saved] = []  # saved arguments that the result can stand for
         self.vectors: list[Tensor] = []  # saved without a `Value`
         self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
+        self.saves = 0  # number of tensors saved so far
+        self.inside: list[Inside] = []  # those that it may have made itself
+        self.random: Any = None  # state of the generator before the call, if it may be needed
+
+    def room(self, result: Tensor) -> int:
+        """Bytes that computing the call again can free."""
+        return result.nbytes + sum(part.value.bytes for part in self.inside)
 
 
 def _is_spare(argument: object) -> bool:

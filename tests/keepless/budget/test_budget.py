@@ -184,18 +184,17 @@ def test_any_plan_takes_the_bytes_that_are_simulated(name):
     (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
     for seed in range(6):
         draws = random.Random(seed)
-        again = {n.call for n in step.values if n.kind == Kind.FREE and draws.random() < 0.6}
-        again |= {n.call for n in step.values if n.kind == Kind.OVERWRITTEN}
-        kept = [node.kind == Kind.KEPT or (node.call >= 0 and node.call not in again) for node in step.values]
-        hooks.plans = Fixed(step, again)
+        free = Kind.FREE, Kind.INSIDE
+        kept = [node.kind == Kind.KEPT or (node.kind in free and draws.random() < 0.4) for node in step.values]
+        hooks.plans = Fixed(Choice(0, 0.0, tuple(kept)).plan(step))
         assert simulate(step, kept).peak == pytest.approx(peak_bytes(lambda: train(prepared, x), "cpu"), rel=0.03)
 
 
 class Fixed(PlansByShape):
     """Plans that are given."""
 
-    def __init__(self, step: Step, again: set[int]):
-        self.policy = lambda: ByPlan([Plan(step.calls, frozenset(again))])
+    def __init__(self, plan: Plan):
+        self.policy = lambda: ByPlan([plan])
 
     def of_pass(self, module, args, kwargs):
         return self.policy()
@@ -285,6 +284,12 @@ def test_a_plan_says_what_budgets_cost_and_changes_nothing():
     with FakeTensorMode():
         fake = plan(Mixed(), torch.empty(4, 3, 16, 16), budgets=(0.9,))
     assert fake.plain == pytest.approx(found.plain, rel=0.1)
+
+
+def test_a_plan_of_a_network_that_cannot_take_less_has_one_row():
+    found = plan(nn.Linear(3, 3), torch.randn(2, 3))
+    assert [(row.budget, row.peak) for row in found.rows] == [(found.least, found.least)]
+    assert repr(found) == str(found)  # in a notebook
 
 
 class Counts(Chain):
@@ -451,7 +456,7 @@ def test_long_chains_need_no_recursion():
     step, _ = traced_step(Long(), (x,), {})
     network = recompute_activations(Long(), budget=1.0)
     (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
-    hooks.plans = Fixed(step, set(range(len(step.calls))))
+    hooks.plans = Fixed(Plan(step.calls, frozenset(range(len(step.calls)))))
     assert_equal(train(network, x), train(Long(), x))
 
 
@@ -463,6 +468,30 @@ def test_a_report_says_why_something_is_kept():
     reasons = {line.why for line in report(network).lines}
     assert reasons == {"planned", "cannot be computed again"}
     assert "why" in str(report(network))
+
+
+class SavesResults(nn.Sequential):
+    """Activations that save their own results; of the images and the dropout's mask there is no recipe."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(64, 8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1).exp()
+
+
+def test_a_report_calls_planned_what_another_budget_computes_again():
+    torch.manual_seed(0)
+    network, x = recompute_activations(SavesResults(), budget=1.0), torch.randn(64, 64)
+    for _ in range(3):
+        network(x).sum().backward()
+    found = {(line.made_by, line.why) for line in report(network).lines}
+    assert found == {("input", "cannot be computed again")} | {
+        (name, "planned") for name in ("Tanh", "Sigmoid", "Softmax", "Exp", "Mul")
+    }
+    assert repr(report(network)) == str(report(network))  # in a notebook
 
 
 class Product(nn.Module):
@@ -479,7 +508,7 @@ class Product(nn.Module):
 
 def test_a_call_with_a_list_of_tensors_is_not_repeated():
     torch.manual_seed(0)
-    network, x = recompute_activations(Product(), budget=1), torch.randn(64, 64)
+    network, x = recompute_activations(Product(), budget="1KiB"), torch.randn(64, 64)
     gradients: list[Tensor] = []
     for change in (False, False, False, True):  # the last two are planned, as tightly as possible
         with warnings.catch_warnings():
@@ -535,9 +564,10 @@ def test_operations_are_those_that_pytorch_counts(module, shape):
 def test_wrong_budgets_name_the_value_and_what_can_be_met():
     network, x = Chain(4), torch.randn(2, 4, 8, 8)
     for wrong, words in {
-        "6": r"budget='6': expected bytes, such as '6GiB' \(KiB, MiB",
+        "6": r"budget='6': expected at least 1000 bytes, such as '6GiB' \(KiB, MiB",
         "big": "budget='big'",
-        0: "budget=0: expected bytes",
+        0: "budget=0: expected at least 1000 bytes, such as",
+        2: "budget=2: expected at least 1000 bytes, .* or a share of the plain network's peak up to 1.0, such as",
         1.5: "budget=1.5",
         -1: "budget=-1",
         True: "budget=True",
@@ -550,6 +580,8 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
         recompute_activations(network, budget=0.5, checkpointed_only=True)
     with pytest.raises(ValueError, match="expected one of at least .*, the least peak of all plans"):
         plan(network, x, budgets=["1kB"])
+    with pytest.raises(ValueError, match="budget=2.0"):
+        plan(network, x, budgets=[2.0])
     with pytest.raises(ValueError, match="no output needs a gradient"):
         plan(network.requires_grad_(False), x)
     network.requires_grad_()
