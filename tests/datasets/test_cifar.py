@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import cifar10, cifar100, verify_images
+from datasets import cifar10, cifar100, verify
 from tests.datasets import classification_trees as trees
 from tests.datasets.classification_trees import CIFAR10, as_python2, encoded, photograph, write
 
@@ -33,7 +33,7 @@ def test_cifar10_official_files(tmp_path, tree, suffix, inside):
     names = [train.image_name(number) for number in range(10)]
     assert len({*names}) == 10
     assert names[1] == ("data_batch_1.bin/00001" if suffix else "picture_s_000001.png")
-    verify_images(train)  # images in memory have been read
+    verify(train)  # images in memory have been read
     next(root.rglob(f"data_batch_1{suffix}")).unlink()
     with pytest.raises(ValueError, match=f"cifar10: data_batch_1{suffix} of split 'train' is missing in"):
         cifar10(root, "train")
