@@ -54,7 +54,7 @@ class FileList:
 
 def listed(root: Path, paths: Sequence[Path]) -> FileList:
     """The list of `paths`, which begin with `root`. A file that cannot be read has size and time 0."""
-    start = len(os.path.join(root, ""))  # relative paths would take most of the time
+    start = 0 if root == Path() else len(os.path.join(root, ""))  # os.path.relpath would take most of the time
     return _file_list(root, [(str(path)[start:], _size_and_time(path)) for path in paths])
 
 

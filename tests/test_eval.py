@@ -156,8 +156,6 @@ def test_20_megapixels_in_six_views_take_less_than_3_gib(run_dir, tmp_path):
     "override, message",
     [
         ("precision=fp64", "precision=fp64: expected one of float32, bfloat16"),
-        ("device=tpu", "device=tpu: expected one of auto, cpu, cuda"),
-        ("overlay_images=-2", "overlay_images=-2: expected a number above 0"),
         ("head.pooling_size=[]", "head.pooling_size"),
         ("head.pooling_size=[30]", "head.pooling_size=[30]: expected 2 numbers: height, width"),
         ("overlay_images=2", "overlay_images=2 needs overlays=DIR"),
@@ -168,8 +166,6 @@ def test_20_megapixels_in_six_views_take_less_than_3_gib(run_dir, tmp_path):
         ("window.overlap=1", "window.overlap=1.0: expected 0 or more, at most 0.9"),
         ("window.overlap=0.5", "window.overlap=0.5 needs window.size=PIXELS"),
         ("tta.scales=[]", "tta.scales=[]: expected a number above 0"),
-        ("batch_size=0", "batch_size=0: expected a number above 0"),
-        ("tta.scales=[1,0]", "tta.scales=[1.0, 0.0]: expected a number above 0"),
     ],
 )
 def test_wrong_values_are_refused(run_dir, override, message):

@@ -103,8 +103,7 @@ def write(values: DictConfig) -> Path:
 def planned_memory(file: Path) -> dict[str, int]:
     """{experiment: bytes on each device} of a record of scripts.evidence.plan_experiments; empty without one.
 
-    Raises:
-        ValueError: the file is another benchmark's, or damaged.
+    ValueError: the file is another benchmark's, or damaged.
     """
     if not file.is_file():
         return {}
@@ -120,8 +119,7 @@ def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
     A row has the runs with its configuration. A run that is in no row is listed with the experiment that it was started
     as, and with the keys that differ.
 
-    Raises:
-        ValueError: two runs of a row have other classes.
+    ValueError: two runs of a row have other classes.
     """
     names = {table: papers.experiments_of(table) for table in papers.TABLES}
     changes = {
