@@ -16,9 +16,15 @@ def peak_memory_mib(device: torch.device) -> float:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: in CPU memory, OpenCV's too, or on a CUDA device in PyTorch or CUDA's libraries."""
-    signs = ("out of memory", "Insufficient memory", "can't allocate memory", "ALLOC_FAILED")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in signs)
+    """Whether an allocation failed: in CPU memory, OpenCV's too, or on a CUDA device in PyTorch or CUDA's libraries.
+
+    A convolution of cuDNN without memory for its workspace says only that it has found no engine or algorithm.
+    """
+    of_memory = ("out of memory", "insufficient memory", "can't allocate memory", "alloc_failed", "allocation_failed")
+    of_cudnn = ("unable to find an engine", "unable to find a valid cudnn algorithm")
+    text = str(error).lower()
+    known = any(sign in text for sign in of_memory + of_cudnn)
+    return known or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 @contextmanager

@@ -1,10 +1,13 @@
 """Check modules given by users, and find tensors in arguments and results."""
 
 from dataclasses import fields, is_dataclass
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from .torch_internals import tree_leaves
+
+Network = TypeVar("Network", bound=nn.Module)  # the type of a module that a function returns
 
 
 def tensors_in(thing: object) -> list[Tensor]:
@@ -26,3 +29,24 @@ def check_module(value: object, receiver: str) -> None:
         raise ValueError(
             f"{receiver} got a {type(value).__name__}: expected an nn.Module; put functions and tensors into one"
         )
+
+
+def check_has_forward(network: nn.Module, receiver: str) -> None:
+    """Raise ValueError for a module without a forward pass of its own, such as an nn.ModuleList.
+
+    A LightningModule inherits one that raises: its `training_step` calls other modules.
+    """
+    if _has_forward(network):
+        return
+    called = [path for path, module in network.named_modules() if _has_forward(module)]
+    parts = [path for path in called if not any(path.startswith(f"{other}.") for other in called)]
+    several = ", ".join(f"network.{path}" for path in parts[:3]) + (", …" if len(parts) > 3 else "")
+    raise ValueError(
+        f"{receiver} got a {type(network).__name__}, whose forward pass is never called: give it the module that calls "
+        f"this one{', or the parts ' + several if parts else ''}"
+    )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return "forward" in vars(module) or (owner is not nn.Module and owner.__name__ != "LightningModule")

@@ -13,12 +13,12 @@ from .torch_internals import FakeTensor, Hooks, StorageWeakRef, address, has_sto
 
 T = TypeVar("T")
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other subclasses may compute anything
+PLAIN = frozenset([Tensor, nn.Parameter, FakeTensor])  # other subclasses may compute anything
 
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
-    return type(tensor) in _PLAIN and has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
+    return type(tensor) in PLAIN and has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
 
 
 def copied(tensor: Tensor) -> Tensor:

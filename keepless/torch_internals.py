@@ -8,6 +8,7 @@ Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.12.1, with the Triton that each 
 | `data` of a `SavedTensor` | objects that hooks packed for a node | `packed_by` asks the unpack hook (2.9 and before) |
 | `_raw_saved_*`, `_saved_*` of nodes | statistics, masks, indices, shares | the result is kept |
 | `triton.knobs` | whether kernels are interpreted | the environment variable behind it (Triton before 3.4) |
+| `run` of a compiled kernel | launching it without Triton's checks | Triton launches (Triton before 3.4) |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
 | `torch._inductor.compile` | whether there is a compiler | there is none: the eager backend |
 | everything else here | | ImportError when this package is imported |
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -246,6 +247,39 @@ def triton_is_interpreted() -> bool:
     if hasattr(triton, "knobs"):
         return bool(triton.knobs.runtime.interpret)
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class TritonBinary(NamedTuple):
+    """A kernel that Triton compiled and loaded onto a device.
+
+    `run(x, y, z, stream, function, metadata, None, None, None, *arguments)` launches x * y * z programs. It takes all
+    arguments of the kernel, with addresses instead of tensors.
+    """
+
+    run: Callable[..., None]
+    function: int
+    metadata: Any
+    registers: int  # per thread
+    shared: int  # bytes per program
+
+
+def load_triton_kernel(kernel: Any, programs: int, examples: list[Any], options: dict[str, Any]) -> TritonBinary | None:
+    """Compile a kernel for the current device; None if it can only be launched by Triton (before 3.4).
+
+    `examples`: an argument of each type, and dtypes for tensors, which will be aligned to 16 bytes. Integers are final.
+    """
+    import triton
+
+    if not hasattr(triton, "knobs"):
+        return None
+    compiled = kernel.warmup(*examples, grid=(programs,), **options)
+    run = compiled.run  # loads it, which sets the other attributes
+    return TritonBinary(run, compiled.function, compiled.packed_metadata, compiled.n_regs, compiled.metadata.shared)
+
+
+def current_stream(device: int) -> int:
+    """The address of a CUDA device's current stream."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 # For training and measuring with this package

@@ -170,10 +170,10 @@ class Frontier(NamedTuple):
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) -> Frontier:
     """Memory and time of a training step under different budgets, from one step on an example.
 
-    The step is run: twice, with the mean square of the outputs as loss. Gradients, buffers and the random state are
-    then as before; what hooks do stays done, e.g. optimizer steps in the backward pass. Under `FakeTensorMode` nothing
-    is computed, for a network that does not fit: times are then estimated, and the bytes that operators take while they
-    run are left out.
+    The step is run: three times, with the mean square of the outputs as loss. Gradients, buffers and the random state
+    are then as before; what hooks do stays done, e.g. optimizer steps in the backward pass. Under `FakeTensorMode`
+    nothing is computed, for a network that does not fit: times are then estimated, and the bytes that operators take
+    while they run are left out.
 
     Args:
         network: in training mode, prepared by `recompute_activations` or not.
@@ -257,6 +257,7 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             parameter.grad = torch.zeros_like(parameter)
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not is_fake):
             if not is_fake:
+                run(None)  # warms up
                 seconds = seconds_of(lambda: run(None), device)[1]
             run(ByPlan(trace=trace))
     finally:

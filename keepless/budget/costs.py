@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
+from ..recompute.values import autocast_as, autocast_of
+from ..torch_internals import without_dispatch_modes, without_function_modes
 
-_BYTES_PER_SECOND = 1e10
-_OPERATIONS_PER_SECOND = 1e11
 _profiler = threading.Lock()  # a process has one; two threads that start it crash
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
 
@@ -30,11 +30,16 @@ class TensorSpec(NamedTuple):
     device: torch.device
     requires_grad: bool
 
+    @property
+    def span(self) -> int:
+        """Entries in memory, from the first one to the last; 0 if the tensor is empty."""
+        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
+        return 1 + sum(steps) if all(self.shape) else 0
+
     def tensor(self) -> Tensor:
         """Ones, whose gradients are finite; zeros as indices."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        whole = torch.full((span,), value, dtype=self.dtype, device=self.device)
+        whole = torch.full((self.span,), value, dtype=self.dtype, device=self.device)
         return whole.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
 
 
@@ -44,6 +49,7 @@ class MeasuredCall(NamedTuple):
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...]  # `TensorSpec`s and constants
     names: tuple[str, ...]  # of the last arguments
+    autocast: tuple[bool, torch.dtype | None]  # see `autocast_of`
 
     @property
     def device(self) -> torch.device:
@@ -53,7 +59,8 @@ class MeasuredCall(NamedTuple):
         """The result, and the arguments that need gradients."""
         given = [one.tensor() if isinstance(one, TensorSpec) else one for one in self.arguments]
         unnamed = len(given) - len(self.names)
-        result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
+        with autocast_as(self.autocast, self.device.type):
+            result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
         return result, [one for one in given if isinstance(one, Tensor) and one.requires_grad]
 
 
@@ -70,20 +77,22 @@ def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict
         elif isinstance(one, Tensor):
             return None
         arguments.append(one)
-    return MeasuredCall(function, tuple(arguments), tuple(kwargs))
+    call = MeasuredCall(function, tuple(arguments), tuple(kwargs), (False, None))
+    return call._replace(autocast=autocast_of(call.device.type))
 
 
-def peak_bytes(step: Callable[[], object], device: str) -> int:
+def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
     """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it.
 
-    `device`: its type. On CUDA this resets the peak that PyTorch's allocator counts.
+    `device`: where they are; "cuda" is the current one. There this resets the peak that PyTorch's allocator counts.
     """
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         step()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated(device) - before
     # The profiler sees every allocation on the CPU, also in compiled code. Its log is hidden.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -103,8 +112,9 @@ def forward_temporaries(call: MeasuredCall) -> int:
     with _measured(call.device):
         kept: list[object] = []
         call.run()
-        arguments = sum(_bytes(one) for one in call.arguments if isinstance(one, TensorSpec))
-        peak = peak_bytes(lambda: kept.append(call.run()), call.device.type)
+        specs = [one for one in call.arguments if isinstance(one, TensorSpec)]
+        arguments = sum(one.dtype.itemsize * one.span for one in specs)
+        peak = peak_bytes(lambda: kept.append(call.run()), call.device)
         result: Any = kept[0]
         return max(0, peak - arguments - result[0].nbytes)
 
@@ -119,20 +129,20 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...]) -> int:
         result, leaves = call.run()
         gradient = TensorSpec(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
         # The profiler warns of memory that is freed but was allocated before it: the graph stays.
-        peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True), call.device.type)
+        peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True), call.device)
         return max(0, peak - sum(leaf.nbytes for leaf in leaves))
-
-
-def _bytes(form: TensorSpec) -> int:
-    return form.dtype.itemsize * (1 + sum((s - 1) * t for s, t in zip(form.shape, form.stride, strict=True)))
 
 
 @contextmanager
 def _measured(device: torch.device) -> Iterator[None]:
-    """Measure under no recording, in one thread at a time. The random state stays as it is."""
-    devices = [device] if device.type == "cuda" else []
+    """Measure under no recording, in one thread at a time. The random state and autocast's cache stay as they are."""
+    devices, caches = [device] if device.type == "cuda" else [], torch.is_autocast_cache_enabled()
     with _profiler, torch.random.fork_rng(devices), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-        yield
+        torch.set_autocast_cache_enabled(False)  # it would hold casts of the other tensors
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(caches)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -140,14 +150,35 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """The result of a call, and the seconds that it takes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """The result of a call, and the seconds that it takes; on CUDA without those of a kernel that does nothing."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        result = call()
+        return result, time.perf_counter() - began
+    result, seconds = _synchronised(call, device)
+    return result, max(0.0, seconds - _launch_seconds(device))
+
+
+def seconds_again(call: Callable[[], Any], device: torch.device) -> float:
+    """The least seconds of three calls, after one that warms up: memory, caches, and the choice of algorithms."""
+    call()
+    return min(seconds_of(call, device)[1] for _ in range(3))
+
+
+def _synchronised(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    torch.cuda.synchronize(device)
     began = time.perf_counter()
     result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)
     return result, time.perf_counter() - began
+
+
+@cache
+def _launch_seconds(device: torch.device) -> float:
+    """To launch a kernel and wait for it, which kernels in a row do not cost."""
+    with without_function_modes():
+        one = torch.zeros((), device=device)
+        return min(_synchronised(one.zero_, device)[1] for _ in range(10))
 
 
 def operations_of(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> int:
@@ -182,4 +213,28 @@ def _summed(equation: str, tensors: Sequence[Tensor]) -> int:
 def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> float:
     """For fake tensors: from bytes and operations, as far as it matters which of two calls takes longer."""
     moved = result.nbytes + sum(one.nbytes for one in arguments if isinstance(one, Tensor))
-    return moved / _BYTES_PER_SECOND + operations_of(function, arguments, result) / _OPERATIONS_PER_SECOND
+    rates = _rates(result.device, result.dtype)
+    return moved / rates.bytes + operations_of(function, arguments, result) / rates.operations
+
+
+class _Rates(NamedTuple):
+    """What a device does in a second."""
+
+    bytes: float  # read or written
+    operations: float  # multiplications and additions of a matrix product
+
+
+@cache
+def _rates(device: torch.device, dtype: torch.dtype) -> _Rates:
+    """Measured by a copy and a matrix product; typical ones for a device that is not at hand."""
+    is_cuda = device.type == "cuda"
+    if not (is_cuda and torch.cuda.is_available() or device.type == "cpu"):
+        return _Rates(1e10, 1e11)
+    size, width = (2**26, 2**12) if is_cuda else (2**23, 2**8)
+    dtype = dtype if dtype.is_floating_point else torch.float32
+    with without_dispatch_modes(), without_function_modes(), torch.no_grad():
+        source = torch.zeros(size, dtype=torch.uint8, device=device)
+        target, square = torch.empty_like(source), torch.zeros(width, width, dtype=dtype, device=device)
+        copying = seconds_again(lambda: target.copy_(source), device)
+        multiplying = seconds_again(lambda: square @ square, device)
+    return _Rates(2 * size / max(copying, 1e-9), 2 * width**3 / max(multiplying, 1e-9))

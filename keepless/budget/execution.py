@@ -1,5 +1,6 @@
 """Follow a plan in a forward pass: call by call, keep a result or compute it again."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from ..inputs import tensors_in
 from ..recompute.recording import ByRules, Recording
-from ..recompute.rules import EXPENSIVE, FOLLOWED, Function, Rule
+from ..recompute.rules import EXPENSIVE, FOLLOWED, INSIDE, Function, Rule
 from ..recompute.values import Call, Value
 from ..saved import is_ordinary
 from ..torch_internals import address
@@ -31,6 +32,7 @@ class ByPlan:
 
     sees_calls = True
     longest = 2**31  # recipes are computed without recursion
+    redraws = True
 
     def __init__(self, plans: Sequence[Plan] = (), trace: StepTrace | None = None):
         self.plans = list(plans)  # those whose calls this forward pass has repeated so far
@@ -56,24 +58,33 @@ class ByPlan:
     def decide(self, recording: Recording, rule: Rule, call: Call, result: Tensor) -> None:
         known, trace = recording.known, self.trace
         is_computed = self.is_computed_again(call.function, result)
-        again = None
+        inside = bool(self.plans) and self.call in self.plans[0].inside
+        again = whole = bundle = None
         if is_computed or trace is not None:
             again = recording.again(rule, call, result, from_anything=True)
+        if call.inside and (inside or trace is not None):
+            whole = recording.again(INSIDE[call.function], call, result, from_anything=True)
+        if inside and whole is not None:
+            made = recording.bundle(whole, call, result)
+            if again is not None and INSIDE[call.function] is rule:
+                bundle, again = made, made.result()
         if is_computed and again is not None:
             recording.follow(again, call, result)
         elif is_computed is None and call.function in FOLLOWED:
             self.by_rules.decide(recording, rule, call, result)
         own = known.find(result) or known.keep(result, call)
         own.number = self.call
+        if bundle is not None:
+            bundle.parts.append(weakref.ref(own))
         for saved in call.replaceable:
             saved.read_instead(own)
             own.recipes += 1  # the result may be overwritten, as PyTorch alone does not read it
         if trace is not None:
-            own.number = trace.result(call, rule, result, again, self.call)
+            own.number = trace.result(call, rule, result, again, whole, self.call)
         base = result._base
         if base is not None and base.numel() == result.numel() and _is_new(base, call, known.is_made):
-            whole = known.find(base) or known.keep(base, call)  # other views of it follow
-            whole.number = own.number
+            of_base = known.find(base) or known.keep(base, call)  # other views of it follow
+            of_base.number = own.number
 
     def is_computed_again(self, function: Callable[..., Any], result: Tensor) -> bool | None:
         """Whether the next call's result is computed again; None if no plan knows these calls."""

@@ -23,9 +23,11 @@ class Choice(NamedTuple):
 
     def plan(self, step: Step) -> Plan:
         """The plan that makes this choice in the calls of a step."""
-        again = {value.call for value, kept in zip(step.values, self.kept, strict=True) if value.call >= 0 and not kept}
+        dropped = [value for value, kept in zip(step.values, self.kept, strict=True) if value.call >= 0 and not kept]
+        again = {value.call for value in dropped if value.kind != Kind.INSIDE}
+        inside = {value.call for value in dropped if value.kind == Kind.INSIDE}
         free = {value.call for value in step.values if value.kind == Kind.FREE}
-        return Plan(step.calls, frozenset(again), frozenset(free - again))
+        return Plan(step.calls, frozenset(again), frozenset(free - again), frozenset(inside))
 
 
 def frontier(step: Step, limit: int = 0) -> list[Choice]:
@@ -69,17 +71,19 @@ class _Search:
         self.step = step
         self.simulation = Simulation(step)
         self.deadline = deadline
-        self.free = [number for number, value in enumerate(step.values) if value.kind == Kind.FREE]
-        self.is_free = [value.kind == Kind.FREE for value in step.values]
+        self.is_free = [value.kind in (Kind.FREE, Kind.INSIDE) for value in step.values]
+        self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
         self.bytes = [step.memories[value.memory] for value in step.values]
+        for number, leader in self.simulation.led:
+            self.bytes[leader] += self.bytes[number]
         self.found: list[Choice] = []
         self.counts_time = True
 
     def start(self, only_slow: bool) -> None:
         """Keep all that can be kept, or with `only_slow` the results of convolutions, matrix products and attention."""
         self.kept = [
-            value.kind == Kind.KEPT or (value.kind == Kind.FREE and not (only_slow and value.operations == 0))
-            for value in self.step.values
+            value.kind == Kind.KEPT or (is_free and not (only_slow and value.operations == 0))
+            for value, is_free in zip(self.step.values, self.is_free, strict=True)
         ]
         self.outcome = self.simulated(self.kept)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..torch_internals import without_dispatch_modes, without_function_modes
-from .step import Event, Step
+from .step import Event, Kind, Step
 
 
 class Outcome(NamedTuple):
@@ -70,6 +70,12 @@ class Simulation:
         self.first, self.last = [self.end] * count, [-1] * count
         self.actions: list[tuple[int, int, int, bool]] = []  # event, number of the save, its value, if it is a read
         self.inputs = [value.inputs for value in step.values]
+        self.parts: dict[int, list[int]] = {n: [] for n, value in enumerate(step.values) if value.kind == Kind.RERUN}
+        for number, value in enumerate(step.values):
+            for i in value.inputs:
+                if i in self.parts:
+                    self.parts[i].append(number)
+        self.led = [(number, value.leader) for number, value in enumerate(step.values) if value.leader >= 0]
         self.steady, self.highest = _Changes(self.end), _Changes(self.end)  # of the program alone
         self._note_events()
         self.sign_readers: dict[int, tuple[int, int]] = {}  # and bytes, by value
@@ -118,6 +124,10 @@ class Simulation:
 
         `kept`: for each value; True for those of `Kind.KEPT`, and False for those that follow or are overwritten.
         """
+        if self.led:
+            kept = list(kept)
+            for number, leader in self.led:
+                kept[number] = kept[leader]
         return _Run(self, kept).outcome()
 
     def added(self, steady: "_Changes", highest: "_Changes") -> Tensor:
@@ -270,6 +280,9 @@ class _Run:
     def _compute(self, number: int) -> None:
         value = self.values[number]
         self.seconds += value.seconds
+        if number in self.whole.parts:
+            self._compute_parts(number)
+            return
         shared = value.inputs[0] if value.overwrites and self._is_spare(value.inputs[0]) else value.alias
         if shared < 0:
             self.place[number] = number
@@ -279,7 +292,21 @@ class _Run:
             self.place[number] = self.place[shared]
         if self.place[number] >= 0:  # else it is a view of kept memory
             self.users[self.place[number]] += 1
-        for i in value.inputs:
+        self._read_inputs(number)
+
+    def _compute_parts(self, number: int) -> None:
+        """A call runs again: all of its parts that are still to be read are there."""
+        self.most = max(self.most, self.level + self.values[number].busy)
+        for part in self.whole.parts[number]:
+            if not self.kept[part] and self.reads[part] < self.readers[part]:
+                self.place[part] = part
+                self.users[part] += 1
+                self.level += self.values[part].bytes
+        self.most = max(self.most, self.level)
+        self._read_inputs(number)
+
+    def _read_inputs(self, number: int) -> None:
+        for i in self.inputs[number]:
             self._note(i)
             if not self.kept[i]:
                 self._count(i)

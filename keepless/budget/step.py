@@ -12,6 +12,9 @@ class Kind(IntEnum):
     FOLLOWS = 1  # always recomputed, as views and casts are
     FREE = 2  # keep it, or compute it again
     OVERWRITTEN = 3  # compute it again: the network has written over it
+    INSIDE = 4  # as FREE, but computed again together with all that its call has saved inside
+    PART = 5  # kept, or computed again, as the `INSIDE` of its call
+    RERUN = 6  # a call that runs again, which computes several values
 
 
 class Event(IntEnum):
@@ -39,6 +42,7 @@ class StepValue(NamedTuple):
     operations: int = 0  # multiplications and additions
     is_fresh: bool = False  # nothing else shares its memory when it is computed again
     overwrites: bool = False  # it is computed over its first input, if that is fresh and has no other reader
+    leader: int = -1  # of a PART: the number of the INSIDE
 
 
 class Save(NamedTuple):
@@ -74,3 +78,4 @@ class Plan(NamedTuple):
     calls: Sequence[Any]  # function, shape and dtype of each call's result
     again: frozenset[int]  # calls whose results are computed again
     kept: frozenset[int] = frozenset()  # calls whose results could be computed again, but are kept
+    inside: frozenset[int] = frozenset()  # calls of which all that they save inside is computed again

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..inputs import tensors_in
-from ..recompute.rules import FOLLOWED, NotFollowed, Rule
+from ..recompute.rules import FOLLOWED, INSIDE, NotFollowed, Rule
 from ..recompute.values import Again, Call, Recipe, Saved, ShapeOnly, Value
 from ..saved import Kept, is_ordinary
 from ..torch_internals import FakeTensor, StorageWeakRef, address, backward_runs, node_number, profiler_runs, unpack
@@ -21,10 +21,12 @@ from .costs import (
     estimated_seconds,
     forward_temporaries,
     operations_of,
+    seconds_again,
     seconds_of,
 )
 from .step import Costs, Event, Kind, Save, Step, StepValue
 
+_WITH_MEMORY = (Kind.KEPT, Kind.FOLLOWS, Kind.FREE, Kind.INSIDE, Kind.PART)
 _SMALL = 2**12  # bytes of a call's arguments below which nothing is measured
 
 
@@ -53,6 +55,7 @@ class StepTrace:
         self._unnumbered: list[tuple[Saved, int]] = []  # saved by the call that is running
         self._handles: list[Any] = []
         self.seconds = 0.0  # of the call that ran last
+        self._began = 0  # number of its first event
         self._measured: dict[Any, float] = {}  # seconds of a recipe, by function, shape and dtype
         self._backward: dict[int, MeasuredCall] = {}  # by the number of the node that it made
         # Events to be measured, with the strides of the gradients.
@@ -84,31 +87,55 @@ class StepTrace:
     def follows(self, value: Value, tensor: Tensor) -> None:
         """A value has a recipe that no call gave it: see `by_node`."""
         assert isinstance(value.source, Recipe)
-        value.number = self._add(Kind.FOLLOWS, tensor, value.source.inputs())
+        value.number = self._add(Kind.FOLLOWS, tensor, _numbers(value.source.inputs()))
 
-    def result(self, call: Call, rule: Rule, result: Tensor, again: Again | None, number: int) -> int:
-        """Note the result of a call with a rule; return the number of its value. `again`: how to repeat the call."""
+    def result(
+        self, call: Call, rule: Rule, result: Tensor, again: Again | None, whole: Again | None, number: int
+    ) -> int:
+        """Note the result of a call with a rule; return the number of its value.
+
+        `again`: how to repeat the call. `whole`: how to repeat it for all that it has saved inside.
+        """
         costs = self._costs(call, rule, result)
-        kind, inputs = (Kind.KEPT, ()) if again is None else (Kind.FREE, again.arguments)
+        kind, inputs = (Kind.KEPT, ()) if again is None else (Kind.FREE, _numbers(again.arguments))
+        if whole is not None:
+            rerun = self._rerun(call, whole, costs, result, number)
+            if again is not None and INSIDE[call.function] is rule:
+                return self._add(kind, result, (rerun,), Costs(0.0, 0, 0), number)
         return self._add(kind, result, inputs, costs, number, again)
+
+    def _rerun(self, call: Call, whole: Again, costs: Costs, result: Tensor, number: int) -> int:
+        """Note that a call can run again for what it has saved inside; return the number of the call's value."""
+        rerun = len(self.values)
+        if call.function in FOLLOWED:  # a dropout, whose result follows from its mask
+            costs = Costs(self.seconds, 2 * result.nbytes, 0)
+        busy = costs.busy + result.nbytes
+        inputs = _numbers(whole.arguments)
+        self.values.append(
+            StepValue(Kind.RERUN, self.memory(result), 0, inputs, -1, -1, costs.seconds, busy, costs.operations)
+        )
+        leader, *others = (part.value.number for part in call.inside)
+        self.values[leader] = self.values[leader]._replace(kind=Kind.INSIDE, inputs=(rerun,), call=number)
+        for part in others:
+            self.values[part] = self.values[part]._replace(kind=Kind.PART, inputs=(rerun,), leader=leader)
+        return rerun
 
     def _add(
         self,
         kind: Kind,
         tensor: Tensor,
-        inputs: Iterable[object] = (),
+        inputs: tuple[int, ...] = (),
         costs: Costs = Costs(0.0, 0, 0),  # noqa: B008  # immutable
         call: int = -1,
         again: Again | None = None,
     ) -> int:
-        """Note a value, and return its number. `inputs`: arguments of its recipe. `again`: of a call's result."""
-        numbers = tuple(one.number for one in inputs if isinstance(one, Value) and one.number >= 0)
+        """Note a value, and return its number. `inputs`: of its recipe. `again`: of a call's result."""
         memory = self.memory(tensor)
-        sharing = (i for i in numbers if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
+        sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind in _WITH_MEMORY)
         alias = next(sharing, -1)
-        flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(numbers))
+        flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(inputs))
         size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
-        self.values.append(StepValue(kind, memory, size, numbers, alias, call, *costs, *flags))
+        self.values.append(StepValue(kind, memory, size, inputs, alias, call, *costs, *flags))
         return len(self.values) - 1
 
     def moves(self, value: Value, copy: Tensor) -> None:
@@ -180,7 +207,9 @@ class StepTrace:
                 self.holds(tensor)
             else:
                 self.memory(tensor, outside=True)
-        device = next((one.device for one in call.args if isinstance(one, Tensor)), torch.device("cpu"))
+        given = next((one for one in call.args if isinstance(one, Tensor)), None)
+        device = torch.device("cpu") if given is None or isinstance(given, FakeTensor) else given.device
+        self._began = len(self.events)
         result, self.seconds = seconds_of(lambda: call.function(*call.args, **call.kwargs), device)
         return result
 
@@ -190,8 +219,11 @@ class StepTrace:
         measured = self._measured_call(call, result)
         if measured is not None:
             busy = forward_temporaries(measured)
-            self.events.append((Event.BUSY, busy))
-            self._backward[node_number(result.grad_fn)] = measured
+            if call.inside:  # of which the events of its nodes tell the rest
+                self.events.insert(self._began, (Event.BUSY, busy + result.nbytes))
+            else:
+                self.events.append((Event.BUSY, busy))
+                self._backward[node_number(result.grad_fn)] = measured
         if isinstance(result, FakeTensor):
             seconds = estimated_seconds(function, call.arguments, result)
         elif function in FOLLOWED:  # by another function than the network's
@@ -221,7 +253,7 @@ class StepTrace:
             return self.seconds
         with torch.no_grad():
             given = [one.get() if isinstance(one, (Value, Kept)) else one for one in again.arguments]
-            return seconds_of(lambda: again.function(*given), result.device)[1]
+            return seconds_again(lambda: again.function(*given), result.device)
 
     def watch_backward(self, outputs: Iterable[Tensor], start: int) -> None:
         """The forward pass has ended. `start`: sequence number of its first node."""
@@ -267,4 +299,30 @@ class StepTrace:
             handle.remove()
         for event, call, stride in self._busy:
             self.events[event] = (Event.BUSY, 0 if profiler_runs() else backward_temporaries(call, stride))
-        return Step(self.values, self.memories, self.saved, self.events, self.forward, self.calls)
+        values, saved = _in_order(self.values, self.saved)
+        return Step(values, self.memories, saved, self.events, self.forward, self.calls)
+
+
+def _numbers(arguments: Iterable[object]) -> tuple[int, ...]:
+    """The values among a recipe's arguments."""
+    return tuple(one.number for one in arguments if isinstance(one, Value) and one.number >= 0)
+
+
+def _in_order(values: list[StepValue], saved: list[Save]) -> tuple[list[StepValue], list[Save]]:
+    """Number the values anew, so that the inputs of each come before it: a call's insides were noted before it."""
+    new: dict[int, int] = {}
+    for number in range(len(values)):
+        pending = [number]
+        while pending:
+            missing = [i for i in values[pending[-1]].inputs if i not in new]
+            pending += missing
+            if not missing:
+                new.setdefault(pending.pop(), len(new))
+    new[-1] = -1
+    ordered = [
+        value._replace(
+            inputs=tuple(map(new.__getitem__, value.inputs)), alias=new[value.alias], leader=new[value.leader]
+        )
+        for value in map(values.__getitem__, list(new)[:-1])
+    ]
+    return ordered, [save._replace(value=new[save.value]) for save in saved]

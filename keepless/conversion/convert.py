@@ -5,11 +5,11 @@ gamma. Parameters and buffers stay the same objects under the same names, so opt
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..inputs import check_module
+from ..inputs import Network, check_module
 from ..norms.abn import ABN
 from ..norms.backends.activations import Activation
 from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
@@ -22,12 +22,12 @@ from .replacements import Replacement, batch_norm_to_inplace, check_plain, like,
 
 
 def to_inplace(
-    module: nn.Module,
+    module: Network,
     *,
     relu_slope: float | None = None,
     example: Tensor | tuple[Any, ...] | None = None,
     report: Callable[[ConversionReport], object] = log_report,
-) -> nn.Module:
+) -> Network:
     """Replace standard and checkpointed layers, and PyTorch's batch normalisations, by `InPlaceABN`.
 
     Our `ABN` and `CheckpointedABN` are replaced everywhere. PyTorch's BatchNorm1d, 2d, 3d and SyncBatchNorm are
@@ -77,7 +77,7 @@ def to_inplace(
     return _convert(module, tree, replacement_of, report)
 
 
-def to_standard(module: nn.Module, *, report: Callable[[ConversionReport], object] = log_report) -> nn.Module:
+def to_standard(module: Network, *, report: Callable[[ConversionReport], object] = log_report) -> Network:
     """Replace every in-place and checkpointed layer by the standard `ABN`; arguments and result as in `to_inplace`.
 
     `ABN` has the state dict of PyTorch's batch normalisation. Modules that `to_inplace` merged stay merged.
@@ -95,11 +95,11 @@ def to_standard(module: nn.Module, *, report: Callable[[ConversionReport], objec
 
 
 def _convert(
-    module: nn.Module,
+    module: Network,
     tree: CallOrder,
     replacement_of: Callable[[nn.Module], Replacement | None],
     report: Callable[[ConversionReport], object],
-) -> nn.Module:
+) -> Network:
     """Find all replacements in the unchanged network, then carry them out."""
     result = ConversionReport()
     replacements: list[Replacement] = []
@@ -121,7 +121,7 @@ def _convert(
         if merged:
             new.register_forward_hook(hand_over)
         if old is module:
-            module = new
+            module = cast(Network, new)  # a single layer becomes one of another type
     _merge(tree, replacements)
     report(result)
     return module

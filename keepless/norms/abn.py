@@ -98,9 +98,8 @@ class ABN(NormBase):
                 statistics are needed and it has a single value per channel. A synchronised layer raises on every rank,
                 the first time that this rank has so many values (never inside `torch.compile` or a CUDA graph).
         """
-        # Reading an attribute of a module takes as long as a small operator: each once.
-        own = Own(self.weight, self.bias, self.running_mean, self.running_var)
-        running_mean, running_var, minibatches = own.running_mean, own.running_var, self.num_batches_tracked
+        own, minibatches = self._own()
+        running_mean, running_var = own.running_mean, own.running_var
         use_batch = self.training or (running_mean is None and running_var is None)
         group = synchronised_group(self.group) if self.sync and use_batch else None
         try:
@@ -130,6 +129,18 @@ class ABN(NormBase):
             running_mean.lerp_(mean, weight)
             running_var.lerp_(var, weight)
         return z
+
+    def _own(self) -> tuple[Own, Tensor | None]:
+        """Parameters and statistics, and the number of minibatches.
+
+        From the module's dictionaries, because `Module.__getattr__` takes as long as a small operator.
+        """
+        parameters, buffers = self._parameters, self._buffers
+        try:
+            of_buffers = (buffers["running_mean"], buffers["running_var"])
+            return Own(parameters["weight"], parameters["bias"], *of_buffers), buffers["num_batches_tracked"]
+        except KeyError:  # e.g. a parametrised weight
+            return Own(self.weight, self.bias, self.running_mean, self.running_var), self.num_batches_tracked
 
     def _bn_act(self, x: Tensor, own: Own, use_batch: bool, momentum: float, group: dist.ProcessGroup | None) -> Tensor:
         """Compute z; update the running statistics, or use them if not `use_batch`."""

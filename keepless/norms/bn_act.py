@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..torch_internals import node_class
-from .backends import Affine, BackwardInputs, Running, backend_for
+from .backends import Affine, BackwardInputs, Running, backend_for, floored
 from .backends.activations import Activation
 from .synchronisation import joint_moments, joint_sums
 
@@ -66,12 +66,11 @@ class BatchNormActivation(torch.autograd.Function):
         # Kernels assume contiguous vectors; weights may be views (e.g. from a hypernetwork).
         gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype(x))
         beta = bias.contiguous() if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype(x))
-        if use_batch_statistics and strategy.gamma_floor:
-            gamma = floored(gamma, strategy.gamma_floor)
         values = x if is_packed(x) else x.contiguous()
         out = values if strategy.overwrite_input and values is x else None
         # To keep x_hat, compute it first: batch normalisation without scale, shift or activation.
-        affine = first = Affine(gamma, beta, activation)
+        affine = Affine(gamma, beta, activation, strategy.gamma_floor if use_batch_statistics else 0.0)
+        affine = first = affine if backend.floors else affine.explicit()
         if strategy.keep == "x_hat":
             first = Affine(torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
 
@@ -116,6 +115,7 @@ def _backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | No
     """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
     kept, ctx.kept = ctx.kept or kept_by(ctx), None
     backend = backend_for(ctx.strategy.backend, kept.values)
+    kept = kept if backend.floors else kept.explicit()
     dz = dz.contiguous() if is_misread(dz) else dz
     if not dz.numel():  # PyTorch's kernels divide by the number of values
         dx, dgamma, dbeta = torch.empty_like(kept.values), torch.zeros_like(kept.gamma), torch.zeros_like(kept.beta)
@@ -144,17 +144,20 @@ def kept_by(node: BatchNormActivationBackward) -> BackwardInputs:
     values, gamma, beta, invstd, *rest = node.saved_tensors
     if not is_packed(values):  # z, written over an x with gaps
         values = values.contiguous()
-    strategy = node.strategy
+    strategy, floor = node.strategy, 0.0
+    factor: Tensor | None
     if strategy.keep == "x":
         (offset,), factor = rest, invstd
     elif strategy.keep == "x_hat":
         offset, factor = torch.zeros_like(beta), torch.ones_like(gamma)
+    elif node.arguments.use_batch_statistics:
+        offset, factor, floor = beta, None, strategy.gamma_floor
     else:
         # With running statistics gamma is the raw weight, which may be too small to divide by.
-        scale = gamma if node.arguments.use_batch_statistics else floored(gamma, strategy.gamma_floor)
-        offset, factor = beta, scale.reciprocal()
-    is_output, activation = strategy.keep == "z", node.arguments.activation
-    return BackwardInputs(values, is_output, offset, factor, gamma, beta, invstd, activation, strategy.recover_x_hat)
+        offset, factor = beta, floored(gamma, strategy.gamma_floor).reciprocal()
+    vectors = (offset, factor, gamma, beta, invstd)
+    of_strategy = (node.arguments.activation, strategy.recover_x_hat, None, floor)
+    return BackwardInputs(values, strategy.keep == "z", *vectors, *of_strategy)
 
 
 def recompute_output(node: BatchNormActivationBackward) -> Tensor:
@@ -163,14 +166,10 @@ def recompute_output(node: BatchNormActivationBackward) -> Tensor:
     if kept.output is not None:
         return kept.output
     backend = backend_for(node.strategy.backend, kept.values)
+    assert kept.factor is not None  # only z is kept without
     z = backend.normalise(kept.values, kept.offset, kept.factor, kept.affine)
     node.kept = kept._replace(output=z)
     return z
-
-
-def floored(weight: Tensor, gamma_floor: float) -> Tensor:
-    """copysign(max(|weight|, gamma_floor), weight), (C,): an invertible scale."""
-    return weight.abs().clamp_(min=gamma_floor).copysign_(weight)
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:

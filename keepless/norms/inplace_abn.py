@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..inputs import check_module
+from ..inputs import Network, check_module
 from ..torch_internals import InstanceNormBase
 from .abn import ABN
-from .bn_act import Strategy, floored
+from .backends import floored
+from .bn_act import Strategy
 from .checkpointed_abn import CheckpointedABN
 from .report import ConversionReport, log_report
 
@@ -112,11 +113,11 @@ class InPlaceABNSync(InPlaceABN):
 
     @staticmethod
     def convert(
-        module: nn.Module,
+        module: Network,
         group: dist.ProcessGroup | None = None,
         *,
         report: Callable[[ConversionReport], object] = log_report,
-    ) -> nn.Module:
+    ) -> Network:
         """Synchronise every layer of ours in a network, or a single one; return it.
 
         Layers stay the same objects with the same parameters; already synchronised ones switch to `group`. Convert

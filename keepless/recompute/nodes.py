@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..norms.bn_act import BatchNormActivationBackward, is_node, recompute_output
 from ..saved import Kept, is_ordinary
-from ..torch_internals import is_synchronised_norm, packed_by_function
+from ..torch_internals import FakeTensor, is_synchronised_norm, packed_by_function
 from .values import Again, Call, Value, laid_out, saved_value, unread_bytes
 
 
@@ -82,6 +82,8 @@ def _of_synchronised_norm(known: Registry, node: Any, packed: tuple[Any, ...], c
 
 def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Batch normalisation with the statistics of the forward pass. x: (N, C, ...), the others (C,)."""
+    if isinstance(x, FakeTensor):  # PyTorch has no fake kernel for the operator below, and would launch the real one
+        return torch.empty_like(x)
     if x.is_cuda:
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
     # The operator takes a variance in eval mode. Multiplying the weight instead, as it would do, changes no bit.
@@ -119,7 +121,9 @@ def smaller_value_of(known: Registry, argument: Tensor, copy: Tensor, call: Call
 def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
     """The argument of the running call that is a node's input."""
     source, number = node.next_functions[0]
+    leaf = getattr(source, "variable", None)
     for argument in call.arguments:
-        if isinstance(argument, Tensor) and argument.grad_fn is source and argument.output_nr == number:
-            return argument
+        if isinstance(argument, Tensor):
+            if argument is leaf or (argument.grad_fn is source and argument.output_nr == number):
+                return argument
     return None

@@ -1,7 +1,8 @@
 """Record a forward pass so that autograd keeps few of its tensors, and the backward pass computes the others again.
 
-Rule 1. A recording sees every outermost call of a function, as a function mode, and every tensor that autograd saves,
-    by saved-tensor hooks; most tensors are saved during a call, before it is known whether the call can be repeated.
+Rule 1. A recording sees every outermost call of a function, as a function mode (functions of Python that have no rule
+    are opened: it sees the calls inside), and every tensor that autograd saves, by saved-tensor hooks; most tensors
+    are saved during a call, before it is known whether the call can be repeated.
 Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value`: the tensor itself (`Kept`), or a
     `Recipe`, which is a function of other values. Operations that save one tensor share its value.
 Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (rules.py) whose inputs are available, its
@@ -22,9 +23,10 @@ Rule 9. A value belongs to one version of a tensor: before a call that may overw
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
     removes the hooks and releases the recording's tensors.
-Rule 12. Gradients never differ from autograd's: random functions are not called again (dropout keeps its mask), running
-    statistics do not move twice, tensors without versions are kept as they are, and inside other saved-tensor hooks,
-    such as a checkpoint's, and in functorch's transforms no call is followed. When in doubt, keep the tensor.
+Rule 12. Gradients never differ from autograd's: random functions are called again only with the random numbers of the
+    first time (by a plan; otherwise dropout keeps its mask), running statistics do not move twice, tensors without
+    versions are kept as they are, and inside other saved-tensor hooks, such as a checkpoint's, and in functorch's
+    transforms no call is followed. When in doubt, keep the tensor.
 Rule 13. A policy decides what is kept: `ByRules` here, or `ByPlan` (budget/execution.py), which decides call by call
     and whose recipes may read any tensor that the forward pass has made.
 
@@ -39,6 +41,7 @@ An example, and what autograd holds of each tensor:
 # Longer than other files: the rules and the code that keeps them belong side by side.
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -47,14 +50,30 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from ..saved import Kept, copied, is_ordinary
+from ..inputs import tensors_in
+from ..saved import PLAIN, Kept, copied, is_ordinary
 from ..torch_internals import address, current_function_mode, current_hooks, in_transform, unpack, unwrapped
 from .inplace_calls import may_overwrite, overwritten
 from .known_values import KnownValues, Trace
+from .opened_calls import CALL_OTHERS, body
 from .report import KeptTensor, Log
-from .rules import FOLLOWED, POSITIVE, Again, Function, NotFollowed, Rule, reads_shape_only, result_serves
-from .values import Call, Recipe, Saved, ShapeOnly, Value, unread_bytes
+from .reruns import Bundle, random_state
+from .rules import (
+    EXPENSIVE,
+    FOLLOWED,
+    INSIDE,
+    POSITIVE,
+    RANDOM,
+    Again,
+    Function,
+    NotFollowed,
+    Rule,
+    reads_shape_only,
+    result_serves,
+)
+from .values import Call, Inside, Recipe, Saved, ShapeOnly, Value, unread_bytes
 
+_OPENED = CALL_OTHERS - FOLLOWED.keys() - EXPENSIVE.keys()
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
 
 
@@ -63,6 +82,7 @@ class Policy(Protocol):
 
     sees_calls: bool  # False: recipes follow from autograd's nodes alone
     longest: int  # recipes between a value and kept ones
+    redraws: bool  # whether random functions may be called again
 
     @property
     def trace(self) -> Trace | None: ...
@@ -88,6 +108,7 @@ class ByRules:
 
     sees_calls = True
     longest = 12  # every longer chain keeps one value more
+    redraws = False
     trace = None
 
     def is_short(self, tensor: Tensor) -> bool:
@@ -203,6 +224,8 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_abandoned():
             return function(*args, **kwargs)
+        if function in _OPENED and PLAIN.issuperset(types):
+            return self._opened(function, args, kwargs)
         if not may_overwrite(function, args, kwargs):
             return self._run(Call(function, args, kwargs))
         tensors = filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
@@ -212,6 +235,14 @@ class Recording(TorchFunctionMode):
         finally:
             for write in writes:
                 self.known.after_overwriting(write)
+
+    def _opened(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of Python that has no rule, and see the functions that it calls."""
+        super().__enter__()
+        try:
+            return body(function)(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def _run(self, call: Call, overwrites: bool = False) -> Any:
         """Run a call, and see whether its result can be computed again."""
@@ -228,6 +259,8 @@ class Recording(TorchFunctionMode):
             call.result_serves = result_serves(function, call.args, call.kwargs)
             call.positive = POSITIVE.get(function)
             call.reads_shape_only = reads_shape_only(function, call.args, call.kwargs)
+            if self.policy.redraws and function in RANDOM:
+                call.random = random_state(next(filter(_is_tensor, call.arguments)))
             known.settle_gone()
             self.call = call
             try:
@@ -247,6 +280,7 @@ class Recording(TorchFunctionMode):
         """Decide about the result of a call. `target`: the argument that it may have overwritten, and its version."""
         rule = self.policy.rule_of(call.function)
         if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
+            self._only_inside(call, result)
             if target is not None and result is target:
                 if result._version == version + 1:
                     self.policy.decide(self, rule, call, result)
@@ -258,9 +292,23 @@ class Recording(TorchFunctionMode):
             if isinstance(value.source, Kept) and not value.sign_readers:
                 value.source = Kept(tensor, self.known.outer)
 
+    def _only_inside(self, call: Call, result: Tensor) -> None:
+        """Leave in `call.inside` what the call has made itself, beside its result, and what is worth it."""
+        if call.inside:
+            given = {
+                address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)
+            }
+            call.inside = [
+                part
+                for part in call.inside
+                if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
+            ]
+
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return the object that autograd saves in place of a tensor."""
         known, call, policy = self.known, self.call, self.policy
+        if call is not None:
+            call.saves += 1
         if not policy.sees_calls and self.is_abandoned():
             return Kept(tensor, None)
         if (
@@ -296,11 +344,16 @@ class Recording(TorchFunctionMode):
         """Keep a tensor; if it is a view of all of its base, keep the base, so that its other views follow too."""
         base = tensor._base
         if base is not None and base.numel() == tensor.numel() and self.known.is_made(base):
-            self.note_need(self.known.keep(base, call), base)
+            self._keep_itself(base, call, True)
             if (value := self.known.value_of(tensor, call)) is not None:
                 return value
+        return self._keep_itself(tensor, call, False)
+
+    def _keep_itself(self, tensor: Tensor, call: Call | None, is_base: bool) -> Value:
         value = self.known.keep(tensor, call)
         self.note_need(value, tensor)
+        if call is not None and call.function in INSIDE:
+            call.inside.append(Inside(value, call.saves - 1, is_base))
         return value
 
     def note_need(self, value: Value, tensor: Tensor) -> None:
@@ -314,6 +367,7 @@ class Recording(TorchFunctionMode):
         `from_anything`: recipes may read any tensor that the forward pass has made, instead of rule 5.
         """
         lent: list[Tensor] = []
+        room = call.room(result)
 
         def find(tensor: Tensor, lend: bool = False) -> Value | Tensor:
             is_copied = self.copy_parameters and isinstance(tensor, nn.Parameter)
@@ -323,7 +377,7 @@ class Recording(TorchFunctionMode):
             if value is not None and not is_copied:
                 return value
             stays = tensor.is_leaf and tensor.requires_grad
-            may_lend = _MUCH * _bytes(tensor) <= result.nbytes or ((lend or stays) and not is_copied)
+            may_lend = _MUCH * _bytes(tensor) <= room or ((lend or stays) and not is_copied)
             if tensor is result or not may_lend:
                 raise NotFollowed
             lent.append(tensor)
@@ -333,10 +387,20 @@ class Recording(TorchFunctionMode):
             again = rule(find, call.args, call.kwargs, result)
         except NotFollowed:
             return None
+        if again.draws:
+            if call.random is None or _MUCH * call.random.state.nbytes > room:
+                return None
+            again = again._replace(function=partial(call.random.call, again.function))
         alone = sum(self._lent_bytes(t, call, result) for t in lent if not (t.is_leaf and t.requires_grad))
         if not from_anything:
             alone += unread_bytes(argument for argument in again.arguments if isinstance(argument, Value))
-        return again if alone <= result.nbytes else None
+        return again if alone <= room else None
+
+    def bundle(self, again: Again, call: Call, result: Tensor) -> Bundle:
+        """Compute again all that a call has saved inside. `again`: repeats the call."""
+        arguments = [self._lent(a, call, result) if isinstance(a, Tensor) else a for a in again.arguments]
+        needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(arguments)]
+        return Bundle(again._replace(arguments=arguments), needs_grad, call.inside, result)
 
     def _available(self, tensor: Tensor, call: Call, result: Tensor, from_anything: bool) -> Value | None:
         """The value of an argument, if a recipe may read it."""
@@ -406,7 +470,7 @@ class Recording(TorchFunctionMode):
 
     def _is_copied(self, tensor: Tensor, call: Call, result: Tensor) -> bool:
         """Whether a recipe gets a copy of an argument: the original is small, or others may change it unseen."""
-        small = _MUCH * _bytes(tensor) <= result.nbytes
+        small = _MUCH * _bytes(tensor) <= call.room(result)
         if tensor.requires_grad:
             return small and tensor.is_leaf and not any(tensor is vector for vector in call.vectors)
         return small or not self.known.made.has(tensor)
@@ -419,6 +483,10 @@ def is_running(frame: FrameType) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def _is_tensor(argument: object) -> bool:
+    return isinstance(argument, Tensor)
 
 
 def _bytes(tensor: Tensor) -> int:

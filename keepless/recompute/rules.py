@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..saved import Kept
 from ..torch_internals import dropped_share, packed_by
-from .inplace_calls import INPLACE
+from .inplace_calls import INPLACE, may_overwrite
 from .nodes import normalised
-from .values import Again, Value, saved_value
+from .values import Again, ShapeOnly, Value, saved_value
 
 
 class NotFollowed(Exception):
@@ -37,6 +37,7 @@ Vector = Tensor | None
 
 FOLLOWED: dict[Function, Rule] = {}
 EXPENSIVE: dict[Function, Rule] = {}  # computed again only where a plan says so
+INSIDE: dict[Function, Rule] = {}  # likewise, for all that a call has saved inside; in EXPENSIVE too, with the result
 
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
 CONVOLUTIONS = frozenset(
@@ -91,7 +92,7 @@ _made: Callable[[Function], Rule] = partial(_repeated, fresh=True)
 
 
 def _unless(function: Function, position: int, name: str) -> Rule:
-    """Call a function once more, unless an option is given: one that draws random numbers, or writes."""
+    """Call a function once more, unless an option is given that makes it write."""
     again = _made(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -100,6 +101,45 @@ def _unless(function: Function, position: int, name: str) -> Rule:
         return again(find, args, kwargs, result)
 
     return rule
+
+
+def _random(function: Function) -> Rule:
+    """Call a function once more, which draws the same random numbers."""
+    again = _made(function)
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        if kwargs.get("generator") is not None or not all(map(_is_aligned, args)):
+            raise NotFollowed
+        return again(find, args, kwargs, result)._replace(draws=True)
+
+    return rule
+
+
+def _attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    share = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    return (_random if share else _made)(F.scaled_dot_product_attention)(find, args, kwargs, result)
+
+
+def _is_aligned(argument: object) -> bool:
+    """CUDA's kernels deal numbers to the values of an unaligned tensor in another order."""
+    return not isinstance(argument, Tensor) or argument.storage_offset() * argument.itemsize % 16 == 0
+
+
+def _mask(function: Function) -> Rule:
+    """Draw the mask of a dropout once more, which does not depend on the values that it is for."""
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        x, *others = args or (kwargs["input"],)
+        named = {name: value for name, value in kwargs.items() if name != "input"}
+        if may_overwrite(function, args, kwargs) or not _is_aligned(x):
+            raise NotFollowed
+        return Again(partial(_on_any_values, function, ShapeOnly(x), tuple(others), named), [], draws=True)
+
+    return rule
+
+
+def _on_any_values(function: Function, form: ShapeOnly, others: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    return function(form.get().requires_grad_(), *others, **named)
 
 
 def _fixed(argument: object) -> object:
@@ -158,7 +198,14 @@ def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     node: Any = result.grad_fn
     if type(node).__name__ not in _BATCH_NORMS:
         raise NotFollowed
+    if type(node).__name__ == "CudnnBatchNormBackward0" and torch.are_deterministic_algorithms_enabled():
+        return Again(_by_cudnn, [x, *affine, given.get("eps", 1e-5)], fresh=True)
     return Again(normalised, [x, *_saved(node, "result1", "result2"), *affine], fresh=True)
+
+
+def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Equal to the bit, while `normalised` rounds otherwise than cuDNN; but it computes the statistics once more."""
+    return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
 def _saved(node: Any, *names: str) -> list[Value | Kept]:
@@ -296,7 +343,7 @@ FOLLOWED |= dict.fromkeys((F.max_pool1d, F.adaptive_max_pool1d), _max_pool(1))
 FOLLOWED |= dict.fromkeys((F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d), _max_pool(2))
 FOLLOWED[F.max_pool3d] = _max_pool(3)
 FOLLOWED |= {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
-FOLLOWED |= dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout)
+FOLLOWED |= dict.fromkeys((F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout)
 FOLLOWED |= dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout)
 FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)
 for _name in "matmul mm bmm addmm baddbmm softmax log_softmax".split():
@@ -306,5 +353,14 @@ for _name in "matmul __matmul__ mm bmm addmm baddbmm softmax log_softmax".split(
 EXPENSIVE[torch.einsum] = _repeated(torch.einsum)  # which may only permute, and return a view
 for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_sample):
     EXPENSIVE[_function] = _made(_function)
-EXPENSIVE[F.scaled_dot_product_attention] = _unless(F.scaled_dot_product_attention, 4, "dropout_p")
+EXPENSIVE[F.scaled_dot_product_attention] = _attention
+EXPENSIVE |= {torch.bernoulli: _random(torch.bernoulli), torch.rrelu: _random(torch.rrelu)}
+EXPENSIVE[F.cross_entropy] = _made(F.cross_entropy)
+for _function in (F.scaled_dot_product_attention, torch.rrelu, F.cross_entropy):
+    INSIDE[_function] = EXPENSIVE[_function]
+for _function in (F.dropout, torch.dropout, F.alpha_dropout):
+    INSIDE[_function] = _mask(_function)
+RANDOM = frozenset([F.dropout, torch.dropout, F.alpha_dropout, torch.bernoulli, torch.rrelu]) | {
+    F.scaled_dot_product_attention
+}
 EXPENSIVE[F.embedding] = _unless(F.embedding, 3, "max_norm")

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..saved import Kept, check_version
-from ..torch_internals import Hooks, at_end_of_backward, backward_runs, without_function_modes
+from ..torch_internals import FakeTensor, Hooks, at_end_of_backward, backward_runs, without_function_modes
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
 
@@ -23,7 +23,7 @@ class Value:
 
     __slots__ = (
         *("__weakref__", "bytes", "computed", "number", "positive", "readers", "reads", "recipes", "sign_readers"),
-        *("source", "storage", "version"),
+        *("source", "storage", "stream", "version"),
     )
 
     def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
@@ -38,6 +38,7 @@ class Value:
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
         self.version = 0  # of the computed tensor
+        self.stream: torch.cuda.Stream | None = None  # that computes it
 
     @property
     def depth(self) -> int:
@@ -125,21 +126,42 @@ class Value:
         if tensor is None:
             source = self.source
             tensor = (yield from source.steps()) if isinstance(source, Recipe) else source.get()
-            self.version = tensor._version
+            self.version, self.stream = tensor._version, current_stream(tensor)
         else:
             check_version(tensor, self.version)  # a backward function may write over its input
+            wait_for(self.stream, tensor)
         self.reads += 1
         if self.reads == self.readers or not backward_runs():  # not in a backward pass
             self.drop()
         elif self.computed is None:
-            self.computed = tensor
+            self.hold(tensor)
+        return tensor
+
+    def hold(self, tensor: Tensor) -> None:
+        """Hold the computed tensor for readers that come."""
+        if backward_runs():
+            self.computed, self.version, self.stream = tensor, tensor._version, current_stream(tensor)
             # Not all readers read in a backward pass through a part of the graph.
             at_end_of_backward(partial(_drop, weakref.ref(self)))
-        return tensor
 
     def drop(self) -> None:
         """Forget the computed tensor."""
-        self.computed, self.reads = None, 0
+        self.computed, self.stream, self.reads = None, None, 0
+
+
+def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
+    """The stream that runs the present kernels of a tensor's device; None if it has no streams."""
+    is_on_device = tensor.is_cuda and not isinstance(tensor, FakeTensor)
+    return torch.cuda.current_stream(tensor.device) if is_on_device else None
+
+
+def wait_for(stream: torch.cuda.Stream | None, *tensors: Any) -> None:
+    """Let the present stream read tensors of another one: each operation has its backward pass on its own stream."""
+    if stream is not None and (present := torch.cuda.current_stream(stream.device)) != stream:
+        present.wait_stream(stream)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                tensor.record_stream(present)  # otherwise its memory could be used again too early
 
 
 def unread_bytes(values: Iterable[Value]) -> int:
@@ -230,27 +252,32 @@ class Again(NamedTuple):
     """A call that gives the same result again.
 
     `fresh`: its result shares no memory with anything else. `can_overwrite`: the function is elementwise and takes
-    `inplace=True`, which is used where its first argument has no other reader.
+    `inplace=True`, which is used where its first argument has no other reader. `draws`: it draws random numbers.
     """
 
     function: Callable[..., Tensor]
     arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors that the recipe is to keep, and constants
     fresh: bool = False
     can_overwrite: bool = False
+    draws: bool = False
 
 
 class Recipe:
     """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
 
-    __slots__ = ("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function", "stride")
+    __slots__ = (
+        *("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function"),
+        *("stream", "stride"),
+    )
 
     def __init__(self, again: Again, like: Tensor):
         """`like`: the original tensor; the result gets its dtype and strides."""
-        self.function, arguments, self.fresh, self.can_overwrite = again
+        self.function, arguments, self.fresh, self.can_overwrite, _ = again
         self.arguments = tuple(arguments)
         self.device = like.device.type
         self.dtype = like.dtype
         self.stride = like.stride()
+        self.stream = current_stream(like)
         self.autocast = autocast_of(self.device)
         self.depth = 1
         for value in self.inputs():
@@ -275,12 +302,12 @@ class Recipe:
             elif isinstance(argument, Kept):
                 argument = argument.get()
             arguments.append(argument)
-        enabled, dtype = self.autocast
-        as_then = autocast_of(self.device) == self.autocast
-        autocast: Any = nullcontext() if as_then else torch.autocast(self.device, dtype, enabled)
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast:
-            result = self.function(*arguments, **options)
-            return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
+        wait_for(self.stream, *arguments)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast_as(self.autocast, self.device):
+            return self.finished(self.function(*arguments, **options))
+
+    def finished(self, result: Tensor) -> Tensor:
+        return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
 
 
 def saved_value(packed: Any) -> Any:
@@ -288,12 +315,20 @@ def saved_value(packed: Any) -> Any:
     return packed.value if isinstance(packed, Saved) else packed
 
 
+class Inside(NamedTuple):
+    """A tensor that a running call saves, and has made itself."""
+
+    value: Value
+    number: int  # among the tensors that the call saves
+    is_base: bool  # the saved tensor is a view of it
+
+
 class Call:
     """The running call of a function, and the tensors that autograd has saved in it."""
 
     __slots__ = (
-        *("args", "arguments", "before", "function", "kwargs", "positive", "reads_shape_only", "replaceable"),
-        *("result_serves", "unsettled", "vectors"),
+        *("args", "arguments", "before", "function", "inside", "kwargs", "positive", "random", "reads_shape_only"),
+        *("replaceable", "result_serves", "saves", "unsettled", "vectors"),
     )
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -306,6 +341,13 @@ class Call:
         self.replaceable: list[Saved] = []  # saved arguments that the result can stand for
         self.vectors: list[Tensor] = []  # saved without a `Value`
         self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
+        self.saves = 0  # number of tensors saved so far
+        self.inside: list[Inside] = []  # those that it may have made itself
+        self.random: Any = None  # state of the generator before the call, if it may be needed
+
+    def room(self, result: Tensor) -> int:
+        """Bytes that computing the call again can free."""
+        return result.nbytes + sum(part.value.bytes for part in self.inside)
 
 
 def _is_spare(argument: object) -> bool:
@@ -322,6 +364,12 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     ):
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def autocast_as(autocast: tuple[bool, torch.dtype | None], device: str) -> AbstractContextManager:
+    """Context with the autocast that `autocast_of` has returned."""
+    enabled, dtype = autocast
+    return nullcontext() if autocast_of(device) == autocast else torch.autocast(device, dtype, enabled)
 
 
 def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:

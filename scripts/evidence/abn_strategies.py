@@ -106,6 +106,7 @@ CHECKPOINTING_C = "checkpointing (c)"
 INPLACE_1 = "in-place I"
 INPLACE_2 = "in-place II"
 INPLACE_COMPILED = "in-place II, compiled"
+WITHOUT_LAUNCHES = "in-place II, launches left out"
 SYNC = "in-place II, sync, alone"
 PACKAGE = "released package"
 COPY = "copy"  # of the input: not a strategy, but the unit of bandwidth, and what the package needs before it
@@ -141,7 +142,11 @@ def strategies(cell: Cell, uncompiled: str | None, backend: str = "auto") -> tup
         Strategy(INPLACE_2, functools.partial(InPlaceABN, backend=backend), backend),
     ]
     if cell.group in HOST:
-        return [Strategy(STANDARD, batch_norm_leaky_relu, "modules"), Strategy(ONE_LAYER, ABN, backend), *ours], {}
+        standard = [Strategy(STANDARD, batch_norm_leaky_relu, "modules"), Strategy(ONE_LAYER, ABN, backend)]
+        if cell.device != "cpu":
+            return [*standard, *ours], {}
+        dispatched = Strategy(WITHOUT_LAUNCHES, functools.partial(InPlaceABN, backend="triton"), "triton")
+        return [*standard, *ours, dispatched], {}
     known: list[tuple[Strategy, str | None]] = [(each, None) for each in (Strategy(STANDARD, ABN, "eager"), *ours)]
     known.append((Strategy(COMPILED, batch_norm_leaky_relu, compiled=True), uncompiled))
     if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z

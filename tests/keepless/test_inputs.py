@@ -1,5 +1,7 @@
 """What is no module is refused with its type and the fix."""
 
+from typing import TypeVar, get_type_hints
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,32 @@ def test_only_modules_are_taken(receiver):
     for value, name in ((torch.relu, "builtin_function_or_method"), ([nn.ReLU()], "list")):
         with pytest.raises(ValueError, match=f"got a {name}: expected an nn.Module"):
             receiver(value)
+
+
+@pytest.mark.parametrize("function", [*RECEIVERS[:2], *RECEIVERS[3:6]])
+def test_a_network_keeps_its_type(function):
+    first, *_, returned = get_type_hints(function).values()
+    assert isinstance(returned, TypeVar) and returned is first
+
+
+class LightningModule(nn.Module):
+    """As Lightning's: `training_step` calls other modules."""
+
+    def forward(self, *args):
+        return super().forward(*args)
+
+
+def test_modules_that_are_never_called_name_those_to_give():
+    lightning = LightningModule()
+    lightning.net, lightning.heads = nn.Sequential(nn.ReLU()), nn.ModuleList([nn.ReLU(), nn.ReLU(), nn.ReLU()])
+    for network, parts in (
+        (lightning, ", or the parts network.net, network.heads.0, network.heads.1, …"),
+        (nn.ModuleDict({"a": nn.ReLU()}), ", or the parts network.a"),
+        (nn.ModuleList(), ""),
+    ):
+        with pytest.raises(ValueError, match=f"never called: give it the module that calls this one{parts}$"):
+            keepless.recompute_activations(network)
+    assert keepless.recompute_activations(lightning.net)(torch.ones(1)) == 1
 
 
 def test_couplings_by_name():

@@ -11,11 +11,21 @@ from torch.nn import Parameter
 from ...torch_internals import is_in_torch_dispatch_mode
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
-from .interface import Affine, Backend, BackwardInputs, Running
+from .interface import Affine, Backend, BackwardInputs, Running, floored
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 
-__all__ = ["BACKENDS", "Affine", "Backend", "BackwardInputs", "EagerBackend", "Running", "backend_for", "check_backend"]
+__all__ = [
+    "BACKENDS",
+    "Affine",
+    "Backend",
+    "BackwardInputs",
+    "EagerBackend",
+    "Running",
+    "backend_for",
+    "check_backend",
+    "floored",
+]
 
 
 def check_backend(name: str) -> None:

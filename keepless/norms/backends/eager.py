@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...torch_internals import FakeTensor
 from .activations import activate_, activation_backward, invert_activation
 from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running, per_channel
 
@@ -44,7 +45,7 @@ class EagerBackend(Backend):
         gets weight = gamma * invstd / factor.
         """
         u, dy = _u_and_dy(kept, dz)
-        offset, factor = kept.offset, kept.factor
+        offset, factor = kept.offset, _factor(kept)
         if kept.recover_x_hat:  # variant I
             u = (u - per_channel(offset, u)).mul_(per_channel(factor, u)).to(dy.dtype)
             offset, factor = torch.zeros_like(offset), torch.ones_like(factor)
@@ -63,13 +64,16 @@ class EagerBackend(Backend):
         dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward.default(
             dy, u, weight, kept.offset, ones, None, None, False, 0.0, [True, True, True]
         )
-        return dx, dgamma.mul_(kept.factor), dbeta
+        return dx, dgamma.mul_(_factor(kept)), dbeta
 
 
 def moments_by_operator(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
     """Mean and biased variance by PyTorch's own operator, which updates the running statistics too."""
     if running.mean is None:  # without running statistics it would round its results to the dtype of x
         running = Running(*x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)))
+    if isinstance(x, FakeTensor):  # PyTorch has no fake kernel for the operator below, and would launch the real one
+        mean, var = x.new_empty(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+        return mean, var
     mean, var = torch.batch_norm_update_stats(x, *running)
     return mean, var
 
@@ -78,7 +82,7 @@ def _batch_norm(
     x: Tensor, affine: Affine, running: Running, training: bool, eps: float, out: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """z by PyTorch's own operator, with the minibatch's mean and invstd if `training`."""
-    gamma, beta, activation = affine
+    gamma, beta, activation, _ = affine
     channels = x.shape[1] if training else 0
     buffers = None if out is None else (out, gamma.new_empty(channels), gamma.new_empty(channels))
     y, mean, invstd = torch.native_batch_norm(
@@ -95,12 +99,17 @@ def _u_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         z, u = kept.output, kept.values
     else:
         u = kept.values
-        z = EagerBackend().normalise(u, kept.offset, kept.factor, kept.affine)
+        z = EagerBackend().normalise(u, kept.offset, _factor(kept), kept.affine)
     return u, activation_backward(kept.activation, z, dz)
 
 
 def _x_hat_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
     """x_hat and dL/dy, in the dtype of the vectors."""
     u, dy = _u_and_dy(kept, dz)
-    x_hat = (u - per_channel(kept.offset, u)) * per_channel(kept.factor, u)
+    x_hat = (u - per_channel(kept.offset, u)) * per_channel(_factor(kept), u)
     return x_hat, dy.to(x_hat.dtype)
+
+
+def _factor(kept: BackwardInputs) -> Tensor:
+    assert kept.factor is not None  # only backends that floor do without
+    return kept.factor

@@ -14,11 +14,16 @@ from .activations import Activation
 
 
 class Affine(NamedTuple):
-    """Scale, shift and activation of the normalised input: z = phi(gamma * x_hat + beta)."""
+    """Scale, shift and activation of the normalised input: z = phi(floored(gamma) * x_hat + beta)."""
 
     gamma: Tensor  # (C,)
     beta: Tensor  # (C,)
     activation: Activation
+    floor: float = 0.0  # least |gamma|; 0 where `Backend.floors` is False
+
+    def explicit(self) -> "Affine":
+        """The same with gamma floored."""
+        return self._replace(gamma=floored(self.gamma, self.floor), floor=0.0) if self.floor else self
 
 
 class BackwardInputs(NamedTuple):
@@ -28,22 +33,32 @@ class BackwardInputs(NamedTuple):
     x        | u = v, offset = mean, factor = invstd     | gamma * x_hat + beta
     x_hat    | u = v, offset = 0, factor = 1             | gamma * x_hat + beta
     z        | u = phi^-1(v), offset = beta, factor = 1 / gamma | u
+
+    gamma stands for floored(gamma) throughout.
     """
 
     values: Tensor  # (N, C, *spatial)
     is_output: bool  # values are z
     offset: Tensor  # (C,), as are all below
-    factor: Tensor
+    factor: Tensor | None  # None: 1 / floored(gamma); never where `Backend.floors` is False
     gamma: Tensor
     beta: Tensor
     invstd: Tensor
     activation: Activation
     recover_x_hat: bool = False  # variant I: form x_hat as a tensor; fused backends ignore this
     output: Tensor | None = None  # z, if values are not z and it was recomputed already; may be ignored
+    floor: float = 0.0  # least |gamma|, as in `Affine`
 
     @property
     def affine(self) -> Affine:
-        return Affine(self.gamma, self.beta, self.activation)
+        return Affine(self.gamma, self.beta, self.activation, self.floor)
+
+    def explicit(self) -> "BackwardInputs":
+        """The same with gamma floored, and the factor as a tensor."""
+        if self.factor is not None:
+            return self
+        gamma = floored(self.gamma, self.floor)
+        return self._replace(gamma=gamma, factor=gamma.reciprocal(), floor=0.0)
 
 
 class Running(NamedTuple):
@@ -65,6 +80,8 @@ UNTRACKED = Running()
 
 class Backend:
     """The pieces; `forward` and `backward` combine them for statistics of this process alone."""
+
+    floors = False  # whether it floors gamma itself, within its kernels
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance per channel, without the cancellation of E[x^2] - E[x]^2."""
@@ -109,6 +126,11 @@ class Backend:
         dbeta, dgamma = self.sums(kept, dz)
         zeros = torch.zeros_like(dbeta)
         return self.input_gradient(kept, dz, zeros, zeros), dgamma, dbeta
+
+
+def floored(gamma: Tensor, floor: float) -> Tensor:
+    """copysign(max(|gamma|, floor), gamma), (C,): an invertible scale."""
+    return gamma.abs().clamp_(min=floor).copysign_(gamma)
 
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Divisi
 fast ones, accurate to a few units in the last place.
 """
 
-# Over 400 lines: kernels and launches are read together. In order: activations, tiles and parts, kernels, tilings (the
-# numbers of programs), launches.
+# Over 400 lines: kernels and launches are read together. In order: activations, tiles and parts, kernels, launches.
 
 # Triton takes a kernel's annotations as types to compile for, so only compile-time constants have one.
 # mypy: allow-untyped-defs
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,16 +31,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...torch_internals import triton_is_interpreted
-from .activations import Activation
+from ...triton_launch import Launch
 from .interface import Affine, Backend, BackwardInputs, Running
+from .tilings import Tiling, tiling
 
 INTERPRETED = triton_is_interpreted()  # kernels then run on CPU tensors only, slowly
-
-MAX_PARTS = 256  # per channel; each program of pass 2 combines them
-
-REGISTERS = 65536  # of a multiprocessor, since compute capability 7.0
-BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
-ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is an access, with an address and a mask in registers
 
 
 # ---- Activations (section 3.3), element by element: the arithmetic of .activations in float32 ----
@@ -186,6 +181,14 @@ def _channels(block, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+def _load_gamma(gamma, channels, exists, floor):
+    """copysign(max(|gamma|, floor), gamma); NaN stays NaN."""
+    gamma = tl.load(gamma + channels, exists, 1.0)
+    least = tl.where(gamma.to(tl.int32, bitcast=True) < 0, -floor, floor)
+    return tl.where(tl.abs(gamma) < floor, least, gamma)
+
+
+@triton.jit
 def _load_partials(partials, parts, channels, C, PARTS: tl.constexpr):
     """Both partial results (2, parts, C) for channels (1, BLOCK_C, 1): two (PARTS, BLOCK_C, 1), zero past the end."""
     part = tl.arange(0, PARTS)[:, None, None]
@@ -266,7 +269,7 @@ def _moments_kernel(
 
 @_kernel
 def _normalise_kernel(
-    x, z, mean, invstd, gamma, beta, partials, running_mean, running_var, momentum, eps, param, count,
+    x, z, mean, invstd, gamma, beta, partials, running_mean, running_var, momentum, eps, floor, param, count,
     N, C, length, tiles_per_part, parts,
     ACTIVATION: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
@@ -299,7 +302,7 @@ def _normalise_kernel(
                 # Exact for momentum 1, unlike old + momentum * (new - old).
                 tl.store(running_mean + channels, (1 - momentum) * old_mean + momentum * centre, exists)
                 tl.store(running_var + channels, (1 - momentum) * old_var + momentum * unbiased, exists)
-    scale *= tl.load(gamma + channels, exists, 0.0)
+    scale *= _load_gamma(gamma, channels, exists, floor)
     shift = tl.load(beta + channels, exists, 0.0)
 
     first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
@@ -327,7 +330,7 @@ def _x_hat_and_dy(
 
 @_kernel
 def _partial_sums_kernel(
-    kept, dz, offset, factor, gamma, beta, partials, param, N, C, length, tiles_per_part, parts,
+    kept, dz, offset, factor, gamma, beta, partials, floor, param, N, C, length, tiles_per_part, parts,
     ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
@@ -337,8 +340,12 @@ def _partial_sums_kernel(
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     channels = _channels(block, BLOCK_C)
     exists = channels < C
-    offset, factor = tl.load(offset + channels, exists, 0.0), tl.load(factor + channels, exists, 0.0)
-    gamma, beta = tl.load(gamma + channels, exists, 0.0), tl.load(beta + channels, exists, 0.0)
+    gamma, beta = _load_gamma(gamma, channels, exists, floor), tl.load(beta + channels, exists, 0.0)
+    offset = tl.load(offset + channels, exists, 0.0)
+    if factor is None:
+        factor = tl.div_rn(1.0, gamma)
+    else:
+        factor = tl.load(factor + channels, exists, 0.0)
 
     sum_dy = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
     sum_dy_x_hat = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
@@ -357,7 +364,8 @@ def _partial_sums_kernel(
 
 @_kernel
 def _input_gradient_kernel(
-    kept, dz, dx, offset, factor, gamma, beta, invstd, mean_dy, mean_dy_x_hat, partials, dbeta, dgamma, param, count,
+    kept, dz, dx, offset, factor, gamma, beta, invstd, mean_dy, mean_dy_x_hat, partials, dbeta, dgamma, floor, param,
+    count,
     N, C, length, tiles_per_part, parts,
     ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
@@ -384,8 +392,12 @@ def _input_gradient_kernel(
             tl.store(dbeta + channels, sum_dy, exists)
             tl.store(dgamma + channels, sum_dy_x_hat, exists)
         mean_dy, mean_dy_x_hat = sum_dy / count, sum_dy_x_hat / count
-    offset, factor = tl.load(offset + channels, exists, 0.0), tl.load(factor + channels, exists, 0.0)
-    gamma, beta = tl.load(gamma + channels, exists, 0.0), tl.load(beta + channels, exists, 0.0)
+    gamma, beta = _load_gamma(gamma, channels, exists, floor), tl.load(beta + channels, exists, 0.0)
+    offset = tl.load(offset + channels, exists, 0.0)
+    if factor is None:
+        factor = tl.div_rn(1.0, gamma)
+    else:
+        factor = tl.load(factor + channels, exists, 0.0)
     scale = gamma * tl.load(invstd + channels, exists, 0.0)
 
     first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
@@ -399,109 +411,25 @@ def _input_gradient_kernel(
 
 # ---- Launches ----
 
+Key = tuple[torch.Size, bool, torch.dtype, torch.device]  # what launches are prepared for
 
-class Tiling(NamedTuple):
-    """How the programs of a kernel share a tensor (N, C, L)."""
 
-    shape: tuple[int, int, int]
-    align: int  # elements: the longest vector, up to 128 bits, that divides L
-    tile: tuple[int, int, int]
-    num_warps: int
-    resident: int  # programs per multiprocessor at the same time, on which `parts` counts; `registers` lets them fit
-    fold: int  # 128-bit vectors of a tile per thread, which the thread adds up
-    tiles_per_part: int
-    parts: int
+def _key(x: Tensor) -> Key:
+    """Shape, whether contiguous (or else channels_last), dtype and device."""
+    return x.shape, x.is_contiguous(), x.dtype, x.device
 
-    @property
-    def channel_elements(self) -> float:
-        return float(self.shape[0] * self.shape[2])
+
+class _Pass(NamedTuple):
+    """Kernels with the same programs, prepared."""
+
+    tiling: Tiling
+    first: Launch
+    second: Launch
 
     @property
-    def registers(self) -> int:
-        """Most registers per thread with which `resident` programs fit a multiprocessor; a thread has at most 255."""
-        return min(255, REGISTERS // (self.resident * self.num_warps * 32) // 8 * 8)
-
-    @property
-    def padded_parts(self) -> int:
-        """`parts`, rounded up to a power of four: half as many kernels to compile as with powers of two.
-
-        Several parts of several channels are at least as many values as threads. Fewer give Triton a layout that it
-        converts to the tile's only after broadcasting: 50 registers more, through 64 KB of shared memory.
-        """
-        block_c = self.tile[1]
-        several = self.parts > 1 and block_c > 1
-        exponent = (max(self.parts, 32 * self.num_warps // block_c if several else 1) - 1).bit_length()
-        return 1 << (exponent + exponent % 2)
-
-
-@cache
-def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int) -> Tiling:
-    """Tiling for kernels that read `reads` tensors (N, C, L): one forward, two backward.
-
-    `itemsize`: bytes per element. `processors`: multiprocessors of the device. On an H100 each moves 25 GB/s and waits
-    about 0.7 us for memory, so 18 KB of requests must be in flight, and about twice as much with pauses for arithmetic.
-    Resident threads request 64 bytes of each tensor: at least 40 KB forward, 64 KB backward (contiguous half-precision
-    maps of odd size: half as much). Backward needs more registers, so fewer threads are resident.
-
-    Contiguous (L > 1): programs of 128 threads and one channel. As tensors grow, programs first take more tiles (up to
-    eight), then there are more programs (up to four times as many), then programs take more than eight tiles.
-    channels_last (L = 1): one program per multiprocessor, because each combines the parts of all its channels.
-    """
-    n, c, length = shape
-    if length >= 2**31:  # kernels count the pixels of a map in 32 bits
-        raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
-    vector = 16 // itemsize
-    align = math.gcd(length, vector)
-    if length > 1:
-        threads, resident = 128, 5 if reads == 1 else 4
-        block_c, block_l = 1, _block_l(length)
-        per_thread = min(BYTES_PER_THREAD // itemsize, ACCESSES_PER_THREAD * align)
-    else:
-        threads, resident = 1024 if reads == 1 else 512, 1
-        block_c, block_l = min(triton.next_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
-        per_thread = BYTES_PER_THREAD // itemsize
-    block_n = min(triton.next_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
-    while block_n > 1 and block_n * c * length >= 2**31:  # offsets in `_tile` have 32 bits
-        block_n //= 2
-    blocks = triton.cdiv(c, block_c)
-    programs = resident * processors
-    if length == 1:  # four tiles per program, if each thread still gets a vector
-        while block_n * block_c > threads * vector and triton.cdiv(n, block_n) < 4 * triton.cdiv(programs, blocks):
-            block_n //= 2
-    size = block_n * block_c * block_l
-    threads = max(32, min(threads, size // vector))
-
-    tiles = triton.cdiv(n, block_n) * triton.cdiv(length, block_l)
-    if length > 1:
-        tiles_per_part = max(1, min(8, tiles * blocks // programs), tiles * blocks // (4 * programs))
-    else:
-        tiles_per_part = _share(tiles, blocks, programs)
-    tiles_per_part = max(tiles_per_part, triton.cdiv(tiles, MAX_PARTS))
-    return Tiling(
-        shape=shape,
-        align=align,
-        tile=(block_n, block_c, block_l),
-        num_warps=threads // 32,
-        resident=resident,
-        fold=max(1, size // (threads * vector)),
-        tiles_per_part=tiles_per_part,
-        parts=triton.cdiv(tiles, tiles_per_part),
-    )
-
-
-def _share(tiles: int, blocks: int, programs: int) -> int:
-    """Tiles per part with which all `blocks` are done first, if `programs` are resident and each takes a tile to start.
-
-    One wave of programs is best if `blocks` divide it well. Otherwise up to four waves have smaller parts.
-    """
-    choices = [triton.cdiv(tiles, max(1, waves * programs // blocks)) for waves in (1, 2, 3, 4)]
-    return min(choices, key=lambda share: triton.cdiv(blocks * triton.cdiv(tiles, share), programs) * (share + 1))
-
-
-def _block_l(length: int) -> int:
-    """The widest tile that covers a run of `length` with at most an eighth of overhang, or else the narrowest."""
-    widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [triton.next_power_of_2(length)]
-    return next((width for width in widths if triton.cdiv(length, width) * width <= 1.125 * length), widths[-1])
+    def partials(self) -> int:
+        """Partial results (2, parts, C), flat."""
+        return 2 * self.tiling.parts * self.tiling.shape[1]
 
 
 @cache
@@ -511,26 +439,122 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tiling_of(x: Tensor, reads: int) -> Tiling:
-    n, c = x.shape[:2]
-    length = x.numel() // (n * c)
-    if not x.is_contiguous():
-        assert x.movedim(1, -1).is_contiguous(), f"neither contiguous nor channels_last: {x.shape}, {x.stride()}"
-        n, length = n * length, 1
-    return tiling((n, c, length), x.element_size(), _processors(x.device), reads)
+def _tiling(key: Key, reads: int) -> Tiling:
+    shape, contiguous, dtype, device = key
+    n, c, *spatial = shape
+    length = math.prod(spatial)
+    return tiling((n, c, length) if contiguous else (n * length, c, 1), dtype.itemsize, _processors(device), reads)
 
 
-def _launch(kernel: Any, tiling: Tiling, x: Tensor, *arguments: Any, per_part: bool = True, **constants: Any) -> None:
-    """Run a kernel on the device of x: one program per block of channels and, with `per_part`, per part."""
+def _full_pass(key: Key, reads: int, prepare: Callable[[Tiling], tuple[Launch, Launch]]) -> _Pass:
+    """Both kernels of a pass, with as many programs as suit the registers that they really have."""
+    tiling = _tiling(key, reads)
+    launches = prepare(tiling)
+    resident = [_processors(key[3]) * launch.resident for launch in launches if launch.resident]
+    suited = tiling.shared_by(resident) if resident else tiling
+    return _Pass(suited, *(launches if suited == tiling else prepare(suited)))
+
+
+@cache
+def _forward_pass(key: Key, activation: str, tracked: bool) -> _Pass:
+    def prepare(tiling: Tiling) -> tuple[Launch, Launch]:
+        return _moments_launch(key, tiling), _normalise_launch(key, tiling, activation, True, tracked)
+
+    return _full_pass(key, 1, prepare)
+
+
+@cache
+def _moments_pass(key: Key) -> _Pass:
+    tiling = _tiling(key, reads=1)
+    types, constants = (torch.float32,) * 3, {"PARTS": tiling.padded_parts}
+    return _Pass(
+        tiling, _moments_launch(key, tiling), _launch(_moments_kernel, key, tiling, types, 1, constants, per_part=False)
+    )
+
+
+@cache
+def _normalise_alone(key: Key, activation: str) -> tuple[Tiling, Launch]:
+    tiling = _tiling(key, reads=1)
+    return tiling, _normalise_launch(key, tiling, activation, False, False)
+
+
+@cache
+def _backward_pass(key: Key, variant: "_Variant") -> _Pass:
+    def prepare(tiling: Tiling) -> tuple[Launch, Launch]:
+        return _sums_launch(key, tiling, variant), _gradient_launch(key, tiling, variant, True)
+
+    return _full_pass(key, 2, prepare)
+
+
+@cache
+def _backward_in_pieces(key: Key, variant: "_Variant") -> _Pass:
+    """`_backward_pass`, whose second kernel gets the means instead of the partial sums."""
+    tiling = _tiling(key, reads=2)
+    return _Pass(tiling, _sums_launch(key, tiling, variant), _gradient_launch(key, tiling, variant, False))
+
+
+def _moments_launch(key: Key, tiling: Tiling) -> Launch:
+    return _launch(_partial_moments_kernel, key, tiling, (key[2], torch.float32), 0, {"FOLD": tiling.fold})
+
+
+def _normalise_launch(key: Key, tiling: Tiling, activation: str, combines: bool, tracked: bool) -> Launch:
+    running = torch.float32 if tracked else None
+    types = (*(key[2],) * 2, *(torch.float32,) * 4, torch.float32 if combines else None, running, running)
+    constants = {"ACTIVATION": activation, "PARTS": tiling.padded_parts}
+    return _launch(_normalise_kernel, key, tiling, types, 5, constants)
+
+
+class _Variant(NamedTuple):
+    """Backward kernels of a strategy."""
+
+    activation: str
+    is_output: bool
+    has_factor: bool
+
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        gap = torch.finfo(dtype).eps / 2
+        return {"ACTIVATION": self.activation, "IS_OUTPUT": self.is_output, "GAP": gap}
+
+
+def _sums_launch(key: Key, tiling: Tiling, variant: _Variant) -> Launch:
+    factor = torch.float32 if variant.has_factor else None
+    types = (*(key[2],) * 2, torch.float32, factor, *(torch.float32,) * 3)
+    constants = {**variant.constants(key[2]), "FOLD": tiling.fold}
+    return _launch(_partial_sums_kernel, key, tiling, types, 2, constants)
+
+
+def _gradient_launch(key: Key, tiling: Tiling, variant: _Variant, combines: bool) -> Launch:
+    factor = torch.float32 if variant.has_factor else None
+    means, sums = (None, torch.float32) if combines else (torch.float32, None)
+    types = (*(key[2],) * 3, torch.float32, factor, *(torch.float32,) * 3, means, means, *(sums,) * 3)
+    constants = {**variant.constants(key[2]), "PARTS": tiling.padded_parts}
+    return _launch(_input_gradient_kernel, key, tiling, types, 3, constants)
+
+
+def _launch(
+    kernel: Any,
+    key: Key,
+    tiling: Tiling,
+    types: tuple[torch.dtype | None, ...],
+    floats: int,
+    constants: dict[str, Any],
+    per_part: bool = True,
+) -> Launch:
+    """Prepare a kernel: one program per block of channels and, with `per_part`, per part."""
     n, c, length = tiling.shape
-    block_n, block_c, block_l = tiling.tile
-    programs = triton.cdiv(c, block_c) * (tiling.parts if per_part else 1)
-    with torch.cuda.device_of(x):
-        kernel[(programs,)](
-            *arguments, n, c, length // tiling.align, tiling.tiles_per_part, tiling.parts, **constants,
-            ALIGN=tiling.align, BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_L=block_l, num_warps=tiling.num_warps,
-            maxnreg=tiling.registers if tiling.resident > 1 else None,  # a program alone fits anyway
-        )  # fmt: skip
+    *before, last = constants.items()
+    tile = {"ALIGN": tiling.align} | dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
+    return Launch(
+        kernel,
+        device=key[3],
+        programs=tiling.blocks * (tiling.parts if per_part else 1),
+        types=types,
+        floats=floats,
+        sizes=(n, c, length // tiling.align, tiling.tiles_per_part, tiling.parts),
+        constants=dict([*before, *tile.items(), last]),
+        # A program alone fits a multiprocessor anyway.
+        options={"num_warps": tiling.num_warps, "maxnreg": tiling.registers if tiling.resident > 1 else None},
+    )
 
 
 def runs_on(x: Tensor) -> bool:
@@ -547,81 +571,79 @@ def probe(device: torch.device) -> None:
 class TritonBackend(Backend):
     """float32, bfloat16 and float16 tensors on a CUDA device; vectors float32."""
 
+    floors = True
+
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        tiling = _tiling_of(x, reads=1)
-        partials = _partial_moments(tiling, x)
-        mean, var = partials.new_empty((2, tiling.shape[1]))
-        results = (mean, var, tiling.channel_elements)
-        _launch(_moments_kernel, tiling, x, partials, *results, per_part=False, PARTS=tiling.padded_parts)
+        prepared = _moments_pass(_key(x))
+        partials = x.new_empty(prepared.partials, dtype=torch.float32)
+        mean, var = partials.new_empty((2, x.shape[1]))
+        prepared.first((x, partials))
+        prepared.second((partials, mean, var), (prepared.tiling.channel_elements,))
         return mean, var
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
-        vectors = (mean, invstd, affine.gamma, affine.beta, None, None, None, 0.0, 0.0)
-        return _normalise(_tiling_of(x, reads=1), x, out, affine.activation, vectors)
+        gamma, beta, activation, floor = affine
+        z = torch.empty_like(x) if out is None else out
+        tiling, launch = _normalise_alone(_key(x), activation.name)
+        floats = (0.0, 0.0, floor, float(activation.param), tiling.channel_elements)
+        launch((x, z, mean, invstd, gamma, beta, None, None, None), floats)
+        return z
 
     def forward(
         self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not all(statistics is None or statistics.is_contiguous() for statistics in (running.mean, running.var)):
+        running_mean, running_var, momentum = running
+        if running_mean is None or running_var is None:
+            running_mean = running_var = None
+        elif not (running_mean.is_contiguous() and running_var.is_contiguous()):
             return super().forward(x, affine, eps, running, out)
-        tiling = _tiling_of(x, reads=1)
-        partials = _partial_moments(tiling, x)
-        # Two storages: the mean may be freed first.
-        mean, invstd = (partials.new_empty(tiling.shape[1]) for _ in range(2))
-        statistics = (running.mean, running.var, float(running.momentum), float(eps))
-        vectors = (mean, invstd, affine.gamma, affine.beta, partials, *statistics)
-        return _normalise(tiling, x, out, affine.activation, vectors), mean, invstd
+        gamma, beta, activation, floor = affine
+        prepared = _forward_pass(_key(x), activation.name, running_mean is not None)
+        partials = beta.new_empty(prepared.partials)
+        mean, invstd = torch.empty_like(beta), torch.empty_like(beta)  # two storages: the mean may be freed first
+        z = torch.empty_like(x) if out is None else out
+        prepared.first((x, partials))
+        floats = (float(momentum), float(eps), floor, float(activation.param), prepared.tiling.channel_elements)
+        prepared.second((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)
+        return z, mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        partials = _partial_sums(_tiling_of(kept.values, reads=2), kept, _in_order_of(kept.values, dz))
-        dbeta, dgamma = partials.sum(1)
+        prepared = _backward_in_pieces(_key(kept.values), _variant(kept))
+        partials = _partial_sums(prepared, kept, _in_order_of(kept.values, dz))
+        dbeta, dgamma = partials.view(2, -1, len(kept.beta)).sum(1)
         return dbeta, dgamma
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
-        dz = _in_order_of(kept.values, dz)
-        return _input_gradient(_tiling_of(kept.values, reads=2), kept, dz, (mean_dy, mean_dy_x_hat, None, None, None))
+        prepared = _backward_in_pieces(_key(kept.values), _variant(kept))
+        sums = (mean_dy, mean_dy_x_hat, None, None, None)
+        return _input_gradient(prepared, kept, _in_order_of(kept.values, dz), sums)
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tiling = _tiling_of(kept.values, reads=2)
+        prepared = _backward_pass(_key(kept.values), _variant(kept))
         dz = _in_order_of(kept.values, dz)
-        partials = _partial_sums(tiling, kept, dz)
-        dbeta, dgamma = partials.new_empty((2, tiling.shape[1]))
-        dx = _input_gradient(tiling, kept, dz, (None, None, partials, dbeta, dgamma))
+        partials = _partial_sums(prepared, kept, dz)
+        dgamma, dbeta = torch.empty_like(kept.beta), torch.empty_like(kept.beta)
+        dx = _input_gradient(prepared, kept, dz, (None, None, partials, dbeta, dgamma))
         return dx, dgamma, dbeta
 
 
-def _partial_moments(tiling: Tiling, x: Tensor) -> Tensor:
-    partials = x.new_empty((2, tiling.parts, tiling.shape[1]), dtype=torch.float32)
-    _launch(_partial_moments_kernel, tiling, x, x, partials, FOLD=tiling.fold)
+def _variant(kept: BackwardInputs) -> _Variant:
+    return _Variant(kept.activation.name, kept.is_output, kept.factor is not None)
+
+
+def _partial_sums(prepared: _Pass, kept: BackwardInputs, dz: Tensor) -> Tensor:
+    partials = kept.beta.new_empty(prepared.partials)
+    tensors = (kept.values, dz, kept.offset, kept.factor, kept.gamma, kept.beta, partials)
+    prepared.first(tensors, (kept.floor, float(kept.activation.param)))
     return partials
 
 
-def _normalise(tiling: Tiling, x: Tensor, out: Tensor | None, activation: Activation, vectors: tuple) -> Tensor:
-    z = torch.empty_like(x) if out is None else out
-    arguments = (x, z, *vectors, float(activation.param), tiling.channel_elements)
-    _launch(_normalise_kernel, tiling, x, *arguments, ACTIVATION=activation.name, PARTS=tiling.padded_parts)
-    return z
-
-
-def _partial_sums(tiling: Tiling, kept: BackwardInputs, dz: Tensor) -> Tensor:
-    partials = dz.new_empty((2, tiling.parts, tiling.shape[1]), dtype=torch.float32)
-    vectors = (kept.offset, kept.factor, kept.gamma, kept.beta)
-    arguments = (kept.values, dz, *vectors, partials, float(kept.activation.param))
-    _launch(_partial_sums_kernel, tiling, dz, *arguments, **_variant(kept), FOLD=tiling.fold)
-    return partials
-
-
-def _input_gradient(tiling: Tiling, kept: BackwardInputs, dz: Tensor, sums: tuple) -> Tensor:
+def _input_gradient(prepared: _Pass, kept: BackwardInputs, dz: Tensor, sums: tuple[Tensor | None, ...]) -> Tensor:
     dx = torch.empty_like(kept.values)
     vectors = (kept.offset, kept.factor, kept.gamma, kept.beta, kept.invstd)
-    arguments = (kept.values, dz, dx, *vectors, *sums, float(kept.activation.param), tiling.channel_elements)
-    _launch(_input_gradient_kernel, tiling, dz, *arguments, **_variant(kept), PARTS=tiling.padded_parts)
+    floats = (kept.floor, float(kept.activation.param), prepared.tiling.channel_elements)
+    prepared.second((kept.values, dz, dx, *vectors, *sums), floats)
     return dx
-
-
-def _variant(kept: BackwardInputs) -> dict[str, Any]:
-    gap = torch.finfo(kept.values.dtype).eps / 2
-    return {"ACTIVATION": kept.activation.name, "IS_OUTPUT": kept.is_output, "GAP": gap}
 
 
 def _in_order_of(values: Tensor, dz: Tensor) -> Tensor:

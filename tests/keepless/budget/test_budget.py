@@ -176,18 +176,17 @@ def test_any_plan_takes_the_bytes_that_are_simulated(name):
     (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
     for seed in range(6):
         draws = random.Random(seed)
-        again = {n.call for n in step.values if n.kind == Kind.FREE and draws.random() < 0.6}
-        again |= {n.call for n in step.values if n.kind == Kind.OVERWRITTEN}
-        kept = [node.kind == Kind.KEPT or (node.call >= 0 and node.call not in again) for node in step.values]
-        hooks.plans = Fixed(step, again)
+        free = Kind.FREE, Kind.INSIDE
+        kept = [node.kind == Kind.KEPT or (node.kind in free and draws.random() < 0.4) for node in step.values]
+        hooks.plans = Fixed(Choice(0, 0.0, tuple(kept)).plan(step))
         assert simulate(step, kept).peak == pytest.approx(peak_bytes(lambda: train(prepared, x), "cpu"), rel=0.03)
 
 
 class Fixed(PlansByShape):
     """Plans that are given."""
 
-    def __init__(self, step: Step, again: set[int]):
-        self.policy = lambda: ByPlan([Plan(step.calls, frozenset(again))])
+    def __init__(self, plan: Plan):
+        self.policy = lambda: ByPlan([plan])
 
     def of_pass(self, module, inputs):
         return self.policy()
@@ -443,7 +442,7 @@ def test_long_chains_need_no_recursion():
     step, _ = traced_step(Long(), (x,), {})
     network = recompute_activations(Long(), budget=1.0)
     (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
-    hooks.plans = Fixed(step, set(range(len(step.calls))))
+    hooks.plans = Fixed(Plan(step.calls, frozenset(range(len(step.calls)))))
     assert_equal(train(network, x), train(Long(), x))
 
 

@@ -94,6 +94,51 @@ def test_a_traced_step_that_raises_is_traced_again(error, at_once):
     assert plans(within) == 1
 
 
+class InsideAutocast(Layers):
+    """Turns autocast on in its own forward pass, as published models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.filterwarnings("ignore:no plan keeps")
+@pytest.mark.parametrize("budget", [1.0, 1])
+def test_autocast_inside_the_forward_pass(budget):
+    torch.manual_seed(0)
+    plain = InsideAutocast()
+    within = recompute_activations(copy.deepcopy(plain), budget=budget)
+    for _ in range(4):
+        assert all(map(torch.equal, gradients(within, X.float()), gradients(plain, X.float())))
+    assert plans(within) == 1
+
+
+class Experts(nn.Module):
+    """Every second row goes to one of two experts, none to the last; each gets a slice of a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(16, 64)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, _ = self.projection(x.flatten(0, 1)).split(32, 1)
+        rows = len(values) // 2
+        parts = zip(self.experts, (values[:rows], values[rows:], values[:0]), strict=True)
+        return torch.cat([expert(part) for expert, part in parts])
+
+
+@pytest.mark.filterwarnings("ignore:no plan keeps")
+@pytest.mark.parametrize("budget", [1.0, 1])
+def test_an_expert_without_rows(budget):
+    torch.manual_seed(0)
+    plain = Experts().double()
+    within = recompute_activations(copy.deepcopy(plain), budget=budget)
+    for _ in range(4):
+        assert_like_plain(within, plain)
+    assert plans(within) == 1
+
+
 def test_forward_passes_without_a_backward_pass_take_no_traces():
     within, plain = pair()
     for _ in range(20):

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from keepless.norms import abn as abn_module
-from keepless.norms.bn_act import Strategy, floored
+from keepless.norms.backends import floored
+from keepless.norms.bn_act import Strategy
 from keepless.saved import saved_for_backward
 from tests.norms import IN_PLACE, OVERWRITING, STRATEGIES
 

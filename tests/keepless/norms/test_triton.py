@@ -7,8 +7,7 @@ was imported before. The regular module stays unchanged; tests without a device 
 import importlib.util
 import re
 import subprocess
-from collections import defaultdict, namedtuple
-from functools import partial
+from collections import namedtuple
 from itertools import cycle
 
 import pytest
@@ -33,7 +32,8 @@ from tests.backend_cases import (
 from tests.cuda import NEEDS_CUDA
 
 triton = pytest.importorskip("triton")
-from keepless.norms.backends import triton_kernels  # noqa: E402
+from keepless.norms.backends import tilings, triton_kernels  # noqa: E402
+from keepless.triton_launch import Launch  # noqa: E402
 
 FORMATS = CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [(name, "x") for name in ACTIVATIONS]
@@ -88,11 +88,17 @@ def backend(device, copies):
 def many_parts(device, copies, monkeypatch):
     """Small tiles, so small tensors have several tiles per part and several parts per channel."""
     module = copies[device]
-    monkeypatch.setattr(module, "BYTES_PER_THREAD", 4)
+    monkeypatch.setattr(tilings, "BYTES_PER_THREAD", 4)
     monkeypatch.setattr(module, "_processors", lambda device: 2)
-    module.tiling.cache_clear()
+    forget(module)
     yield
-    module.tiling.cache_clear()
+    forget(module)
+
+
+def forget(module) -> None:
+    """Prepare all launches again."""
+    for cached in (tilings.tiling, *(value for name, value in vars(module).items() if name.startswith("_"))):
+        getattr(cached, "cache_clear", lambda: None)()
 
 
 def test_every_activation_in_one_and_in_pieces(backend, device, many_parts):
@@ -136,7 +142,7 @@ def test_shapes(backend, device, copies, many_parts, shape, memory_format):
     """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
     example = case(shape, device, memory_format=memory_format)
     for reads in (1, 2):
-        tiling = copies[device]._tiling_of(example.x, reads)
+        tiling = copies[device]._tiling(copies[device]._key(example.x), reads)
         assert example.x.numel() < 1000 or min(tiling.parts, tiling.tiles_per_part) > 1
     assert_forward(backend, example)
     assert_pieces(backend, example, keep(example, "z", eps=0.1))  # a variance of 0 must not amplify rounding
@@ -222,7 +228,7 @@ def test_the_probe_launches_a_kernel(device, copies, monkeypatch):
     def refuse(*args, **options):
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(copies[device], "_launch", refuse)
+    monkeypatch.setattr(Launch, "__call__", refuse)
     with pytest.raises(RuntimeError, match="C compiler"):
         copies[device].probe(torch.device(device))
 
@@ -247,6 +253,22 @@ def test_tiny_gamma(backend, device, gamma):
     example = case((3, 4, 3, 4), device)._replace(gamma=gamma, beta=beta)
     assert_forward(backend, example)
     assert_backward(backend, example, keep(example, "z"))
+
+
+def test_gamma_is_floored_within_the_kernels(backend, device):
+    """Both signs of zero, values at and above the floor, and NaN; as many kernels as without a floor."""
+    gamma = torch.tensor([0.0, -0.0, 1e-9, -1e-9, 1e-3, -0.5, torch.nan], device=device)
+    example = case((3, 7, 3, 4), device)._replace(gamma=gamma)
+    affine = example.affine._replace(floor=1e-3)
+    z, mean, invstd = backend.forward(example.x, affine, 1e-5, UNTRACKED)
+    wanted, _, _ = EAGER.forward(example.x, affine.explicit(), 1e-5, UNTRACKED)
+    torch.testing.assert_close(z, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(backend.normalise(example.x, mean, invstd, affine), z, equal_nan=True)
+    kept = BackwardInputs(z, True, example.beta, None, gamma, example.beta, invstd, affine.activation, floor=1e-3)
+    results, explicit = backend.backward(kept, example.dz), EAGER.backward(kept.explicit(), example.dz)
+    pieces = backend.sums(kept, example.dz)
+    for result, wanted in zip((*results, *pieces), (*explicit, *explicit[:0:-1]), strict=True):
+        torch.testing.assert_close(result, wanted, rtol=2e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -309,10 +331,13 @@ class Compiler:
         self.folder = folder
         self.binaries: dict[str, Binary] = {}
 
-    def compile(self, kernel, architecture: int, arguments, num_warps, maxnreg, **constants) -> Binary:
+    def compile(self, launch: Launch, architecture: int, tensors, floats=()) -> Binary:
+        kernel, constants, options = launch.kernel, launch.constants, launch.options
         types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
         signature, constexprs, attributes = {}, {}, {}
-        values = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+        arguments = (*tensors, *floats, *launch.sizes, *constants.values())
+        values = dict(zip(kernel.arg_names, arguments, strict=True))
+        assert list(constants) == kernel.arg_names[-len(constants) :]
         for i, name in enumerate(kernel.arg_names):
             value = values[name]
             specialise = not kernel.params[i].do_not_specialize
@@ -325,7 +350,6 @@ class Compiler:
                 signature[name] = types[value.dtype] if is_tensor else "i32"
                 if is_tensor or (value % 16 == 0 and specialise):
                     attributes[(i,)] = [["tt.divisibility", 16]]
-        options = {"num_warps": num_warps, "maxnreg": maxnreg}
         key = str((kernel.__name__, architecture, signature, constexprs, attributes, options))
         if key not in self.binaries:
             source = triton.compiler.ASTSource(kernel, signature, constexprs, attributes)
@@ -356,36 +380,37 @@ def compile_for(monkeypatch, tmp_path):
         pytest.skip(str(error))  # which of NVIDIA's tools is missing, or that Triton is older than 3.4
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     compiler, launches = Compiler(tmp_path), []
-    for name, kernel in vars(triton_kernels).copy().items():
-        if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
-            launch = partial(
-                lambda kernel, *arguments, **options: launches.append((kernel, arguments, options)), kernel
-            )
-            monkeypatch.setattr(triton_kernels, name, defaultdict(lambda launch=launch: launch))  # for any grid
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *arguments: launches.append((launch, *arguments)))
 
     def compile_all(shape, dtype, memory_format, activation, kept, architecture) -> list[Compiled]:
         monkeypatch.setattr(triton_kernels, "_processors", lambda device: PROCESSORS[architecture])
-        triton_kernels.tiling.cache_clear()
+        forget(triton_kernels)
         launches.clear()
         x = torch.empty(shape, dtype=dtype, device="meta").contiguous(memory_format=memory_format)
         vectors = [torch.empty(shape[1], device="meta") for _ in range(5)]
         phi = Activation(activation, PARAMS.get(activation, 0.01))
         backend = triton_kernels.TritonBackend()
-        backend.forward(x, Affine(*vectors[:2], phi), 1e-5, Running(*vectors[2:4], 0.1))
-        backend.backward(BackwardInputs(x, kept == "z", *vectors, phi), torch.empty_like(x))
-        tilings = [triton_kernels._tiling_of(x, reads) for reads in (1, 1, 2, 2)]
+        backend.forward(x, Affine(*vectors[:2], phi, 1e-5), 1e-5, Running(*vectors[2:4], 0.1))
+        offset, factor, *others = vectors
+        factor, floor = (None, 1e-5) if kept == "z" else (factor, 0.0)
+        inputs = BackwardInputs(x, kept == "z", offset, factor, *others, phi, floor=floor)
+        backend.backward(inputs, torch.empty_like(x))
+        key = triton_kernels._key(x)
         compiled = [
             Compiled(
-                kernel.__name__, tiling, architecture, compiler.compile(kernel, architecture, arguments, **options)
+                launch.kernel.__name__,
+                triton_kernels._tiling(key, reads),
+                architecture,
+                compiler.compile(launch, architecture, *arguments),
             )
-            for tiling, (kernel, arguments, options) in zip(tilings, launches, strict=True)
+            for reads, (launch, *arguments) in zip((1, 1, 2, 2), launches, strict=True)
         ]
         names = ["_partial_moments_kernel", "_normalise_kernel", "_partial_sums_kernel", "_input_gradient_kernel"]
         assert [kernel.name for kernel in compiled] == names
         return compiled
 
     yield compile_all
-    triton_kernels.tiling.cache_clear()
+    forget(triton_kernels)
 
 
 def assert_wide(compiled: list[Compiled], vector: str) -> None:

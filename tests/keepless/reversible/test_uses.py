@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from keepless import ABN, AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence
+from keepless import ABN, AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence, recompute_activations
 from keepless.reversible.compiled import is_compilable
 from keepless.reversible.drift import drift
 from keepless.saved import saved_for_backward
@@ -388,3 +388,18 @@ def test_a_norm_in_two_branches():
     step(network, IMAGES)
     assert {name: id(values) for name, values in norm.named_buffers()} == buffers
     assert norm.num_batches_tracked == 2
+
+
+@pytest.mark.filterwarnings("ignore:no plan keeps")
+@pytest.mark.parametrize("budget", [None, 1.0, 1])
+def test_prepared_branches_that_copy_their_input(budget):
+    """Group norm copies the half of a tensor; when the branch runs again, that half is a leaf."""
+    torch.manual_seed(0)
+    branches = [nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)) for _ in range(4)]
+    blocks = ReversibleSequence([AdditiveCoupling(*branches[:2]), AdditiveCoupling(*branches[2:])])
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), blocks, nn.Conv2d(8, 2, 1)).double()
+    prepared, images = recompute_activations(copy.deepcopy(plain), budget=budget), torch.randn(2, 3, 8, 8).double()
+    expected = torch.autograd.grad(plain(images).square().mean(), [*plain.parameters()])
+    for _ in range(3):
+        found = torch.autograd.grad(prepared(images).square().mean(), [*prepared.parameters()])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -81,7 +81,7 @@ def test_host_time_is_of_tiny_inputs_and_without_bytes():
     result = measure(groups=list(strategies.HOST))
     for group in strategies.HOST:
         rows = rows_of(result, group, "contiguous")
-        assert rows.keys() == {STANDARD, strategies.ONE_LAYER, *OURS}
+        assert rows.keys() == {STANDARD, strategies.ONE_LAYER, *OURS, strategies.WITHOUT_LAUNCHES}
         assert all(row["input_bytes"] == 8192 and row["saved_bytes"] is None for row in rows.values())
     # Inference has no backward pass.
     cell = Cell("host_eval", "TINY", (2, 8, 4, 4), "contiguous", "float32", "cpu")

@@ -1,0 +1,150 @@
+"""How the programs of a Triton kernel share a tensor (N, C, L): the tile of a step, and the number of programs."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from ...triton_launch import REGISTERS
+
+MAX_PARTS = 256  # per channel; each program of pass 2 combines them
+
+BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
+ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is an access, with an address and a mask in registers
+
+
+class Tiling(NamedTuple):
+    """How the programs of a kernel share a tensor (N, C, L)."""
+
+    shape: tuple[int, int, int]
+    align: int  # elements: the longest vector, up to 128 bits, that divides L
+    tile: tuple[int, int, int]
+    num_warps: int
+    resident: int  # programs per multiprocessor at the same time, at least: `registers` lets them fit
+    fold: int  # 128-bit vectors of a tile per thread, which the thread adds up
+    tiles_per_part: int
+    parts: int
+
+    @property
+    def channel_elements(self) -> float:
+        return float(self.shape[0] * self.shape[2])
+
+    @property
+    def registers(self) -> int:
+        """Most registers per thread with which `resident` programs fit a multiprocessor; a thread has at most 255."""
+        return min(255, REGISTERS // (self.resident * self.num_warps * 32) // 8 * 8)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of channels."""
+        return _cdiv(self.shape[1], self.tile[1])
+
+    @property
+    def padded_parts(self) -> int:
+        """`parts`, rounded up to a power of four: half as many kernels to compile as with powers of two.
+
+        Several parts of several channels are at least as many values as threads. Fewer give Triton a layout that it
+        converts to the tile's only after broadcasting: 50 registers more, through 64 KB of shared memory.
+        """
+        block_c = self.tile[1]
+        several = self.parts > 1 and block_c > 1
+        exponent = (max(self.parts, 32 * self.num_warps // block_c if several else 1) - 1).bit_length()
+        return 1 << (exponent + exponent % 2)
+
+    def shared_by(self, programs: Sequence[int]) -> "Tiling":
+        """The same tiles, in parts that suit kernels of which so many programs are resident on the device.
+
+        Contiguous tensors only: a channels_last program combines the parts of all its channels, so more of them cost
+        more than they gain.
+        """
+        if self.shape[2] == 1:
+            return self
+        tiles = _cdiv(self.shape[0], self.tile[0]) * _cdiv(self.shape[2], self.tile[2])
+        work = tiles * self.blocks
+        most = max(1, min(8, work // max(programs)), work // (4 * max(programs)))
+        least = _cdiv(tiles, MAX_PARTS)
+        shares = range(max(least, most // 2), max(least, most) + 1)
+        share = _fullest(shares, tiles, self.blocks, programs)
+        return self._replace(tiles_per_part=share, parts=_cdiv(tiles, share))
+
+
+@cache
+def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int) -> Tiling:
+    """Tiling for kernels that read `reads` tensors (N, C, L): one forward, two backward.
+
+    `itemsize`: bytes per element. `processors`: multiprocessors of the device. On an H100 each moves 25 GB/s and waits
+    about 0.7 us for memory, so 18 KB of requests must be in flight, and about twice as much with pauses for arithmetic.
+    Resident threads request 64 bytes of each tensor: at least 40 KB forward, 64 KB backward (contiguous half-precision
+    maps of odd size: half as much). Backward needs more registers, so fewer threads are resident.
+
+    Contiguous (L > 1): programs of 128 threads and one channel. As tensors grow, programs first take more tiles (up to
+    eight), then there are more programs (up to four times as many), then programs take more than eight tiles; or down
+    to half as many tiles, if more of the last programs then run at the same time.
+    channels_last (L = 1): one program per multiprocessor, because each combines the parts of all its channels.
+    """
+    n, c, length = shape
+    if length >= 2**31:  # kernels count the pixels of a map in 32 bits
+        raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
+    vector = 16 // itemsize
+    align = math.gcd(length, vector)
+    if length > 1:
+        threads, resident = 128, 5 if reads == 1 else 4
+        block_c, block_l = 1, _block_l(length)
+        per_thread = min(BYTES_PER_THREAD // itemsize, ACCESSES_PER_THREAD * align)
+    else:
+        threads, resident = 1024 if reads == 1 else 512, 1
+        block_c, block_l = min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
+        per_thread = BYTES_PER_THREAD // itemsize
+    block_n = min(_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
+    while block_n > 1 and block_n * c * length >= 2**31:  # offsets within a tile have 32 bits
+        block_n //= 2
+    blocks = _cdiv(c, block_c)
+    programs = resident * processors
+    if length == 1:  # four tiles per program, if each thread still gets a vector
+        while block_n * block_c > threads * vector and _cdiv(n, block_n) < 4 * _cdiv(programs, blocks):
+            block_n //= 2
+    size = block_n * block_c * block_l
+    threads = max(32, min(threads, size // vector))
+
+    tiles = _cdiv(n, block_n) * _cdiv(length, block_l)
+    # channels_last: one wave of programs is best if `blocks` divide it well; else up to four waves have smaller parts.
+    shares = [max(_cdiv(tiles, max(1, waves * programs // blocks)), _cdiv(tiles, MAX_PARTS)) for waves in (1, 2, 3, 4)]
+    share = _fullest(shares, tiles, blocks, [programs])
+    found = Tiling(
+        shape=shape,
+        align=align,
+        tile=(block_n, block_c, block_l),
+        num_warps=threads // 32,
+        resident=resident,
+        fold=max(1, size // (threads * vector)),
+        tiles_per_part=share,
+        parts=_cdiv(tiles, share),
+    )
+    return found.shared_by([programs])
+
+
+def _fullest(shares: Sequence[int], tiles: int, blocks: int, programs: Sequence[int]) -> int:
+    """The number of tiles per part with which kernels do all `blocks` first, if each program takes a tile to start.
+
+    `programs`: resident on the device at the same time, of each kernel. The largest share wins a tie.
+    """
+
+    def waves(share: int) -> int:
+        return sum(_cdiv(blocks * _cdiv(tiles, share), resident) for resident in programs)
+
+    return min(shares, key=lambda share: (waves(share) * (share + 1), -share))
+
+
+def _block_l(length: int) -> int:
+    """The widest tile that covers a run of `length` with at most an eighth of overhang, or else the narrowest."""
+    widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
+    return next((width for width in widths if _cdiv(length, width) * width <= 1.125 * length), widths[-1])
+
+
+def _cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _power_of_2(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,116 @@
+"""Calls of which more than the result can be computed again, equal to the bit."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keepless.budget.budget import traced_step
+from keepless.budget.execution import ByPlan
+from keepless.budget.search import Choice
+from keepless.budget.step import Kind, Plan, Step
+from keepless.budget.trace import StepTrace
+from keepless.recompute.recording import Recording
+
+
+def with_nothing_kept(step: Step) -> Plan:
+    return Choice(0, 0.0, tuple(value.kind == Kind.KEPT for value in step.values)).plan(step)
+
+
+def gradients(network: nn.Module, x: Tensor, context) -> list[Tensor]:
+    torch.manual_seed(1)
+    with context:
+        loss = network(x).square().mean()
+    return list(torch.autograd.grad(loss, network.parameters()))
+
+
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x, x, x, need_weights=self.training)[0]
+
+
+@pytest.mark.parametrize(("needs_weights", "inside"), [(True, "softmax"), (False, "scaled_dot_product_attention")])
+def test_the_functions_inside_multi_head_attention_are_computed_again(needs_weights, inside):
+    network, x = SelfAttention(64, 2, batch_first=True).train(needs_weights), torch.randn(4, 32, 64)
+    step, _ = traced_step(network, (x,), {})
+    assert {"linear", inside} < {function.__name__ for function, *_ in step.calls}
+    recording = Recording(ByPlan([with_nothing_kept(step)]), inputs=[x])
+    assert all(map(torch.equal, gradients(network, x, recording), gradients(network, x, nullcontext())))
+    assert {kept.bytes for kept in recording.kept if kept.kept_for in (inside, "bmm", "contiguous")} <= {
+        1024
+    }  # log-sum-exp
+
+
+class Counting(Tensor):
+    """Counts the functions of PyTorch that it is given to."""
+
+    seen = ()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen += (function,)
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_functions_of_tensor_subclasses_are_not_opened():
+    x = torch.randn(2, 3, requires_grad=True).as_subclass(Counting)
+    with Recording():
+        F.normalize(x)
+    assert F.normalize in Counting.seen
+
+
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x * 2, -x, dropout_p=0.3, is_causal=True)
+
+
+# Functions of x (8, 4, 64, 64), and the calls whose insides are computed again.
+DRAWS = {
+    "dropout": (lambda x: F.dropout(x, 0.3), 1),
+    "dropout in place": (lambda x: F.dropout(x * 1.5, 0.3, inplace=True), 0),  # its mask is kept
+    "torch.dropout": (lambda x: torch.dropout(x, 0.3, True), 1),
+    "alpha_dropout": (lambda x: F.alpha_dropout(x, 0.3, training=True), 1),
+    "attention": (attention, 1),
+    "transposed": (lambda x: F.dropout(x.transpose(1, 3), 0.3), 1),
+    "rrelu": (lambda x: F.rrelu(x, training=True), 1),
+    "bernoulli": (lambda x: x * torch.bernoulli(x.sigmoid()), 0),
+    "its own generator": (lambda x: x * torch.bernoulli(x.sigmoid(), generator=torch.Generator(x.device)), 0),
+    "cross entropy": (lambda x: F.cross_entropy(x.flatten(0, 2), torch.arange(64, device=x.device).repeat(32)), 1),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_are_drawn_again(name, device):
+    """Equal to the bit; as many numbers are drawn as without a plan, and whatever is drawn before the backward pass."""
+    function, insides = DRAWS[name]
+    w = torch.randn(8, 4, 64, 64, device=device, requires_grad=True)
+
+    def run(context) -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(1)
+        with context:
+            output = function(w * 1.25).exp().sum()
+        torch.rand(5, device=device)
+        (gradient,) = torch.autograd.grad(output, w)
+        return output.detach(), gradient, torch.rand(1, device=device)
+
+    trace = StepTrace()
+    with Recording(ByPlan((), trace)) as recording:
+        output = function(w * 1.25).exp().sum()
+    trace.watch_backward([output], recording.known.start)
+    torch.autograd.grad(output, w)
+    plan = with_nothing_kept(trace.step())
+    recording = Recording(ByPlan([plan]))
+    assert all(map(torch.equal, run(recording), run(nullcontext())))
+    if device == "cpu":
+        assert len(plan.inside) == insides
+        large = [kept for kept in recording.kept if kept.bytes >= w.nbytes]
+        assert len(large) == 1 + (insides == 0 and name != "bernoulli")  # w itself
+
+
+def test_a_short_draw_keeps_its_mask_instead_of_the_generators_state():
+    trace = StepTrace()
+    with Recording(ByPlan((), trace)):
+        F.dropout(torch.randn(8, 64, requires_grad=True), 0.5)
+    assert not any(value.kind == Kind.INSIDE for value in trace.values)

@@ -1,0 +1,152 @@
+"""What is computed again on a CUDA device: seen on fake tensors, which need none; and on a device, if there is one."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from keepless import recompute_activations
+from keepless.norms.backends.eager import EagerBackend
+from keepless.recompute import values
+from keepless.recompute.values import Again, Recipe, Value
+from keepless.saved import Kept
+from tests.cuda import NEEDS_CUDA
+
+
+def on_a_device(test):
+    for mark in NEEDS_CUDA:
+        test = mark(test)
+    return test
+
+
+class Names(TorchDispatchMode):
+    """Context that collects the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def operators_again(dtype: torch.dtype) -> set[str]:
+    """The operators that compute a batch norm and its activation again, on a fake CUDA device."""
+    with FakeTensorMode(), torch.device("cuda"):
+        first, last = nn.Conv2d(3, 8, 3, dtype=dtype), nn.Conv2d(8, 4, 1, dtype=dtype)
+        network = nn.Sequential(first, nn.BatchNorm2d(8, dtype=dtype), nn.SiLU(), last)
+        output = recompute_activations(network)(torch.empty(4, 3, 16, 16, dtype=dtype))
+        with Names() as operators:
+            again = output.grad_fn._saved_input  # of the last convolution
+        assert again.shape == (4, 8, 14, 14) and again.is_cuda and again.dtype == dtype
+    return operators.names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_computed_again_on_fake_tensors_launches_nothing(dtype):
+    assert operators_again(dtype).isdisjoint({"batch_norm_elemt", "native_batch_norm", "cudnn_batch_norm"})
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.float32, "cudnn_batch_norm"), (torch.bfloat16, "empty_like")])
+def test_under_deterministic_algorithms_cudnn_computes_its_norm_again(dtype, name, deterministic):
+    assert name in operators_again(dtype)
+
+
+def test_moments_of_fake_tensors_launch_nothing():
+    with FakeTensorMode(), torch.device("cuda"), Names() as operators:
+        mean, var = EagerBackend().moments(torch.empty(4, 8, 3, dtype=torch.bfloat16))
+    assert mean.dtype == var.dtype == torch.float32 and mean.shape == var.shape == (8,) and mean.is_cuda
+    assert "batch_norm_update_stats" not in operators.names
+
+
+class Stream:
+    """Stands in for a stream: notes for which others it waits."""
+
+    device = None
+
+    def __init__(self, name: str, log: list[str]):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_a_reader_on_another_stream_waits_and_records(monkeypatch):
+    """A value is computed on its first reader's stream, from what the forward pass has kept on another."""
+    log: list[str] = []
+    forward, first, second = (Stream(name, log) for name in ("forward", "first", "second"))
+    present = [forward]
+    monkeypatch.setattr(values, "current_stream", lambda tensor: present[0])
+    monkeypatch.setattr(values, "backward_runs", lambda: True)
+    monkeypatch.setattr(values, "at_end_of_backward", lambda call: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: present[0])
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append(f"{stream.name} records"))
+    with FakeTensorMode(), torch.device("cuda"):
+        kept = Value(Kept(torch.empty(4), None))
+        value = Value(Recipe(Again(torch.exp, [kept]), torch.empty(4)))
+        for _ in range(4):
+            value.add_reader()
+        for present[0] in (first, first, second):
+            value.get()
+    assert log == ["first waits for forward", "first records", "second waits for first", "second records"]
+
+
+class TwoStreams(nn.Module):
+    """The second half runs on a side stream, and reads what the first half has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3)
+        self.third, self.norm = nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.norm(self.first(x)))
+        present, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(present)
+        with torch.cuda.stream(side):
+            y.record_stream(side)
+            z = self.second(y)
+        x = self.third(y)
+        present.wait_stream(side)
+        z.record_stream(present)
+        return z.mean((2, 3)) + x.mean((2, 3))
+
+
+def cuda_gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    return list(torch.autograd.grad(network(x).float().square().mean(), list(network.parameters())))
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+@on_a_device
+def test_gradients_on_two_streams_are_those_of_the_plain_network(budget, deterministic):
+    torch.manual_seed(0)
+    plain, x = TwoStreams().cuda(), torch.randn(16, 3, 128, 128, device="cuda")
+    expected = cuda_gradients(plain, x)
+    prepared = recompute_activations(copy.deepcopy(plain), budget=budget)
+    for _ in range(10):
+        for ours, theirs in zip(cuda_gradients(prepared, x), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_a_device
+def test_under_deterministic_algorithms_gradients_are_equal_to_the_bit(dtype, deterministic):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.SiLU(), nn.Dropout(0.3), nn.Conv2d(32, 32, 3)]
+    plain = nn.Sequential(*layers, nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 4, 1)).to("cuda", dtype)
+    x = torch.randn(8, 3, 64, 64, device="cuda", dtype=dtype)
+    expected = cuda_gradients(copy.deepcopy(plain), x)
+    assert all(map(torch.equal, cuda_gradients(recompute_activations(plain), x), expected))
