@@ -204,7 +204,8 @@ class _Hooks:
                 trace = recording.policy.trace
                 if isinstance(trace, StepTrace):
                     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-                    if not outputs and trace.saved:
+                    raised = output is None and sys.exc_info()[0] is not None
+                    if not outputs and trace.saved and not raised:
                         warnings.warn(_UNSEEN_OUTPUTS, stacklevel=2)
                     trace.watch_backward(outputs, recording.known.start)
 

@@ -26,6 +26,7 @@ from scripts.evidence import (
     tables,
     training,
 )
+from scripts.evidence.gpu import run as gpu_run
 from scripts.evidence.tables import Tables
 from scripts.evidence.training_steps import DEFAULT, GROUPS
 from tests import trees
@@ -35,6 +36,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
 PAGES = {  # by the beginning of the record's name: record, its name -> the page's text
     "abn": abn_page.page,
+    "gpu": gpu_run.page,
     "faults": lambda record, _: report.page(record),
     "jpeg": jpeg_quality.page,
     "loader": loader.page,

@@ -24,25 +24,25 @@ from .trace import Progress, StepTrace
 
 _TRACES = 16  # whole steps of one shape that are traced, if the network takes different paths
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_FEWEST = 1000  # bytes: 1 or 50 is a share, or a number of GiB, that was written as an int
 _log = logging.getLogger(__name__)
 
 Budget = float | int | str
 
 
 def checked(budget: Budget) -> float | int:
-    """A number of bytes, or a share of the plain network's peak. ValueError if it is neither."""
+    """A number of bytes (an int), or a share of the plain network's peak (a float). ValueError if it is neither."""
     number: object = budget
     if isinstance(budget, str):
         number = bytes_of(budget)
     if (
         not isinstance(number, (int, float))
         or isinstance(number, bool)
-        or not number > 0
-        or (isinstance(number, float) and number > 1)
+        or not (0 < number <= 1 if isinstance(number, float) else number >= _FEWEST)
     ):
         raise ValueError(
-            f"budget={budget!r}: expected bytes, such as '6GiB' ({', '.join(UNITS)}) or {6 * 2**30}, or a share of "
-            "the plain network's peak between 0 and 1, such as 0.3"
+            f"budget={budget!r}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
+            f"{6 * 2**30}, or a share of the plain network's peak up to 1.0, such as 0.3"
         )
     return number
 
@@ -156,6 +156,9 @@ class Frontier(NamedTuple):
     least: int  # bytes at the lowest peak that a plan reaches
     rows: list[Row]
 
+    def __repr__(self) -> str:  # what notebooks show
+        return str(self)
+
     def __str__(self) -> str:
         cells = [("budget", "peak", "of plain", "kept", "operations", "time")]
         for row in self.rows:
@@ -167,7 +170,7 @@ class Frontier(NamedTuple):
         return "\n".join([f"plain: {size_text(self.plain)}; the least: {size_text(self.least)}", *lines])
 
 
-def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) -> Frontier:
+def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = None) -> Frontier:
     """Memory and time of a training step under different budgets, from one step on an example.
 
     The step is run: three times, with the mean square of the outputs as loss. Gradients, buffers and the random state
@@ -178,20 +181,24 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
     Args:
         network: in training mode, prepared by `recompute_activations` or not.
         example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
-        budgets: as `recompute_activations` takes them. Those that no plan meets have no row.
+        budgets: as `recompute_activations` takes them. Those that no plan meets have no row. By default from 0.9 down
+            to 0.1, or the least peak if it is above them.
 
     Raises:
         ValueError: a budget is not valid; no plan meets any of them (the message names the least peak); the step could
             not be traced, e.g. because outputs need no gradient.
     """
     check_module(network, "plan")
+    asked = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
     args, kwargs = arguments_of(example)
     step, seconds = traced_step(network, *tree_map(_apart, (args, kwargs)))
     choices, plain = frontier(step), plain_peak(step)
+    if budgets is None:
+        asked = [share for share in asked if share * plain >= choices[-1].peak] or [choices[-1].peak]
     seconds = seconds or 3 * sum(value.seconds for value in step.values)
     operations = 3 * sum(value.operations for value in step.values)
     rows = []
-    for budget in map(checked, budgets):
+    for budget in asked:
         limit = budget if isinstance(budget, int) else int(budget * plain)
         choice = next((choice for choice in choices if choice.peak <= limit), None)
         if choice is not None:
@@ -201,7 +208,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
             rows.append(Row(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
     if not rows:
         least = size_text(choices[-1].peak)
-        raise ValueError(f"budgets={list(budgets)}: expected one of at least {least}, the least peak of all plans")
+        raise ValueError(f"budgets={budgets}: expected one of at least {least}, the least peak of all plans")
     return Frontier(plain, choices[-1].peak, rows)
 
 
