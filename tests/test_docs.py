@@ -15,6 +15,7 @@ from scripts.compare_runs import Comparison, compare
 from scripts.evidence import (
     abn_page,
     documents,
+    jpeg_originals,
     jpeg_quality,
     loader,
     loss,
@@ -26,6 +27,7 @@ from scripts.evidence import (
     tables,
     training,
 )
+from scripts.evidence.gpu import run as gpu_run
 from scripts.evidence.tables import Tables
 from scripts.evidence.training_steps import DEFAULT, GROUPS
 from tests import trees
@@ -35,8 +37,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
 PAGES = {  # by the beginning of the record's name: record, its name -> the page's text
     "abn": abn_page.page,
+    "gpu": gpu_run.page,
     "faults": lambda record, _: report.page(record),
-    "jpeg": jpeg_quality.page,
+    "jpeg_originals": jpeg_originals.page,
+    "jpeg_quality": jpeg_quality.page,
     "loader": loader.page,
     "loss": loss.page,
     "memory": plan_experiments.page,

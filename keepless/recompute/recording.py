@@ -192,7 +192,7 @@ class Recording(TorchFunctionMode):
         """Release the recording's tensors. Autograd holds those that it needs."""
         trace = self.known.trace
         self.known.clear()
-        self.kept = self.log.kept()
+        self.kept = self.log.kept(self.policy.why_kept)
         self.log = Log()
         self.frame = None
         if trace is not None:
@@ -362,7 +362,7 @@ class Recording(TorchFunctionMode):
     def note_need(self, value: Value, tensor: Tensor) -> None:
         """Log a kept value when it gets its first reader."""
         function = None if self.call is None else self.call.function
-        self.log.keep(value, tensor, function, self.policy.why_kept(value))
+        self.log.keep(value, tensor, function)
 
     def again(self, rule: Rule, call: Call, result: Tensor, *, from_anything: bool = False) -> Again | None:
         """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5).

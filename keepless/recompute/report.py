@@ -32,6 +32,9 @@ class Report(NamedTuple):
     def bytes(self) -> int:
         return sum(line.bytes for line in self.lines)
 
+    def __repr__(self) -> str:  # what notebooks show
+        return str(self)
+
     def __str__(self) -> str:
         rows = [(f"{line.bytes:,}", str(line.tensors), *line[2:]) for line in self.lines]
         titles = ("bytes", "tensors", "made by", "kept for", "module", "why" if any(row[-1] for row in rows) else "")
@@ -48,7 +51,7 @@ class KeptTensor(NamedTuple):
     made_by: str
     kept_for: str
     parameter: weakref.ref[Tensor] | None
-    why: str
+    why: str = ""
 
 
 class Log:
@@ -64,18 +67,18 @@ class Log:
             if type(argument) is nn.Parameter:  # isinstance takes a microsecond
                 self.parameter = weakref.ref(argument)
 
-    def keep(self, value: Value, tensor: Tensor, function: Callable[..., Any] | None, why: str = "") -> None:
+    def keep(self, value: Value, tensor: Tensor, function: Callable[..., Any] | None) -> None:
         if isinstance(tensor._base, nn.Parameter) or (
             tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter))
         ):
             return
         storage = tensor.untyped_storage()
         made_by = type(tensor.grad_fn).__name__.partition("Backward")[0] if tensor.grad_fn is not None else "input"
-        kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter, why)
+        kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter)
         self.entries.append((weakref.ref(value), address(storage), kept))
 
-    def kept(self) -> list[KeptTensor]:
-        """The tensors kept at the end of the forward pass, one per storage."""
+    def kept(self, why: Callable[[Value], str]) -> list[KeptTensor]:
+        """The tensors kept at the end of the forward pass, one per storage. `why`: the reason to keep a value."""
         found: dict[int, KeptTensor] = {}
         for reference, storage, kept in self.entries:
             value = reference()
@@ -83,7 +86,7 @@ class Log:
                 continue
             if isinstance(value.source, Signs):
                 kept = kept._replace(bytes=value.source.bytes, kept_for=f"signs for {kept.kept_for}")
-            found.setdefault(storage, kept)
+            found.setdefault(storage, kept._replace(why=why(value)))
         return list(found.values())
 
 

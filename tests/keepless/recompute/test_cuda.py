@@ -129,7 +129,7 @@ def cuda_gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(network(x).float().square().mean(), list(network.parameters())))
 
 
-@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("budget", [None, "1KiB"])
 @on_a_device
 def test_gradients_on_two_streams_are_those_of_the_plain_network(budget, deterministic):
     torch.manual_seed(0)
