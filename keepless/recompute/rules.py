@@ -18,6 +18,7 @@ from ..saved import Kept
 from ..torch_internals import dropped_share, packed_by
 from .inplace_calls import INPLACE, may_overwrite
 from .nodes import normalised
+from .signs import positive, positive_or_nan
 from .values import Again, ShapeOnly, Value, saved_value
 
 
@@ -44,10 +45,8 @@ CONVOLUTIONS = frozenset(
     getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
 )
 _RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])
-# Activations that read only signs of what they save. ReLU passes the gradient of NaN on, the leaky one scales it.
-POSITIVE = dict.fromkeys(_RELUS, lambda tensor: (tensor <= 0).logical_not_()) | dict.fromkeys(
-    (F.leaky_relu, F.leaky_relu_), lambda tensor: tensor > 0
-)
+# Activations that read only signs of what they save.
+POSITIVE = dict.fromkeys(_RELUS, positive_or_nan) | dict.fromkeys((F.leaky_relu, F.leaky_relu_), positive)
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
@@ -133,6 +132,8 @@ def _mask(function: Function) -> Rule:
         named = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
             raise NotFollowed
+        if x.is_cpu and x.is_contiguous():  # where the layout of the input's memory does not matter
+            x = x.new_empty(()).expand(x.shape)
         return Again(partial(_on_any_values, function, ShapeOnly(x), tuple(others), named), [], draws=True)
 
     return rule
