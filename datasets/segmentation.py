@@ -1,5 +1,6 @@
 """A segmentation dataset: a list of files, a table of classes and checked reading."""
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -221,6 +222,11 @@ class SegmentationDataset(Dataset):
     def names_and_sizes(self) -> tuple[str, str]:
         """Hexadecimal hashes of the files' names below the dataset's folder, and of their sizes."""
         return self._listed().names_and_sizes()
+
+    @property
+    def numbering(self) -> str:
+        """Hexadecimal hash of how label files number the classes, ignored ones among them."""
+        return hashlib.sha256(repr(sorted(self.table.label_ids.items())).encode()).hexdigest()
 
     def fingerprint(self, version: int | list) -> str:
         """Hexadecimal hash under which results computed from the files are cached.

@@ -44,7 +44,7 @@ class Run(Generic[Config, Split]):
     train_set: Split
     val_set: Split
     schedule: Schedule
-    files: dict[str, list[str]]  # hashes of names and sizes, by split
+    files: dict[str, list[str]]  # hashes of names, sizes and the labels' numbering, by split
     console: Console
     resumed: dict | None = None  # the checkpoint to resume from; None in a new run, and after the learner loaded it
     start_step: int = 0  # of that checkpoint
@@ -243,7 +243,8 @@ def _agree(
     with world.first_goes_ahead() as first:
         if first:
             directory.lock()
-    files = {split: list(data.names_and_sizes()) for split, data in (("training", train_set), ("validation", val_set))}
+    splits = {"training": train_set, "validation": val_set}
+    files = {split: [*data.names_and_sizes(), data.numbering] for split, data in splits.items()}
     resumed = directory.checkpoint_to_resume(config, schedule.total_steps, files)
     done = f"{resumed['step']} of them done" if resumed else f"no checkpoint in {directory.path}"
     found = f"{len(train_set)} training and {len(val_set)} validation images, {schedule.total_steps} steps to train"
