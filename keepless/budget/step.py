@@ -51,6 +51,7 @@ class Save(NamedTuple):
     value: int  # that is saved; -1 if none is
     signs: int  # bytes of its signs, if it is saved for these alone; otherwise 0
     memory: int  # kept by PyTorch alone
+    unpacking: int = 0  # bytes that making values from the signs takes beside the values
 
 
 class Costs(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..inputs import tensors_in
 from ..recompute.rules import FOLLOWED, INSIDE, NotFollowed, Rule
+from ..recompute.signs import unpacking_bytes
 from ..recompute.values import Again, Call, Recipe, Saved, ShapeOnly, Value
 from ..saved import Kept, is_ordinary
 from ..torch_internals import FakeTensor, StorageWeakRef, address, backward_runs, node_number, unpack
@@ -59,7 +60,7 @@ class StepTrace:
         self._is_fake = False  # the step runs on fake tensors
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # of memories, by address
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._unnumbered: list[tuple[Saved, int]] = []  # saved by the call that is running
+        self._unnumbered: list[tuple[Saved, int, int]] = []  # saved by the call that is running
         self._handles: list[Any] = []
         self.seconds = 0.0  # of the call that ran last
         self._began = 0  # number of its first event
@@ -178,7 +179,8 @@ class StepTrace:
         self.saved.append(Save(-1, 0, self.memory(tensor)))
         if isinstance(saved, Saved):
             saved.number = number
-            self._unnumbered.append((saved, -(-tensor.numel() // 8) if saved.reads_signs else 0))
+            signs = (-(-tensor.numel() // 8), unpacking_bytes(tensor)) if saved.reads_signs else (0, 0)
+            self._unnumbered.append((saved, *signs))
         self.events.append((Event.SAVE, number))
         self._watched[id(saved)] = weakref.ref(saved, partial(self._releases, id(saved), number))
         if not in_call:
@@ -191,8 +193,9 @@ class StepTrace:
         self._number_saved()
 
     def _number_saved(self) -> None:
-        for saved, signs in self._unnumbered:
-            self.saved[saved.number] = self.saved[saved.number]._replace(value=saved.value.number, signs=signs)
+        for saved, signs, unpacking in self._unnumbered:
+            entry = self.saved[saved.number]
+            self.saved[saved.number] = entry._replace(value=saved.value.number, signs=signs, unpacking=unpacking)
         self._unnumbered.clear()
 
     def forward_ends(self) -> None:
