@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import re
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,8 +41,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     layers = Path(__file__).parent / "keepless"
     if not LAYERS_ALONE or collection_path in (layers, *layers.parents):
         return None
-    inside = layers in collection_path.parents
-    return not (inside and (collection_path.is_dir() or "NEEDS_CUDA" in collection_path.read_text())) or None
+    if layers not in collection_path.parents:
+        return True
+    return None if collection_path.is_dir() or re.search("NEEDS_CUDA|mark.gpu", collection_path.read_text()) else True
 
 
 def pytest_collection_finish() -> None:

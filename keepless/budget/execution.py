@@ -34,6 +34,7 @@ class ByPlan:
     sees_calls = True
     longest = 2**31  # recipes are computed without recursion
     redraws = True
+    copies_are_worth = 4  # of a projection to queries, keys and values, say, which may be computed again itself
 
     def __init__(self, plans: Sequence[Plan] = (), trace: StepTrace | None = None, guard: "Guard | None" = None):
         self.plans = list(plans)  # those whose calls this forward pass has repeated so far

@@ -83,6 +83,7 @@ class Policy(Protocol):
     sees_calls: bool  # False: recipes follow from autograd's nodes alone
     longest: int  # recipes between a value and kept ones
     redraws: bool  # whether random functions may be called again
+    copies_are_worth: int  # see `KnownValues`
 
     @property
     def trace(self) -> Trace | None: ...
@@ -109,6 +110,7 @@ class ByRules:
     sees_calls = True
     longest = 12  # every longer chain keeps one value more
     redraws = False
+    copies_are_worth = 1
     trace = None
 
     def is_short(self, tensor: Tensor) -> bool:
@@ -167,6 +169,7 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         trace = self.policy.trace
         self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, trace)
+        self.known.copies_are_worth = self.policy.copies_are_worth
         self.inputs = ()
         self.hooks = saved_tensors_hooks(self.pack, unpack if trace is None else trace.unpack)
         self.hooks.__enter__()
