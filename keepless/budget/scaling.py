@@ -75,7 +75,7 @@ def _sizes(step: Step) -> list[float]:
     return [
         *step.memories,
         *(number for value in step.values for number in (value.bytes, value.operations)),
-        *(saved.signs for saved in step.saved),
+        *(number for saved in step.saved for number in (saved.signs, saved.unpacking)),
         *(number for _, shape, _ in step.calls for number in shape),
     ]
 
@@ -92,7 +92,7 @@ def _structure(step: Step) -> Any:
     """What steps have in common whatever their size."""
     return (
         [value._replace(bytes=0, operations=0, busy=0, seconds=0.0) for value in step.values],
-        [saved._replace(signs=0) for saved in step.saved],
+        [saved._replace(signs=0, unpacking=0) for saved in step.saved],
         [(event, 0 if event == Event.BUSY else what) for event, what in step.events],
         [(function, len(shape), dtype) for function, shape, dtype in step.calls],
         step.forward,
@@ -104,7 +104,7 @@ def _with(step: Step, sizes: Sequence[float], costs: Sequence[float]) -> Step:
     whole, taken = iter(map(round, sizes)), iter(costs)
     memories = [next(whole) for _ in step.memories]
     values = [value._replace(bytes=next(whole), operations=next(whole)) for value in step.values]
-    saved = [save._replace(signs=next(whole)) for save in step.saved]
+    saved = [save._replace(signs=next(whole), unpacking=next(whole)) for save in step.saved]
     calls = [(function, type(shape)([next(whole) for _ in shape]), dtype) for function, shape, dtype in step.calls]
     values = [value._replace(busy=round(next(taken)), seconds=next(taken)) for value in values]
     events = [(event, round(next(taken)) if event == Event.BUSY else what) for event, what in step.events]
