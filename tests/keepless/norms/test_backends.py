@@ -122,3 +122,10 @@ def test_traced_layers_are_graphs_of_pytorchs_operators(name, training, monkeypa
     monkeypatch.undo()
     torch.testing.assert_close(traced(x), layer(x))
     assert training or "aten::batch_norm" in str(traced.inlined_graph)
+
+
+def test_export_with_dynamic_sizes_and_channels_last():
+    layer, dynamic = InPlaceABN(4).eval(), torch.export.Dim.DYNAMIC
+    x, other = (torch.randn(shape).to(memory_format=torch.channels_last) for shape in ((2, 4, 8, 8), (3, 4, 5, 7)))
+    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},))
+    torch.testing.assert_close(exported.module()(other), layer(other))
