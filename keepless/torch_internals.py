@@ -45,6 +45,7 @@ try:
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+    from torch.utils._python_dispatch import _disable_current_modes as with_dispatch_modes_off
     from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     # Whether a tensor has a storage, which sparse and batched ones lack.

@@ -15,6 +15,7 @@ from scripts.compare_runs import Comparison, compare
 from scripts.evidence import (
     abn_page,
     documents,
+    jpeg_originals,
     jpeg_quality,
     loader,
     loss,
@@ -38,7 +39,8 @@ PAGES = {  # by the beginning of the record's name: record, its name -> the page
     "abn": abn_page.page,
     "gpu": gpu_run.page,
     "faults": lambda record, _: report.page(record),
-    "jpeg": jpeg_quality.page,
+    "jpeg_originals": jpeg_originals.page,
+    "jpeg_quality": jpeg_quality.page,
     "loader": loader.page,
     "loss": loss.page,
     "memory": plan_experiments.page,

@@ -185,6 +185,7 @@ def largest(
         slope = max(1.0, (exceeding - used) / (too_large**power - fits**power))  # of the line through the last two
         fits, used = too_large, exceeding
         beyond = (fits**power + 1.02 * (limit - used) / slope) ** (1 / power)
+        beyond = min(beyond, fits * 16 ** (1 / power))  # the weights may hide the slope between small values
     while too_large - fits > step:
         share = (limit - used) / (exceeding - used)
         between = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)

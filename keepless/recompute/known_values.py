@@ -10,7 +10,8 @@ from ..inputs import tensors_in
 from ..saved import Kept, is_ordinary
 from ..torch_internals import Hooks, StorageWeakRef, address, next_node_number, node_number
 from .nodes import by_node, smaller_value_of
-from .values import Again, Call, Positive, Recipe, Saved, ShapeOnly, Value
+from .signs import Positive
+from .values import Again, Call, Recipe, Saved, ShapeOnly, Value
 
 
 class Trace(Protocol):

@@ -18,6 +18,7 @@ from ..saved import Kept
 from ..torch_internals import dropped_share, packed_by
 from .inplace_calls import INPLACE, may_overwrite
 from .nodes import normalised
+from .signs import positive, positive_or_nan
 from .values import Again, ShapeOnly, Value, saved_value
 
 
@@ -44,10 +45,8 @@ CONVOLUTIONS = frozenset(
     getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
 )
 _RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])
-# Activations that read only signs of what they save. ReLU passes the gradient of NaN on, the leaky one scales it.
-POSITIVE = dict.fromkeys(_RELUS, lambda tensor: (tensor <= 0).logical_not_()) | dict.fromkeys(
-    (F.leaky_relu, F.leaky_relu_), lambda tensor: tensor > 0
-)
+# Activations that read only signs of what they save.
+POSITIVE = dict.fromkeys(_RELUS, positive_or_nan) | dict.fromkeys((F.leaky_relu, F.leaky_relu_), positive)
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 

@@ -35,7 +35,8 @@ and chart again from FILE.json.
 FOLDERS = {
     "root": "DIR",
     "checkpoints": "FOLDER",
-}  # arguments with folders of this machine, as commands name them
+    "originals": "FILE.npz",
+}  # arguments with places of this machine, as commands name them
 RESULTS = CONFIGS.parent / "docs" / "results"
 TEMPLATES = RESULTS / "templates"
 ROUNDS = """

@@ -55,15 +55,21 @@ def measure(arguments: QualityArguments, clock: frame.Clock) -> Iterator[dict]:
 def _save_copies(root: str | None, folder: Path, quality: int) -> float:
     """Write the copies' pixels as CIFAR's binary records. Returns their mean square error."""
     errors = []
-    for split, files in {"train": 5, "test": 1}.items():
+    for split in ("train", "test"):
         images = cifar10(root, split)
         assert images.pixels is not None
         copies = np.stack([_copy(pixels, quality) for pixels in images.pixels])
         errors.append(np.square(copies.astype(np.float32) - images.pixels).mean((1, 2, 3)))
-        records = np.column_stack([images.labels.astype(np.uint8), copies.reshape(len(copies), -1)])
-        for number, part in enumerate(np.array_split(records, files), 1):
-            part.tofile(folder / ("test_batch.bin" if split == "test" else f"data_batch_{number}.bin"))
+        save_records(folder, split, copies, images.labels)
     return round(float(np.concatenate(errors).mean()), 2)
+
+
+def save_records(folder: Path, split: str, pixels: np.ndarray, labels: np.ndarray) -> None:
+    """Write images, uint8 (N, 3, 32, 32), in CIFAR-10's binary form: five files for "train", one for "test"."""
+    records = np.column_stack([labels.astype(np.uint8), pixels.reshape(len(pixels), -1)])
+    names = ["test_batch.bin"] if split == "test" else [f"data_batch_{number}.bin" for number in range(1, 6)]
+    for name, part in zip(names, np.array_split(records, len(names)), strict=True):
+        part.tofile(folder / name)
 
 
 def _copy(pixels: np.ndarray, quality: int) -> np.ndarray:

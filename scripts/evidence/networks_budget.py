@@ -18,11 +18,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from keepless.budget.budget import traced_step
 from keepless.budget.execution import ByPlan
 from keepless.budget.search import Choice, frontier
 from keepless.budget.simulation import plain_peak
 from keepless.budget.step import Plan
+from keepless.budget.traced_step import traced_step
 from keepless.recompute.recording import Recording
 from scripts.evidence import frame, methods
 from scripts.evidence.frame import mib, time_ratio

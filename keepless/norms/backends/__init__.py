@@ -25,6 +25,7 @@ __all__ = [
     "backend_for",
     "check_backend",
     "floored",
+    "triton_launches",
 ]
 
 
@@ -68,17 +69,18 @@ def backend_for(name: str, x: Tensor) -> Backend:
 def _fastest(x: Tensor) -> Backend:
     if x.device.type == "cuda":
         kernels = _triton()
-        if kernels is not None and kernels.runs_on(x) and _triton_launches(x.device):
+        if kernels is not None and kernels.runs_on(x) and triton_launches(x.device):
             return kernels.TritonBackend()
         return EagerBackend()
     return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
 
 
 @cache
-def _triton_launches(device: torch.device) -> bool:
+def triton_launches(device: torch.device) -> bool:
     """Whether Triton can launch kernels on a CUDA device: it needs a C compiler. Tried once; warns if it cannot."""
     kernels = _triton()
-    assert kernels is not None
+    if kernels is None:
+        return False
     try:
         kernels.probe(device)
     except Exception as error:  # missing compilers, headers and libraries each raise another one

@@ -40,6 +40,18 @@ def test_the_largest_crop_is_a_multiple_of_eight_pixels(budget, expected):
     assert largest(lambda side: side**2 + 500, budget, 64, step=8, power=2) == expected
 
 
+def test_the_search_takes_no_giant_step_where_memory_starts_flat():
+    """Small crops peak in the optimiser's step, whatever their size."""
+    tried = []
+
+    def peak(side):
+        tried.append(side)
+        return max(10_000, side**2)
+
+    assert largest(peak, 1_048_576, 64, step=8, power=2) == 1024
+    assert max(tried) <= 4 * 1024
+
+
 def test_what_a_device_needs_leaves_its_tensors_what_they_take():
     memory = Memory(budget="10GiB", context="1GiB", nccl="0.5GiB", workspace="2GiB", fragmentation=0.2)
     for devices, tensors in ((1, 0.8 * 7), (4, 0.8 * 6.5)):

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import plan, recompute_activations
-from keepless.budget.budget import traced_step
 from keepless.budget.costs import peak_bytes
 from keepless.budget.simulation import plain_peak
+from keepless.budget.traced_step import traced_step
 from keepless.saved import kept_bytes
 
 
@@ -157,7 +157,6 @@ def test_forward_passes_without_a_backward_pass_take_no_traces():
 def test_a_step_that_is_profiled_is_not_traced():
     """One profiler inside another would end it, and in its warm-up crash the process."""
     within, plain = pair()
-    gradients(within)
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profile:
         with pytest.warns(UserWarning, match="a profiler of PyTorch runs: the budget is planned once it has ended"):
@@ -171,8 +170,7 @@ def test_a_step_that_is_profiled_is_not_traced():
             assert_like_plain(within, plain)
         torch.ones(3).erfinv()
     assert "aten::erfinv" in {event.name for event in profile.events()} and plans(within) == 0
-    for _ in range(2):
-        assert_like_plain(within, plain)
+    assert_like_plain(within, plain)
     assert plans(within) == 1
 
 

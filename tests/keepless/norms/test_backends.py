@@ -40,7 +40,7 @@ def test_auto_on_cuda_tries_triton_once_and_otherwise_computes_eagerly(monkeypat
     fused, x = EagerBackend(), SimpleNamespace(device=torch.device("cuda:1"))  # no CUDA here: a tensor by its device
     kernels = SimpleNamespace(probe=probe, runs_on=lambda x: True, TritonBackend=lambda: fused)
     monkeypatch.setattr(backends, "_triton", lambda: kernels)
-    monkeypatch.setattr(backends, "_triton_launches", cache(backends._triton_launches.__wrapped__))
+    monkeypatch.setattr(backends, "triton_launches", cache(backends.triton_launches.__wrapped__))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         chosen = [backends._fastest(x) for _ in range(3)]
