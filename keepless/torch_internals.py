@@ -51,6 +51,9 @@ try:
     # Whether a tensor has a storage, which sparse and batched ones lack.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
     without_function_modes = torch._C.DisableTorchFunction
+    without_subclasses = torch._C.DisableTorchFunctionSubclass
+    # Whether functions ask subclasses of tensors what to do.
+    subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
     without_dispatch_modes = torch._C._DisableTorchDispatch
     # The level of functorch's transforms, such as `torch.vmap`; and the tensors that they wrap.
     _transform_level = torch._C._functorch.maybe_current_level

@@ -119,7 +119,7 @@ class StepTrace:
         """Note that a call can run again for what it has saved inside; return the number of the call's value."""
         rerun = len(self.values)
         if call.function in FOLLOWED:  # a dropout, whose result follows from its mask
-            costs = Costs(self.seconds, 2 * result.nbytes, 0)
+            costs = Costs(self.seconds, result.nbytes, 0)
         busy = costs.busy + result.nbytes
         inputs = _numbers(whole.arguments)
         self.values.append(

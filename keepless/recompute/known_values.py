@@ -91,6 +91,7 @@ class KnownValues:
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.made = MadeMemory()
+        self.copies_are_worth = 1  # a copy is made again if it needs at most so many times its bytes kept for it alone
 
     def clear(self) -> None:
         """The forward pass has ended. Tensors that were modified unseen, e.g. by another thread, are refused later.
