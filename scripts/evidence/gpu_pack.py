@@ -35,11 +35,12 @@ NEEDED = (
     *("pytest", "pytest-xdist", "hypothesis"),
 )
 UNUSED = {"fonttools", "grpcio", "markdown", "tensorboard-data-server", "werkzeug"}  # for PDF files, and to show curves
-UNUSED_FILES = ("tensorboard/webfiles.zip", "matplotlib/mpl-data/sample_data/")
+FONTS = "matplotlib/mpl-data/fonts/ttf/"
+UNUSED_FILES = ("tensorboard/webfiles.zip", "matplotlib/mpl-data/sample_data/", f"{FONTS}STIX", f"{FONTS}DejaVuSerif")
 SOURCES = {"antlr4-python3-runtime"}  # published without a wheel; in Python alone
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_MIB = 60
-JPEG_QUALITY = 90
+JPEG_QUALITY = 75
 
 
 @dataclass
