@@ -209,7 +209,12 @@ class ABN(NormBase):
 
 
 def _is_inference(strategy: Strategy, x: Tensor) -> bool:
-    """Whether nothing has to be kept and the backend is eager: PyTorch's operators then need no node of ours."""
+    """Whether nothing has to be kept and the backend is eager: PyTorch's operators then need no node of ours.
+
+    So it is while `torch.jit.trace` or the older ONNX export records a graph, which cannot hold such a node.
+    """
+    if torch.jit.is_tracing():
+        return True
     if torch.is_grad_enabled() or strategy.overwrite_input or torch.compiler.is_compiling():
         return False
     return isinstance(backend_for(strategy.backend, x), EagerBackend)
