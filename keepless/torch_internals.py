@@ -7,6 +7,7 @@ Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.12.1, with the Triton that each 
 | `_top_saved_tensors_default_hooks` | the saved-tensor hooks in effect | `_Noted` sees them set (torch 2.6, 2.7) |
 | `data` of a `SavedTensor` | objects that hooks packed for a node | `packed_by` asks the unpack hook (2.9 and before) |
 | `_raw_saved_*`, `_saved_*` of nodes | statistics, masks, indices, shares | the result is kept |
+| `torch.compiler.is_exporting` | operators for `torch.export` | as in `torch.compile` (2.6) |
 | `triton.knobs` | whether kernels are interpreted | the environment variable behind it (Triton before 3.4) |
 | `run` of a compiled kernel | launching it without Triton's checks | Triton launches (Triton before 3.4) |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
@@ -78,6 +79,10 @@ except (ImportError, AttributeError) as error:
 address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
+
+
+# Whether `torch.export` traces a graph.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def backward_runs() -> bool:
