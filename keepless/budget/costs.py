@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
 from ..recompute.values import autocast_as, autocast_of
-from ..torch_internals import FakeTensor, without_dispatch_modes, without_function_modes
+from ..saved import is_ordinary
+from ..torch_internals import without_dispatch_modes, without_function_modes
 
 _profiler = threading.Lock()  # a process has one; two threads that start it crash
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
@@ -76,10 +77,10 @@ class MeasuredCall(NamedTuple):
 
 
 def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredCall | None:
-    """A call that can be repeated; None if it takes lists of tensors or tensor subclasses."""
+    """A call that can be repeated; None if it takes lists of tensors, or tensors that are not ordinary."""
     arguments: list[Any] = []
     for one in (*args, *kwargs.values()):
-        if type(one) in (Tensor, torch.nn.Parameter, FakeTensor):
+        if isinstance(one, Tensor) and is_ordinary(one):
             is_parameter = isinstance(one, torch.nn.Parameter)
             one = TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad, is_parameter)
         elif isinstance(one, (list, tuple)):

@@ -67,7 +67,8 @@ class ByPlan:
             again = recording.again(rule, call, result, from_anything=True)
         if call.inside and (inside or is_open or trace is not None):
             whole = recording.again(INSIDE[call.function], call, result, from_anything=True)
-        if self.guard is not None and is_computed is None and (either := again or whole):
+        either = None if _reads_overwritten(call, result) else again or whole
+        if self.guard is not None and is_computed is None and either is not None:
             is_computed = inside = self.guard.computes(either, result)
         if inside and whole is not None:
             made = recording.bundle(whole, call, result)
@@ -130,6 +131,12 @@ class Guard:
             self.kept += result.nbytes
             return False
         return True
+
+
+def _reads_overwritten(call: Call, result: Tensor) -> bool:
+    """Whether a call has written over a kept value that it reads, so that a plan alone can let it be computed again."""
+    before = call.before
+    return before is not None and result is call.args[0] and before.reads_storage(address(result.untyped_storage()))
 
 
 def _is_new(base: Tensor, call: Call, is_made: Callable[[Tensor], bool]) -> bool:

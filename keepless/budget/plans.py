@@ -16,6 +16,7 @@ from .costs import seconds_of
 from .estimates import Estimates
 from .execution import ByPlan, Guard
 from .rehearsal import rehearsed_step
+from .scaling import Sized, remember, scaled
 from .search import frontier
 from .simulation import plain_peak, simulate
 from .step import Plan, Step
@@ -33,13 +34,15 @@ class PlansByShape:
 
     The first pass over a shape is rehearsed on fake tensors, and its plan is in force at once. The second step with
     new calls is traced: it says what the rehearsal cannot, e.g. the seconds that calls take in place, and corrects the
-    plan. The same calls on other shapes are only rehearsed, and take over a plan if it fits.
+    plan. The same calls on other shapes are only rehearsed, or scaled between known sizes, and take over a plan that
+    fits.
     """
 
     def __init__(self, budget: float | int):
         self.budget = budget
         self.estimates = Estimates()
         self._shapes: dict[Hashable, _Shape] = {}
+        self._sized: dict[Hashable, list[Sized]] = {}  # rehearsed steps, by all but the dimensions of inputs
         self._families: dict[tuple[Any, ...], _Family] = {}  # by the functions that are called
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
@@ -67,29 +70,39 @@ class PlansByShape:
             ) from error
 
     def _shape(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Shape":
+        """What is known of inputs of this shape."""
         inputs = tensors_in((args, kwargs))
+        dims = tuple(size for tensor in inputs if is_ordinary(tensor) for size in tensor.shape)
         forms = tuple(
-            (tensor.shape if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device)
+            (tensor.dim() if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device)
             for tensor in inputs
         )
         devices = {tensor.device.type for tensor in inputs}
         key = (forms, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
-        return self._shapes.setdefault(key, _Shape())
+        if (key, dims) not in self._shapes:
+            self._shapes[key, dims] = _Shape(dims, self._sized.setdefault(key, []))
+        return self._shapes[key, dims]
 
     def _rehearse(
         self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Exception | None:
         """Plan a shape from a rehearsal. Returns the error if the network cannot be rehearsed."""
         try:
-            step, seconds = seconds_of(
-                lambda: rehearsed_step(module, args, kwargs, self.estimates), torch.device("cpu")
-            )
+            step, seconds = seconds_of(lambda: self._rehearsed(shape, module, args, kwargs), torch.device("cpu"))
         except Exception as error:  # a network may raise anything
             _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
             return error
         shape.plans.append(self._planned(step, seconds))
         shape.needs_trace = not self._family(step).was_traced
         return None
+
+    def _rehearsed(self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        """The step of a shape: from a rehearsal, or scaled from others."""
+        step = scaled(shape.known, shape.dims)
+        if step is None:
+            step = rehearsed_step(module, args, kwargs, self.estimates)
+            remember(shape.known, Sized(shape.dims, step))
+        return step
 
     def _refine(self, shape: "_Shape", step: Step) -> None:
         """A step was traced: correct the plan of its calls, or add one."""
@@ -152,9 +165,15 @@ class _Family:
 
 
 class _Shape:
-    """The plans for inputs of one shape."""
+    """The plans for inputs of one shape.
 
-    def __init__(self) -> None:
+    Args:
+        dims: all dimensions of the inputs.
+        known: rehearsed steps of inputs that differ in these alone.
+    """
+
+    def __init__(self, dims: tuple[int, ...], known: list[Sized]) -> None:
+        self.dims, self.known = dims, known
         self.passes = 0
         self.plans: list[Plan] = []
         self.trace: StepTrace | None = None

@@ -28,9 +28,11 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     It runs on fake tensors and a copy of the network, under the modes of the caller, such as autocast. Users' hooks are
     left out, because they may count or log; those of PyTorch, such as spectral norms, are copied.
 
-    Raises whatever the network raises on fake tensors, e.g. because it asks for their values, and RuntimeError if it
-    communicates with other processes.
+    Raises whatever the network raises on fake tensors, e.g. because it asks for their values; and RuntimeError if it
+    communicates with other processes, or has an LSTM, which saves other tensors on fake ones.
     """
+    if any(isinstance(module, nn.LSTM) for module in network.modules()):
+        raise RuntimeError("an LSTM cannot be rehearsed: on fake tensors it saves other tensors")
     while isinstance(network, DistributedDataParallel):
         network = network.module
     given = tensors_in((args, kwargs))

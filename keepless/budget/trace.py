@@ -20,6 +20,7 @@ from .estimates import Estimates
 from .step import Costs, Event, Kind, Save, Step, StepValue
 
 _WITH_MEMORY = (Kind.KEPT, Kind.FOLLOWS, Kind.FREE, Kind.INSIDE, Kind.PART)
+_OF_WRITTEN_VIEW = "CopySlices"  # the node of a call that has written over a view, e.g. over an instance norm's result
 _SMALL = 2**12  # bytes of a call's arguments below which nothing is measured
 
 
@@ -276,7 +277,7 @@ class StepTrace:
             node = pending.pop()
             call = self._backward.get(node_number(node))
             self._handles.append(node.register_prehook(self._gradients))
-            self._handles.append(node.register_hook(partial(self._after, call)))
+            self._handles.append(node.register_hook(partial(self._after, call, type(node).__name__)))
             for following, _ in node.next_functions:
                 if following is None or following in seen or hasattr(following, "variable"):
                     continue
@@ -284,9 +285,13 @@ class StepTrace:
                     seen.add(following)
                     pending.append(following)
 
-    def _after(self, call: MeasuredCall | None, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+    def _after(
+        self, call: MeasuredCall | None, name: str, found: Sequence[Tensor | None], given: Sequence[Tensor | None]
+    ) -> None:
         """A node of the backward pass has run."""
         self._gradients(found)
+        if name == _OF_WRITTEN_VIEW and given and given[0] is not None:
+            self.events.append((Event.BUSY, 2 * given[0].nbytes))  # the gradient of the view, before and after
         if call is not None and given and given[0] is not None:
             self._busy_backward.append((len(self.events), call, given[0].stride()))
             self.events.append((Event.BUSY, 0))

@@ -51,8 +51,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..inputs import tensors_in
-from ..saved import PLAIN, Kept, copied, is_ordinary
-from ..torch_internals import address, current_function_mode, current_hooks, in_transform, unpack, unwrapped
+from ..saved import PLAIN, Kept, adds_metadata, copied, is_ordinary
+from ..torch_internals import (
+    address,
+    current_function_mode,
+    current_hooks,
+    in_transform,
+    subclasses_are_asked,
+    unpack,
+    unwrapped,
+)
 from .inplace_calls import may_overwrite, overwritten
 from .known_values import KnownValues, Trace
 from .opened_calls import CALL_OTHERS, body
@@ -227,6 +235,8 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_abandoned():
             return function(*args, **kwargs)
+        if types and subclasses_are_asked() and any(map(adds_metadata, types)):
+            return self._asked(function, types, args, kwargs)
         if function in _OPENED and PLAIN.issuperset(types):
             return self._opened(function, args, kwargs)
         if not may_overwrite(function, args, kwargs):
@@ -238,6 +248,15 @@ class Recording(TorchFunctionMode):
         finally:
             for write in writes:
                 self.known.after_overwriting(write)
+
+    def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let subclasses of tensors handle a call, and see the functions that they call, on plain tensors."""
+        super().__enter__()
+        try:
+            results = (kind.__torch_function__(function, types, args, kwargs) for kind in types)
+            return next((result for result in results if result is not NotImplemented), NotImplemented)
+        finally:
+            super().__exit__(None, None, None)
 
     def _opened(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of Python that has no rule, and see the functions that it calls."""
@@ -323,7 +342,9 @@ class Recording(TorchFunctionMode):
                 call.vectors.append(tensor)
             return Kept(tensor, None)
         if not is_ordinary(tensor):
-            return Kept(tensor, known.outer)
+            kept = Kept(tensor, known.outer)
+            self.log.keep_other(kept, tensor, None if call is None else call.function)
+            return kept
         if call is not None and call.reads_shape_only and tensor.requires_grad:
             shape = ShapeOnly(tensor)
             if known.trace is not None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..saved import Kept
+from ..saved import PLAIN, Kept
 from ..torch_internals import address
 from .values import Signs, Value
 
@@ -17,7 +17,7 @@ class Line(NamedTuple):
 
     bytes: int
     tensors: int
-    made_by: str  # the operation that is not computed again; "input" if none of the network's
+    made_by: str  # the operation that is not computed again, or a tensor's type; "input" if none of the network's
     kept_for: str  # the function that reads them
     module: str  # whose parameters were used last
     why: str = ""  # under a budget
@@ -59,6 +59,7 @@ class Log:
 
     def __init__(self) -> None:
         self.entries: list[tuple[weakref.ref[Value], int, KeptTensor]] = []
+        self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.parameter: weakref.ref[Tensor] | None = None
 
     def call(self, arguments: Iterable[Any]) -> None:
@@ -77,6 +78,13 @@ class Log:
         kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter)
         self.entries.append((weakref.ref(value), address(storage), kept))
 
+    def keep_other(self, kept: Kept, tensor: Tensor, function: Callable[..., Any] | None) -> None:
+        """Note a kept tensor that has no value, if it is of a subclass of tensors."""
+        if type(tensor) not in PLAIN and not tensor.is_nested:
+            size, name = tensor.numel() * tensor.itemsize, getattr(function, "__name__", "")
+            entry = KeptTensor(size, type(tensor).__name__, name, self.parameter, "a subclass of tensors")
+            self.others.append((weakref.ref(kept), entry))
+
     def kept(self, why: Callable[[Value], str]) -> list[KeptTensor]:
         """The tensors kept at the end of the forward pass, one per storage. `why`: the reason to keep a value."""
         found: dict[int, KeptTensor] = {}
@@ -87,7 +95,7 @@ class Log:
             if isinstance(value.source, Signs):
                 kept = kept._replace(bytes=value.source.bytes, kept_for=f"signs for {kept.kept_for}")
             found.setdefault(storage, kept._replace(why=why(value)))
-        return list(found.values())
+        return [*found.values(), *(entry for reference, entry in self.others if reference() is not None)]
 
 
 def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:

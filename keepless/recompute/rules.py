@@ -7,7 +7,7 @@ recipe may keep it (rules 4 and 5 in recording.py).
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..saved import Kept
-from ..torch_internals import dropped_share, packed_by
+from ..torch_internals import (
+    FakeTensor,
+    dropped_share,
+    packed_by,
+    without_dispatch_modes,
+    without_function_modes,
+)
 from .inplace_calls import INPLACE, may_overwrite
 from .nodes import normalised
 from .signs import positive, positive_or_nan
@@ -276,8 +282,28 @@ def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     if type(node).__name__ == "MulBackward0":
         return Again(torch.mul, [find(x), *_saved(node, "other")], fresh=True)
     if type(node).__name__ == "NativeDropoutBackward0" and (share := dropped_share(node)) is not None:
-        return Again(_masked, [find(x), *_saved(node, "result1"), 1 / (1 - share)], fresh=True)
+        scale = (
+            1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, x.dtype == torch.float64, share)
+        )
+        return Again(_masked, [find(x), *_saved(node, "result1"), scale], fresh=True)
     raise NotFollowed
+
+
+@cache
+def dropout_scale(device: torch.device, double: bool, share: float) -> float:
+    """What a dropout's kernel multiplies values with. It may round 1 - p before it divides, so it is measured, once.
+
+    NotFollowed where nothing can be measured: while a CUDA graph is captured, or if all values are dropped.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotFollowed
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), without_function_modes(), without_dispatch_modes(), torch.random.fork_rng(devices):
+        ones = torch.ones(2**12, dtype=torch.float64 if double else torch.float32, device=device)
+        scale = torch.native_dropout(ones, share, True)[0].max().item()
+    if not scale:
+        raise NotFollowed
+    return scale
 
 
 def _alpha_dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:

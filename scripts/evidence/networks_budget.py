@@ -185,7 +185,8 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
         network = copy.deepcopy(plain)
         forward = methods.forward_of(network, method, compiler)
         step = partial(training_step, network, partial(methods.loss_of, forward), pixels)
-        step()  # compiles
+        for _ in range(methods.WARM_UP_STEPS):  # compiles
+            step()
         peak = peak_bytes(step, device)
         steps[method] = step
         return {"peak_bytes": peak}

@@ -42,14 +42,15 @@ def backend_for(name: str, x: Tensor) -> Backend:
 
     "auto" means `triton` on CUDA if it can launch kernels, `compiled` on the CPU if `prefers_compiled` says so, and
     otherwise `eager`. Inside `torch.compile` the backend is always `compiled`, whose formulas fuse with the surrounding
-    code. It is `eager` for empty tensors and under tools that watch operations (fake tensors, FLOP or memory counters),
-    which cannot see inside a fused kernel.
+    code. It is `eager` for empty tensors, while `torch.jit.trace` records, and under tools that watch operations (fake
+    tensors, FLOP or memory counters), which cannot see inside a fused kernel.
 
     ValueError if the backend cannot compute on the device or in the dtype of x.
     """
     if torch.compiler.is_compiling():
         return CompiledBackend()
-    if name == "eager" or type(x) not in (Tensor, Parameter) or is_in_torch_dispatch_mode() or x.numel() == 0:
+    is_watched = type(x) not in (Tensor, Parameter) or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
+    if name == "eager" or is_watched or x.numel() == 0:
         return EagerBackend()
     if name == "auto":
         return _fastest(x)

@@ -18,7 +18,7 @@ from engine.output_files import write_file
 from engine.schema.keys import key
 from scripts.evidence import frame
 from scripts.evidence.frame import Clock
-from scripts.evidence.gpu import check, layers, networks, ranks, steps, train
+from scripts.evidence.gpu import check, fit, layers, networks, ranks, steps, train
 from scripts.evidence.gpu.part import Part, Rows, Setting
 from scripts.evidence.measuring import Elsewhere
 from scripts.reports import charts
@@ -30,8 +30,8 @@ PARTS: dict[str, Part] = {  # in the order in which they should be run
     "exact": networks.EXACT_PART,
     "abn": layers.BLOCKS_PART,
     "networks": networks.PART,
-    "steps": steps.STEPS_PART,
-    "fit": steps.FIT_PART,
+    "steps": steps.PART,
+    "fit": fit.PART,
     "train": train.PART,
     "ranks": ranks.PART,
 }

@@ -137,7 +137,14 @@ class OfParameters(nn.Module):
         return F.gelu(self.last(x + F.relu(shift))).mean((2, 3))
 
 
+def over_views() -> nn.Module:
+    """An activation writes over the result of an instance norm, which is a view."""
+    blocks = [(nn.Conv2d(8, 8, 3, padding=1), nn.InstanceNorm2d(8), nn.SiLU(inplace=True)) for _ in range(3)]
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *itertools.chain(*blocks), nn.AdaptiveAvgPool2d(1))
+
+
 CASES = {
+    "over views": (over_views, (4, 3, 32, 32)),
     "of parameters": (OfParameters, (4, 4, 32, 32)),
     "loss": (WithLoss, (4, 3, 32, 32)),
     "mixed": (Mixed, (4, 3, 16, 16)),

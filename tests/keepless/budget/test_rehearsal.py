@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from keepless import InPlaceABN, recompute_activations
 from keepless.budget.costs import peak_bytes
+from keepless.budget.estimates import Estimates
 from keepless.budget.plans import PlansByShape
+from keepless.budget.rehearsal import rehearsed_step
+from keepless.budget.scaling import Sized, scaled
+from keepless.budget.step import Event
 from tests.keepless.budget.ahead import Ahead
 
 
@@ -95,6 +99,35 @@ def test_every_step_of_every_size_is_within_the_budget():
     assert is_planned(within) == [True] * 5
 
 
+class Scores(nn.Module):
+    """Attention without a fused kernel: its scores grow with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return (x @ x.transpose(1, 2)).softmax(-1).matmul(x).relu().mean(1)
+
+
+def test_a_step_is_scaled_to_lengths_between_known_ones():
+    """To the byte, but for what operators take while they run."""
+
+    def step(network: nn.Module, *shape: int) -> Sized:
+        step = rehearsed_step(network, (torch.randn(shape),), {}, Estimates())
+        busy = [(event, 0 if event == Event.BUSY else what) for event, what in step.events]
+        values = [value._replace(busy=0, seconds=0.0) for value in step.values]
+        return Sized(shape, step._replace(events=busy, values=values))
+
+    network = Scores()
+    known = [step(network, 2, length, 16) for length in (64, 200, 40, 128)] + [step(network, 3, 50, 16)]
+    assert scaled(known, (2, 99, 16)) == step(network, 2, 99, 16).step
+    assert scaled(known, (2, 201, 16)) is None and scaled(known, (4, 99, 16)) is None
+    known[2] = step(nn.Sequential(network, nn.ReLU()), 2, 40, 16)
+    assert scaled(known, (2, 99, 16)) is None  # other calls
+
+
 def test_a_network_that_cannot_be_rehearsed_keeps_little_at_first():
     """It repeats all but about sqrt(2 n) of its n layers, until its step has been traced."""
     torch.manual_seed(0)
@@ -175,3 +208,9 @@ def test_a_pass_that_raises_is_planned_next_time(fails_in):
         else:
             assert all(map(torch.equal, gradients(within, x), gradients(plain, x)))
     assert is_planned(within) == [True]
+
+
+def test_an_lstm_is_not_rehearsed():
+    """On fake tensors it saves other tensors, an eighth of the bytes: the guard is better."""
+    with pytest.raises(RuntimeError, match="LSTM"):
+        rehearsed_step(nn.LSTM(4, 4), (torch.randn(2, 2, 4),), {}, Estimates())

@@ -250,6 +250,22 @@ def test_gamma_is_floored_within_the_kernels(backend, device):
         torch.testing.assert_close(result, wanted, rtol=2e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.parametrize("ranks, channels", [(2, 3), (5, 130)])
+def test_statistics_over_ranks(backend, device, ranks, channels):
+    """Ranks with different numbers of values; means that are far apart; with and without running statistics."""
+    generator = torch.Generator().manual_seed(0)
+    moments = torch.rand(ranks, 2 * channels, dtype=torch.float64, generator=generator) * 100
+    counts = torch.randint(2, 10**6, (ranks, 1), generator=generator)
+    gathered = torch.cat([moments, counts], dim=1).to(device)
+    results = []
+    for each in (EAGER, backend):
+        vectors = torch.full((2, channels), 2.0, device=device)
+        tracked = each.joint_statistics(gathered, torch.float32, 1e-5, Running(*vectors.unbind(), 0.3))
+        results.append([*tracked, vectors, *each.joint_statistics(gathered, torch.float32, 1e-5, UNTRACKED)])
+    assert results[1][2].dtype == torch.float64 and results[1][2].shape == ()
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_saturated_values_give_finite_gradients(backend, device, dtype):
     for activation, asymptotes in (("elu", [-1.0]), ("sigmoid", [0.0, 1.0]), ("tanh", [-1.0, 1.0])):
@@ -379,6 +395,16 @@ def test_compiles_to_wide_loads_without_spills(compile_for, architecture, shape,
 def test_compiles_where_sizes_are_one(compile_for, shape):
     """Triton turns sizes of 1 into constants; the interpreter does not."""
     compile_for(shape, torch.float32, CONTIGUOUS, "elu", "x", 90)
+
+
+def test_statistics_over_ranks_compile(monkeypatch, tmp_path):
+    compiler, launches = cubins.compiler(monkeypatch, tmp_path), []
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *arguments: launches.append((launch, *arguments)))
+    gathered, running = torch.empty(8, 513, dtype=torch.float64, device="meta"), torch.empty(256, device="meta")
+    triton_kernels.TritonBackend().joint_statistics(gathered, torch.float32, 1e-5, Running(running, running, 0.1))
+    ((launch, tensors, floats),) = launches
+    arguments = (*tensors, *floats, *launch.sizes)
+    assert compiler.compile(launch.kernel, 90, arguments, launch.constants, **launch.options).spilled == 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The GPU evidence, rehearsed on the CPU: what is written, when, and what it never looks like. None asserts a time."""
 
 import json
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from datasets.camvid import camvid
 from engine.configuration.command_line import composed
 from engine.configuration.config import typed
 from scripts import gpu_evidence  # noqa: F401  # declares its command
-from scripts.evidence import frame
-from scripts.evidence.gpu import check, run, steps
+from scripts.evidence import frame, gpu_pack
+from scripts.evidence.gpu import check, fit, run
 from scripts.evidence.gpu.decoders import VOCABULARY, decoder
 from scripts.evidence.gpu.part import Setting
 from scripts.evidence.gpu.run import PARTS, REHEARSED, GpuArguments, Measurement
+from tests import trees
 
 
 def arguments(folder: Path, *words: str) -> GpuArguments:
@@ -136,9 +139,9 @@ def test_the_largest_minibatch_is_found_from_either_side():
             taken = int(100 + 10 * crops ** (1.0 if crops <= 4 else more))
             return taken if taken <= 500 else None
 
-        found = steps.largest(peak, 500, first=4, fewest=2, step=1, power=1)
+        found = fit.largest(peak, 500, first=4, fewest=2, step=1, power=1)
         assert peak(found) is not None and peak(found + 1) is None
-    assert steps.largest(lambda crops: None, 500, first=4, fewest=2, step=1, power=1) == 0
+    assert fit.largest(lambda crops: None, 500, first=4, fewest=2, step=1, power=1) == 0
 
 
 def test_the_files_with_gpu_tests_are_those_of_the_layers_first():
@@ -172,3 +175,28 @@ def test_an_item_that_takes_too_long_is_stopped(tmp_path):
     run.run(arguments(tmp_path, "part=exact", "rehearse=true", "minutes=0.001"))
     (first, *_) = json.loads((tmp_path / "rehearsed_exact.json").read_text())["left"]
     assert first["reason"] == "stopped"
+
+
+def test_a_compressed_wheel_holds_the_same_and_no_file_that_is_never_used(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a-1-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("a/__init__.py", 1000 * "x = 1\n")
+        wheel.writestr("tensorboard/webfiles.zip", b"large")
+    (tmp_path / "out").mkdir()
+    gpu_pack.compress(tmp_path / "a-1-py3-none-any.whl", tmp_path / "out" / "a.whl")
+    with zipfile.ZipFile(tmp_path / "out" / "a.whl") as wheel:
+        assert wheel.namelist() == ["a/__init__.py"] and wheel.read("a/__init__.py") == 1000 * b"x = 1\n"
+
+
+def test_the_pack_has_what_the_command_needs_beyond_torch():
+    packed = gpu_pack.required(gpu_pack.NEEDED) - gpu_pack.required(gpu_pack.PackArguments().have)
+    assert {"hydra-core", "antlr4-python3-runtime", "omegaconf", "pyyaml", "opencv-python-headless", "pytest"} <= packed
+    assert not {"torch", "numpy", "pillow", "torchvision"} & packed
+
+
+def test_camvid_is_packed_at_half_its_size(tmp_path):
+    trees.camvid_folders(tmp_path / "whole")
+    gpu_pack.shrink(tmp_path / "whole", tmp_path / "half")
+    for split in ("train", "val"):
+        whole, half = (camvid(tmp_path / size, split) for size in ("whole", "half"))
+        assert len(half) == len(whole)
+        assert half[0].label.shape == half[0].image.shape[:2] == tuple(side // 2 for side in whole[0].image.shape[:2])
