@@ -42,7 +42,8 @@ class Problem(NamedTuple):
 def verify(dataset: Split, workers: int | None = None, progress: Progress = None) -> list[str]:
     """Check every image and label of a split. ValueError lists the first problems and counts all.
 
-    Returns the classes without a pixel, unless a benchmark has chosen the classes; [] for a classification.
+    Returns the classes without a pixel, unless a benchmark has chosen the classes. In a classification, the classes
+    without an image file.
 
     TimeoutError names the first image that takes longer than the `reading_limit` around this call.
 
@@ -52,10 +53,12 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
     success until a path, size or modification time changes. If it cannot be written, the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):
-        if dataset.pixels is None:
-            look = partial(_seen, dataset.image)
-            _check_once(dataset, look, dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
-        return []
+        if dataset.pixels is not None:
+            return []
+        look = partial(_seen, dataset.image)
+        _check_once(dataset, look, dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
+        held = {*dataset.labels.tolist()}
+        return [name for number, name in enumerate(dataset.classes) if number not in held]
     look = partial(_looked, dataset, dataset.image_size)
     seen = _check_once(dataset, look, dataset.fingerprint(_CHECKS), workers, progress)
     return [name for number, name in enumerate(dataset.classes) if number not in seen and not dataset.table.benchmark]
@@ -148,8 +151,8 @@ class Inspection:
     """The result of `inspect`.
 
     `images`: their number. `problems`: unpaired files first, then in the order of the files. Over all readable labels,
-    `pixels`, int64 (classes,), counts the pixels of each class, `labels`, int64 (classes,), the labels that contain it,
-    and `ignored` the pixels of no class.
+    `pixels`, int64 (classes,), counts the pixels of each class, `labels`, int64 (classes,), the labels that contain it
+    (in a classification, its images), and `ignored` the pixels of no class.
     """
 
     images: int
@@ -177,6 +180,8 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
             problems += found
             pixels += counts
             labels += counts > 0
+    if isinstance(dataset, ClassificationDataset):
+        labels = np.bincount(dataset.labels, minlength=classes)
     return Inspection(images, tuple(problems), pixels[:classes], labels[:classes], ignored=int(pixels[ignore_index]))
 
 

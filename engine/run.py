@@ -212,7 +212,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
                     absent = verify_with_progress(run.train_set, run.console, data.on_error == "stop")
                     if absent:
                         named = ", ".join(absent)
-                        logger.warning(f"no training image has a pixel of {named}: check the labels and the classes")
+                        logger.warning(f"no training image shows {named}: check the labels and the classes")
                     verify_with_progress(run.val_set, run.console)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":

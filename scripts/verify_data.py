@@ -56,6 +56,7 @@ class SplitReport:
     classes: tuple[str, ...]
     problems: tuple[Problem, ...]
     inspection: Inspection | None
+    absent: tuple[str, ...] = ()  # classes without a pixel, or without an image, where others have some
 
     def by_kind(self) -> dict[str, list[str]]:
         """{kind: messages}"""
@@ -118,20 +119,21 @@ def check_split(
         message = f"expected {official_images}, found {found.images}: an incomplete dataset, or an archive not unpacked"
         problems = (Problem("number of images", message), *problems)
     inspection = found if found.pixels.any() or found.ignored else None
-    return SplitReport(split, found.images, official_images, dataset.classes, problems, inspection)
+    labelled = zip(dataset.classes, found.labels, strict=True)
+    absent = tuple(name for name, count in labelled if not count) if found.labels.any() else ()
+    return SplitReport(split, found.images, official_images, dataset.classes, problems, inspection, absent)
 
 
 def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
     """Print the classes, then the problems, then one line per split: the most important comes last."""
     for report in reports:
-        if report.inspection is None:
-            continue
-        console.print(histogram(report, report.inspection))
-        absent = [name for name, pixels in zip(report.classes, report.inspection.pixels, strict=True) if not pixels]
-        if absent:
-            text = f"{report.split}: without a pixel: {', '.join(absent)}"
-            console.print(text, soft_wrap=True)
-        console.print()
+        if report.inspection is not None:
+            console.print(histogram(report, report.inspection))
+        if report.absent:
+            without = "an image" if report.inspection is None else "a pixel"
+            console.print(f"{report.split}: without {without}: {', '.join(report.absent)}", soft_wrap=True)
+        if report.inspection is not None or report.absent:
+            console.print()
     layout_is_known = any(report.classes for report in reports)  # or has been shown
     for report in reports:
         for kind, messages in report.by_kind().items():

@@ -291,6 +291,7 @@ def test_training_and_prediction_see_the_same_image(root, tmp_path):
         assert inspect(val, workers=0).problems == ()
         classes = tmp_path / kind / "train" / "cats"
         classes.mkdir(parents=True)
+        (classes.parent / "dogs").mkdir()
         image.rename(classes / "1.jpg")
         assert np.array_equal(image_folder(tmp_path / kind, "train").image(0), expected)
 

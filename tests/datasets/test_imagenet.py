@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import imagenet, verify
+from datasets import image_folder, imagenet, verify
 from tests.datasets import classification_trees as trees
 from tests.datasets.classification_trees import WNIDS, encoded, photograph, write
 
@@ -95,6 +95,26 @@ def test_wrong_folders_and_splits_are_named(root, given, split, message):
     (root / "without" / "train" / "empty").mkdir(parents=True)
     with pytest.raises(ValueError, match=message):
         imagenet(given(root), split)
+
+
+def test_classes_of_own_images_that_are_not_read_or_empty_are_named(root):
+    first, second, third = ((root / "train" / wnid) for wnid in WNIDS)
+    for file in second.iterdir():
+        file.rename(file.with_suffix(".HEIC"))
+    (second / "notes.txt").write_text("of another program")
+    unread = (
+        rf"images are not read: {WNIDS[1]}/{WNIDS[1]}_0.HEIC, .*_1.HEIC in {root}/train \(2 in all\); expected .jpeg"
+    )
+    with pytest.raises(ValueError, match=unread):
+        image_folder(root, "train")
+    for file in second.iterdir():
+        file.unlink()
+    assert verify(image_folder(root, "train"), workers=0) == [WNIDS[1]]
+    for split in ("train", "val"):
+        for folder in (second, third):
+            shutil.rmtree(root / split / folder.name)
+    with pytest.raises(ValueError, match=f"{root}/train holds one class folder, {first.name}, .* two classes or more"):
+        image_folder(root, "train")
 
 
 def adobe_cmyk(black: int) -> bytes:
