@@ -435,8 +435,10 @@ class Recording(TorchFunctionMode):
             value = known.value_of(tensor, call)
         if not from_anything:
             return None if value is not None and value.unread else value
-        if value is None and tensor is not result and known.is_made(tensor):
-            value = known.keep(tensor, call)
+        if value is None and tensor is not result:
+            is_large = _MUCH * _bytes(tensor) > call.room(result)  # a mask, say, which one copy per call would exceed
+            if known.is_made(tensor) or (is_large and known.made.has(tensor)):
+                value = known.keep(tensor, call)
         if value is not None and value.unread:
             self.note_need(value, tensor)
         return value
