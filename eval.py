@@ -64,7 +64,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
     dataset = task.dataset(config.data, split, state)
     with world.first_goes_ahead() as first:
         if config.data.verify and first:
-            verify_with_progress(dataset, console, task.verify)
+            verify_with_progress(dataset, console)
     assemble.arithmetic(config.trainer)
     network, averaged = task.network, options.averaged
     forward = assemble.trained_forward(config, network, state, path, dataset.classes, averaged, world.device)

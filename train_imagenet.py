@@ -12,7 +12,6 @@ from functools import partial
 from omegaconf import DictConfig
 from torch import nn
 
-from datasets import verify_images
 from engine import assemble, loop, planner
 from engine.configuration import config as configuration
 from engine.configuration.command_line import command_line, configured
@@ -28,7 +27,7 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
     """
     with (
         planner.fitted(configuration.typed(values, ClassificationRun)) as config,
-        opened(config, command, assemble.classified_splits, verify_images) as run,
+        opened(config, command, assemble.classified_splits) as run,
     ):
         make = partial(assemble.classification_network, config, len(run.train_set.classes))
         run.start(assemble.learner(config, make, run.schedule, run.world))

@@ -11,7 +11,7 @@ from functools import partial
 
 from omegaconf import DictConfig
 
-from datasets import WholeImages, verify
+from datasets import WholeImages
 from engine import assemble, loop, planner
 from engine.configuration import config as configuration
 from engine.configuration.command_line import command_line, configured
@@ -44,7 +44,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     """
     with (
         planner.fitted(configuration.typed(values, SegmentationRun)) as config,
-        opened(config, command, assemble.labelled_splits, verify) as run,
+        opened(config, command, assemble.labelled_splits) as run,
     ):
         trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
         make = partial(assemble.segmentation_network, config, len(train_set.classes))

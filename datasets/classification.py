@@ -21,6 +21,7 @@ class ClassificationDataset(Dataset):
     """
 
     palette = None  # classes have no colours
+    numbering = ""  # no label files
     has_labels = True
 
     name: str

@@ -11,7 +11,7 @@ import numpy as np
 
 from datasets import file_formats as formats
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
-from datasets.layout import Layout, first_of, list_files, read_list
+from datasets.layout import OTHER_IMAGES, Layout, first_of, list_files, read_list
 from datasets.reading import EVERYTHING, Stored, Window, checked_png, decode_image, decode_label
 from datasets.segmentation import Files, SegmentationDataset
 from datasets.time_limit import limited
@@ -22,8 +22,7 @@ DRAWN, WITHHELD = ("train", "val"), "test"
 _IGNORED = 255  # unless the file says otherwise
 
 _IMAGES = (".png", ".jpg", ".jpeg")
-_OTHERS = (".bmp", ".tif", ".tiff", ".webp")
-_LABELS = (*_IMAGES, *_OTHERS)  # all but PNGs are refused by name, not overlooked
+_LABELS = (*_IMAGES, *OTHER_IMAGES)  # all but PNGs are refused by name, not overlooked
 _EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
 
 _LAYOUT = Layout(
@@ -156,7 +155,7 @@ def folder(
 
 def _check_formats(folder: Path, names: Set[str]) -> None:
     """Raise ValueError if labels have images in other formats. `names`: labels without a PNG or JPEG image."""
-    others = list_files(folder, _OTHERS, deep=True)
+    others = list_files(folder, OTHER_IMAGES, deep=True)
     if found := [str(path.relative_to(folder)) for name, path in others.items() if name in names]:
         raise ValueError(
             f"images with a label are not read: {first_of(found)} in {folder} ({len(found)} in all); expected "

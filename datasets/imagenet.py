@@ -6,7 +6,7 @@ from pathlib import Path
 
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, list_classes
-from datasets.layout import Layout, first_of
+from datasets.layout import OTHER_IMAGES, Layout, first_of
 from datasets.time_limit import limited
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -42,8 +42,23 @@ def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDatase
 
 
 def image_folder(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
-    """As `imagenet`, for other images: split "train", "val" or "test", seen as their EXIF orientation says."""
-    return replace(_in_folders(_OWN, root, split), turned=True)
+    """As `imagenet`, for other images: split "train", "val" or "test", seen as their EXIF orientation says.
+
+    ValueError also if there is one class alone, or a class folder holds images of other formats.
+    """
+    dataset = _in_folders(_OWN, root, split, (*_SUFFIXES, *OTHER_IMAGES))
+    if len(dataset.classes) == 1:
+        raise ValueError(
+            f"image_folder: {dataset.files.root} holds one class folder, {dataset.classes[0]}, which leaves nothing to "
+            "learn; expected a folder for each of two classes or more"
+        )
+    names = map(dataset.image_name, range(len(dataset)))
+    if found := [name for name in names if name.lower().endswith(OTHER_IMAGES)]:
+        raise ValueError(
+            f"image_folder: images are not read: {first_of(found)} in {dataset.files.root} ({len(found)} in all); "
+            f"expected {', '.join(_SUFFIXES)}. Convert them, or take them out"
+        )
+    return replace(dataset, turned=True)
 
 
 def own_splits(root: str | os.PathLike | None) -> list[str]:
@@ -52,7 +67,9 @@ def own_splits(root: str | os.PathLike | None) -> list[str]:
     return [split for split in _OWN.splits if (top / split).is_dir()]
 
 
-def _in_folders(layout: Layout, root: str | os.PathLike | None, split: str) -> ClassificationDataset:
+def _in_folders(
+    layout: Layout, root: str | os.PathLike | None, split: str, suffixes: tuple[str, ...] = _SUFFIXES
+) -> ClassificationDataset:
     with limited():
         root = layout.check(root, split)
         folder = root / split
@@ -63,7 +80,7 @@ def _in_folders(layout: Layout, root: str | os.PathLike | None, split: str) -> C
         for other in layout.splits:
             if other != split and (root / other).is_dir():
                 _check_classes(layout, root, {split: classes, other: class_folders(root / other)})
-    files, labels = list_classes(folder, classes, _SUFFIXES)
+    files, labels = list_classes(folder, classes, suffixes)
     if not len(files):
         looked_for = f"{folder}/*/*{{{','.join(_SUFFIXES)}}}"
         raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from datasets.segmentation import Files
 
+OTHER_IMAGES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".tif", ".tiff", ".webp")  # which no dataset reads
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 

@@ -6,7 +6,7 @@ In classification, images in files are read one by one, images in memory by the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -36,7 +36,17 @@ class Draw(NamedTuple):
 
 
 @dataclass(eq=False)
-class TrainingCrops(Dataset):
+class _Items(Dataset):
+    """One item for each image of a split."""
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+@dataclass(eq=False)
+class TrainingCrops(_Items):
     """Augmented crops. Keys come from a sampler: (epoch, index) or a `Draw`.
 
     A crop depends only on the seed and its key, not on the number of workers or on earlier reads. `skip_unreadable`: if
@@ -48,9 +58,6 @@ class TrainingCrops(Dataset):
     transform: TrainingTransform
     seed: int
     skip_unreadable: bool = False
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         """{"image": uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str, "skipped": str}
@@ -103,13 +110,10 @@ def readable(crop: Callable[[Draw], dict], draw: Draw, images: int, skip_unreada
 
 
 @dataclass(eq=False)
-class WholeImages(Dataset):
+class WholeImages(_Items):
     """Whole images with their labels, for evaluation and prediction. Sizes may differ, so batches hold one image."""
 
     dataset: SegmentationDataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict:
         """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W), "name": str}.
@@ -133,7 +137,7 @@ def _channels_first(image: np.ndarray) -> torch.Tensor:
 
 
 @dataclass(eq=False)
-class ClassificationCrops(Dataset):
+class ClassificationCrops(_Items):
     """Augmented crops of images in files. Keys come from a sampler: (epoch, index).
 
     A crop depends only on the seed and its key, not on the number of workers or on earlier reads. `skip_unreadable`:
@@ -144,9 +148,6 @@ class ClassificationCrops(Dataset):
     transform: RandomResizedCrop | ResizedRandomCrop
     seed: int
     skip_unreadable: bool = False
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, key: tuple[int, int]) -> dict:
         """{"image": uint8 tensor (3, h, w) RGB, "label": int, "name": str, "skipped": str}
@@ -161,7 +162,7 @@ class ClassificationCrops(Dataset):
 
 
 @dataclass(eq=False)
-class CropsInMemory(Dataset):
+class CropsInMemory(_Items):
     """Augmented crops of images in memory. As `ClassificationCrops`, but augmented by the minibatch."""
 
     dataset: ClassificationDataset
@@ -169,9 +170,6 @@ class CropsInMemory(Dataset):
     seed: int
     # Epoch, corners and flips of all images.
     _drawn: tuple[int, np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> dict:
         """A minibatch, for `collated`. All keys have the same epoch."""
@@ -188,14 +186,11 @@ class CropsInMemory(Dataset):
 
 
 @dataclass(eq=False)
-class EvaluatedImages(Dataset):
+class EvaluatedImages(_Items):
     """Images in files as an evaluation sees them: `view` is a `CentreCrop` or `TenCrops`."""
 
     dataset: ClassificationDataset
     view: Callable[[np.ndarray], np.ndarray]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, number: int) -> dict:
         """{"image": uint8 tensor (3, h, w) RGB, or (10, 3, h, w) for ten crops, "label": int, "name": str}"""
@@ -203,13 +198,10 @@ class EvaluatedImages(Dataset):
 
 
 @dataclass(eq=False)
-class ImagesInMemory(Dataset):
+class ImagesInMemory(_Items):
     """Whole images in memory, minus the dataset's mean image if it has one."""
 
     dataset: ClassificationDataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitems__(self, numbers: Sequence[int]) -> dict:
         """A minibatch, for `collated`."""

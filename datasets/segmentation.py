@@ -1,7 +1,6 @@
 """A segmentation dataset: a list of files, a table of classes and checked reading."""
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.class_table import ClassTable, UnknownIds
+from datasets.file_list import FileList, listed
 from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read, read_size
 from datasets.time_limit import limited
 
@@ -219,16 +219,15 @@ class SegmentationDataset(Dataset):
         palette[list(self.table.official_ids)] = self.palette
         return palette
 
-    @limited()
     def names_and_sizes(self) -> tuple[str, str]:
         """Hexadecimal hashes of the files' names below the dataset's folder, and of their sizes."""
-        names, sizes = hashlib.sha256(), hashlib.sha256()
-        for path, name in self._paths():
-            names.update(f"{name}\n".encode(errors="surrogateescape"))
-            sizes.update(_state(path).partition("|")[0].encode() + b"\n")
-        return names.hexdigest(), sizes.hexdigest()
+        return self._listed().names_and_sizes()
 
-    @limited()
+    @property
+    def numbering(self) -> str:
+        """Hexadecimal hash of how label files number the classes, ignored ones among them."""
+        return hashlib.sha256(repr(sorted(self.table.label_ids.items())).encode()).hexdigest()
+
     def fingerprint(self, version: int | list) -> str:
         """Hexadecimal hash under which results computed from the files are cached.
 
@@ -237,26 +236,14 @@ class SegmentationDataset(Dataset):
         is moved.
         """
         known = [sorted(self.table.label_ids.items()), *sorted(self.table.label_colours.items())]
-        digest = hashlib.sha256(json.dumps([version, self.name, self.split, *known]).encode())
-        for path, name in self._paths():
-            digest.update(f"{name}|{_state(path)}\n".encode(errors="surrogateescape"))
-        return digest.hexdigest()
+        return self._listed().fingerprint([version, self.name, self.split, *known])
 
-    def _paths(self) -> Iterator[tuple[str, str]]:
-        """Every file's path, and its name below the dataset's folder."""
-        # Strings, because this runs at every start: with many files, Path objects would take most of the time.
+    @limited()
+    def _listed(self) -> FileList:
         every = (path for entry in self.files for path in (entry.image, entry.label, entry.instances))
-        paths = [str(path) for path in every if path is not None]
+        paths = [path for path in every if path is not None]
         top = os.path.commonpath({os.path.dirname(path) for path in paths}) if paths else ""
-        return ((path, path[len(top) :]) for path in paths)
-
-
-def _state(path: str) -> str:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return "missing"
-    return f"{stat.st_size}|{stat.st_mtime_ns}"
+        return listed(Path(top), paths)
 
 
 def joined(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:

@@ -90,8 +90,7 @@ class TrainingTransform:
     ) -> tuple[tuple[int, int], tuple[int, int], bool]:
         """Draw the scaled size (H, W) of an image of `size`, the crop's offset (top, left) in it, and the flip.
 
-        Raises:
-            ValueError: `pixel` is outside of the image.
+        ValueError: `pixel` is outside of the image.
         """
         if pixel is not None and not all(0 <= place < side for place, side in zip(pixel, size, strict=True)):
             raise ValueError(

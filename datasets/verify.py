@@ -28,7 +28,8 @@ _SHOWN = 5
 # Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
 _DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
 
-_Split = SegmentationDataset | ClassificationDataset
+Split = SegmentationDataset | ClassificationDataset
+Found = tuple[list["Problem"], np.ndarray]  # problems of an image and its label, and the label's pixels by train id
 
 
 class Problem(NamedTuple):
@@ -38,49 +39,35 @@ class Problem(NamedTuple):
     message: str
 
 
-def verify(dataset: SegmentationDataset, workers: int | None = None, progress: Progress = None) -> list[str]:
+def verify(dataset: Split, workers: int | None = None, progress: Progress = None) -> list[str]:
     """Check every image and label of a split. ValueError lists the first problems and counts all.
 
-    Returns the classes without a pixel, unless a benchmark has chosen the classes.
+    Returns the classes without a pixel, unless a benchmark has chosen the classes. In a classification, the classes
+    without an image file.
 
     TimeoutError names the first image that takes longer than the `reading_limit` around this call.
 
-    Images and instance files must be complete, with a readable header and the size of the label; their pixels are not
-    decoded. Labels are decoded, and every id must be in the class table. `workers`: see `in_order`. The cache folder
-    remembers success until a path, size or modification time changes. If it cannot be written, the check runs every
-    time.
+    With labels of pixels, images and instance files must be complete, with a readable header and the size of the label;
+    their pixels are not decoded. Labels are decoded, and every id must be in the class table. In a classification,
+    images in files are decoded; images in memory have been. `workers`: see `in_order`. The cache folder remembers
+    success until a path, size or modification time changes. If it cannot be written, the check runs every time.
     """
+    if isinstance(dataset, ClassificationDataset):
+        if dataset.pixels is not None:
+            return []
+        look = partial(_seen, dataset.image)
+        _check_once(dataset, look, dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
+        held = {*dataset.labels.tolist()}
+        return [name for number, name in enumerate(dataset.classes) if number not in held]
     look = partial(_looked, dataset, dataset.image_size)
     seen = _check_once(dataset, look, dataset.fingerprint(_CHECKS), workers, progress)
     return [name for number, name in enumerate(dataset.classes) if number not in seen and not dataset.table.benchmark]
 
 
-def verify_images(dataset: ClassificationDataset, workers: int | None = None, progress: Progress = None) -> list[str]:
-    """Decode every image of a split. ValueError lists the first problems and counts all. Returns [], unlike `verify`.
-
-    The problems are the ones that would stop a training: files that are missing, truncated or no image. Images in
-    memory have been checked. Arguments, memory of success and TimeoutError are as in `verify`.
-    """
-    if dataset.pixels is None:
-
-        def look(number: int) -> tuple[list[Problem], int]:
-            return image_problems(dataset.image, number), 0
-
-        _check_once(dataset, look, dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
-    return []
-
-
 def _check_once(
-    dataset: _Split,
-    look: Callable[[int], tuple[list[Problem], Any]],
-    key: str,
-    workers: int | None,
-    progress: Progress,
+    dataset: Split, look: Callable[[int], Found], key: str, workers: int | None, progress: Progress
 ) -> set[int]:
-    """Check all images; return the train ids with a pixel. ValueError lists problems.
-
-    `look(index)` returns an image's problems and pixel counts. Success is remembered as `key`, and not checked again.
-    """
+    """Check all images; return the train ids with a pixel. Success is remembered as `key`, and not checked again."""
     remembered = cache_folder() / "verified" / key
     with suppress(OSError, ValueError):
         return {*json.loads(remembered.read_text())}
@@ -109,16 +96,17 @@ def first_lines(messages: Sequence[str]) -> list[str]:
     return lines + more + [ending] * bool(ending)
 
 
-def image_problems(read: Callable[[Any], object], image: Any) -> list[Problem]:
-    """A problem if `read(image)` raises ValueError."""
+def _seen(read: Callable[[Any], object], image: Any) -> Found:
+    """An image without label pixels: a problem if `read(image)` raises ValueError."""
+    problems = []
     try:
         read(image)
     except ValueError as error:
-        return [Problem("unreadable image", str(error))]
-    return []
+        problems.append(Problem("unreadable image", str(error)))
+    return problems, np.zeros(256, np.int64)
 
 
-def every(dataset: _Split, look: Callable[[int], Any], workers: int | None, progress: Progress) -> Iterator[Any]:
+def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progress: Progress) -> Iterator[Any]:
     """`look(index)` for every image. TimeoutError names the image that, with its label, was not read in time."""
     done = 0
     try:
@@ -130,10 +118,8 @@ def every(dataset: _Split, look: Callable[[int], Any], workers: int | None, prog
         raise TimeoutError(f"{dataset.path(done)}: {error}") from error
 
 
-def _looked(
-    dataset: SegmentationDataset, size_of: Callable[[Path], tuple[int, int]], index: int
-) -> tuple[list[Problem], np.ndarray]:
-    """Problems of one image and its label files, and the label's pixels of each train id, int64 (256,).
+def _looked(dataset: SegmentationDataset, size_of: Callable[[Path], tuple[int, int]], index: int) -> Found:
+    """One image and its label files.
 
     `size_of` returns (width, height) of an image or instance file, or raises ValueError.
     """
@@ -164,66 +150,52 @@ def _looked(
 class Inspection:
     """The result of `inspect`.
 
-    `problems`: unpaired files first, then in the order of the files. Over all readable labels, `pixels`, int64
-    (classes,), counts the pixels of each class, `labels`, int64 (classes,), the labels that contain it, and `ignored`
-    the pixels of no class.
+    `images`: their number. `problems`: unpaired files first, then in the order of the files. Over all readable labels,
+    `pixels`, int64 (classes,), counts the pixels of each class, `labels`, int64 (classes,), the labels that contain it
+    (in a classification, its images), and `ignored` the pixels of no class.
     """
 
+    images: int
     problems: tuple[Problem, ...]
     pixels: np.ndarray
     labels: np.ndarray
     ignored: int
 
 
-def inspect(dataset: SegmentationDataset, workers: int | None = None, progress: Progress = None) -> Inspection:
+def inspect(dataset: Split, workers: int | None = None, progress: Progress = None) -> Inspection:
     """Check every image and label of a split as `verify` does, but decode all pixels and count the label pixels.
 
     Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
     images are problems too. PNG files have checksums, so any damage is found. JPEG files have none: damage is found
     only if the decoder meets an invalid code, or the data ends too early or too late. `workers`: see `in_order`.
     """
-    classes = len(dataset.classes)
-    problems = _unpaired(dataset)
+    images, classes, ignore_index = len(dataset), len(dataset.classes), 255
+    problems: list[Problem] = []
+    if isinstance(dataset, SegmentationDataset):
+        images, ignore_index = sum(entry.image is not None for entry in dataset.files), dataset.ignore_index
+        problems = _unpaired(dataset)
     pixels, labels = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for found, counts in every(dataset, partial(_inspected, dataset), workers, progress):
-        problems += found
-        pixels += counts
-        labels += counts > 0
-    return Inspection(tuple(problems), pixels[:classes], labels[:classes], ignored=int(pixels[dataset.ignore_index]))
+    if isinstance(dataset, SegmentationDataset) or dataset.pixels is None:
+        for found, counts in every(dataset, partial(_inspected, dataset), workers, progress):
+            problems += found
+            pixels += counts
+            labels += counts > 0
+    if isinstance(dataset, ClassificationDataset):
+        labels = np.bincount(dataset.labels, minlength=classes)
+    return Inspection(images, tuple(problems), pixels[:classes], labels[:classes], ignored=int(pixels[ignore_index]))
 
 
-def inspect_images(
-    dataset: ClassificationDataset, workers: int | None = None, progress: Progress = None
-) -> tuple[Problem, ...]:
-    """Decode every image of a split and return the problems; arguments as in `inspect`.
-
-    Images in memory have been decoded without a problem.
-    """
-    if dataset.pixels is not None:
-        return ()
-
-    def problems(index: int) -> list[Problem]:
-        path = dataset.path(index)
-        try:
-            return image_problems(_decoded_size, path)
-        except Exception as error:
-            return [_unexpected(path, error)]
-
-    return tuple(problem for found in every(dataset, problems, workers, progress) for problem in found)
-
-
-def _inspected(dataset: SegmentationDataset, index: int) -> tuple[list[Problem], np.ndarray]:
-    """As `_looked`, with all pixels decoded."""
+def _inspected(dataset: Split, index: int) -> Found:
+    """As `_looked` or `_seen`, with all pixels decoded."""
+    size_of = partial(_decoded_size, turned=dataset.turned)
     try:
+        if isinstance(dataset, ClassificationDataset):
+            return _seen(size_of, dataset.path(index))
         with _printed_by_decoders():  # hidden: a bad label also raises an error
-            return _looked(dataset, partial(_decoded_size, turned=dataset.turned), index)
-    except Exception as error:
-        return [_unexpected(dataset.files[index], error)], np.zeros(256, np.int64)
-
-
-def _unexpected(what: object, error: Exception) -> Problem:
-    """An unforeseen failure must not stop the check of the other files."""
-    return Problem("unexpected error", f"{what}: {type(error).__name__}: {error}")
+            return _looked(dataset, size_of, index)
+    except Exception as error:  # it must not stop the check of the other files
+        problem = Problem("unexpected error", f"{dataset.path(index)}: {type(error).__name__}: {error}")
+        return [problem], np.zeros(256, np.int64)
 
 
 def _unpaired(dataset: SegmentationDataset) -> list[Problem]:

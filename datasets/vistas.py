@@ -82,7 +82,11 @@ def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
     root = _LAYOUT.check(root, split)
     folder = root / _FOLDERS[split]
     images = _LAYOUT.files(root, folder / "images", (".jpg",), images_of=split)
-    table = vistas_classes(_config(root))
+    configs = [root / name for name in ("config_v1.2.json", "config.json", "config_v2.0.json")]
+    config = next(filter(Path.is_file, configs), None)  # the last one is refused by name
+    if config is None:
+        raise _LAYOUT.error(f"vistas: neither {root / 'config.json'} nor config_v1.2.json exists", root)
+    table = vistas_classes(config)
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
     else:
@@ -90,13 +94,6 @@ def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
         files = _LAYOUT.pair(images, labels, root, looked_for, strict)
     return SegmentationDataset("vistas", split, files, table, decode_label=_decode)
-
-
-def _config(root: Path) -> Path:
-    for name in ("config_v1.2.json", "config.json", "config_v2.0.json"):  # `vistas_classes` refuses the last by name
-        if (root / name).is_file():
-            return root / name
-    raise _LAYOUT.error(f"vistas: neither {root / 'config.json'} nor config_v1.2.json exists", root)
 
 
 def _labels(root: Path, folder: Path) -> dict[str, Path]:

@@ -198,10 +198,6 @@ def in_order(look: Callable[[int], Any], indices: Sequence[int], workers: int | 
 
     The default is one process per core; 0 computes in this process.
     """
-    count = min(_cores() if workers is None else workers, len(indices))
+    cores = len(os.sched_getaffinity(0))  # a scheduler may grant fewer than the machine has
+    count = min(cores if workers is None else workers, len(indices))
     return Loader(indices, count, batch_size=None, collate_fn=look)
-
-
-def _cores() -> int:
-    """Cores that this process may use; a scheduler may grant fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

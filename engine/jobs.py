@@ -22,8 +22,7 @@ def run_jobs(
     At the end it prints how many ran, in earlier calls too (`ended_before`), and the error of each that failed. A
     signal that asks for a stop (`ONE_REQUEST_SECONDS`) goes on to the running command, and no other one starts.
 
-    Raises:
-        Preempted: this process, or a command, was asked to stop.
+    Preempted: this process, or a command, was asked to stop.
     """
     failed: dict[str, str] = {}
     running: list[subprocess.Popen] = []

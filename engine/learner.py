@@ -117,7 +117,8 @@ class Learner:
         scaled down. That is an error only once the scale has fallen to `SMALLEST_SCALE`.
         """
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss}; {self._largest_weight()}")
+            name, norm = _largest({name: p.detach() for name, p in self.network.named_parameters()})
+            raise FloatingPointError(f"the loss is {loss}; the weights with the largest norm are {name} ({norm:.3g})")
         if math.isfinite(gradient_norm):
             return
         if not self.scaler.is_enabled() or self.scaler.get_scale() <= SMALLEST_SCALE:
@@ -232,10 +233,6 @@ class Learner:
             return ("momentum_buffer",) if self.optimizer.defaults["momentum"] else ()
         assert isinstance(self.optimizer, torch.optim.AdamW), self.optimizer
         return ("step", "exp_avg", "exp_avg_sq")
-
-    def _largest_weight(self) -> str:
-        name, norm = _largest({name: p.detach() for name, p in self.network.named_parameters()})
-        return f"the weights with the largest norm are {name} ({norm:.3g})"
 
     def _largest_gradient(self) -> str:
         gradients = {name: p.grad for name, p in self.network.named_parameters() if p.grad is not None}

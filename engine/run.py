@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from rich.console import Console
 
-from datasets import reading_errors
+from datasets import reading_errors, verify
 from engine.assemble.initial_weights import initialise
 from engine.assemble.training import arithmetic, schedule_of, varying_sizes
 from engine.checkpoint.random_states import random_states, restore_random_states
@@ -44,7 +44,7 @@ class Run(Generic[Config, Split]):
     train_set: Split
     val_set: Split
     schedule: Schedule
-    files: dict[str, list[str]]  # hashes of names and sizes, by split
+    files: dict[str, list[str]]  # hashes of names, sizes and the labels' numbering, by split
     console: Console
     resumed: dict | None = None  # the checkpoint to resume from; None in a new run, and after the learner loaded it
     start_step: int = 0  # of that checkpoint
@@ -178,16 +178,12 @@ class Run(Generic[Config, Split]):
 
 
 @contextmanager
-def opened(
-    config: Config, command: str, find: Callable[[Any], tuple[Split, Split]], verify: Callable[..., list[str]]
-) -> Iterator[Run[Config, Split]]:
+def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Split]]) -> Iterator[Run[Config, Split]]:
     """Join the other ranks, find the data and the checkpoint to resume, open the log, check the data.
 
     Args:
         command: how the run was started, kept in config.yaml.
         find: find(config.data) returns the training and the validation split.
-        verify: verify(split, progress=function of (done, total)) raises ValueError if files are missing or damaged, and
-            returns the classes that never occur.
 
     Raises:
         ValueError: configuration, data and run directory do not fit each other, or differ between ranks.
@@ -213,11 +209,11 @@ def opened(
                 directory.config.write_text(head + configuration.yaml(config), "utf-8", "backslashreplace")
             with world.first_goes_ahead() as first:
                 if data.verify and first:
-                    absent = verify_with_progress(run.train_set, run.console, verify, data.on_error == "stop")
+                    absent = verify_with_progress(run.train_set, run.console, data.on_error == "stop")
                     if absent:
                         named = ", ".join(absent)
-                        logger.warning(f"no training image has a pixel of {named}: check the labels and the classes")
-                    verify_with_progress(run.val_set, run.console, verify)
+                        logger.warning(f"no training image shows {named}: check the labels and the classes")
+                    verify_with_progress(run.val_set, run.console)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/training_cpu.md
@@ -247,7 +243,8 @@ def _agree(
     with world.first_goes_ahead() as first:
         if first:
             directory.lock()
-    files = {split: list(data.names_and_sizes()) for split, data in (("training", train_set), ("validation", val_set))}
+    splits = {"training": train_set, "validation": val_set}
+    files = {split: [*data.names_and_sizes(), data.numbering] for split, data in splits.items()}
     resumed = directory.checkpoint_to_resume(config, schedule.total_steps, files)
     done = f"{resumed['step']} of them done" if resumed else f"no checkpoint in {directory.path}"
     found = f"{len(train_set)} training and {len(val_set)} validation images, {schedule.total_steps} steps to train"
@@ -259,9 +256,7 @@ def _agree(
     return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
 
 
-def verify_with_progress(
-    dataset: Dataset, console: Console, verify: Callable[..., list[str]], stops: bool = True
-) -> list[str]:
+def verify_with_progress(dataset: Dataset, console: Console, stops: bool = True) -> list[str]:
     """Run `verify` with a progress bar. Unless errors stop the run, a ValueError becomes a warning."""
     try:
         with counted(console, f"checking {dataset.name} {dataset.split}") as progress:

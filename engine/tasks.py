@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from datasets import ClassificationDataset, SegmentationDataset, WholeImages, verify, verify_images
+from datasets import ClassificationDataset, SegmentationDataset, WholeImages
 from engine import assemble
 from engine.classification import evaluation as classification
 from engine.console import progress_bar
@@ -28,7 +28,7 @@ from engine.segmentation import evaluation as segmentation
 from engine.segmentation.inference import Views
 from engine.segmentation.predictions import PictureCollector, PredictionWriter
 from engine.stopping import UntilStopped
-from keepless import layer_health
+from keepless import Extreme, layer_health
 
 
 def segment(
@@ -116,11 +116,8 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         for share in world.gather(collector.pictures())
         for name, picture in share.items()
     }
-    layers = {}
-    if world.first:
-        crops = segmentation.corner_crops(loader.dataset[0]["image"], *data.crop())  # the same at every evaluation
-        layers = layer_health(learner.network, crops, forward=learner.forward.through(learner.network))
-    return replace(evaluated, pictures=shown, layers=layers)
+    crops = segmentation.corner_crops(loader.dataset[0]["image"], *data.crop())  # the same at every evaluation
+    return replace(evaluated, pictures=shown, layers=_health(run, crops))
 
 
 def classify_in_run(run: Run[ClassificationRun, ClassificationDataset], loader: DataLoader) -> Evaluated:
@@ -134,11 +131,14 @@ def classify_in_run(run: Run[ClassificationRun, ClassificationDataset], loader: 
         progress=run.metrics.progress,
         memory_advice=run.config.evaluation_memory_advice,
     )
-    layers = {}
-    if world.first:
-        images = torch.stack([loader.dataset[number]["image"] for number in (0, min(1, evaluated.images - 1))])
-        layers = layer_health(learner.network, images, forward=learner.forward.through(learner.network))
-    return replace(evaluated, layers=layers)
+    images = torch.stack([loader.dataset[number]["image"] for number in (0, min(1, evaluated.images - 1))])
+    return replace(evaluated, layers=_health(run, images))
+
+
+def _health(run: Run, images: Tensor) -> dict[str, Extreme]:
+    """`layer_health` of the trained network, on rank 0 only."""
+    network = run.learner.network
+    return layer_health(network, images, forward=run.learner.forward.through(network)) if run.world.first else {}
 
 
 def _writable(key: str, path: str | None) -> Path | None:
@@ -152,7 +152,6 @@ class Task(NamedTuple):
     schema: type[TrainingRun]  # its configuration
     network: Callable[..., nn.Module]  # (configuration, number of classes, process group of norms) -> network
     dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
-    verify: Callable[..., list[str]]  # checks the files of a dataset
     evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
     labels: Callable[[int, tuple[int, int]], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
     loss: Callable[[Any], Loss]  # configuration -> loss of logits and labels
@@ -164,7 +163,6 @@ TASKS = {
         SegmentationRun,
         assemble.segmentation_network,
         lambda data, split, _: assemble.dataset(data, split),
-        verify,
         segment,
         lambda crops, size: torch.zeros(crops, *size, dtype=torch.uint8),
         lambda config: assemble.loss(config.loss, ignore_index=255),
@@ -174,7 +172,6 @@ TASKS = {
         ClassificationRun,
         assemble.classification_network,
         assemble.evaluated_split,
-        verify_images,
         classify,
         lambda crops, _: torch.zeros(crops, dtype=torch.int64),
         lambda _: nn.CrossEntropyLoss(),

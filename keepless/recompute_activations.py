@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .budget.budget import Budget, PlansByShape, checked
+from .budget.budget import Budget, arguments_of, checked
+from .budget.plans import PlansByShape
 from .budget.trace import StepTrace
 from .inputs import Network, check_has_forward, check_module, tensors_in
 from .recompute.recording import CheckpointedOnly, Policy, Recording, is_running
@@ -47,10 +48,10 @@ def recompute_activations(
         budget: the most bytes that a step may take, such as "6GiB" or an int, or a share of the plain network's, such
             as 0.3: at the peak of the forward and backward pass, beyond what was allocated before and with gradients
             already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
-            again as well, where that costs the least time. The second step of a shape is traced, and slower; a plan is
-            in force from the third on (see `plan`). If no plan is within the budget, a warning names the least.
-        example: an input, as `plan` takes it. Inputs like it have a plan from the first step on, which is made on fake
-            tensors, without the bytes that operators take while they run. For a network that does not fit otherwise.
+            again as well, where that costs the least time. The first pass over a shape plans its step on fake tensors
+            and a copy of the network, in about a second per 100 calls; the second step is traced, which corrects the
+            plan. If no plan is within the budget, a warning names the least.
+        example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:
         ValueError: the network's own forward pass is never called, as of an `nn.ModuleList`; the budget is not valid,
@@ -70,7 +71,7 @@ def recompute_activations(
         return network
     plans = None if budget is None else PlansByShape(budget)
     if plans is not None and example is not None:
-        plans.plan_for(network, example)
+        plans.plan_for(network, *arguments_of(example))
     for module in _recorded_by_themselves(network):
         _take_off(module)
         hooks = _Hooks(checkpointed_only, plans if module is network else None)
@@ -181,15 +182,17 @@ class _Hooks:
         recording: Recording | None = None
         frame = sys._getframe(1)
         if _can_record():
-            recording = self._recording(module, (args, kwargs), frame)
+            recording = self._recording(module, args, kwargs, frame)
             recording.__enter__()
         _open.passes.append(_Pass(module, recording, frame))
 
-    def _recording(self, module: nn.Module, arguments: object, frame: FrameType) -> Recording:
-        inputs = tensors_in(arguments)
+    def _recording(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Recording:
+        inputs = tensors_in((args, kwargs))
         policy: Policy | None = CheckpointedOnly() if self.checkpointed_only else None
         if self.plans is not None and current_hooks() is None:  # otherwise the outer hooks decide what is kept
-            policy = self.plans.of_pass(module, inputs)
+            policy = self.plans.of_pass(module, args, kwargs)
         return Recording(policy, copy_parameters=_is_sharded(module), inputs=inputs, frame=frame)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -204,7 +207,8 @@ class _Hooks:
                 trace = recording.policy.trace
                 if isinstance(trace, StepTrace):
                     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-                    if not outputs and trace.saved:
+                    raised = output is None and sys.exc_info()[0] is not None
+                    if not outputs and trace.saved and not raised:
                         warnings.warn(_UNSEEN_OUTPUTS, stacklevel=2)
                     trace.watch_backward(outputs, recording.known.start)
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,16 +10,30 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .torch_internals import FakeTensor, Hooks, StorageWeakRef, address, has_storage
+from .torch_internals import FakeTensor, Hooks, StorageWeakRef, address, has_storage, without_subclasses
 
 T = TypeVar("T")
 
-PLAIN = frozenset([Tensor, nn.Parameter, FakeTensor])  # other subclasses may compute anything
+PLAIN = frozenset([Tensor, nn.Parameter, FakeTensor])
 
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
-    return type(tensor) in PLAIN and has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
+    kind = type(tensor)
+    return (
+        (kind in PLAIN or adds_metadata(kind))
+        and has_storage(tensor)
+        and not (tensor.is_inference() or tensor.is_nested)
+    )
+
+
+@cache
+def adds_metadata(kind: type) -> bool:
+    """Whether a subclass of tensors has values of its own memory, as PyTorch's functions see them: no other dispatch.
+
+    MONAI's MetaTensor is one. What its `__torch_function__` computes beside a function, it computes by functions.
+    """
+    return issubclass(kind, Tensor) and kind not in PLAIN and kind.__torch_dispatch__ == Tensor.__torch_dispatch__
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -46,10 +61,13 @@ class Kept:
     original, as with `save_on_cpu` on a CPU.
     """
 
-    __slots__ = ("counter", "hooks", "name", "packed", "shape", "spoilt", "storage", "version")
+    __slots__ = ("counter", "hooks", "name", "packed", "shape", "spoilt", "storage", "version", "__weakref__")
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor"):
         self.version = tensor._version
+        if adds_metadata(type(tensor)):
+            with without_subclasses():
+                tensor = tensor.detach()
         if tensor.grad_fn is not None:  # with its graph, an operation's own output would keep itself alive
             tensor = tensor.detach()
         self.hooks = hooks

@@ -7,6 +7,7 @@ Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.12.1, with the Triton that each 
 | `_top_saved_tensors_default_hooks` | the saved-tensor hooks in effect | `_Noted` sees them set (torch 2.6, 2.7) |
 | `data` of a `SavedTensor` | objects that hooks packed for a node | `packed_by` asks the unpack hook (2.9 and before) |
 | `_raw_saved_*`, `_saved_*` of nodes | statistics, masks, indices, shares | the result is kept |
+| `torch.compiler.is_exporting` | operators for `torch.export` | as in `torch.compile` (2.6) |
 | `triton.knobs` | whether kernels are interpreted | the environment variable behind it (Triton before 3.4) |
 | `run` of a compiled kernel | launching it without Triton's checks | Triton launches (Triton before 3.4) |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
@@ -45,11 +46,15 @@ try:
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+    from torch.utils._python_dispatch import _disable_current_modes as with_dispatch_modes_off
     from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     # Whether a tensor has a storage, which sparse and batched ones lack.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
     without_function_modes = torch._C.DisableTorchFunction
+    without_subclasses = torch._C.DisableTorchFunctionSubclass
+    # Whether functions ask subclasses of tensors what to do.
+    subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
     without_dispatch_modes = torch._C._DisableTorchDispatch
     # The level of functorch's transforms, such as `torch.vmap`; and the tensors that they wrap.
     _transform_level = torch._C._functorch.maybe_current_level
@@ -74,6 +79,10 @@ except (ImportError, AttributeError) as error:
 address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
+
+
+# Whether `torch.export` traces a graph.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def backward_runs() -> bool:

@@ -16,8 +16,7 @@ class SegmentationNetwork(nn.Module):
         head: the body's features -> features with `head.out_channels` channels.
         classes: number of classes, not counting the ignored label.
 
-    Raises:
-        ValueError: the body ends in a classifier, or classes is below 1.
+    ValueError: the body ends in a classifier, or classes is below 1.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, classes: int):

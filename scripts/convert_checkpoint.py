@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from datasets import reading_errors
 from datasets.class_table import distinct_colours
+from datasets.layout import read_list
 from datasets.vistas import vistas_classes
 from engine import assemble
 from engine.assemble import initial_weights
@@ -240,21 +241,12 @@ def _classes(options: Conversion, config: SegmentationRun | ClassificationRun, c
             table = vistas_classes(file)
             names, colours = list(table.names), list(table.palette)
         else:
-            names = _lines(file, given)
+            names = read_list(file, "one class")
+            if repeated := [name for name, times in Counter(names).items() if times > 1]:
+                raise ValueError(f"{given} has {listed(repeated)} more than once: expected different names; {NAMES}")
     if len(names) != count:
         raise ValueError(f"{given} has {len(names)} classes: expected {count}, as the classifier of the file")
     return names, colours
-
-
-def _lines(file: Path, given: str) -> list[str]:
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{given} cannot be read ({error}): expected a text file with one class a line") from error
-    names = [line for line in lines if line]
-    if repeated := [name for name, times in Counter(names).items() if times > 1]:
-        raise ValueError(f"{given} has {listed(repeated)} more than once: expected different names; {NAMES}")
-    return names
 
 
 @configured("convert_checkpoint", Conversion)

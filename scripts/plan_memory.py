@@ -183,8 +183,7 @@ def combination_table(config: TrainingRun) -> Table:
 def entry_of(arguments: list[str]) -> str:
     """The entry whose keys the arguments are: train_seg, unless the experiment is another's.
 
-    Raises:
-        ValueError: there is no such experiment.
+    ValueError: there is no such experiment.
     """
     known = papers.all_experiments()
     chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)

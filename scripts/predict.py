@@ -112,7 +112,8 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
         if path.is_file() and not path.name.startswith(".")
         if ours.isdisjoint([path.resolve(), *path.resolve().parents])
     )
-    suffixes = image_suffixes()
+    suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in PHOTOGRAPHS}
+    suffixes.add(".mpo")  # of JPEGs, in which Pillow does not register it
     images = [path for path in files if path.suffix.lower() in suffixes]
     skipped = [str(path.relative_to(source)) for path in files if path.suffix.lower() not in suffixes]
     if skipped:
@@ -120,12 +121,6 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     if not images:
         raise ValueError(f"input={source} holds no image, such as .png, .jpg or .tif, or only predictions")
     return dict(zip(result_names([path.relative_to(source) for path in images]), images, strict=True))
-
-
-def image_suffixes() -> set[str]:
-    """Suffixes of the formats that `decode_photograph` reads, in lower case."""
-    formats = Image.registered_extensions()
-    return {".mpo", *(suffix for suffix, name in formats.items() if name in PHOTOGRAPHS)}  # MPO has none of its own
 
 
 def result_names(images: Sequence[Path]) -> list[str]:

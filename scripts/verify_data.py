@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from datasets import Inspection, inspect, inspect_images, reading_errors
+from datasets import ClassificationDataset, Inspection, SegmentationDataset, inspect, reading_errors
 from datasets.verify import Problem, first_lines
 from engine import assemble
 from engine.configuration import config as configuration
@@ -56,6 +56,7 @@ class SplitReport:
     classes: tuple[str, ...]
     problems: tuple[Problem, ...]
     inspection: Inspection | None
+    absent: tuple[str, ...] = ()  # classes without a pixel, or without an image, where others have some
 
     def by_kind(self) -> dict[str, list[str]]:
         """{kind: messages}"""
@@ -100,42 +101,39 @@ def check_split(
     config: Data, split: str, official_images: int | None, workers: int | None, console: Console
 ) -> SplitReport:
     """Inspect a whole split, which may be incomplete."""
-    inspection = None
+    dataset: SegmentationDataset | ClassificationDataset
     try:
         if isinstance(config, ClassificationData):
-            photographs = assemble.classified_split(config, split)
-            with counted(console, f"checking {photographs.name} {split}") as progress:
-                problems = inspect_images(photographs, workers, progress)
-            images, classes = len(photographs), photographs.classes
-            if len(classes) != assemble.official_classes(config):  # other images in ImageNet's layout
+            dataset = assemble.classified_split(config, split)
+            if len(dataset.classes) != assemble.official_classes(config):  # other images in ImageNet's layout
                 official_images = None
         else:
             assert isinstance(config, SegmentationData), config
             dataset = assemble.dataset(config, split, strict=False, draw=True)
-            with counted(console, f"checking {dataset.name} {split}") as progress:
-                found = inspect(dataset, workers, progress)
-            inspection = found if found.pixels.any() or found.ignored else None
-            problems, classes = found.problems, dataset.classes
-            images = sum(entry.image is not None for entry in dataset.files)
+        with counted(console, f"checking {dataset.name} {split}") as progress:
+            found = inspect(dataset, workers, progress)
     except ValueError as error:
         return SplitReport(split, 0, official_images, (), (Problem("split cannot be opened", str(error)),), None)
-    if official_images is not None and images != official_images:
-        message = f"expected {official_images}, found {images}: an incomplete dataset, or an archive not unpacked"
+    problems = found.problems
+    if official_images is not None and found.images != official_images:
+        message = f"expected {official_images}, found {found.images}: an incomplete dataset, or an archive not unpacked"
         problems = (Problem("number of images", message), *problems)
-    return SplitReport(split, images, official_images, classes, problems, inspection)
+    inspection = found if found.pixels.any() or found.ignored else None
+    labelled = zip(dataset.classes, found.labels, strict=True)
+    absent = tuple(name for name, count in labelled if not count) if found.labels.any() else ()
+    return SplitReport(split, found.images, official_images, dataset.classes, problems, inspection, absent)
 
 
 def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
     """Print the classes, then the problems, then one line per split: the most important comes last."""
     for report in reports:
-        if report.inspection is None:
-            continue
-        console.print(histogram(report, report.inspection))
-        absent = [name for name, pixels in zip(report.classes, report.inspection.pixels, strict=True) if not pixels]
-        if absent:
-            text = f"{report.split}: without a pixel: {', '.join(absent)}"
-            console.print(text, soft_wrap=True)
-        console.print()
+        if report.inspection is not None:
+            console.print(histogram(report, report.inspection))
+        if report.absent:
+            without = "an image" if report.inspection is None else "a pixel"
+            console.print(f"{report.split}: without {without}: {', '.join(report.absent)}", soft_wrap=True)
+        if report.inspection is not None or report.absent:
+            console.print()
     layout_is_known = any(report.classes for report in reports)  # or has been shown
     for report in reports:
         for kind, messages in report.by_kind().items():

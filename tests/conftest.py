@@ -3,7 +3,10 @@
 import ctypes
 import gc
 import os
+import re
 import signal
+from importlib.util import find_spec
+from pathlib import Path
 
 # The machine's environment does not decide a test. Threads: two test processes share two cores, where second OpenMP
 # threads would only wait for each other.
@@ -13,19 +16,34 @@ for name in ("FORCE_COLOR", "NO_COLOR", "HYDRA_FULL_ERROR", "GIT_DIR", "GIT_INDE
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
 
 from engine.memory import keep_freed_memory  # noqa: E402
-from tests.runs import hasten  # noqa: E402
+
+# A rented GPU may have torch, triton and pytest alone: there the layers' tests for GPUs start, and no others.
+LAYERS_ALONE = find_spec("hydra") is None
 
 # Without xdist, pytest has imported torch before this file, for a filter of warnings in pyproject.toml.
 torch.set_num_threads(1)
 
-settings.register_profile("same", derandomize=True, database=None, deadline=None)  # examples in every run
-settings.load_profile("same")
+if not LAYERS_ALONE:
+    from hypothesis import settings
+
+    from tests.runs import hasten
+
+    settings.register_profile("same", derandomize=True, database=None, deadline=None)  # examples in every run
+    settings.load_profile("same")
 
 # A shell starts background processes with SIGINT ignored, and whatever they start ignores it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    layers = Path(__file__).parent / "keepless"
+    if not LAYERS_ALONE or collection_path in (layers, *layers.parents):
+        return None
+    if layers not in collection_path.parents:
+        return True
+    return None if collection_path.is_dir() or re.search("NEEDS_CUDA|mark.gpu", collection_path.read_text()) else True
 
 
 def pytest_collection_finish() -> None:
@@ -48,7 +66,8 @@ def private_cache(tmp_path_factory):
 @pytest.fixture(autouse=True, scope="session")
 def hastened():
     with pytest.MonkeyPatch.context() as patch:
-        hasten(patch)
+        if not LAYERS_ALONE:
+            hasten(patch)
         yield
 
 

@@ -27,6 +27,7 @@ from scripts.evidence import (
     tables,
     training,
 )
+from scripts.evidence.gpu import run as gpu_run
 from scripts.evidence.tables import Tables
 from scripts.evidence.training_steps import DEFAULT, GROUPS
 from tests import trees
@@ -36,6 +37,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
 PAGES = {  # by the beginning of the record's name: record, its name -> the page's text
     "abn": abn_page.page,
+    "gpu": gpu_run.page,
     "faults": lambda record, _: report.page(record),
     "jpeg_originals": jpeg_originals.page,
     "jpeg_quality": jpeg_quality.page,

@@ -113,7 +113,7 @@ def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):
     keys += ("sampler=class_uniform", "trainer.ema_decay=0.5", "trainer.ema_statistics_minibatches=1")
     weighted = train(composed("train_seg", f"run_dir={tmp_path / 'weighted'}", *keys))
     log = (tmp_path / "weighted" / "log.txt").read_text()
-    assert "data.val_split=val is trained on" in log and "no training image has a pixel of knot" in log
+    assert "data.val_split=val is trained on" in log and "no training image shows knot" in log
     assert log.count("1 of 4 classes have no pixel in the training split and are not drawn: knot") == 1
     assert weighted["config"]["data"]["train_split"] == ["train", "val"]
     plain = train(composed("train_seg", f"run_dir={tmp_path / 'plain'}", *keys, "loss.class_weights=none"))

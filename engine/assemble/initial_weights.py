@@ -47,7 +47,9 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     if init.format is None:
         weights = of_checkpoint(checkpoint.read(path), path, name)
     elif init.format == "released":
-        weights = _of_release(path, name, init.scale)
+        content = _foreign(released.read(path, name), name)
+        file = released.weights_in(content, path, name, init.scale, key="init.scale")
+        weights = Weights(file.tensors, f"{path} (released)", released_eps=file.eps, remarks=file.remarks)
     else:
         weights = _of_state_dict(path, name, init.format, network)
     if is_released and weights.released_eps is None:
@@ -92,16 +94,9 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
     )
 
 
-def _of_release(path: Path, name: str, scale: str | None) -> Weights:
-    content = released.read(path, name)
-    _check_foreign(content, name)
-    file = released.weights_in(content, path, name, scale, key="init.scale")
-    return Weights(file.tensors, f"{path} (released)", released_eps=file.eps, remarks=file.remarks)
-
-
 def _of_state_dict(path: Path, name: str, format: str, network: nn.Module) -> Weights:
-    content = torch_files.read(path, name, "a state dict {name: tensor}", "it may have to be copied again")
-    _check_foreign(content, name)
+    expected = "a state dict {name: tensor}"
+    content = _foreign(torch_files.read(path, name, expected, "it may have to be copied again"), name)
     tensors = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(tensors, dict) or not all(
         isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()
@@ -129,9 +124,10 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module) -> We
     return Weights(tensors, f"{path} (torchvision)", remarks=remarks)
 
 
-def _check_foreign(content: object, name: str) -> None:
+def _foreign(content: object, name: str) -> object:
     if is_ours(content):
         raise ValueError(f"{name} is a checkpoint of this project: leave init.format out")
+    return content
 
 
 def is_ours(content: object) -> bool:

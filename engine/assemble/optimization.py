@@ -47,8 +47,7 @@ def lr_schedule(
 ) -> LRScheduler:
     """The learning rate of every step, advanced after each.
 
-    Raises:
-        ValueError: the warm-up is as long as the run. (A run for `smoke` goes without.)
+    ValueError: the warm-up is as long as the run. (A run for `smoke` goes without.)
     """
     warmup = in_steps(config.warmup_epochs, config.warmup_steps, schedule.steps_per_epoch) or 0
     if smoke and warmup >= schedule.total_steps:

@@ -53,8 +53,8 @@ def _is_record(value: object) -> bool:
 
 
 def _are_hashes(value: object) -> bool:
-    """Whether a value is {split: (hash of names, hash of sizes)}."""
-    return isinstance(value, dict) and all(map(_are(_is_name, 2, 2), value.values()))
+    """Whether a value is {split: (hash of names, of sizes, of the labels' numbering)}."""
+    return isinstance(value, dict) and all(map(_are(_is_name, 3, 3), value.values()))
 
 
 # A test and a description of each part.
@@ -73,7 +73,7 @@ PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "mean_image": (_is_image, "a finite float64 tensor (3, H, W)"),
     "skipped_images": (partial(_is_number, most=math.inf), "a number of images"),
     "recorded": (_is_record, "the number of records, and step and score of the best evaluation"),
-    "data": (_are_hashes, "two hashes of each split's files"),
+    "data": (_are_hashes, "three hashes of each split's files"),
 }
 OF_TRAINING = ("skipped_images", "recorded", "data")  # only to resume a run
 # Present only with averaged weights, with coloured classes, if `classes` are mere numbers because the checkpoint was

@@ -154,7 +154,7 @@ class RunDirectory:
         """The state to resume from; None for a new run.
 
         If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so, as it does for data
-        files of another size than before. `files`: {split: [hash of names, hash of sizes]}.
+        files of another size than before. `files`: {split: [hash of names, of sizes, of the labels' numbering]}.
 
         ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged or folders,
         or its configuration or its data differ.
@@ -205,11 +205,12 @@ class RunDirectory:
         return f"Restore one of the two{copy}, or {_ANOTHER}"
 
     def _check_files(self, before: dict, now: dict[str, list[str]]) -> None:
-        """ValueError if a split has files of other names than before; a notice if only their sizes differ."""
-        for split, (names, sizes) in now.items():
-            names_before, sizes_before = before.get(split, ("", ""))
-            if names != names_before:
-                other = f"{split} files were added, removed or renamed"
+        """ValueError if files have other names, or labels another numbering, than before; a notice of other sizes."""
+        for split, (names, sizes, numbering) in now.items():
+            names_before, sizes_before, numbering_before = before.get(split, ("", "", ""))
+            if names != names_before or numbering != numbering_before:
+                renamed = f"{split} files were added, removed or renamed"
+                other = renamed if names != names_before else f"{split} labels number the classes differently"
                 raise self._error(f" holds a run on other data: {other}. Continue it on the same data, or {_ANOTHER}")
             if sizes != sizes_before:
                 changed = f"{split} files have other sizes than when the run was last saved: their content changed"

@@ -46,8 +46,7 @@ def evaluate_split(
         images: this rank's share of `dataset`. Scores are over the images of all ranks.
         memory_advice: appended to the message of a MemoryError.
 
-    Raises:
-        MemoryError: the device does not have enough memory.
+    MemoryError: the device does not have enough memory.
     """
     classes = len(dataset.classes)
     counts = Counts(classes, world.device)

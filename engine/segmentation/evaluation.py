@@ -45,8 +45,7 @@ def evaluate_split(
         on_prediction: called with every minibatch and its predictions, uint8 (N, H, W), both on the device. Each image
             that it reads there makes the host wait.
 
-    Raises:
-        MemoryError: see `predict`.
+    MemoryError: see `predict`.
     """
     counts, predicted = Counts(dataset.table, world.device), 0
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")

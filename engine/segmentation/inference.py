@@ -71,8 +71,7 @@ def predict(
         memory_advice: appended to the message of a MemoryError.
         progress: called as progress(done, total) after each forward pass of several: windows of all views.
 
-    Raises:
-        MemoryError: the device does not have enough memory for these images.
+    MemoryError: the device does not have enough memory for these images.
     """
     count, _, height, width = images.shape
     what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")

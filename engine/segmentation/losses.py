@@ -59,8 +59,6 @@ class BootstrappedCrossEntropy(CrossEntropy):
         tiles: bool = True,
     ):
         super().__init__(ignore_index, weights, tiles=tiles)
-        if not 0 < fraction <= 1:
-            raise ValueError(f"fraction={fraction}: expected a share of the pixels, above 0 and at most 1")
         self.fraction = fraction
 
     def of_pixels(self, losses: Tensor, labels: Tensor) -> Tensor:

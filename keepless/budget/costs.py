@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
 from ..recompute.values import autocast_as, autocast_of
+from ..saved import is_ordinary
 from ..torch_internals import without_dispatch_modes, without_function_modes
 
 _profiler = threading.Lock()  # a process has one; two threads that start it crash
@@ -29,6 +30,12 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    is_parameter: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of its memory, from its first value to its last."""
+        return self.dtype.itemsize * self.span
 
     @property
     def span(self) -> int:
@@ -57,19 +64,25 @@ class MeasuredCall(NamedTuple):
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """The result, and the arguments that need gradients."""
-        given = [one.tensor() if isinstance(one, TensorSpec) else one for one in self.arguments]
+        given = self.made_arguments()
+        return self.with_arguments(given), [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+
+    def made_arguments(self) -> list[Any]:
+        return [one.tensor() if isinstance(one, TensorSpec) else one for one in self.arguments]
+
+    def with_arguments(self, given: Sequence[Any]) -> Tensor:
         unnamed = len(given) - len(self.names)
         with autocast_as(self.autocast, self.device.type):
-            result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
-        return result, [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+            return self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
 
 
 def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredCall | None:
-    """A call that can be repeated; None if it takes lists of tensors or tensor subclasses."""
+    """A call that can be repeated; None if it takes lists of tensors, or tensors that are not ordinary."""
     arguments: list[Any] = []
     for one in (*args, *kwargs.values()):
-        if type(one) in (Tensor, torch.nn.Parameter):
-            one = TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad)
+        if isinstance(one, Tensor) and is_ordinary(one):
+            is_parameter = isinstance(one, torch.nn.Parameter)
+            one = TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad, is_parameter)
         elif isinstance(one, (list, tuple)):
             one = tuple(one)
             if any(isinstance(item, Tensor) for item in one):
@@ -112,8 +125,7 @@ def forward_temporaries(call: MeasuredCall) -> int:
     with _measured(call.device):
         kept: list[object] = []
         call.run()
-        specs = [one for one in call.arguments if isinstance(one, TensorSpec)]
-        arguments = sum(one.dtype.itemsize * one.span for one in specs)
+        arguments = sum(one.size for one in call.arguments if isinstance(one, TensorSpec))
         peak = peak_bytes(lambda: kept.append(call.run()), call.device)
         result: Any = kept[0]
         return max(0, peak - arguments - result[0].nbytes)

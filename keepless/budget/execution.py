@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ..inputs import tensors_in
-from ..recompute.recording import ByRules, Recording
+from ..recompute.recording import Recording
 from ..recompute.rules import EXPENSIVE, FOLLOWED, INSIDE, Function, Rule
-from ..recompute.values import Call, Value
+from ..recompute.values import Again, Call, Recipe, Value
 from ..saved import is_ordinary
 from ..torch_internals import address
 from .step import Plan
@@ -23,23 +23,25 @@ class ByPlan:
 
     Every result of a call that has a rule gets a value: a recipe, or the kept tensor. A kept tensor is released with
     the original unless a reader appears (`Value.unread`). Convolutions, matrix products and the like have rules too.
-    Where no plan knows the calls, and in a step that is traced before there is one, `ByRules` decides.
+    Where no plan knows the calls, a guard decides.
 
     Args:
         plans: of the network's different sequences of calls.
         trace: sees the step, if it is to be planned.
+        guard: None to keep every result there.
     """
 
     sees_calls = True
     longest = 2**31  # recipes are computed without recursion
     redraws = True
+    copies_are_worth = 4  # of a projection to queries, keys and values, say, which may be computed again itself
 
-    def __init__(self, plans: Sequence[Plan] = (), trace: StepTrace | None = None):
+    def __init__(self, plans: Sequence[Plan] = (), trace: StepTrace | None = None, guard: "Guard | None" = None):
         self.plans = list(plans)  # those whose calls this forward pass has repeated so far
         self.trace = trace
         self.strayed = False  # from all plans
         self.call = -1
-        self.by_rules = ByRules()
+        self.guard = guard
 
     def is_short(self, tensor: Tensor) -> bool:
         return tensor.dim() < 2 and tensor.numel() < _LONG  # an LSTM's vectors, for example, count
@@ -58,21 +60,25 @@ class ByPlan:
     def decide(self, recording: Recording, rule: Rule, call: Call, result: Tensor) -> None:
         known, trace = recording.known, self.trace
         is_computed = self.is_computed_again(call.function, result)
+        is_open = is_computed is None and self.guard is not None
         inside = bool(self.plans) and self.call in self.plans[0].inside
         again = whole = bundle = None
-        if is_computed or trace is not None:
+        if is_computed or is_open or trace is not None:
             again = recording.again(rule, call, result, from_anything=True)
-        if call.inside and (inside or trace is not None):
+        if call.inside and (inside or is_open or trace is not None):
             whole = recording.again(INSIDE[call.function], call, result, from_anything=True)
+        either = None if _reads_overwritten(call, result) else again or whole
+        if self.guard is not None and is_computed is None and either is not None:
+            is_computed = inside = self.guard.computes(either, result)
         if inside and whole is not None:
             made = recording.bundle(whole, call, result)
             if again is not None and INSIDE[call.function] is rule:
                 bundle, again = made, made.result()
         if is_computed and again is not None:
             recording.follow(again, call, result)
-        elif is_computed is None and call.function in FOLLOWED:
-            self.by_rules.decide(recording, rule, call, result)
         own = known.find(result) or known.keep(result, call)
+        if isinstance(own.source, Recipe):
+            own.bytes = result.nbytes  # for the guard
         own.number = self.call
         if bundle is not None:
             bundle.parts.append(weakref.ref(own))
@@ -96,6 +102,41 @@ class ByPlan:
         self.plans = [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind]
         self.strayed = self.strayed or (had_plans and not self.plans)
         return self.call in self.plans[0].again if self.plans else None
+
+
+class Guard:
+    """Keeps few bytes where nothing is known of what will be called.
+
+    A result is kept once computing it again would take more bytes than all that was kept before, and otherwise computed
+    again. Of n layers of one size about sqrt(2 n) are kept, with as many layers between the last two (compare [Chen et
+    al.](https://arxiv.org/abs/1604.06174)).
+    """
+
+    def __init__(self) -> None:
+        self.kept = 0  # bytes
+
+    def computes(self, again: Again, result: Tensor) -> bool:
+        """Whether a result is computed again."""
+        size = result.nbytes
+        waiting = [one for one in again.arguments if isinstance(one, Value)]
+        seen = set(waiting)
+        while waiting and size <= self.kept:
+            value = waiting.pop()
+            if isinstance(value.source, Recipe):
+                size += value.bytes
+                inputs = [one for one in value.source.inputs() if one not in seen]
+                seen.update(inputs)
+                waiting += inputs
+        if size > self.kept:
+            self.kept += result.nbytes
+            return False
+        return True
+
+
+def _reads_overwritten(call: Call, result: Tensor) -> bool:
+    """Whether a call has written over a kept value that it reads, so that a plan alone can let it be computed again."""
+    before = call.before
+    return before is not None and result is call.args[0] and before.reads_storage(address(result.untyped_storage()))
 
 
 def _is_new(base: Tensor, call: Call, is_made: Callable[[Tensor], bool]) -> bool:

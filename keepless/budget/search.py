@@ -2,14 +2,18 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
-from .simulation import Outcome, Simulation, on_real_tensors
+from .segments import segmented
+from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
 from .step import Kind, Plan, Step
 
+_COARSER = 0.9  # each target of segments is that much of the next
 _FINER = 0.97  # each target is this much lower than the peak before it
 _SECONDS = 0.8  # of this thread's time, for a short step
 _SECONDS_PER_CALL = 0.008
+_CLOSE = 0.9  # of the limit
 _FEW = 16  # values of which pairs are tried
 _TRIED = 12  # single moves of a kind that are simulated before one is made
 
@@ -27,14 +31,16 @@ class Choice(NamedTuple):
         again = {value.call for value in dropped if value.kind != Kind.INSIDE}
         inside = {value.call for value in dropped if value.kind == Kind.INSIDE}
         free = {value.call for value in step.values if value.kind == Kind.FREE}
-        return Plan(step.calls, frozenset(again), frozenset(free - again), frozenset(inside))
+        return Plan(
+            step.calls, frozenset(again), frozenset(free - again), frozenset(inside), self.peak, plain_peak(step)
+        )
 
 
-def frontier(step: Step, limit: int = 0) -> list[Choice]:
+def frontier(step: Step, limit: int = 0, known: Sequence[Sequence[bool]] = ()) -> list[Choice]:
     """The Pareto front of peak and time, by decreasing peak.
 
     The search begins with all that can be kept, and again with all but the results of norms, activations and the like;
-    a third time, by bytes alone, since times are noisy.
+    a third time, by bytes alone, since times are noisy. It also begins with what checkpoints of whole blocks do.
     It lowers the peak by 3 % at a time: it drops the values that cost the least time for the bytes that they free while
     the step is above the target. It keeps values again, which cuts chains of recipes, where too much is
     computed at once. What it finds is then changed in single values, as long as this helps. It stops with the choices
@@ -43,15 +49,21 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     Args:
         limit: bytes. Only the fastest choice within it is looked for; the front is complete as far as it was searched.
             If the plain network is within the limit, nothing is searched.
+        known: choices that served the same calls in other sizes. If one of them meets the limit closely, once what fits
+            besides is kept, nothing is searched; otherwise one descent from all that can be kept is enough.
     """
     with on_real_tensors():
         search = _Search(step, time.thread_time() + _SECONDS + _SECONDS_PER_CALL * len(step.calls))
+        if known and search.from_known(limit, known):
+            return pareto(search.found)
         for only_slow, search.counts_time in ((False, True), (True, True), (True, False)):
             search.start(only_slow)
             if search.outcome.peak <= limit and not search.outcome.seconds:
                 break
-            while search.outcome.peak > limit and search.lower(max(limit, int(search.outcome.peak * _FINER))):
-                pass
+            if only_slow and search.counts_time:
+                search.segment(limit)
+                search.start(only_slow)
+            search.lowered(limit)
         else:
             search.polish(limit)
         return pareto(search.found)
@@ -78,6 +90,7 @@ class _Search:
             self.bytes[leader] += self.bytes[number]
         self.found: list[Choice] = []
         self.counts_time = True
+        self.most = 0  # bytes at the peak where all is kept
 
     def start(self, only_slow: bool) -> None:
         """Keep all that can be kept, or with `only_slow` the results of convolutions, matrix products and attention."""
@@ -86,11 +99,50 @@ class _Search:
             for value, is_free in zip(self.step.values, self.is_free, strict=True)
         ]
         self.outcome = self.simulated(self.kept)
+        self.most = max(self.most, self.outcome.peak)
+
+    def from_known(self, limit: int, known: Sequence[Sequence[bool]]) -> bool:
+        """Whether a choice is found without a whole search: see `frontier`."""
+        self.start(only_slow=False)
+        if self.outcome.peak <= limit:
+            return True
+        outcomes = [(kept, self.simulated(kept)) for kept in known]
+        within = [(outcome.seconds, kept, outcome) for kept, outcome in outcomes if outcome.peak <= limit]
+        if within:
+            _, kept, outcome = min(within, key=itemgetter(0))
+            if self.tidied(list(kept), outcome, limit)[1].peak >= _CLOSE * limit:
+                return True
+        return self.lowered(limit)
+
+    def lowered(self, limit: int) -> bool:
+        """Lower the peak in small steps; whether it reaches the limit."""
+        while self.outcome.peak > limit:
+            if not self.lower(max(limit, int(self.outcome.peak * _FINER))):
+                return False
+        return True
 
     def simulated(self, kept: Sequence[bool]) -> Outcome:
         outcome = self.simulation.run(kept)
         self.found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
         return outcome
+
+    def segment(self, limit: int) -> None:
+        """Try choices that cut the step into segments, keep more in the room that they leave, and go on from the least.
+
+        `limit`: as for `frontier`.
+        """
+        least = None
+        for kept in segmented(self.step):
+            outcome = self.simulated(kept)
+            if least is None or outcome.peak < least[1].peak:
+                least = kept, outcome
+            target = max(limit, outcome.peak)
+            while target < self.most and time.thread_time() < self.deadline:
+                kept, outcome = self.tidied(kept, outcome, target)
+                target = self.most if limit else int(target / _COARSER)
+        if least is not None:
+            self.kept, self.outcome = least
+            self.lowered(limit)
 
     def lower(self, target: int) -> bool:
         """Go on to a choice whose peak is at most the target; False if none is found."""

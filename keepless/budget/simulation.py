@@ -79,10 +79,12 @@ class Simulation:
         self.steady, self.highest = _Changes(self.end), _Changes(self.end)  # of the program alone
         self._note_events()
         self.sign_readers: dict[int, tuple[int, int]] = {}  # and bytes, by value
+        self.unpacking: dict[int, int] = {}
         for saved in step.saved:
             if saved.signs:
                 number, _ = self.sign_readers.get(saved.value, (0, 0))
                 self.sign_readers[saved.value] = number + 1, saved.signs
+                self.unpacking[saved.value] = saved.unpacking
         self.base = self.steady.sums(), self.highest.sums()
 
     def _note_events(self) -> None:
@@ -245,9 +247,9 @@ class _Run:
                 yield begin, end, size
 
     def _expand(self, value: int, is_read: bool) -> None:
-        """An operation reads values made from signs: a byte for each, twice, and then values for the operation."""
+        """An operation reads values made from signs: first what unpacking takes, and then values for the operation."""
         self.level = self.values[value].bytes if is_read else -self.values[value].bytes
-        self.most = 16 * self.signs[value] if is_read else 0
+        self.most = self.whole.unpacking[value] if is_read else 0
 
     def _read(self, number: int, value: int) -> None:
         """The backward pass reads a saved tensor, which is computed first."""

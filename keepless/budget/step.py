@@ -51,6 +51,7 @@ class Save(NamedTuple):
     value: int  # that is saved; -1 if none is
     signs: int  # bytes of its signs, if it is saved for these alone; otherwise 0
     memory: int  # kept by PyTorch alone
+    unpacking: int = 0  # bytes that making values from the signs takes beside the values
 
 
 class Costs(NamedTuple):
@@ -79,3 +80,13 @@ class Plan(NamedTuple):
     again: frozenset[int]  # calls whose results are computed again
     kept: frozenset[int] = frozenset()  # calls whose results could be computed again, but are kept
     inside: frozenset[int] = frozenset()  # calls of which all that they save inside is computed again
+    peak: int = 0  # bytes
+    plain: int = 0  # bytes at the peak of the plain network
+
+    def choice(self, step: Step) -> list[bool]:
+        """Whether each value of a step with these calls is kept; shapes may be others."""
+        again = {Kind.FREE: self.again, Kind.INSIDE: self.inside}
+        return [
+            value.kind == Kind.KEPT or (value.kind in again and value.call not in again[value.kind])
+            for value in step.values
+        ]

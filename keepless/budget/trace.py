@@ -4,29 +4,23 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..inputs import tensors_in
 from ..recompute.rules import FOLLOWED, INSIDE, NotFollowed, Rule
+from ..recompute.signs import unpacking_bytes
 from ..recompute.values import Again, Call, Recipe, Saved, ShapeOnly, Value
 from ..saved import Kept, is_ordinary
-from ..torch_internals import FakeTensor, StorageWeakRef, address, backward_runs, node_number, profiler_runs, unpack
-from .costs import (
-    MeasuredCall,
-    backward_temporaries,
-    call_of,
-    estimated_seconds,
-    forward_temporaries,
-    operations_of,
-    seconds_again,
-    seconds_of,
-)
+from ..torch_internals import FakeTensor, StorageWeakRef, address, backward_runs, node_number, unpack
+from .costs import MeasuredCall, call_of, estimated_seconds, operations_of, seconds_again, seconds_of
+from .estimates import Estimates
 from .step import Costs, Event, Kind, Save, Step, StepValue
 
 _WITH_MEMORY = (Kind.KEPT, Kind.FOLLOWS, Kind.FREE, Kind.INSIDE, Kind.PART)
+_OF_WRITTEN_VIEW = "CopySlices"  # the node of a call that has written over a view, e.g. over an instance norm's result
 _SMALL = 2**12  # bytes of a call's arguments below which nothing is measured
 
 
@@ -38,10 +32,24 @@ class Progress(Enum):
     DROPPED = "dropped"
 
 
-class StepTrace:
-    """Sees a recorded forward pass (it is the `Trace` of a `Recording`), and the backward pass that follows."""
+class _Busy(NamedTuple):
+    """A call that takes bytes while it runs. `values`: whose costs it tells."""
 
-    def __init__(self) -> None:
+    call: MeasuredCall
+    event: int
+    values: list[int]
+
+
+class StepTrace:
+    """Sees a recorded forward pass (it is the `Trace` of a `Recording`), and the backward pass that follows.
+
+    Args:
+        estimates: of what calls take, used when the step has ended. Without them, what is computed again is timed at
+            once, on top of what the step holds; and calls on fake tensors take no temporary bytes.
+    """
+
+    def __init__(self, estimates: Estimates | None = None) -> None:
+        self.estimates = estimates
         self.values: list[StepValue] = []
         self.memories: list[int] = []
         self.saved: list[Save] = []
@@ -50,16 +58,18 @@ class StepTrace:
         self.calls: list[Any] = []
         self.ran = False  # the backward pass, at least through a part of the graph
         self.released = 0
+        self._is_fake = False  # the step runs on fake tensors
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # of memories, by address
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._unnumbered: list[tuple[Saved, int]] = []  # saved by the call that is running
+        self._unnumbered: list[tuple[Saved, int, int]] = []  # saved by the call that is running
         self._handles: list[Any] = []
         self.seconds = 0.0  # of the call that ran last
         self._began = 0  # number of its first event
         self._measured: dict[Any, float] = {}  # seconds of a recipe, by function, shape and dtype
         self._backward: dict[int, MeasuredCall] = {}  # by the number of the node that it made
-        # Events to be measured, with the strides of the gradients.
-        self._busy: list[tuple[int, MeasuredCall, tuple[int, ...]]] = []
+        # To be measured after the step: calls; events of their nodes, with the strides of the gradients.
+        self._busy: list[_Busy] = []
+        self._busy_backward: list[tuple[int, MeasuredCall, tuple[int, ...]]] = []
 
     def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
         """The number of a tensor's memory. `outside`: if it is not known, it was there before."""
@@ -102,13 +112,15 @@ class StepTrace:
             rerun = self._rerun(call, whole, costs, result, number)
             if again is not None and INSIDE[call.function] is rule:
                 return self._add(kind, result, (rerun,), Costs(0.0, 0, 0), number)
+            if self._busy and self._busy[-1].values == [rerun]:
+                self._busy[-1].values.append(rerun + 1)
         return self._add(kind, result, inputs, costs, number, again)
 
     def _rerun(self, call: Call, whole: Again, costs: Costs, result: Tensor, number: int) -> int:
         """Note that a call can run again for what it has saved inside; return the number of the call's value."""
         rerun = len(self.values)
         if call.function in FOLLOWED:  # a dropout, whose result follows from its mask
-            costs = Costs(self.seconds, 2 * result.nbytes, 0)
+            costs = Costs(self.seconds, result.nbytes, 0)
         busy = costs.busy + result.nbytes
         inputs = _numbers(whole.arguments)
         self.values.append(
@@ -168,7 +180,8 @@ class StepTrace:
         self.saved.append(Save(-1, 0, self.memory(tensor)))
         if isinstance(saved, Saved):
             saved.number = number
-            self._unnumbered.append((saved, -(-tensor.numel() // 8) if saved.reads_signs else 0))
+            signs = (-(-tensor.numel() // 8), unpacking_bytes(tensor)) if saved.reads_signs else (0, 0)
+            self._unnumbered.append((saved, *signs))
         self.events.append((Event.SAVE, number))
         self._watched[id(saved)] = weakref.ref(saved, partial(self._releases, id(saved), number))
         if not in_call:
@@ -181,8 +194,9 @@ class StepTrace:
         self._number_saved()
 
     def _number_saved(self) -> None:
-        for saved, signs in self._unnumbered:
-            self.saved[saved.number] = self.saved[saved.number]._replace(value=saved.value.number, signs=signs)
+        for saved, signs, unpacking in self._unnumbered:
+            entry = self.saved[saved.number]
+            self.saved[saved.number] = entry._replace(value=saved.value.number, signs=signs, unpacking=unpacking)
         self._unnumbered.clear()
 
     def forward_ends(self) -> None:
@@ -215,34 +229,34 @@ class StepTrace:
 
     def _costs(self, call: Call, rule: Rule, result: Tensor) -> Costs:
         """The costs of computing the result of the call that has just run once more."""
-        busy, seconds, function = 0, self.seconds, call.function
+        seconds, function = self.seconds, call.function
         measured = self._measured_call(call, result)
         if measured is not None:
-            busy = forward_temporaries(measured)
+            event, extra = len(self.events), 0
             if call.inside:  # of which the events of its nodes tell the rest
-                self.events.insert(self._began, (Event.BUSY, busy + result.nbytes))
+                event, extra = self._began, result.nbytes
             else:
-                self.events.append((Event.BUSY, busy))
                 self._backward[node_number(result.grad_fn)] = measured
+            self.events.insert(event, (Event.BUSY, extra))
+            self._busy.append(_Busy(measured, event, [len(self.values)]))
         if isinstance(result, FakeTensor):
+            self._is_fake = True
             seconds = estimated_seconds(function, call.arguments, result)
-        elif function in FOLLOWED:  # by another function than the network's
+        elif function in FOLLOWED and self.estimates is None:  # by another function than the network's
             key = (function, result.shape, result.dtype)
             if key not in self._measured:
                 self._measured[key] = self._seconds_again(call, rule, result)
             seconds = self._measured[key]
-        return Costs(seconds, busy, operations_of(function, call.arguments, result))
+        return Costs(seconds, 0, operations_of(function, call.arguments, result))
 
-    @staticmethod
-    def _measured_call(call: Call, result: Tensor) -> MeasuredCall | None:
-        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing.
-
-        Nothing is measured while a profiler runs.
-        """
+    def _measured_call(self, call: Call, result: Tensor) -> MeasuredCall | None:
+        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing."""
         tensors = [one for one in call.arguments if isinstance(one, Tensor)]
+        if self.estimates is None and isinstance(result, FakeTensor):
+            return None
         if "dropout" in getattr(call.function, "__name__", "") or any(one is result for one in tensors):
             return None
-        if profiler_runs() or not all(map(is_ordinary, tensors)) or sum(one.nbytes for one in tensors) < _SMALL:
+        if not all(map(is_ordinary, tensors)) or sum(one.nbytes for one in tensors) < _SMALL:
             return None
         return call_of(call.function, call.args, call.kwargs)
 
@@ -263,7 +277,7 @@ class StepTrace:
             node = pending.pop()
             call = self._backward.get(node_number(node))
             self._handles.append(node.register_prehook(self._gradients))
-            self._handles.append(node.register_hook(partial(self._after, call)))
+            self._handles.append(node.register_hook(partial(self._after, call, type(node).__name__)))
             for following, _ in node.next_functions:
                 if following is None or following in seen or hasattr(following, "variable"):
                     continue
@@ -271,11 +285,15 @@ class StepTrace:
                     seen.add(following)
                     pending.append(following)
 
-    def _after(self, call: MeasuredCall | None, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+    def _after(
+        self, call: MeasuredCall | None, name: str, found: Sequence[Tensor | None], given: Sequence[Tensor | None]
+    ) -> None:
         """A node of the backward pass has run."""
         self._gradients(found)
+        if name == _OF_WRITTEN_VIEW and given and given[0] is not None:
+            self.events.append((Event.BUSY, 2 * given[0].nbytes))  # the gradient of the view, before and after
         if call is not None and given and given[0] is not None:
-            self._busy.append((len(self.events), call, given[0].stride()))
+            self._busy_backward.append((len(self.events), call, given[0].stride()))
             self.events.append((Event.BUSY, 0))
 
     def _gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -297,8 +315,17 @@ class StepTrace:
         """The step, once it has ended."""
         for handle in self._handles:
             handle.remove()
-        for event, call, stride in self._busy:
-            self.events[event] = (Event.BUSY, 0 if profiler_runs() else backward_temporaries(call, stride))
+        estimates, is_exact = self.estimates or Estimates(), not self._is_fake
+        for busy in self._busy:
+            taken = estimates.forward(busy.call, is_exact)
+            _, extra = self.events[busy.event]
+            self.events[busy.event] = Event.BUSY, extra + int(taken.busy)
+            for number in busy.values:
+                value = self.values[number]
+                seconds = value.seconds if self.estimates is None else taken.seconds
+                self.values[number] = value._replace(busy=value.busy + int(taken.busy), seconds=seconds)
+        for event, call, stride in self._busy_backward:
+            self.events[event] = Event.BUSY, estimates.backward(call, stride, is_exact)
         values, saved = _in_order(self.values, self.saved)
         return Step(values, self.memories, saved, self.events, self.forward, self.calls)
 

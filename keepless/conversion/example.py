@@ -306,20 +306,17 @@ def _check_readers_of_identity(calls: list[NormCall]) -> None:
 
 def _check_output_is_left_alone(calls: list[NormCall]) -> None:
     for call in calls:
-        if call.writer is not None and not call.activations and _is_activation(call.writer):
+        if call.writer is None:
+            continue
+        if not call.activations and type(call.writer.module).__module__ == nn.ReLU.__module__:
             raise ValueError(
                 f"followed by {call.writer}, which an in-place layer does not compute, and which overwrites the output "
                 f"that the layer needs for its backward pass; use inplace=False there"
             )
-        if call.writer is not None:
-            raise ValueError(
-                f"the output is overwritten by {call.writer}, but an in-place layer needs it for its backward pass; "
-                f"write `x = x + y` or use inplace=False there"
-            )
-
-
-def _is_activation(reader: Reader) -> bool:
-    return type(reader.module).__module__ == nn.ReLU.__module__
+        raise ValueError(
+            f"the output is overwritten by {call.writer}, but an in-place layer needs it for its backward pass; "
+            f"write `x = x + y` or use inplace=False there"
+        )
 
 
 def _names(readers: Iterable[nn.Module | Reader | str]) -> list[str]:

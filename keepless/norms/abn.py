@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..torch_internals import NormBase, backward_runs
+from ..torch_internals import NormBase, backward_runs, is_exporting
 from .backends import EagerBackend, backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
 from .bn_act import BatchNormActivation, NormArguments, Strategy, is_misread, statistics_dtype
@@ -209,7 +209,13 @@ class ABN(NormBase):
 
 
 def _is_inference(strategy: Strategy, x: Tensor) -> bool:
-    """Whether nothing has to be kept and the backend is eager: PyTorch's operators then need no node of ours."""
+    """Whether nothing has to be kept and the backend is eager: PyTorch's operators then need no node of ours.
+
+    So it is while `torch.jit.trace`, `torch.export` or an ONNX export records a graph: it cannot hold such a node, or
+    would hold the sizes that decide how a fused kernel reads its input.
+    """
+    if torch.jit.is_tracing() or is_exporting():
+        return True
     if torch.is_grad_enabled() or strategy.overwrite_input or torch.compiler.is_compiling():
         return False
     return isinstance(backend_for(strategy.backend, x), EagerBackend)

@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from ..torch_internals import node_class
 from .backends import Affine, BackwardInputs, Running, backend_for, floored
 from .backends.activations import Activation
-from .synchronisation import joint_moments, joint_sums
+from .synchronisation import gathered_moments, joint_sums
 
 
 class Strategy(NamedTuple):
@@ -82,9 +82,9 @@ class BatchNormActivation(torch.autograd.Function):
         else:
             count = values.numel() // values.shape[1]
             local = backend.moments(values) if count > 1 else (torch.zeros_like(beta),) * 2
-            mean, var, ctx.count = joint_moments(*local, count, group)
-            Running(running_mean, running_var, momentum).update(mean, var, ctx.count)
-            invstd = torch.rsqrt(var + eps)
+            gathered = gathered_moments(*local, count, group)
+            running = Running(running_mean, running_var, momentum)
+            mean, invstd, ctx.count = backend.joint_statistics(gathered, beta.dtype, eps, running)
             z = backend.normalise(values, mean, invstd, first, out)
 
         if strategy.keep == "x_hat":

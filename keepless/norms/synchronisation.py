@@ -26,10 +26,8 @@ def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | N
     return group if dist.get_world_size(group) > 1 else None
 
 
-def joint_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance (C,) over all ranks and the number of values per channel (), from each rank's own.
-
-    var = sum_r count_r * (var_r + (mean_r - mean)^2) / count, the parallel variance formula, in float64.
+def gathered_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    """The mean and biased variance (C,) and the number of values per channel of every rank: (ranks, 2 C + 1), float64.
 
     Reading the other ranks' counts waits for the device, so they are checked once for each number of values that this
     rank has, and never in compiled or captured graphs, which cannot raise. If another rank gets too few values later,
@@ -38,26 +36,22 @@ def joint_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGrou
     ValueError, on every rank of the group that checks, if a rank has fewer than two values per channel.
     """
     ranks = dist.get_world_size(group)
-    own = torch.cat([mean.double(), var.double(), mean.new_full((1,), count, dtype=torch.float64)])
-    gathered = own.new_empty(ranks * len(own))
-    dist.all_gather_into_tensor(gathered, own, group=group)
-    means, variances, counts = gathered.view(ranks, -1).split([len(mean), len(var), 1], dim=1)  # (ranks, C or 1)
-    total = counts.sum()  # stays on the device
+    own = torch.cat([mean, var, mean.new_full((1,), count, dtype=torch.float64)])  # all become float64
+    gathered = own.new_empty(ranks, len(own))
+    dist.all_gather_into_tensor(gathered.view(-1), own, group=group)
     if not torch.compiler.is_compiling() and not (mean.is_cuda and torch.cuda.is_current_stream_capturing()):
         checked = _CHECKED.setdefault(group, set())
         if count not in checked:
-            _check_counts(counts.flatten().tolist())
+            _check_counts(gathered[:, -1].tolist())
             checked.add(count)
-    joint_mean = (counts * means).sum(0) / total
-    joint_var = (counts * (variances + (means - joint_mean).square())).sum(0) / total
-    return joint_mean.to(mean.dtype), joint_var.to(var.dtype), total
+    return gathered
 
 
 def refuse_jointly(channels: int, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Make the ranks waiting in `joint_moments` raise, before this rank raises its own error."""
+    """Make the ranks waiting in `gathered_moments` raise, before this rank raises its own error."""
     nothing = torch.zeros(channels, device=device)
     try:
-        joint_moments(nothing, nothing, 0, group)
+        gathered_moments(nothing, nothing, 0, group)
     except ValueError:
         pass
 

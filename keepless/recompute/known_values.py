@@ -10,7 +10,8 @@ from ..inputs import tensors_in
 from ..saved import Kept, is_ordinary
 from ..torch_internals import Hooks, StorageWeakRef, address, next_node_number, node_number
 from .nodes import by_node, smaller_value_of
-from .values import Again, Call, Positive, Recipe, Saved, ShapeOnly, Value
+from .signs import Positive
+from .values import Again, Call, Recipe, Saved, ShapeOnly, Value
 
 
 class Trace(Protocol):
@@ -90,6 +91,7 @@ class KnownValues:
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.made = MadeMemory()
+        self.copies_are_worth = 1  # a copy is made again if it needs at most so many times its bytes kept for it alone
 
     def clear(self) -> None:
         """The forward pass has ended. Tensors that were modified unseen, e.g. by another thread, are refused later.

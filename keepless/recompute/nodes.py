@@ -14,6 +14,8 @@ from .values import Again, Call, Value, laid_out, saved_value, unread_bytes
 class Registry(Protocol):
     """The known values of a forward pass."""
 
+    copies_are_worth: int
+
     def value_of(self, tensor: Tensor, call: Call | None) -> Value | None: ...
 
     def lend(self, tensor: Tensor, call: Call | None) -> Value: ...
@@ -113,14 +115,16 @@ def _of_reshaped_argument(known: Registry, tensor: Tensor, node: Any, call: Call
 
 
 def smaller_value_of(known: Registry, argument: Tensor, copy: Tensor, call: Call) -> Value | None:
-    """The value of an argument, unless more would be kept for it alone than its copy takes."""
+    """The value of an argument, unless more would be kept for it alone than its copy takes, or than that is worth."""
     value = known.value_of(argument, call)
-    return None if value is None or unread_bytes([value]) > copy.nbytes else value
+    return None if value is None or unread_bytes([value]) > known.copies_are_worth * copy.nbytes else value
 
 
 def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
-    """The argument of the running call that is a node's input."""
+    """The argument of the running call that is a node's input, perhaps expanded to the shape that it has."""
     source, number = node.next_functions[0]
+    if type(source).__name__ == "ExpandBackward0":
+        source, number = source.next_functions[0]
     leaf = getattr(source, "variable", None)
     for argument in call.arguments:
         if isinstance(argument, Tensor):

@@ -51,8 +51,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..inputs import tensors_in
-from ..saved import PLAIN, Kept, copied, is_ordinary
-from ..torch_internals import address, current_function_mode, current_hooks, in_transform, unpack, unwrapped
+from ..saved import PLAIN, Kept, adds_metadata, copied, is_ordinary
+from ..torch_internals import (
+    address,
+    current_function_mode,
+    current_hooks,
+    in_transform,
+    subclasses_are_asked,
+    unpack,
+    unwrapped,
+)
 from .inplace_calls import may_overwrite, overwritten
 from .known_values import KnownValues, Trace
 from .opened_calls import CALL_OTHERS, body
@@ -83,6 +91,7 @@ class Policy(Protocol):
     sees_calls: bool  # False: recipes follow from autograd's nodes alone
     longest: int  # recipes between a value and kept ones
     redraws: bool  # whether random functions may be called again
+    copies_are_worth: int  # see `KnownValues`
 
     @property
     def trace(self) -> Trace | None: ...
@@ -109,6 +118,7 @@ class ByRules:
     sees_calls = True
     longest = 12  # every longer chain keeps one value more
     redraws = False
+    copies_are_worth = 1
     trace = None
 
     def is_short(self, tensor: Tensor) -> bool:
@@ -167,6 +177,7 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         trace = self.policy.trace
         self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, trace)
+        self.known.copies_are_worth = self.policy.copies_are_worth
         self.inputs = ()
         self.hooks = saved_tensors_hooks(self.pack, unpack if trace is None else trace.unpack)
         self.hooks.__enter__()
@@ -189,7 +200,7 @@ class Recording(TorchFunctionMode):
         """Release the recording's tensors. Autograd holds those that it needs."""
         trace = self.known.trace
         self.known.clear()
-        self.kept = self.log.kept()
+        self.kept = self.log.kept(self.policy.why_kept)
         self.log = Log()
         self.frame = None
         if trace is not None:
@@ -224,6 +235,8 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_abandoned():
             return function(*args, **kwargs)
+        if types and subclasses_are_asked() and any(map(adds_metadata, types)):
+            return self._asked(function, types, args, kwargs)
         if function in _OPENED and PLAIN.issuperset(types):
             return self._opened(function, args, kwargs)
         if not may_overwrite(function, args, kwargs):
@@ -235,6 +248,15 @@ class Recording(TorchFunctionMode):
         finally:
             for write in writes:
                 self.known.after_overwriting(write)
+
+    def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let subclasses of tensors handle a call, and see the functions that they call, on plain tensors."""
+        super().__enter__()
+        try:
+            results = (kind.__torch_function__(function, types, args, kwargs) for kind in types)
+            return next((result for result in results if result is not NotImplemented), NotImplemented)
+        finally:
+            super().__exit__(None, None, None)
 
     def _opened(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of Python that has no rule, and see the functions that it calls."""
@@ -320,7 +342,9 @@ class Recording(TorchFunctionMode):
                 call.vectors.append(tensor)
             return Kept(tensor, None)
         if not is_ordinary(tensor):
-            return Kept(tensor, known.outer)
+            kept = Kept(tensor, known.outer)
+            self.log.keep_other(kept, tensor, None if call is None else call.function)
+            return kept
         if call is not None and call.reads_shape_only and tensor.requires_grad:
             shape = ShapeOnly(tensor)
             if known.trace is not None:
@@ -359,7 +383,7 @@ class Recording(TorchFunctionMode):
     def note_need(self, value: Value, tensor: Tensor) -> None:
         """Log a kept value when it gets its first reader."""
         function = None if self.call is None else self.call.function
-        self.log.keep(value, tensor, function, self.policy.why_kept(value))
+        self.log.keep(value, tensor, function)
 
     def again(self, rule: Rule, call: Call, result: Tensor, *, from_anything: bool = False) -> Again | None:
         """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5).
@@ -411,8 +435,10 @@ class Recording(TorchFunctionMode):
             value = known.value_of(tensor, call)
         if not from_anything:
             return None if value is not None and value.unread else value
-        if value is None and tensor is not result and known.is_made(tensor):
-            value = known.keep(tensor, call)
+        if value is None and tensor is not result:
+            is_large = _MUCH * _bytes(tensor) > call.room(result)  # a mask, say, which one copy per call would exceed
+            if known.is_made(tensor) or (is_large and known.made.has(tensor)):
+                value = known.keep(tensor, call)
         if value is not None and value.unread:
             self.note_need(value, tensor)
         return value

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..saved import Kept
+from ..saved import PLAIN, Kept
 from ..torch_internals import address
 from .values import Signs, Value
 
@@ -17,7 +17,7 @@ class Line(NamedTuple):
 
     bytes: int
     tensors: int
-    made_by: str  # the operation that is not computed again; "input" if none of the network's
+    made_by: str  # the operation that is not computed again, or a tensor's type; "input" if none of the network's
     kept_for: str  # the function that reads them
     module: str  # whose parameters were used last
     why: str = ""  # under a budget
@@ -31,6 +31,9 @@ class Report(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(line.bytes for line in self.lines)
+
+    def __repr__(self) -> str:  # what notebooks show
+        return str(self)
 
     def __str__(self) -> str:
         rows = [(f"{line.bytes:,}", str(line.tensors), *line[2:]) for line in self.lines]
@@ -48,7 +51,7 @@ class KeptTensor(NamedTuple):
     made_by: str
     kept_for: str
     parameter: weakref.ref[Tensor] | None
-    why: str
+    why: str = ""
 
 
 class Log:
@@ -56,6 +59,7 @@ class Log:
 
     def __init__(self) -> None:
         self.entries: list[tuple[weakref.ref[Value], int, KeptTensor]] = []
+        self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.parameter: weakref.ref[Tensor] | None = None
 
     def call(self, arguments: Iterable[Any]) -> None:
@@ -64,18 +68,25 @@ class Log:
             if type(argument) is nn.Parameter:  # isinstance takes a microsecond
                 self.parameter = weakref.ref(argument)
 
-    def keep(self, value: Value, tensor: Tensor, function: Callable[..., Any] | None, why: str = "") -> None:
+    def keep(self, value: Value, tensor: Tensor, function: Callable[..., Any] | None) -> None:
         if isinstance(tensor._base, nn.Parameter) or (
             tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter))
         ):
             return
         storage = tensor.untyped_storage()
         made_by = type(tensor.grad_fn).__name__.partition("Backward")[0] if tensor.grad_fn is not None else "input"
-        kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter, why)
+        kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter)
         self.entries.append((weakref.ref(value), address(storage), kept))
 
-    def kept(self) -> list[KeptTensor]:
-        """The tensors kept at the end of the forward pass, one per storage."""
+    def keep_other(self, kept: Kept, tensor: Tensor, function: Callable[..., Any] | None) -> None:
+        """Note a kept tensor that has no value, if it is of a subclass of tensors."""
+        if type(tensor) not in PLAIN and not tensor.is_nested:
+            size, name = tensor.numel() * tensor.itemsize, getattr(function, "__name__", "")
+            entry = KeptTensor(size, type(tensor).__name__, name, self.parameter, "a subclass of tensors")
+            self.others.append((weakref.ref(kept), entry))
+
+    def kept(self, why: Callable[[Value], str]) -> list[KeptTensor]:
+        """The tensors kept at the end of the forward pass, one per storage. `why`: the reason to keep a value."""
         found: dict[int, KeptTensor] = {}
         for reference, storage, kept in self.entries:
             value = reference()
@@ -83,8 +94,8 @@ class Log:
                 continue
             if isinstance(value.source, Signs):
                 kept = kept._replace(bytes=value.source.bytes, kept_for=f"signs for {kept.kept_for}")
-            found.setdefault(storage, kept)
-        return list(found.values())
+            found.setdefault(storage, kept._replace(why=why(value)))
+        return [*found.values(), *(entry for reference, entry in self.others if reference() is not None)]
 
 
 def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:

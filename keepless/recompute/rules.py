@@ -7,7 +7,7 @@ recipe may keep it (rules 4 and 5 in recording.py).
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,9 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..saved import Kept
-from ..torch_internals import dropped_share, packed_by
+from ..torch_internals import (
+    FakeTensor,
+    dropped_share,
+    packed_by,
+    without_dispatch_modes,
+    without_function_modes,
+)
 from .inplace_calls import INPLACE, may_overwrite
 from .nodes import normalised
+from .signs import positive, positive_or_nan
 from .values import Again, ShapeOnly, Value, saved_value
 
 
@@ -44,10 +51,8 @@ CONVOLUTIONS = frozenset(
     getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
 )
 _RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])
-# Activations that read only signs of what they save. ReLU passes the gradient of NaN on, the leaky one scales it.
-POSITIVE = dict.fromkeys(_RELUS, lambda tensor: (tensor <= 0).logical_not_()) | dict.fromkeys(
-    (F.leaky_relu, F.leaky_relu_), lambda tensor: tensor > 0
-)
+# Activations that read only signs of what they save.
+POSITIVE = dict.fromkeys(_RELUS, positive_or_nan) | dict.fromkeys((F.leaky_relu, F.leaky_relu_), positive)
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
@@ -133,6 +138,8 @@ def _mask(function: Function) -> Rule:
         named = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
             raise NotFollowed
+        if x.is_cpu and x.is_contiguous():  # where the layout of the input's memory does not matter
+            x = x.new_empty(()).expand(x.shape)
         return Again(partial(_on_any_values, function, ShapeOnly(x), tuple(others), named), [], draws=True)
 
     return rule
@@ -275,8 +282,28 @@ def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     if type(node).__name__ == "MulBackward0":
         return Again(torch.mul, [find(x), *_saved(node, "other")], fresh=True)
     if type(node).__name__ == "NativeDropoutBackward0" and (share := dropped_share(node)) is not None:
-        return Again(_masked, [find(x), *_saved(node, "result1"), 1 / (1 - share)], fresh=True)
+        scale = (
+            1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, x.dtype == torch.float64, share)
+        )
+        return Again(_masked, [find(x), *_saved(node, "result1"), scale], fresh=True)
     raise NotFollowed
+
+
+@cache
+def dropout_scale(device: torch.device, double: bool, share: float) -> float:
+    """What a dropout's kernel multiplies values with. It may round 1 - p before it divides, so it is measured, once.
+
+    NotFollowed where nothing can be measured: while a CUDA graph is captured, or if all values are dropped.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotFollowed
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), without_function_modes(), without_dispatch_modes(), torch.random.fork_rng(devices):
+        ones = torch.ones(2**12, dtype=torch.float64 if double else torch.float32, device=device)
+        scale = torch.native_dropout(ones, share, True)[0].max().item()
+    if not scale:
+        raise NotFollowed
+    return scale
 
 
 def _alpha_dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..saved import Kept, check_version
 from ..torch_internals import FakeTensor, Hooks, at_end_of_backward, backward_runs, without_function_modes
-
-Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
+from .signs import Positive, pack_signs, unpack_signs
 
 
 class Value:
@@ -202,9 +201,7 @@ class Signs:
     def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
         self.like = ShapeOnly(tensor)
         with torch.no_grad(), without_function_modes():
-            positive = positive_of(tensor).flatten()
-            positive = torch.nn.functional.pad(positive, (0, -positive.numel() % 8)).view(-1, 8)
-            self.bits = Kept((positive * _bits(tensor.device)).sum(-1, dtype=torch.uint8), hooks)
+            self.bits = Kept(pack_signs(tensor.detach(), positive_of), hooks)
 
     @property
     def bytes(self) -> int:
@@ -213,14 +210,8 @@ class Signs:
     def get(self) -> Tensor:
         """1 where the tensor is positive, otherwise 0."""
         with torch.no_grad(), without_function_modes():
-            ones = (self.bits.get().unsqueeze(-1) & _bits(self.like.device)).ne(0).flatten()
-            tensor = ones[: self.like.shape.numel()].view(self.like.shape).to(self.like.dtype)
+            tensor = unpack_signs(self.bits.get(), self.like.shape, self.like.stride, self.like.dtype)
             return laid_out(tensor, self.like.stride)
-
-
-def _bits(device: torch.device) -> Tensor:
-    """1, 2, 4 … 128."""
-    return torch.ones(8, dtype=torch.uint8, device=device) << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 class Saved:

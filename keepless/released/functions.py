@@ -37,7 +37,7 @@ def inplace_abn(
     ValueError: the activation cannot be inverted, x is not (N, C, *spatial), or there are no statistics to use.
     """
     arguments = NormArguments(training, momentum, eps, Activation(activation, activation_param))
-    return _normalised(x, weight, bias, running_mean, running_var, arguments)
+    return _normalised(arguments, x, weight, bias, running_mean, running_var)
 
 
 def inplace_abn_sync(
@@ -56,19 +56,13 @@ def inplace_abn_sync(
     """`inplace_abn` with the minibatch statistics of all processes of `group`; None: the default group."""
     group = synchronised_group(group) if training else None
     arguments = NormArguments(training, momentum, eps, Activation(activation, activation_param), group)
-    return _normalised(x, weight, bias, running_mean, running_var, arguments)
+    return _normalised(arguments, x, weight, bias, running_mean, running_var)
 
 
-def _normalised(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    arguments: NormArguments,
-) -> Tensor:
+def _normalised(arguments: NormArguments, x: Tensor, *vectors: Tensor | None) -> Tensor:
     check_activation(arguments.activation, invertible=True)
-    sizes = {len(each) for each in (weight, bias, running_mean, running_var) if each is not None}
+    weight, bias, running_mean, running_var = vectors
+    sizes = {len(each) for each in vectors if each is not None}
     if x.dim() < 2 or sizes - {x.shape[1]}:
         raise ValueError(
             f"inplace_abn got an input of shape {tuple(x.shape)}: expected (N, {max(sizes, default='C')}, …)"

@@ -15,6 +15,9 @@ from ..torch_internals import without_dispatch_modes
 # Norms whose outputs do not depend on their buffers in training.
 _KNOWN_NORMS = frozenset([*OWN_LAYERS, *BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_RANDOM = (*_DROPOUTS, nn.RReLU)
+
 
 class _Buffer(NamedTuple):
     """A buffer that a repetition must not change. `start`: a copy of its first values; None if they have no effect."""
@@ -34,7 +37,8 @@ class _Buffer(NamedTuple):
 class Environment:
     """Autocast, random numbers, parameters, modes and buffers at the start of a forward pass.
 
-    `modules` run on `tensors`, and draw the same random numbers again with `preserve_rng_state`.
+    `modules` run on `tensors`, and draw the same random numbers again with `preserve_rng_state`. While a CUDA graph is
+    captured they may draw none on the device: modules that do are refused, but not their functions (`F.dropout`).
     """
 
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
@@ -44,9 +48,13 @@ class Environment:
             for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
         ]
         self.cache = torch.is_autocast_cache_enabled()
-        self.cuda = [device for device in devices if device.type == "cuda"]
-        self.random = self._random() if preserve_rng_state else None
         parts = [part for module in modules for part in module.modules()]
+        self.cuda = [device for device in devices if device.type == "cuda"]
+        if self.cuda and torch.cuda.is_current_stream_capturing():  # a graph has no state of a generator to read
+            self.cuda = []
+            if preserve_rng_state:
+                _refuse_random(parts)
+        self.random = self._random() if preserve_rng_state else None
         self.modes = [(part, part.training) for part in parts]
         self.constants: list[tuple[nn.Module, str, Tensor, int]] = [  # which may not change before the repetition
             (part, name, parameter, parameter._version)
@@ -139,6 +147,16 @@ def _swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
     finally:
         for buffer, values in reversed(list(zip(buffers, present, strict=True))):
             buffer.owner._buffers[buffer.name] = values
+
+
+def _refuse_random(parts: Iterable[nn.Module]) -> None:
+    """RuntimeError if a module draws random numbers."""
+    for part in parts:
+        if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1.0) > 0:
+            raise RuntimeError(
+                f"a CUDA graph captures a reversible module that contains {part}: a captured repetition draws other "
+                f"random numbers, and its gradients would be wrong; move it out of the branches, or set p=0"
+            )
 
 
 def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:

@@ -54,8 +54,7 @@ def load_by_name(
         advice: the end of the message about a misfit.
         skip: name and tensor -> why not to load it, or None.
 
-    Raises:
-        ValueError: the tensors do not fit; the network is unchanged.
+    ValueError: the tensors do not fit; the network is unchanged.
     """
     own = network.state_dict()
     tensors = _named_as_in(own, tensors)

@@ -59,7 +59,8 @@ def _structure(tensors: Mapping[str, Tensor]) -> list[int]:
 def _body(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
     if "mod7.block1.convs.conv1.weight" in tensors:
         return "wider_resnet", {"channels": [_widths(tensors, f"mod{stage}.block1") for stage in range(2, 8)]}
-    stem = {"stem": _stem(tensors)}
+    first = tensors["mod1.conv1.weight"]
+    stem = {"stem": "3x3" if "mod1.conv3.weight" in tensors else "7x7" if first.shape[-1] == 7 else "cifar"}
     if "mod2.convs3.0.conv.weight" in tensors:
         return "densenet", {"growth": len(tensors["mod2.convs3.0.conv.weight"]), **stem}
     widths = _widths(tensors, "mod2.block1")
@@ -74,9 +75,3 @@ def _widths(tensors: Mapping[str, Tensor], block: str) -> list[int]:
     """Output channels of a block's two or three convolutions."""
     names = [f"{block}.convs.conv{number}.weight" for number in (1, 2, 3)]
     return [len(tensors[name]) for name in names if name != names[2] or name in tensors]
-
-
-def _stem(tensors: Mapping[str, Tensor]) -> str:
-    if "mod1.conv3.weight" in tensors:
-        return "3x3"
-    return "7x7" if tensors["mod1.conv1.weight"].shape[-1] == 7 else "cifar"

@@ -87,8 +87,7 @@ def weights_in(
         otherwise: the scale of other files if `scale` is None.
         name, key: of the file and of the argument `scale`, for messages.
 
-    Raises:
-        ValueError: the content has another layout, the scale is wrong, or it is not known.
+    ValueError: the content has another layout, the scale is wrong, or it is not known.
     """
     if scale not in (None, *SCALES):
         raise ValueError(f"{key}={scale}: expected one of {', '.join(SCALES)}")
@@ -160,8 +159,7 @@ def to_released(state: Mapping[str, Tensor], scale: str = "released") -> dict:
         {"state_dict": {module.NAME: tensor}} for a body, {"state_dict": {"body": …, "head": …, "cls": …}} for a
         segmentation network.
 
-    Raises:
-        ValueError: scales are below eps, negative ones included; names the layers and counts the scales.
+    ValueError: scales are below eps, negative ones included; names the layers and counts the scales.
     """
     if scale not in SCALES:
         raise ValueError(f"scale={scale}: expected one of {', '.join(SCALES)}")

@@ -28,8 +28,7 @@ class DeepLabV3(nn.Module):
             pools globally, as in training.
         out_channels: channels of the result.
 
-    Raises:
-        ValueError: pooling_size is not one or two positive numbers.
+    ValueError: pooling_size is not one or two positive numbers.
     """
 
     def __init__(

@@ -42,10 +42,12 @@ from scripts.evidence.abn_strategies import (
 )
 from scripts.evidence.frame import Clock, DeviceArguments, benchmark, check_choices, interleaved, ratio_of, reason
 from scripts.evidence.left_out_launches import launches_left_out
-from scripts.evidence.measuring import LAYOUTS, Step, compiled, peak_bytes, timer
+from scripts.evidence.measuring import LAYOUTS, Step, compiled, peak_bytes, replayed, timer
 
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
+
+REPLAY = ", replayed"  # of a timer
 
 MEMORY = ("saved_bytes", "saved_vector_bytes", "saved_buffers", "peak_bytes")
 
@@ -59,11 +61,12 @@ class Settings(NamedTuple):
     rounds: int
     sample_ms: float  # each time is a mean over enough repeats to take this long
     minutes: float  # cells that would start later are left out
+    replays: bool  # a step is also captured in a CUDA graph and replayed, without the host's time
 
 
 DEFAULTS = {
-    "cpu": Settings([*BLOCKS, "network"], ["float32"], batch=4, rounds=15, sample_ms=20.0, minutes=12.0),
-    "cuda": Settings([*BLOCKS, *HOST], ["float32", "bfloat16"], 32, rounds=20, sample_ms=8.0, minutes=4.5),
+    "cpu": Settings([*BLOCKS, "network"], ["float32"], 4, rounds=15, sample_ms=20.0, minutes=12.0, replays=False),
+    "cuda": Settings([*BLOCKS, *HOST], ["float32", "bfloat16"], 128, rounds=20, sample_ms=8.0, minutes=8, replays=True),
 }
 
 
@@ -83,6 +86,7 @@ class AbnArguments(DeviceArguments):
     sample_ms: float | None = key(None, above=0)  # least time of one sample; null: as suits the device
     compiler: str | None = "inductor"  # of torch.compile, for whole blocks; null leaves those strategies out
     minutes: float | None = key(None, above=0)  # most time, after which a round is the last; null: as suits the device
+    replays: bool | None = None  # time replays of a CUDA graph as well; null: on CUDA
 
     def settings(self) -> Settings:
         given = {name: getattr(self, name) for name in Settings._fields}
@@ -123,10 +127,7 @@ def measure(arguments: AbnArguments, clock: Clock) -> dict:
     kept = arguments.device == "cuda" or keep_freed_memory()
     rows: list[dict] = []
     left_out: list[dict] = []
-    with ExitStack() as context:
-        context.enter_context(_alone_in_a_group())
-        context.enter_context(compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024))
-        context.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True))
+    with surroundings():
         for cell in arguments.cells():
             reasons = {"all": f"out of time: minutes={settings.minutes:g}"}
             if clock.seconds <= 60 * settings.minutes:
@@ -158,6 +159,11 @@ def measure_cell(cell: Cell, arguments: AbnArguments, settings: Settings) -> tup
     def add(name: str, found: dict, step: Step) -> None:
         timers[name] = timer(step, settings.sample_ms, cell.device)
         facts[name] = found
+        if settings.replays:
+            try:
+                timers[name + REPLAY] = timer(replayed(step, cell.device), settings.sample_ms, cell.device)
+            except Exception as error:  # it waits for the device, which no graph can hold
+                left_out[name + REPLAY] = reason(error)
 
     for strategy in chosen:
         try:
@@ -172,14 +178,21 @@ def measure_cell(cell: Cell, arguments: AbnArguments, settings: Settings) -> tup
     timers.clear()
     gc.collect()
     common = {**cell._asdict(), "size": list(cell.size), "input_bytes": x.nbytes}
-    rows = [{**common, "strategy": name, **facts[name], **summarised(times_ms, name)} for name in times_ms]
+    rows = [{**common, "strategy": name, **facts[name], **summarised(times_ms, name)} for name in facts]
     return rows, left_out
 
 
 def summarised(times_ms: dict[str, list[float]], name: str) -> dict:
     ratio, *quartiles = (round(value, 4) for value in ratio_of(times_ms[name], times_ms[STANDARD]))
     median_ms = round(statistics.median(times_ms[name]), 5)
-    return {"median_ms": median_ms, "ratio": ratio, "ratio_quartiles": quartiles, "times_ms": times_ms[name]}
+    found = {"median_ms": median_ms, "ratio": ratio, "ratio_quartiles": quartiles, "times_ms": times_ms[name]}
+    replays = [times_ms.get(each + REPLAY) for each in (name, STANDARD)]
+    if replays[0] is not None:
+        found["replay_ms"] = round(statistics.median(replays[0]), 5)
+        found["replay_times_ms"] = replays[0]
+    if replays[0] is not None and replays[1] is not None:
+        found["replay_ratio"] = round(ratio_of(replays[0], replays[1]).median, 4)
+    return found
 
 
 def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor, compiler: str | None) -> tuple[dict, Step]:
@@ -207,6 +220,16 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor, compiler: st
         "saved_buffers": round((saved - vectors) / x.nbytes, 3),  # in sizes of the input
         "peak_bytes": peak_bytes(work.owning_step, cell.device),
     }, work.step
+
+
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """Context in which cells are measured: a process group, a compiler that never gives up, cuDNN's fastest."""
+    with ExitStack() as context:
+        context.enter_context(_alone_in_a_group())
+        context.enter_context(compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024))
+        context.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True))
+        yield
 
 
 @contextmanager

@@ -107,21 +107,28 @@ COLOURS = {
 
 
 def page(result: dict, name: str) -> str:
-    rows = result["rows"]
+    return frame.page_text(
+        "abn",
+        result,
+        device=frame.DEVICES[result["arguments"]["device"]],
+        sections=sections_of(result["rows"], result["left_out"], name),
+    )
+
+
+def sections_of(rows: list[dict], left_out: list[dict], name: str) -> list[str]:
+    """The page's sections; `name`: of the chart's file, without .png."""
     sections = [comparison(by_cell(rows))]
+    if any(map(_replayed, rows)):
+        sections.append(REPLAYS)
     if _shapes(rows):
         about = "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:"
         picture = f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({name}.png)"
         sections.append(section("Summary", about, summary(rows), picture))
     for title, cells in by_kind(by_cell(rows)).items():
-        sections.append(section(title, columns((row for cell in cells for row in cell.values()), COLUMNS, left=3)))
-    sections += _left_out(result["left_out"])
-    return frame.page_text(
-        "abn",
-        result,
-        device=frame.DEVICES[result["arguments"]["device"]],
-        sections=sections,
-    )
+        own = [row for cell in cells for row in cell.values()]
+        shown = [*COLUMNS, *(OF_REPLAYS if any(map(_replayed, own)) else ())]
+        sections.append(section(title, columns(own, shown, left=3)))
+    return [*sections, *_left_out(left_out)]
 
 
 def _shapes(rows: list[dict]) -> list[Rows]:
@@ -170,6 +177,18 @@ COLUMNS: Columns = [
     ("buffers", _buffers),
     ("peak MiB", lambda row: mib(row["peak_bytes"], 2)),
 ]
+REPLAYS = (
+    "*Replayed* is the time of the same step captured in a CUDA graph: what the device takes, without the host, which "
+    "decides the time of small tensors in *ms*. Its ratio is to standard's replay."
+)
+OF_REPLAYS: Columns = [
+    ("replayed ms", lambda row: f"{row['replay_ms']:.3f}" if _replayed(row) else ""),
+    ("to standard", lambda row: f"{row['replay_ratio']:.2f}" if "replay_ratio" in row else ""),
+]
+
+
+def _replayed(row: dict) -> bool:
+    return "replay_ms" in row
 
 
 def _left_out(entries: list[dict]) -> list[str]:

@@ -10,6 +10,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -175,7 +176,12 @@ BLOCKS: dict[str, Callable[[str], str]] = {
 }
 
 
-@configured("documents", strategy_table.NoKeys)
+@dataclass
+class NoKeys:
+    """The command takes no keys."""
+
+
+@configured("documents", NoKeys)
 def main(_: DictConfig) -> None:
     for document in DOCUMENTS:
         write_file(document, written(document.read_text()))

@@ -131,10 +131,10 @@ def _trained_on(arguments: OriginalsArguments, pairs: Pairs, kind: str, fold: in
     with tempfile.TemporaryDirectory() as folder:
         for split, chosen in {"train": ~tested, "test": tested}.items():
             save_records(Path(folder), split, pixels[chosen], pairs.labels[chosen])
-        keys = (f"experiment={arguments.experiment}", f"trainer.steps={arguments.steps}", "trainer.epochs=null")
-        keys += (f"trainer.precision={arguments.precision}", f"seed={fold}")
+        keys = f"experiment={arguments.experiment}", f"trainer.steps={arguments.steps}", "trainer.epochs=null"
+        recipe = f"trainer.precision={arguments.precision}", f"seed={fold}"
         folders = override("data.root", folder), override("run_dir", f"{folder}/run")
-        return train_imagenet.train(composed("train_imagenet", *keys, *folders))["top1"]
+        return train_imagenet.train(composed("train_imagenet", *keys, *recipe, *folders))["top1"]
 
 
 def _percent(name: str) -> str:

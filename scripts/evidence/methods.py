@@ -5,7 +5,8 @@ import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,15 @@ from keepless import recompute_activations
 from keepless.saved import kept_bytes
 from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence import frame, frozen
-from scripts.evidence.measuring import Elsewhere, compiled, peak_bytes, timed, training_step
+from scripts.evidence.measuring import (
+    Elsewhere,
+    compiled,
+    milliseconds,
+    peak_bytes,
+    replayed,
+    timed,
+    training_step,
+)
 from scripts.reports.markdown import section
 
 NETWORKS = (
@@ -165,16 +174,24 @@ def _saved_on_cpu(network: nn.Module, images: Tensor) -> object:
         return network(images)
 
 
+IMAGES = {"cpu": 8, "cuda": 128}  # a GPU takes milliseconds for fewer, and Python more
+WARM_UP_STEPS = 2  # before a peak is measured: a budget has its plan from the third step on
+
+
 @dataclass
 class NetworksArguments(frame.DeviceArguments):
     """Arguments of benchmarks that measure one network after the other."""
 
     threads: int = key(1, above=0)  # of PyTorch
     rounds: int = key(5, above=0)  # each measures every network and method once
-    images: int = key(8, least=2)  # per step; some norms have one value per image
+    images: int | None = key(None, least=2)  # per step; some norms have one value per image; null: see IMAGES
     image_size: int = key(224, above=0)  # pixels
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
     only: list[str] = field(default_factory=list)  # networks; empty: all
+
+    @property
+    def images_per_step(self) -> int:
+        return self.images or IMAGES[self.device]
 
     def check(self) -> None:
         super().check()
@@ -206,9 +223,10 @@ def each(
     `arguments.only` becomes the networks that are in the record, as if one call had measured all of them.
     `every`: the names of the networks that the benchmark can measure.
     """
+    images = arguments.images_per_step
     names = [name for name in chosen(arguments.only) if name in every]
     own = frame.provenance(PACKAGES.values())
-    before = frame.begun(arguments, own)
+    before = frame.begun(replace(arguments, images=images), own)
     rows = before.get("rows", [])
     done = {row["network"] for row in rows}
     left_out = [entry for entry in before.get("left_out", []) if entry["network"] in done]
@@ -220,7 +238,13 @@ def each(
         found = {entry["network"] for entry in [*rows, *left_out]}
         arguments.only = [name for name in every if name in found] if found < {*every} else []
         in_order = sorted(rows, key=lambda row: NETWORKS.index(row["network"]))
-        return {"environment": environment, "seconds": seconds, "rows": in_order, "left_out": left_out}
+        return {
+            "arguments": {"images": images},
+            "environment": environment,
+            "seconds": seconds,
+            "rows": in_order,
+            "left_out": left_out,
+        }
 
     for name in names:
         if name in done:
@@ -242,7 +266,7 @@ def each(
 
 def alone(measured: Callable[..., Measured], name: str, arguments: NetworksArguments) -> Measured:
     """Measure a network in a process of its own, whose memory is free afterwards. `measured`: such as the one below."""
-    given = (arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
+    given = (arguments.device, arguments.images_per_step, arguments.image_size, arguments.rounds, arguments.compiler)
     with Elsewhere(_Measurement, measured, arguments.threads) as process:
         return process.call("measured", name, *given)
 
@@ -262,7 +286,8 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
     Returns:
         A row for each method that works, and the reason for each that fails:
         {"network", "method", "kept_bytes": None if it cannot be counted, "peak_bytes", "times_ms",
-        "deviation", "same_outputs": see `exactness`}, {"network", "method", "reason"}
+        "replay_ms": of a CUDA graph of the step, "deviation", "same_outputs": see `exactness`},
+        {"network", "method", "reason"}
 
     Raises:
         Exception: the plain network fails.
@@ -275,7 +300,8 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
         network = copy.deepcopy(plain).to(device)
         forward = forward_of(network, method, compiler)
         step = partial(training_step, network, partial(loss_of, forward, pixels))
-        step()  # gradients exist; compiles
+        for _ in range(WARM_UP_STEPS):  # gradients exist; compiles
+            step()
         kept = None if method == ON_CPU else kept_bytes(network, partial(forward, pixels), [pixels])
         exact = exactness(name, method, device) if method in (RECOMPUTED, BLOCKS) else {}
         peak = peak_bytes(step, device, network)
@@ -284,6 +310,10 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
 
     rows, left_out = each_method(name, methods_of(name, plain, device, compiler), start)
     times_ms = timed(steps, rounds, device)
+    if device == "cuda":
+        for method, step in steps.items():
+            with suppress(Exception):  # e.g. a step that waits for the device, which no graph can hold
+                rows[method]["replay_ms"] = round(milliseconds(replayed(step, device), rounds, device), 5)
     torch.compiler.reset()  # frees compiled code
     return (
         [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()],

@@ -57,7 +57,7 @@ def page(result: dict, name: str) -> str:
         networks=len(networks),
         summary=_summary(networks),
         comparison=_comparison(networks),
-        every_network=columns(rows, COLUMNS, left=2),
+        every_network=columns(rows, [*COLUMNS, *(REPLAYS if any("replay_ms" in r for r in rows) else ())], left=2),
         exact_images=EXACT_IMAGES,
         exact_pixels=methods.EXACT_DEFAULT,
         larger=", ".join(f"{network}: {size}" for network, size in methods.EXACT_SIZE.items()),
@@ -124,6 +124,7 @@ COLUMNS: Columns = [
     ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
     ("outputs", lambda row: {True: "equal", False: "differ", None: ""}[row.get("same_outputs")]),
 ]
+REPLAYS: Columns = [("replayed, ms", lambda row: f"{row['replay_ms']:.1f}" if "replay_ms" in row else "")]
 
 
 def pictures(result: dict) -> dict[str, Figure]:

@@ -64,7 +64,8 @@ def measure(arguments: ReversibleArguments, clock: frame.Clock) -> dict:
 def page(result: dict, name: str) -> str:
     sections = []
     if "steps" in result:
-        sections.append(section("Time of a step", columns(_cases(result["steps"]).values(), STEPS)))
+        cases = frame.grouped(result["steps"], ("norm", "layout", "precision"), "variant")
+        sections.append(section("Time of a step", columns(cases.values(), STEPS)))
     if "activations" in result:
         title = "Activations kept of a step on 100 CIFAR images"
         sections.append(section(title, columns(result["activations"], ACTIVATIONS)))
@@ -83,10 +84,6 @@ def page(result: dict, name: str) -> str:
     return frame.page_text("reversible", result, sections=sections)
 
 
-def _cases(steps: list[dict]) -> dict[str, dict[str, dict]]:
-    return frame.grouped(steps, ("norm", "layout", "precision"), "variant")
-
-
 def _relative_to_naive(rows: list[dict]) -> list[dict]:
     naive = {row["units"]: row["flops"] for row in rows if row["method"] == "naive"}
     return [{**row, "to_naive": row["flops"] / naive[row["units"]]} for row in rows]
@@ -97,13 +94,9 @@ def _relative_to_standard(rows: list[dict]) -> list[dict]:
     return [{**row, "to_standard": ratio_of(row["times_ms"], standard_ms)} for row in rows]
 
 
-def _median_ms(rows: dict[str, dict], variant: str) -> str:
-    return f"{statistics.median(rows[variant]['times_ms']):.0f}"
-
-
 STEPS: Columns = [
     ("RevNet-38", lambda rows: "{norm}, {layout}, {precision}".format_map(rows[FORWARD])),
-    *((f"{variant}, ms", partial(_median_ms, variant=variant)) for variant in VARIANTS),
+    *((f"{name}, ms", lambda rows, name=name: f"{statistics.median(rows[name]['times_ms']):.0f}") for name in VARIANTS),
     ("once to stored", lambda rows: f"{time_ratio(rows, 'once', 'stored'):.2f}"),
     ("one more forward pass", lambda rows: f"{1 + time_ratio(rows, FORWARD, 'stored').median:.2f}"),
     ("twice to once", lambda rows: f"{time_ratio(rows, 'twice', 'once'):.2f}"),

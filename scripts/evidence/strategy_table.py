@@ -1,11 +1,9 @@
-"""Measure what each strategy of the paper's Figure 2 keeps and recomputes in a BN + ACT + CONV block:
+"""The tables of docs/memory.md, which `documents` writes.
 
-    python -m scripts.evidence.strategy_table
-
-prints the tables of docs/memory.md: the strategies in a block and in the release's whole networks, checkpointed blocks,
-and the ranges in which activations can be inverted. Buffers are recognised by their values among the tensors that
-autograd keeps, recomputed operations among the operators that the backward pass calls. The whole networks run on fake
-tensors, which needs little time and memory.
+They show what each strategy of the paper's Figure 2 keeps and recomputes in a BN + ACT + CONV block, and in whole
+networks of the release, checkpointed blocks, and the ranges in which activations can be inverted. Buffers are
+recognised by their values among the tensors that autograd keeps, recomputed operations among the operators that the
+backward pass calls. The whole networks run on fake tensors, which needs little time and memory.
 """
 
 import math
@@ -17,10 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from engine.configuration.command_line import configured
 from engine.planner.made_tensors import MadeTensors
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
@@ -270,20 +266,3 @@ class _Operators(TorchDispatchMode):
             slope = args[1] if len(args) > 1 else 0.01
             return "phi" if slope < 1 else "phi^-1"
         return "pi^-1" if operator in ("sub", "div") else operator
-
-
-@dataclass
-class NoKeys:
-    """The command takes no keys."""
-
-
-@configured("strategy_table", NoKeys)
-def main(_: DictConfig) -> None:
-    kept = {body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}
-    strategies = table([measure(norm) for norm in STRATEGIES])
-    networks, recomputed = network_table(kept), recomputation_table(resnext101, RECOMPUTED_NORMS)
-    print(strategies, networks, recomputed, range_table(), sep="\n\n")
-
-
-if __name__ == "__main__":
-    main()

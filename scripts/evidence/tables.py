@@ -103,8 +103,7 @@ def write(values: DictConfig) -> Path:
 def planned_memory(file: Path) -> dict[str, int]:
     """{experiment: bytes on each device} of a record of scripts.evidence.plan_experiments; empty without one.
 
-    Raises:
-        ValueError: the file is another benchmark's, or damaged.
+    ValueError: the file is another benchmark's, or damaged.
     """
     if not file.is_file():
         return {}
@@ -120,8 +119,7 @@ def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
     A row has the runs with its configuration. A run that is in no row is listed with the experiment that it was started
     as, and with the keys that differ.
 
-    Raises:
-        ValueError: two runs of a row have other classes.
+    ValueError: two runs of a row have other classes.
     """
     names = {table: papers.experiments_of(table) for table in papers.TABLES}
     changes = {
@@ -141,7 +139,8 @@ def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
         changed = [(run, changes[name, run.folder]) for run in others]
         by_speed: dict[str, list[Run]] = {}
         for run in counted:
-            by_speed.setdefault(" ".join(papers.speed_keys(run.typed, name)), []).append(run)
+            speed = (f"{key}={value}" for key, value in papers.differing(run.typed, name).items())  # keys of SPEED
+            by_speed.setdefault(" ".join(speed), []).append(run)
         return Row(name, by_speed, changed, planned.get(name))
 
     return {table: [row(name) for name in own] for table, own in names.items()}
@@ -164,7 +163,9 @@ def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out
             lines += ["", NOTES[name]]
         if others := [other for row in rows for other in row.others]:
             lines += ["", "Runs that changed keys of their experiment, and so are not rows of it:", ""]
-            lines += [f"- {_link(run, out)}, with `{' '.join(changed)}`: {_score(run)}" for run, changed in others]
+            for run, changed in others:
+                score = f"{SCORE_TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
+                lines.append(f"- {_link(run, out)}, with `{' '.join(changed)}`: {score}")
         if runs := runs_of(rows):
             lines += ["", *(_provenance(run, out) for run in runs)]
             lines += ["", f"![validation score over steps, and scores of classes]({pictures[name]})"]
@@ -243,10 +244,6 @@ def _relative(path: Path, out: Path) -> str:
     return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
 
 
-def _score(run: Run) -> str:
-    return f"{SCORE_TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
-
-
 def _provenance(run: Run, out: Path) -> str:
     environment = run.results["environment"]
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch"))
@@ -283,11 +280,6 @@ def chart(rows: list[Row]) -> Figure:
     return figure
 
 
-def _published_score(row: Row) -> float | None:
-    """The score in the table of the paper that a training of this row ends at, if one was published."""
-    return next((entry.percent for entry in papers.published(row.experiment) if entry.file == "results"), None)
-
-
 @configured("tables", Tables)
 def main(values: DictConfig) -> None:
     print(write(values))
@@ -295,3 +287,8 @@ def main(values: DictConfig) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def _published_score(row: Row) -> float | None:
+    """The score in the table of the paper that a training of this row ends at, if one was published."""
+    return next((entry.percent for entry in papers.published(row.experiment) if entry.file == "results"), None)

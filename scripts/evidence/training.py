@@ -9,7 +9,7 @@
 
 import statistics
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,21 @@ OF_EACH_START = ("times_ms", "process_mib", "first_step_s")  # the rest of a row
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only
 
 
+# By device: experiment, pixels of a crop, crops per step. Of Table 3, a device's share.
+SUITED = {"cpu": ("camvid/resnext_small", 240, 8), "cuda": ("table3/cityscapes_resnext101_inplace_fixed_batch", 512, 4)}
+IN_TURN = (
+    "- Every candidate has the device to itself, one after the other. Times are medians over rounds; ratios are "
+    "medians of the ratios of rounds with the same number."
+)
+
+
 @dataclass
 class TrainingArguments(frame.DeviceArguments):
-    recipe: str | None = "camvid/resnext_small"  # experiment whose network is trained; null: the default one
+    # Experiment whose network is trained; auto: one that suits the device, see SUITED; null: the default network.
+    recipe: str | None = "auto"
     threads: int = key(2, above=0)  # of PyTorch
-    crop_size: int = key(240, above=0)  # pixels, configs/data/camvid.yaml
-    crops: int = key(8, above=0)  # per step
+    crop_size: int | None = key(None, above=0)  # pixels; null: as suits the device
+    crops: int | None = key(None, above=0)  # per step; null: as suits the device
     overhead_crops: int = key(4, least=2)  # for steps of about 200 ms
     overhead_steps: int = key(10, above=0)  # of each loop in each round
     overhead_rounds: int = key(20, above=0)  # each times both loops
@@ -39,21 +48,34 @@ class TrainingArguments(frame.DeviceArguments):
     warm_up: int = key(3, above=0)  # steps
     parts: list[str] = field(default_factory=lambda: list(PARTS))  # what is measured
 
+    def suited(self) -> "TrainingArguments":
+        """A copy in which what depends on the device is chosen."""
+        recipe, crop_size, crops = SUITED[self.device]
+        return replace(
+            self,
+            recipe=recipe if self.recipe == "auto" else self.recipe,
+            crop_size=self.crop_size or crop_size,
+            crops=self.crops or crops,
+        )
+
     def check(self) -> None:
         super().check()
         frame.check_choices("parts", self.parts, PARTS)
 
     def overrides(self, crops: int) -> tuple[str, ...]:
         """The overrides of train_seg.py shared by everything measured: float32, drawn street scenes."""
-        experiment = () if self.recipe is None else (f"experiment={self.recipe}",)
-        # As wide as CamVid's pictures.
-        data = ("data=synthetic", "data.base_size=480", f"data.crop_size={self.crop_size}", "data.workers=0")
+        own = self.suited()
+        assert own.crop_size is not None
+        experiment = () if own.recipe is None else (f"experiment={own.recipe}",)
+        # With CamVid's crops, as wide as its pictures.
+        data = ("data=synthetic", f"data.base_size={2 * own.crop_size}", f"data.crop_size={own.crop_size}")
         trainer = (f"trainer.device={self.device}", "trainer.precision=float32")
-        return (*experiment, *data, f"data.crops_per_minibatch={crops}", *trainer)
+        return (*experiment, *data, "data.workers=0", f"data.crops_per_minibatch={crops}", *trainer)
 
 
 def measure(arguments: TrainingArguments, clock: frame.Clock) -> dict:
     """Measure both loops and every switch; switches that cannot run here are listed with the reason."""
+    arguments = arguments.suited()
     synthetic(None, "train")  # written once, before the processes ask for it
     overhead_ms = {}
     if "overhead" in arguments.parts:
@@ -72,7 +94,9 @@ def measure(arguments: TrainingArguments, clock: frame.Clock) -> dict:
         left_out |= {name: frame.reason(error) for name, error in failed.items()}
         starts.append(rows)
         clock.report(f"{len(rows)} switches")
+    chosen_for_device = {name: getattr(arguments, name) for name in ("recipe", "crop_size", "crops")}
     return {
+        "arguments": chosen_for_device,
         "environment": {"threads": arguments.threads},
         "overhead_ms": overhead_ms,
         "left_out": [{"switch": name, "reason": why} for name, why in left_out.items()],
@@ -88,8 +112,25 @@ def measure(arguments: TrainingArguments, clock: frame.Clock) -> dict:
     }
 
 
-def one_start(arguments: TrainingArguments, chosen: dict[str, Switch]) -> tuple[dict[str, dict], dict[str, Exception]]:
-    """Start a process for each switch and time its steps in rounds. Returns rows by switch, and errors by switch."""
+Started = tuple[dict[str, dict], dict[str, Exception]]  # rows by switch, and errors by switch
+
+
+def one_start(arguments: TrainingArguments, chosen: dict[str, Switch]) -> Started:
+    """Time the steps of every switch in a process of its own. On CUDA one after the other: each needs the device."""
+    if arguments.device != "cuda":
+        return _together(arguments, chosen)
+    rows: dict[str, dict] = {}
+    failed: dict[str, Exception] = {}
+    for name, switch in chosen.items():
+        found, errors = _together(arguments, {name: switch})
+        rows |= found
+        failed |= errors
+    return rows, failed
+
+
+def _together(arguments: TrainingArguments, chosen: dict[str, Switch]) -> Started:
+    """Start a process for each switch and time their steps in rounds."""
+    assert arguments.crops is not None
     failed: dict[str, Exception] = {}
     common = arguments.overrides(arguments.crops)
     with ExitStack() as stack:
@@ -128,6 +169,7 @@ def page(result: dict, _: str) -> str:
         network=arguments["recipe"] or "the default network",
         of_starts=_plural(arguments["starts"], "start"),
         of_each=_plural(arguments["rounds"], "round"),
+        of_rounds=IN_TURN if arguments["device"] == "cuda" else frame.ROUNDS,
         sections=[_overhead(result["overhead_ms"]), _switches(result), _graphs(result["rows"])],
     )
 

@@ -125,7 +125,7 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[s
 
     Processes and micro-batches count if norms see other crops at a time than on the devices of the experiment's header.
     """
-    changed = [f"{name}={value}" for name, value in _differing(config, experiment).items() if name not in SPEED]
+    changed = [f"{name}={value}" for name, value in differing(config, experiment).items() if name not in SPEED]
     if WEIGHTS in command_of(experiment) and config.init.weights is None:
         changed.append("init.weights=null")
     own, parts = _configuration(experiment), config.trainer.accumulation_steps
@@ -134,12 +134,8 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[s
     return changed
 
 
-def speed_keys(config: TrainingRun, experiment: str) -> list[str]:
-    """key=value of the keys in `SPEED` in which a run differs from its experiment."""
-    return [f"{name}={value}" for name, value in _differing(config, experiment).items() if name in SPEED]
-
-
-def _differing(config: TrainingRun, experiment: str) -> dict[str, str]:
+def differing(config: TrainingRun, experiment: str) -> dict[str, str]:
+    """{key: value as text} in which a run differs from its experiment."""
     theirs = _training(experiment)
     ours = training_of(config).items()
     return {name: as_text(value) for name, value in ours if name not in theirs or theirs[name] != value}

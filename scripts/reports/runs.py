@@ -197,7 +197,9 @@ def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None)
         own: dict[str, Run] = {}  # by records
         for path in sorted(found, key=_with_numbers):
             if not (path / "results.json").is_file():
-                left_out[path] = _not_ended(path)
+                records = path / "metrics.jsonl"
+                steps = re.findall(r'"step": (\d+)', records.read_text(errors="replace")) if records.is_file() else []
+                left_out[path] = "it has not ended" + (f" (step {steps[-1]})" if steps else "")
                 continue
             try:
                 run = Run(path)
@@ -213,12 +215,6 @@ def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None)
 def _with_numbers(path: Path) -> list[str | float]:
     """Sorts lr=0.2 before lr=0.05e1, and 9 before 10: texts and numbers take turns."""
     return [float(part) if number % 2 else part for number, part in enumerate(NUMBER.split(str(path)))]
-
-
-def _not_ended(path: Path) -> str:
-    file = path / "metrics.jsonl"
-    steps = re.findall(r'"step": (\d+)', file.read_text(errors="replace")) if file.is_file() else []
-    return f"it has not ended (step {steps[-1]})" if steps else "it has not ended"
 
 
 def by_configuration(runs: Iterable[Run]) -> list[list[Run]]:

@@ -3,12 +3,14 @@ import pickle
 import shutil
 import zipfile
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import cifar10, cifar100, verify_images
+from datasets import cifar10, cifar100, verify
+from datasets.file_list import listed
 from tests.datasets import classification_trees as trees
 from tests.datasets.classification_trees import CIFAR10, as_python2, encoded, photograph, write
 
@@ -33,7 +35,7 @@ def test_cifar10_official_files(tmp_path, tree, suffix, inside):
     names = [train.image_name(number) for number in range(10)]
     assert len({*names}) == 10
     assert names[1] == ("data_batch_1.bin/00001" if suffix else "picture_s_000001.png")
-    verify_images(train)  # images in memory have been read
+    verify(train)  # images in memory have been read
     next(root.rglob(f"data_batch_1{suffix}")).unlink()
     with pytest.raises(ValueError, match=f"cifar10: data_batch_1{suffix} of split 'train' is missing in"):
         cifar10(root, "train")
@@ -253,7 +255,7 @@ def test_a_folder_without_the_dataset_shows_all_forms(tmp_path):
         cifar10(tmp_path / "above", "train")
 
 
-def test_names_and_sizes_are_the_files(tmp_path):
+def test_names_and_sizes_are_the_files(tmp_path, monkeypatch):
     root = trees.cifar10_binary(tmp_path / "data")
     before = cifar10(root, "train").names_and_sizes()
     shutil.copytree(root, tmp_path / "moved")
@@ -262,3 +264,5 @@ def test_names_and_sizes_are_the_files(tmp_path):
     trees.cifar10_binary(tmp_path / "moved", images=4)
     after = cifar10(tmp_path / "moved", "train").names_and_sizes()
     assert after[0] == before[0] and after[1] != before[1]
+    monkeypatch.chdir(tmp_path)
+    assert listed(Path("data"), [Path("data/a")]).name(0) == listed(Path(), [Path("a")]).name(0) == "a"

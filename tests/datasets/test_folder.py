@@ -53,6 +53,16 @@ def test_images_are_paired_with_labels_by_their_paths(root):
     assert np.array_equal(train.table.colour(train[0].label)[train[0].label == 0][0], (120, 80, 40))
 
 
+def test_an_ignored_class_between_trained_ones_numbers_the_labels_differently(root):
+    before = folder(root, "train")
+    *trained, ignored = trees.FOLDER["classes"]
+    moved = {"classes": [trained[0], ignored, *trained[1:]], "ignored": [255, 1]}
+    (root / "classes.json").write_text(json.dumps(moved))
+    after = folder(root, "train")
+    assert after.classes == before.classes and after.names_and_sizes() == before.names_and_sizes()
+    assert after.numbering != before.numbering == folder(trees.folder(root.parent / "copy"), "train").numbering
+
+
 def test_splits_are_lists_or_are_drawn(root):
     every = names(folder(root, "train")) + names(folder(root, "val"))
     assert len(every) == 8
@@ -291,6 +301,7 @@ def test_training_and_prediction_see_the_same_image(root, tmp_path):
         assert inspect(val, workers=0).problems == ()
         classes = tmp_path / kind / "train" / "cats"
         classes.mkdir(parents=True)
+        (classes.parent / "dogs").mkdir()
         image.rename(classes / "1.jpg")
         assert np.array_equal(image_folder(tmp_path / kind, "train").image(0), expected)
 

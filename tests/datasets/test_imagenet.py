@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import imagenet, verify_images
+from datasets import image_folder, imagenet, verify
 from tests.datasets import classification_trees as trees
 from tests.datasets.classification_trees import WNIDS, encoded, photograph, write
 
@@ -59,7 +59,7 @@ def test_other_trees_with_other_suffixes_in_any_case(tmp_path):
     train = imagenet(tmp_path, "train")
     assert train.classes == ("cats", "dogs") and [train.label(number) for number in range(7)] == [0] * 6 + [1]
     assert np.array_equal(train.image(6), photograph(9, (20, 30)))
-    verify_images(train, workers=0)
+    verify(train, workers=0)
 
 
 @pytest.mark.parametrize("beside", ["without", "beside"])
@@ -95,6 +95,26 @@ def test_wrong_folders_and_splits_are_named(root, given, split, message):
     (root / "without" / "train" / "empty").mkdir(parents=True)
     with pytest.raises(ValueError, match=message):
         imagenet(given(root), split)
+
+
+def test_classes_of_own_images_that_are_not_read_or_empty_are_named(root):
+    first, second, third = ((root / "train" / wnid) for wnid in WNIDS)
+    for file in second.iterdir():
+        file.rename(file.with_suffix(".HEIC"))
+    (second / "notes.txt").write_text("of another program")
+    unread = (
+        rf"images are not read: {WNIDS[1]}/{WNIDS[1]}_0.HEIC, .*_1.HEIC in {root}/train \(2 in all\); expected .jpeg"
+    )
+    with pytest.raises(ValueError, match=unread):
+        image_folder(root, "train")
+    for file in second.iterdir():
+        file.unlink()
+    assert verify(image_folder(root, "train"), workers=0) == [WNIDS[1]]
+    for split in ("train", "val"):
+        for folder in (second, third):
+            shutil.rmtree(root / split / folder.name)
+    with pytest.raises(ValueError, match=f"{root}/train holds one class folder, {first.name}, .* two classes or more"):
+        image_folder(root, "train")
 
 
 def adobe_cmyk(black: int) -> bytes:
@@ -135,7 +155,7 @@ def test_files_named_jpeg_that_are_something_else_decode_as_by_pillow(root):
         write(root / "train" / WNIDS[0] / f"{WNIDS[0]}_0.JPEG", data)
         expected = np.asarray(Image.open(BytesIO(data)).convert("RGB")).astype(int)
         assert np.abs(dataset.image(0) - expected).max() <= most and expected.std() > 20, kind
-        verify_images(imagenet(root, "train"), workers=0)
+        verify(imagenet(root, "train"), workers=0)
 
 
 def test_the_list_is_kept_while_no_class_folder_changes(root, cache, monkeypatch):
@@ -199,7 +219,7 @@ def test_damaged_files_are_found_before_and_while_training(root, damage, complai
     damage(path)
     for _ in range(2):  # failure is not remembered
         with pytest.raises(ValueError, match=r"imagenet, split 'train': 1 problem\(s\) in 6 images") as error:
-            verify_images(imagenet(root, "train"), workers=0)
+            verify(imagenet(root, "train"), workers=0)
         assert f"{path}: {complaint}" in str(error.value) and "Restore the file" in str(error.value)
     with pytest.raises(ValueError, match=f"^{path}: {complaint}"):
         imagenet(root, "train").image(2)

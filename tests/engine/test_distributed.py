@@ -333,9 +333,3 @@ def test_synchronised_norms_get_the_group_that_was_asked_for(sync_group, group, 
     with pytest.raises(Made) as made:
         assemble.learner(config, make, Schedule(1, 1, None, None, 1), World())
     assert made.value.args == (group,)
-
-
-def test_a_single_process_is_its_own_world():
-    world = World()
-    tensor = torch.tensor([3])
-    assert world.first and world.sum_(tensor) is tensor and tensor == 3 and world.gather("a") == ["a"]

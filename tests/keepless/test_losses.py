@@ -1,11 +1,7 @@
 """`upsampled_cross_entropy` against interpolation and cross-entropy as they are defined, and without their memory."""
 
-import importlib.util
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,38 +9,7 @@ from torch import Tensor
 from keepless import losses, recompute_activations, upsampled_cross_entropy
 from keepless.budget.costs import peak_bytes
 from keepless.torch_internals import FakeTensorMode
-from tests.cuda import NEEDS_CUDA
-
-IGNORE = 255
-
-
-def plain(logits, labels, *, weight=None, fraction=None, reduction="crops", align_corners=False) -> Tensor:
-    """As defined; the largest losses by a sort, ties in the order of the pixels."""
-    upsampled = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=align_corners)
-    pixels = F.cross_entropy(upsampled, labels.long(), weight, ignore_index=IGNORE, reduction="none").flatten(1)
-    if fraction is not None:
-        k = math.ceil(round(fraction * pixels.shape[1], 6))
-        return pixels.sort(dim=1, descending=True, stable=True).values[:, :k].mean()
-    if reduction == "mean":
-        return F.cross_entropy(upsampled, labels.long(), weight, ignore_index=IGNORE)
-    return (pixels.sum(1) / (labels != IGNORE).flatten(1).sum(1).clamp(min=1)).mean()
-
-
-def value_and_gradient(loss, logits: Tensor, labels: Tensor, **options) -> tuple[Tensor, Tensor]:
-    logits = logits.detach().requires_grad_()
-    value = loss(logits, labels, **options)
-    (gradient,) = torch.autograd.grad(value, logits)
-    return value.detach(), gradient
-
-
-def sample(
-    n=2, classes=5, cells=(4, 5), size=(29, 33), ignored=0.2, dtype=torch.float64, seed=0
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(n, classes, *cells, dtype=torch.float64, generator=generator).to(dtype)
-    labels = torch.randint(classes, (n, *size), generator=generator)
-    labels[torch.rand(n, *size, generator=generator) < ignored] = IGNORE
-    return logits, labels.to(torch.uint8)
+from tests.loss_cases import plain, sample, value_and_gradient
 
 
 @st.composite
@@ -186,47 +151,3 @@ def test_a_second_derivative_is_refused():
     logits.requires_grad_()
     with pytest.raises(RuntimeError, match="has no second derivative"):
         torch.autograd.grad(upsampled_cross_entropy(logits, labels), logits, create_graph=True)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def device(request, monkeypatch) -> str:
-    """Where the kernels run; on a CPU a copy of their module in Triton's interpreter, with small blocks."""
-    triton = pytest.importorskip("triton")
-    if request.param == "cpu":
-        file = importlib.util.find_spec("keepless.loss_kernels").origin
-        spec = importlib.util.spec_from_file_location("keepless.loss_kernels_interpreted", file)
-        kernels = importlib.util.module_from_spec(spec)
-        with pytest.MonkeyPatch.context() as patch:
-            if hasattr(triton, "knobs"):
-                patch.setattr(triton.knobs.runtime, "interpret", True)
-            else:  # Triton before 3.4
-                patch.setenv("TRITON_INTERPRET", "1")
-            spec.loader.exec_module(kernels)
-        kernels.PIXELS, kernels.CELLS, kernels.CLASSES = 16, 4, 2
-        monkeypatch.setattr(losses._Kernels, "module", staticmethod(lambda: kernels))
-        monkeypatch.setattr(losses, "_has_kernels", lambda logits: logits.dtype != torch.float64)
-    return request.param
-
-
-@pytest.mark.parametrize(
-    "cells, size, chosen",
-    [
-        ((2, 5), (9, 19), {"fraction": 0.25}),
-        ((3, 2), (8, 9), {"reduction": "mean", "weight": torch.tensor([0.1, 2.0, 0.5]), "align_corners": True}),
-        ((4, 5), (4, 5), {}),
-        ((7, 6), (3, 4), {}),
-    ],
-)
-def test_kernels_equal_float64(device, cells, size, chosen):
-    logits, labels = sample(2, 3, cells, size, dtype=torch.float32)
-    weight = {"weight": chosen["weight"].double()} if "weight" in chosen else {}
-    expected = value_and_gradient(plain, logits.double(), labels, **chosen | weight)
-    there = logits.to(device, memory_format=torch.channels_last)
-    found = value_and_gradient(
-        upsampled_cross_entropy,
-        there,
-        labels.to(device),
-        **{k: v.to(device) if k == "weight" else v for k, v in chosen.items()},
-    )
-    assert found[1].stride() == there.stride()
-    torch.testing.assert_close([one.cpu().double() for one in found], list(expected), rtol=1e-5, atol=1e-6)

@@ -5,14 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepless import InPlaceABN, triton_launch
+from keepless.norms import abn, bn_act, synchronisation
 from keepless.norms.backends.activations import Activation
 from keepless.norms.backends.interface import Affine, Running
 
 triton = pytest.importorskip("triton")
 from keepless.norms.backends import triton_kernels  # noqa: E402
-from keepless.torch_internals import load_triton_kernel  # noqa: E402
+from keepless.torch_internals import FakeTensorMode, load_triton_kernel  # noqa: E402
 from keepless.triton_launch import Launch  # noqa: E402
 
 
@@ -117,3 +119,40 @@ def test_the_registers_of_a_kernel_decide_how_many_parts_there_are(driver, monke
         assert [launch[0] for launch in driver.launches[-2:]] == [512 * prepared.tiling.parts] * 2
     assert prepared.tiling.parts != guaranteed.parts
     triton_kernels._forward_pass.cache_clear()
+
+
+class Launches(TorchDispatchMode):
+    """Context that counts the operators that launch a kernel on a device: all but views, allocations and exchanges."""
+
+    NONE = ("view", "split", "select", "unbind", "detach", "empty", "new_empty", "empty_like", "alias", "promote_types")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if function.namespace == "aten" and not name.startswith(self.NONE):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_synchronised_norm_launches_seven_kernels(monkeypatch):
+    """Forward, on fake CUDA tensors: moments, their exchange, what all ranks' moments give, z, and a counter."""
+    launched = []
+    monkeypatch.setattr(Launch, "_load", lambda launch, examples: None)
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *arguments: launched.append(launch.kernel.__name__))
+    monkeypatch.setattr(triton_kernels, "_processors", lambda device: 132)
+    monkeypatch.setattr(bn_act, "backend_for", lambda name, x: triton_kernels.TritonBackend())
+    monkeypatch.setattr(abn, "backend_for", lambda name, x: triton_kernels.TritonBackend())
+    monkeypatch.setattr(abn, "synchronised_group", lambda group: group)
+    monkeypatch.setattr(synchronisation.dist, "get_world_size", lambda group: 8)
+    monkeypatch.setattr(synchronisation.dist, "all_gather_into_tensor", lambda *tensors, group: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # counts are not checked
+    with FakeTensorMode(), torch.device("cuda"):
+        layer, x = InPlaceABN(8, sync=True, group=object()), torch.empty(2, 8, 4, 4)
+        with Launches() as operators:
+            layer(x)
+    assert operators.names == ["new_full", "cat", "add_"]
+    of_ranks = ["_partial_moments_kernel", "_moments_kernel", "_joint_statistics_kernel", "_normalise_kernel"]
+    assert launched == of_ranks

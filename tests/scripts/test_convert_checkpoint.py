@@ -211,7 +211,7 @@ def test_what_cannot_be_converted_is_named(vistas, tmp_path):
         (path, path, (scale,), "is the input: give another file"),
         (path, output, (scale, "classes=a.txt", "data.root=b"), "classes=a.txt and data.root=b: give one of them"),
         (path, output, (scale, "format=standard_bn", "classes=a"), "only a checkpoint holds class names"),
-        (path, output, (scale, f"classes={tmp_path / 'no.txt'}"), "no.txt cannot be read"),
+        (path, output, (scale, f"classes={tmp_path / 'no.txt'}"), "no.txt: cannot be read"),
         (tmp_path / "no.tar", output, (), "does not exist: expected a checkpoint of the in-place ABN release"),
     ):
         with pytest.raises(ValueError, match=message):

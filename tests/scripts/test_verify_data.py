@@ -165,6 +165,10 @@ def test_images_of_a_classification_are_decoded_too(tmp_path, capsys):
     damaged.write_bytes(damaged.read_bytes()[:-20])
     assert check("data=imagenet", f"data.root={root}") == [["unreadable image"], []]
     assert str(damaged) in capsys.readouterr().out
+    for file in damaged.parent.iterdir():
+        file.unlink()
+    verify_data(composed("verify_data", "data=image_folder", f"data.root={root}", "workers=0"))
+    assert f"train: without an image: {damaged.parent.name}\n" in capsys.readouterr().out
     zipped = classification_trees.cifar_zip(tmp_path / "cifar.zip")
     assert check("data=cifar10", f"data.root={zipped}", "splits=[test]") == [["number of images"]]
     assert "expected 10000, found" in capsys.readouterr().out

@@ -25,6 +25,7 @@ __all__ = [
     "backend_for",
     "check_backend",
     "floored",
+    "triton_launches",
 ]
 
 
@@ -41,14 +42,15 @@ def backend_for(name: str, x: Tensor) -> Backend:
 
     "auto" means `triton` on CUDA if it can launch kernels, `compiled` on the CPU if `prefers_compiled` says so, and
     otherwise `eager`. Inside `torch.compile` the backend is always `compiled`, whose formulas fuse with the surrounding
-    code. It is `eager` for empty tensors and under tools that watch operations (fake tensors, FLOP or memory counters),
-    which cannot see inside a fused kernel.
+    code. It is `eager` for empty tensors, while `torch.jit.trace` records, and under tools that watch operations (fake
+    tensors, FLOP or memory counters), which cannot see inside a fused kernel.
 
     ValueError if the backend cannot compute on the device or in the dtype of x.
     """
     if torch.compiler.is_compiling():
         return CompiledBackend()
-    if name == "eager" or type(x) not in (Tensor, Parameter) or is_in_torch_dispatch_mode() or x.numel() == 0:
+    is_watched = type(x) not in (Tensor, Parameter) or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
+    if name == "eager" or is_watched or x.numel() == 0:
         return EagerBackend()
     if name == "auto":
         return _fastest(x)
@@ -68,17 +70,18 @@ def backend_for(name: str, x: Tensor) -> Backend:
 def _fastest(x: Tensor) -> Backend:
     if x.device.type == "cuda":
         kernels = _triton()
-        if kernels is not None and kernels.runs_on(x) and _triton_launches(x.device):
+        if kernels is not None and kernels.runs_on(x) and triton_launches(x.device):
             return kernels.TritonBackend()
         return EagerBackend()
     return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
 
 
 @cache
-def _triton_launches(device: torch.device) -> bool:
+def triton_launches(device: torch.device) -> bool:
     """Whether Triton can launch kernels on a CUDA device: it needs a C compiler. Tried once; warns if it cannot."""
     kernels = _triton()
-    assert kernels is not None
+    if kernels is None:
+        return False
     try:
         kernels.probe(device)
     except Exception as error:  # missing compilers, headers and libraries each raise another one

@@ -108,6 +108,24 @@ class Backend:
         invstd = torch.rsqrt(var + eps)
         return self.normalise(x, mean, invstd, affine, out), mean, invstd
 
+    def joint_statistics(
+        self, gathered: Tensor, dtype: torch.dtype, eps: float, running: Running
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and invstd (C,) over all ranks, and the number of values per channel () in float64.
+
+        `gathered`: (ranks, 2 C + 1), each rank's mean, biased variance and number of values per channel, in float64.
+        var = sum_r count_r * (var_r + (mean_r - mean)^2) / count, the parallel variance formula. Updates the running
+        statistics. `dtype` is for mean and invstd.
+        """
+        channels = gathered.shape[1] // 2
+        means, variances, counts = gathered.split([channels, channels, 1], dim=1)
+        total = counts.sum()  # stays on the device
+        mean = (counts * means).sum(0) / total
+        var = (counts * (variances + (means - mean).square())).sum(0) / total
+        mean, var = mean.to(dtype), var.to(dtype)
+        running.update(mean, var, total)
+        return mean, torch.rsqrt(var + eps), total
+
     def forward_frozen(
         self, x: Tensor, affine: Affine, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -267,6 +267,39 @@ def _moments_kernel(
     tl.store(var + channels, whole[1], channels < C)
 
 
+@triton.jit(do_not_specialize=["ranks"])
+def _joint_statistics_kernel(
+    gathered, total, mean, invstd, running_mean, running_var, momentum, eps, C, ranks, BLOCK: tl.constexpr
+):  # fmt: skip
+    """See `Backend.joint_statistics`; arithmetic in float64. One program per block of channels."""
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = channels < C
+    count = tl.full((), 0.0, tl.float64)
+    weighted = tl.zeros((BLOCK,), tl.float64)
+    for rank in range(ranks):
+        own = gathered + rank * (2 * C + 1)
+        values = tl.load(own + 2 * C)
+        count += values
+        weighted += values * tl.load(own + channels, exists, 0.0)
+    centre = weighted / count
+    deviations = tl.zeros((BLOCK,), tl.float64)
+    for rank in range(ranks):
+        own = gathered + rank * (2 * C + 1)
+        apart = tl.load(own + channels, exists, 0.0) - centre
+        deviations += tl.load(own + 2 * C) * (tl.load(own + C + channels, exists, 0.0) + apart * apart)
+    var = deviations / count
+    tl.store(mean + channels, centre.to(tl.float32), exists)
+    tl.store(invstd + channels, tl.rsqrt(var.to(tl.float32) + eps), exists)
+    if tl.program_id(0) == 0:
+        tl.store(total, count)
+    if running_mean is not None:
+        old_mean = tl.load(running_mean + channels, exists, 0.0)
+        old_var = tl.load(running_var + channels, exists, 0.0)
+        unbiased = (var * (count / (count - 1))).to(tl.float32)
+        tl.store(running_mean + channels, (1 - momentum) * old_mean + momentum * centre.to(tl.float32), exists)
+        tl.store(running_var + channels, (1 - momentum) * old_var + momentum * unbiased, exists)
+
+
 @_kernel
 def _normalise_kernel(
     x, z, mean, invstd, gamma, beta, partials, running_mean, running_var, momentum, eps, floor, param, count,
@@ -473,6 +506,16 @@ def _moments_pass(key: Key) -> _Pass:
 
 
 @cache
+def _joint_statistics_launch(ranks: int, channels: int, tracked: bool, device: torch.device) -> Launch:
+    running = torch.float32 if tracked else None
+    types = (torch.float64, torch.float64, torch.float32, torch.float32, running, running)
+    programs = triton.cdiv(channels, 128)
+    return Launch(
+        _joint_statistics_kernel, device, programs, types, 2, (channels, ranks), {"BLOCK": 128}, {"num_warps": 4}
+    )
+
+
+@cache
 def _normalise_alone(key: Key, activation: str) -> tuple[Tiling, Launch]:
     tiling = _tiling(key, reads=1)
     return tiling, _normalise_launch(key, tiling, activation, False, False)
@@ -580,6 +623,22 @@ class TritonBackend(Backend):
         prepared.first((x, partials))
         prepared.second((partials, mean, var), (prepared.tiling.channel_elements,))
         return mean, var
+
+    def joint_statistics(
+        self, gathered: Tensor, dtype: torch.dtype, eps: float, running: Running
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        running_mean, running_var, momentum = running
+        if running_mean is None or running_var is None:
+            running_mean = running_var = None
+        elif not (running_mean.is_contiguous() and running_var.is_contiguous()):
+            return super().joint_statistics(gathered, dtype, eps, running)
+        ranks, channels = gathered.shape[0], gathered.shape[1] // 2
+        mean, invstd = (gathered.new_empty(channels, dtype=dtype) for _ in range(2))
+        total = gathered.new_empty(())
+        launch = _joint_statistics_launch(ranks, channels, running_mean is not None, gathered.device)
+        tensors = (gathered, total, mean, invstd, running_mean, running_var)
+        launch(tensors, (float(momentum), float(eps)))
+        return mean, invstd, total
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
         gamma, beta, activation, floor = affine

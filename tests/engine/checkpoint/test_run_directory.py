@@ -406,8 +406,10 @@ def test_data_that_changed_since_the_last_save_is_refused_or_named(config, tmp_p
     def step(*hashes: str) -> int:
         return run.checkpoint_to_resume(config, 9, {"training": [*hashes]})["step"]
 
-    save(run, {**state_of(3, config), "data": {"training": ["names", "sizes"]}})
-    assert step("names", "sizes") == 3 and run.notice is None
+    save(run, {**state_of(3, config), "data": {"training": ["names", "sizes", "ids"]}})
+    assert step("names", "sizes", "ids") == 3 and run.notice is None
     with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
-        step("other names", "sizes")
-    assert step("names", "other sizes") == 3 and "training files have other sizes" in run.notice
+        step("other names", "sizes", "ids")
+    with pytest.raises(ValueError, match="a run on other data: training labels number the classes differently"):
+        step("names", "sizes", "other ids")
+    assert step("names", "other sizes", "ids") == 3 and "training files have other sizes" in run.notice

@@ -73,12 +73,6 @@ def test_half_precision_logits_are_summed_in_float32_and_a_crop_without_labels_g
     assert value.item() == 0 and (logits.grad == 0).all()
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.5, -1.0])
-def test_fraction_outside_its_range_is_refused(fraction):
-    with pytest.raises(ValueError, match=f"^fraction={fraction}: expected a share .*, above 0 and at most 1$"):
-        BootstrappedCrossEntropy(fraction)
-
-
 def test_weights_multiply_the_losses_of_their_classes_and_are_1_on_average():
     """Frequent classes count less. Over the pixels that were counted, the weights' mean is 1."""
     logits, labels = crops()

@@ -16,7 +16,7 @@ from keepless.norms.backends import backend_for
 from keepless.norms.backends.compiled import CompiledBackend
 from keepless.norms.backends.eager import EagerBackend
 from tests.backend_cases import need_a_compiler, run_formulas_as_they_stand
-from tests.norms import STRATEGIES
+from tests.norms import IN_PLACE, STRATEGIES
 
 LARGE, SMALL = (2, 64, 96, 96), (2, 8, 8, 8)
 
@@ -40,7 +40,7 @@ def test_auto_on_cuda_tries_triton_once_and_otherwise_computes_eagerly(monkeypat
     fused, x = EagerBackend(), SimpleNamespace(device=torch.device("cuda:1"))  # no CUDA here: a tensor by its device
     kernels = SimpleNamespace(probe=probe, runs_on=lambda x: True, TritonBackend=lambda: fused)
     monkeypatch.setattr(backends, "_triton", lambda: kernels)
-    monkeypatch.setattr(backends, "_triton_launches", cache(backends._triton_launches.__wrapped__))
+    monkeypatch.setattr(backends, "triton_launches", cache(backends.triton_launches.__wrapped__))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         chosen = [backends._fastest(x) for _ in range(3)]
@@ -108,3 +108,24 @@ def test_statistics_of_half_precision_inputs_are_not_rounded(backend, memory_for
     assert mean.dtype == var.dtype == torch.float32
     torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(var.double(), expected_var, rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_traced_layers_are_graphs_of_pytorchs_operators(name, training, monkeypatch):
+    """As the older ONNX export reads them. Whether there is a compiler is not asked, nor remembered, while tracing."""
+    monkeypatch.setattr(backends, "compiler_available", pytest.fail)
+    monkeypatch.setattr(backends, "prefers_compiled", lambda x: True)
+    layer, x = STRATEGIES[name](4, backend="auto").train(training), torch.randn(2, 4, 3, 3)
+    traced = torch.jit.trace(layer, x, check_trace=False)
+    monkeypatch.undo()
+    torch.testing.assert_close(traced(x), layer(x))
+    assert training or "aten::batch_norm" in str(traced.inlined_graph)
+
+
+def test_export_with_dynamic_sizes_and_channels_last():
+    layer, dynamic = InPlaceABN(4).eval(), torch.export.Dim.DYNAMIC
+    x, other = (torch.randn(shape).to(memory_format=torch.channels_last) for shape in ((2, 4, 8, 8), (3, 4, 5, 7)))
+    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},))
+    torch.testing.assert_close(exported.module()(other), layer(other))

@@ -4,9 +4,7 @@ Interpreted kernels come from a second copy of the module, decorated while Trito
 was imported before. The regular module stays unchanged; tests without a device compile it to cubins.
 """
 
-import importlib.util
 import re
-import subprocess
 from collections import namedtuple
 from itertools import cycle
 
@@ -18,6 +16,7 @@ from keepless import InPlaceABN  # noqa: E402
 from keepless.norms import backends
 from keepless.norms.backends.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
+from tests import cubins
 from tests.backend_cases import (
     EAGER,
     PARAMS,
@@ -29,7 +28,9 @@ from tests.backend_cases import (
     double,
     keep,
 )
+from tests.cubins import PROCESSORS, SHARED_MEMORY
 from tests.cuda import NEEDS_CUDA
+from tests.interpreter import interpret_language, interpreted
 
 triton = pytest.importorskip("triton")
 from keepless.norms.backends import tilings, triton_kernels  # noqa: E402
@@ -39,23 +40,10 @@ FORMATS = CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_la
 KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [(name, "x") for name in ACTIVATIONS]
 
 
-def interpret(patch: pytest.MonkeyPatch) -> None:
-    """Let Triton interpret the kernels that are defined from now on."""
-    if hasattr(triton, "knobs"):
-        patch.setattr(triton.knobs.runtime, "interpret", True)
-    else:  # Triton before 3.4
-        patch.setenv("TRITON_INTERPRET", "1")
-
-
 @pytest.fixture(scope="module")
 def copies():
     """The module `triton_kernels`, for each device; for the CPU a copy with interpreted kernels."""
-    spec = importlib.util.spec_from_file_location(f"{triton_kernels.__name__}_interpreted", triton_kernels.__file__)
-    interpreted = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        interpret(patch)
-        spec.loader.exec_module(interpreted)
-    return {"cpu": interpreted, "cuda": triton_kernels}
+    return {"cpu": interpreted(triton_kernels), "cuda": triton_kernels}
 
 
 NOT_INTERPRETED = pytest.mark.skipif(triton_kernels.INTERPRETED, reason="TRITON_INTERPRET is set")
@@ -64,18 +52,9 @@ CUDA = pytest.param("cuda", marks=[*NEEDS_CUDA, NOT_INTERPRETED])
 
 @pytest.fixture(params=["cpu", CUDA])
 def device(request, copies, monkeypatch) -> str:
-    """Where a test computes.
-
-    On the CPU the functions of `triton.language` itself (sum, zeros) are interpreted too, until the patch is undone.
-    The interpreter does not revert its own changes to `triton.language.core`, after which nothing would compile, so the
-    patch restores those as well.
-    """
+    """Where a test computes."""
     if request.param == "cpu":
-        interpret(monkeypatch)
-        for module in (triton.language, triton.language.core):
-            for name, function in filter(lambda item: callable(item[1]), vars(module).copy().items()):
-                again = triton.jit(function.fn) if isinstance(function, triton.JITFunction) else function
-                monkeypatch.setattr(module, name, again)
+        interpret_language(monkeypatch)
     return request.param
 
 
@@ -271,6 +250,22 @@ def test_gamma_is_floored_within_the_kernels(backend, device):
         torch.testing.assert_close(result, wanted, rtol=2e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.parametrize("ranks, channels", [(2, 3), (5, 130)])
+def test_statistics_over_ranks(backend, device, ranks, channels):
+    """Ranks with different numbers of values; means that are far apart; with and without running statistics."""
+    generator = torch.Generator().manual_seed(0)
+    moments = torch.rand(ranks, 2 * channels, dtype=torch.float64, generator=generator) * 100
+    counts = torch.randint(2, 10**6, (ranks, 1), generator=generator)
+    gathered = torch.cat([moments, counts], dim=1).to(device)
+    results = []
+    for each in (EAGER, backend):
+        vectors = torch.full((2, channels), 2.0, device=device)
+        tracked = each.joint_statistics(gathered, torch.float32, 1e-5, Running(*vectors.unbind(), 0.3))
+        results.append([*tracked, vectors, *each.joint_statistics(gathered, torch.float32, 1e-5, UNTRACKED)])
+    assert results[1][2].dtype == torch.float64 and results[1][2].shape == ()
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_saturated_values_give_finite_gradients(backend, device, dtype):
     for activation, asymptotes in (("elu", [-1.0]), ("sigmoid", [0.0, 1.0]), ("tanh", [-1.0, 1.0])):
@@ -316,70 +311,13 @@ def test_not_a_number_is_not_hidden(backend, device, activation):
 
 # Compiled without a device
 
-PROCESSORS = {80: 108, 90: 132}  # A100, H100
-SHARED_MEMORY = {80: 164 << 10, 90: 228 << 10}  # bytes of a multiprocessor, of which each program takes 1 KB more
-
-
-Binary = namedtuple("Binary", "registers spilled shared ptx")  # spilled: bytes a thread; shared: bytes a program
 Compiled = namedtuple("Compiled", "name tiling architecture binary")
-
-
-class Compiler:
-    """Compiles launches for sm_80 or sm_90, with the same specialisation, and each specialisation once."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.binaries: dict[str, Binary] = {}
-
-    def compile(self, launch: Launch, architecture: int, tensors, floats=()) -> Binary:
-        kernel, constants, options = launch.kernel, launch.constants, launch.options
-        types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-        signature, constexprs, attributes = {}, {}, {}
-        arguments = (*tensors, *floats, *launch.sizes, *constants.values())
-        values = dict(zip(kernel.arg_names, arguments, strict=True))
-        assert list(constants) == kernel.arg_names[-len(constants) :]
-        for i, name in enumerate(kernel.arg_names):
-            value = values[name]
-            specialise = not kernel.params[i].do_not_specialize
-            if name in constants or value is None or (isinstance(value, int) and value == 1 and specialise):
-                signature[name], constexprs[(i,)] = "constexpr", value
-            elif isinstance(value, float):
-                signature[name] = "fp32"
-            else:
-                is_tensor = isinstance(value, Tensor)
-                signature[name] = types[value.dtype] if is_tensor else "i32"
-                if is_tensor or (value % 16 == 0 and specialise):
-                    attributes[(i,)] = [["tt.divisibility", 16]]
-        key = str((kernel.__name__, architecture, signature, constexprs, attributes, options))
-        if key not in self.binaries:
-            source = triton.compiler.ASTSource(kernel, signature, constexprs, attributes)
-            target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
-            compiled = triton.compile(source, target=target, options=options)
-            usage = self.usage(compiled.asm["cubin"])
-            self.binaries[key] = Binary(*usage, compiled.metadata.shared, compiled.asm["ptx"])
-        return self.binaries[key]
-
-    def usage(self, cubin: bytes) -> tuple[int, int]:
-        """Registers per thread, and bytes of its stack, which holds only spilled registers."""
-        path = self.folder / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
-        return int(registers), int(stack)
 
 
 @pytest.fixture
 def compile_for(monkeypatch, tmp_path):
     """Compile the kernels that forward and backward launch for a tensor, and list them."""
-    if triton_kernels.INTERPRETED:
-        pytest.skip("TRITON_INTERPRET is set")
-    try:
-        assert triton.knobs.nvidia.ptxas.path and triton.knobs.nvidia.cuobjdump.path
-    except (RuntimeError, AttributeError) as error:
-        pytest.skip(str(error))  # which of NVIDIA's tools is missing, or that Triton is older than 3.4
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    compiler, launches = Compiler(tmp_path), []
+    compiler, launches = cubins.compiler(monkeypatch, tmp_path), []
     monkeypatch.setattr(Launch, "__call__", lambda launch, *arguments: launches.append((launch, *arguments)))
 
     def compile_all(shape, dtype, memory_format, activation, kept, architecture) -> list[Compiled]:
@@ -396,15 +334,11 @@ def compile_for(monkeypatch, tmp_path):
         inputs = BackwardInputs(x, kept == "z", offset, factor, *others, phi, floor=floor)
         backend.backward(inputs, torch.empty_like(x))
         key = triton_kernels._key(x)
-        compiled = [
-            Compiled(
-                launch.kernel.__name__,
-                triton_kernels._tiling(key, reads),
-                architecture,
-                compiler.compile(launch, architecture, *arguments),
-            )
-            for reads, (launch, *arguments) in zip((1, 1, 2, 2), launches, strict=True)
-        ]
+        compiled = []
+        for reads, (launch, tensors, *floats) in zip((1, 1, 2, 2), launches, strict=True):
+            arguments = (*tensors, *sum(floats, ()), *launch.sizes)
+            binary = compiler.compile(launch.kernel, architecture, arguments, launch.constants, **launch.options)
+            compiled.append(Compiled(launch.kernel.__name__, triton_kernels._tiling(key, reads), architecture, binary))
         names = ["_partial_moments_kernel", "_normalise_kernel", "_partial_sums_kernel", "_input_gradient_kernel"]
         assert [kernel.name for kernel in compiled] == names
         return compiled
@@ -461,6 +395,16 @@ def test_compiles_to_wide_loads_without_spills(compile_for, architecture, shape,
 def test_compiles_where_sizes_are_one(compile_for, shape):
     """Triton turns sizes of 1 into constants; the interpreter does not."""
     compile_for(shape, torch.float32, CONTIGUOUS, "elu", "x", 90)
+
+
+def test_statistics_over_ranks_compile(monkeypatch, tmp_path):
+    compiler, launches = cubins.compiler(monkeypatch, tmp_path), []
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *arguments: launches.append((launch, *arguments)))
+    gathered, running = torch.empty(8, 513, dtype=torch.float64, device="meta"), torch.empty(256, device="meta")
+    triton_kernels.TritonBackend().joint_statistics(gathered, torch.float32, 1e-5, Running(running, running, 0.1))
+    ((launch, tensors, floats),) = launches
+    arguments = (*tensors, *floats, *launch.sizes)
+    assert compiler.compile(launch.kernel, 90, arguments, launch.constants, **launch.options).spilled == 0
 
 
 @pytest.mark.slow

@@ -114,3 +114,28 @@ def test_a_short_draw_keeps_its_mask_instead_of_the_generators_state():
     with Recording(ByPlan((), trace)):
         F.dropout(torch.randn(8, 64, requires_grad=True), 0.5)
     assert not any(value.kind == Kind.INSIDE for value in trace.values)
+
+
+class Masked(nn.Module):
+    """Two layers share a mask that is made without gradient, and takes a quarter of the scores' bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        mask = torch.zeros(8, 1, 64, 64).masked_fill(torch.ones(64, 64).triu(1).bool(), -1e9)
+        for _ in range(2):
+            scores = ((scores * self.scale) + mask).softmax(-1).exp()
+        return scores
+
+
+def test_large_masks_are_kept_once_for_what_is_computed_from_them():
+    network, x = Masked(), torch.randn(8, 4, 64, 64)
+    step, _ = traced_step(network, (x,), {})
+    assert all(value.kind in (Kind.KEPT, Kind.FREE) for value in step.values if value.call >= 0)
+    adds = [value for value in step.values if value.call >= 0 and step.calls[value.call][0] is Tensor.add]
+    assert [value.kind for value in adds] == [Kind.FREE, Kind.FREE]
+    recording = Recording(ByPlan([with_nothing_kept(step)]), inputs=[x])
+    assert all(map(torch.equal, gradients(network, x, recording), gradients(network, x, nullcontext())))
+    assert sum(kept.bytes == x.nbytes // 4 for kept in recording.kept) == 1

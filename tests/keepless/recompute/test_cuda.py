@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepless import recompute_activations
 from keepless.norms.backends.eager import EagerBackend
 from keepless.recompute import values
+from keepless.recompute.rules import NotFollowed, dropout_scale
 from keepless.recompute.values import Again, Recipe, Value
 from keepless.saved import Kept
 from tests.cuda import NEEDS_CUDA
@@ -129,7 +130,7 @@ def cuda_gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(network(x).float().square().mean(), list(network.parameters())))
 
 
-@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("budget", [None, "1KiB"])
 @on_a_device
 def test_gradients_on_two_streams_are_those_of_the_plain_network(budget, deterministic):
     torch.manual_seed(0)
@@ -150,3 +151,25 @@ def test_under_deterministic_algorithms_gradients_are_equal_to_the_bit(dtype, de
     x = torch.randn(8, 3, 64, 64, device="cuda", dtype=dtype)
     expected = cuda_gradients(copy.deepcopy(plain), x)
     assert all(map(torch.equal, cuda_gradients(recompute_activations(plain), x), expected))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_the_scale_of_dropout_is_the_kernel_s_own(device):
+    """Kernels divide by 1 - p rounded to float32, or not; measuring draws no numbers from the program's generator."""
+    device = torch.device(device, 0 if device == "cuda" else None)
+    before = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+    scales = {p: dropout_scale(device, False, p) for p in (percent / 100 for percent in range(1, 100))}
+    after = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+    assert torch.equal(before, after)
+    x = torch.randn(2**12, device=device)
+    for p, scale in scales.items():
+        result, mask = torch.native_dropout(x, p, True)
+        assert torch.equal(x * mask * scale, result), p
+
+
+def test_a_mask_is_not_used_where_its_scale_cannot_be_measured(monkeypatch):
+    with pytest.raises(NotFollowed):
+        dropout_scale(torch.device("cpu"), False, 1.0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotFollowed):
+        dropout_scale(torch.device("cuda", 0), False, 0.123)

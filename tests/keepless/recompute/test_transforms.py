@@ -37,7 +37,7 @@ def gradients(network: nn.Module, forward=None) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:no plan keeps")
 @pytest.mark.parametrize("overwrites", [False, True])
-@pytest.mark.parametrize("budget", [None, 1.0, 1])
+@pytest.mark.parametrize("budget", [None, 1.0, "1KiB"])
 def test_inside_vmap_nothing_is_followed(budget, overwrites):
     torch.manual_seed(0)
     plain = KernelPerImage(overwrites).double()

@@ -391,7 +391,7 @@ def test_a_norm_in_two_branches():
 
 
 @pytest.mark.filterwarnings("ignore:no plan keeps")
-@pytest.mark.parametrize("budget", [None, 1.0, 1])
+@pytest.mark.parametrize("budget", [None, 1.0, "1KiB"])
 def test_prepared_branches_that_copy_their_input(budget):
     """Group norm copies the half of a tensor; when the branch runs again, that half is a leaf."""
     torch.manual_seed(0)

@@ -45,7 +45,7 @@ def test_the_planner_is_calibrated_on_table_3():
         pixels = row["crops"] * row["crop_size"] ** 2
         standard = rows[column, fit, "std"]
         assert norm == "std" or pixels > 1.35 * standard["crops"] * standard["crop_size"] ** 2
-        assert pixels < 1.17 * row["paper_crops"] * row["paper_crop_size"] ** 2, (column, fit, norm)
+        assert pixels < 1.24 * row["paper_crops"] * row["paper_crop_size"] ** 2, (column, fit, norm)
 
 
 def test_memory_is_linear_in_crops():

@@ -90,6 +90,35 @@ def test_every_switch_changes_the_training_that_it_is_compared_with():
         assert switch.overrides or switch == PLAIN or not (switch.freed_memory_kept and switch.data == "in memory")
 
 
+def test_a_gpu_is_measured_by_one_process_at_a_time_on_a_network_of_table_3(monkeypatch):
+    """Its memory would not hold them all, and two would share its time."""
+    running, most = [], []
+
+    class Counted:
+        def __init__(self, make, common, switch, threads):
+            self.name = switch.name
+
+        def __enter__(self):
+            running.append(self.name)
+            most.append(len(running))
+            return self
+
+        def __exit__(self, *error):
+            running.remove(self.name)
+
+        def call(self, method, *given):
+            return 1.0 if method == "step" else {method: self.name}
+
+    monkeypatch.setattr(training, "Elsewhere", Counted)
+    switches = {switch.name: switch for switch in SWITCHES}
+    for device, count in (("cuda", 1), ("cpu", len(switches))):
+        most.clear()
+        arguments = TrainingArguments(device=device).suited()
+        rows, failed = training.one_start(arguments, switches)
+        assert list(rows) == [*switches] and not failed and max(most) == count
+        assert (arguments.crop_size == 512) == (arguments.recipe or "").startswith("table3/") == (device == "cuda")
+
+
 @pytest.mark.slow
 def test_a_compiled_training_counts_its_own_graphs():
     """In a fresh process, which also looks whether there is a compiler."""

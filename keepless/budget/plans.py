@@ -1,0 +1,210 @@
+"""The plans of a prepared network: made as new shapes of inputs come, from rehearsals and traced steps."""
+
+import logging
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..inputs import tensors_in
+from ..recompute.values import autocast_of
+from ..saved import is_ordinary, size_text
+from ..torch_internals import profiler_runs
+from .costs import seconds_of
+from .estimates import Estimates
+from .execution import ByPlan, Guard
+from .rehearsal import rehearsed_step
+from .scaling import Sized, remember, scaled
+from .search import frontier
+from .simulation import plain_peak, simulate
+from .step import Plan, Step
+from .trace import Progress, StepTrace
+
+_TRACES = 16  # whole steps of one shape that are traced, if the network takes different paths
+_NEAREST = 4  # plans of other shapes that are tried
+_CLOSE = 0.97  # of the budget: a plan that takes so much is not searched for again
+_PAUSE = 1.0  # seconds of planning that are said
+_log = logging.getLogger(__name__)
+
+
+class PlansByShape:
+    """The plans of a prepared network.
+
+    The first pass over a shape is rehearsed on fake tensors, and its plan is in force at once. The second step with
+    new calls is traced: it says what the rehearsal cannot, e.g. the seconds that calls take in place, and corrects the
+    plan. The same calls on other shapes are only rehearsed, or scaled between known sizes, and take over a plan that
+    fits.
+    """
+
+    def __init__(self, budget: float | int):
+        self.budget = budget
+        self.estimates = Estimates()
+        self._shapes: dict[Hashable, _Shape] = {}
+        self._sized: dict[Hashable, list[Sized]] = {}  # rehearsed steps, by all but the dimensions of inputs
+        self._families: dict[tuple[Any, ...], _Family] = {}  # by the functions that are called
+
+    def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
+        """The policy of the next forward pass."""
+        shape = self._shape(module, args, kwargs)
+        if profiler_runs():  # measuring starts another, which would end it
+            if not shape.plans and not shape.waits:
+                shape.waits = True
+                warnings.warn("a profiler of PyTorch runs: the budget is planned once it has ended", stacklevel=2)
+            return ByPlan(shape.plans, guard=Guard())
+        if not (shape.passes or shape.plans):
+            self._rehearse(shape, module, args, kwargs)
+        for other in self._shapes.values():
+            if (step := other.traced()) is not None:
+                self._refine(other, step)
+        return shape.next_pass(self.estimates)
+
+    def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan for a shape before its first pass. ValueError if that cannot be rehearsed."""
+        shape = self._shape(module, args, kwargs)
+        if (error := self._rehearse(shape, module, args, kwargs)) is not None:
+            raise ValueError(
+                f"a step on fake tensors like the example raises {type(error).__name__}: {error}; give an example that "
+                f"the network can be trained on, or leave it out, as for networks that ask for values"
+            ) from error
+
+    def _shape(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Shape":
+        """What is known of inputs of this shape."""
+        inputs = tensors_in((args, kwargs))
+        dims = tuple(size for tensor in inputs if is_ordinary(tensor) for size in tensor.shape)
+        forms = tuple(
+            (tensor.dim() if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device)
+            for tensor in inputs
+        )
+        devices = {tensor.device.type for tensor in inputs}
+        key = (forms, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
+        if (key, dims) not in self._shapes:
+            self._shapes[key, dims] = _Shape(dims, self._sized.setdefault(key, []))
+        return self._shapes[key, dims]
+
+    def _rehearse(
+        self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Exception | None:
+        """Plan a shape from a rehearsal. Returns the error if the network cannot be rehearsed."""
+        try:
+            step, seconds = seconds_of(lambda: self._rehearsed(shape, module, args, kwargs), torch.device("cpu"))
+        except Exception as error:  # a network may raise anything
+            _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
+            return error
+        shape.plans.append(self._planned(step, seconds))
+        shape.needs_trace = not self._family(step).was_traced
+        return None
+
+    def _rehearsed(self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        """The step of a shape: from a rehearsal, or scaled from others."""
+        step = scaled(shape.known, shape.dims)
+        if step is None:
+            step = rehearsed_step(module, args, kwargs, self.estimates)
+            remember(shape.known, Sized(shape.dims, step))
+        return step
+
+    def _refine(self, shape: "_Shape", step: Step) -> None:
+        """A step was traced: correct the plan of its calls, or add one."""
+        before = next((plan for plan in shape.plans if plan.calls == step.calls), None)
+        family = self._family(step)
+        family.was_traced, shape.needs_trace = True, False
+        if before is None:
+            shape.plans.append(self._planned(step))
+            shape.strays = False
+            return
+        outcome = simulate(step, before.choice(step))
+        limit = self._limit(step)
+        family.correction = max(family.correction, outcome.peak / max(before.peak, 1))
+        if outcome.peak > limit or (outcome.peak < _CLOSE * limit and outcome.seconds):
+            family.plans.remove(before)
+            shape.plans[shape.plans.index(before)] = self._planned(step)
+
+    def _limit(self, step: Step) -> int:
+        return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
+
+    def _family(self, step: Step) -> "_Family":
+        return self._families.setdefault(tuple(function for function, *_ in step.calls), _Family())
+
+    def _planned(self, step: Step, rehearsed: float | None = None) -> Plan:
+        """The fastest plan within the budget. A warning if there is none, which names the least.
+
+        `rehearsed`: seconds that the rehearsal took, if there was one.
+        """
+        plain, family = plain_peak(step), self._family(step)
+        asked = self._limit(step)
+        limit = asked if rehearsed is None else int(asked / family.correction)
+        nearest = sorted(family.plans, key=lambda plan: abs(plan.plain - plain))[:_NEAREST]
+        known = [plan.choice(step) for plan in nearest] if rehearsed is not None else []
+        choices, seconds = seconds_of(lambda: frontier(step, limit, known), torch.device("cpu"))
+        choice = next((choice for choice in choices if choice.peak <= limit), choices[-1])
+        seconds += rehearsed or 0.0
+        _log.log(
+            logging.WARNING if seconds > _PAUSE else logging.INFO,  # warnings are seen by default: it explains a pause
+            "planned %d calls in %.1f s: a peak of %s instead of %s, for %.1f ms more",
+            *(len(step.calls), seconds, size_text(choice.peak), size_text(plain), choice.seconds * 1e3),
+        )
+        if choice.peak > limit:
+            warnings.warn(
+                f"no plan keeps this step within {size_text(asked)}: the least is {size_text(choice.peak)}, "
+                "which is taken",
+                stacklevel=2,
+            )
+        plan = choice.plan(step)
+        family.plans.append(plan)
+        return plan
+
+
+class _Family:
+    """What is known of the same calls in different shapes."""
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.was_traced = False
+        self.correction = 1.0  # the peak of a traced step, as a multiple of the rehearsed one
+
+
+class _Shape:
+    """The plans for inputs of one shape.
+
+    Args:
+        dims: all dimensions of the inputs.
+        known: rehearsed steps of inputs that differ in these alone.
+    """
+
+    def __init__(self, dims: tuple[int, ...], known: list[Sized]) -> None:
+        self.dims, self.known = dims, known
+        self.passes = 0
+        self.plans: list[Plan] = []
+        self.trace: StepTrace | None = None
+        self.traces = 0
+        self.last: ByPlan | None = None
+        self.needs_trace = True
+        self.strays = False  # the network takes paths that have no plan
+        self.waits = False  # for a profiler to end, which was said
+
+    def traced(self) -> Step | None:
+        """The step that was traced last, if it has just ended."""
+        if self.trace is None or (progress := self.trace.progress()) == Progress.RUNS:
+            return None
+        self._note_last()
+        trace, self.trace = self.trace, None
+        if progress == Progress.DROPPED:
+            return None
+        self.traces += 1
+        return trace.step()
+
+    def next_pass(self, estimates: Estimates) -> ByPlan:
+        """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed."""
+        self.passes += 1
+        self._note_last()
+        trace = None
+        if self.passes > 1 and self.trace is None and self.traces < _TRACES and (self.strays or self.needs_trace):
+            trace = self.trace = StepTrace(estimates)
+        self.last = ByPlan(self.plans, trace, Guard())
+        return self.last
+
+    def _note_last(self) -> None:
+        """Note whether the last pass knew the calls, and forget it with its trace."""
+        self.strays = self.strays or (self.last is not None and self.last.strayed)
+        self.last = None

@@ -1,0 +1,100 @@
+"""Rehearse a training step: on fake tensors and a copy of the network, so that nothing changes or is computed."""
+
+import copy
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..inputs import tensors_in
+from ..torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, with_dispatch_modes_off
+from .estimates import Estimates
+from .step import Step
+from .traced_step import traced_step
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], estimates: Estimates) -> Step:
+    """The step of a network with these arguments, as far as its calls and its memory go.
+
+    It runs on fake tensors and a copy of the network, under the modes of the caller, such as autocast. Users' hooks are
+    left out, because they may count or log; those of PyTorch, such as spectral norms, are copied.
+
+    Raises whatever the network raises on fake tensors, e.g. because it asks for their values; and RuntimeError if it
+    communicates with other processes, or has an LSTM, which saves other tensors on fake ones.
+    """
+    if any(isinstance(module, nn.LSTM) for module in network.modules()):
+        raise RuntimeError("an LSTM cannot be rehearsed: on fake tensors it saves other tensors")
+    while isinstance(network, DistributedDataParallel):
+        network = network.module
+    given = tensors_in((args, kwargs))
+    fakes = [one for one in [*given, *network.parameters()] if isinstance(one, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {id(one): mode.from_tensor(one.detach()).requires_grad_(one.requires_grad) for one in given}
+    for module in network.modules():
+        leaves = tree_leaves(list(vars(module).values()))
+        memo |= {id(one): mode.from_tensor(one) for one in tensors_in(leaves)}
+        memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
+        packages = ("torch",) if module is network else ("torch", "keepless")  # not our own for this pass
+        for hooks in (getattr(module, name) for name in _HOOKS):
+            memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if _package(hook) in packages)
+    with _as_before(), _quiet(), with_dispatch_modes_off(), mode, _alone():
+        copied, args, kwargs = copy.deepcopy((network, args, kwargs), memo)
+        step, _ = traced_step(copied, args, kwargs, None if fakes else estimates)
+    return step
+
+
+def _package(hook: object) -> str:
+    """The package that defines a hook that is an object, or a method of one; functions may do anything."""
+    return type(getattr(hook, "__self__", hook)).__module__.partition(".")[0]
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Context after which all random states are as they were."""
+    of_python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which fake tensors do not log the errors that they raise."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Context in which nothing is sent to other processes, which may not rehearse now."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    with _NoCommunication():
+        yield
+
+
+class _NoCommunication(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if "c10d" in function.namespace:
+            raise RuntimeError(f"{function} communicates: it cannot be rehearsed in one process")
+        return function(*args, **(kwargs or {}))

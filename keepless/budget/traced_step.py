@@ -1,0 +1,70 @@
+"""Trace a step of a network on given arguments, and leave the network as it was."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..inputs import tensors_in
+from ..recompute.recording import Recording
+from ..torch_internals import FakeTensor
+from .costs import seconds_of
+from .estimates import Estimates
+from .execution import ByPlan
+from .step import Step
+from .trace import Progress, StepTrace
+
+
+def traced_step(
+    network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], estimates: Estimates | None = None
+) -> tuple[Step, float]:
+    """A step of a network, and the seconds that it takes; 0 on fake tensors. `estimates`: see `StepTrace`.
+
+    Gradients, buffers and the random state are then as before.
+    """
+    inputs = tensors_in((args, kwargs))
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in parameters]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers() if not _is_expanded(buffer)]
+    registered = [(module, dict(module._buffers)) for module in network.modules()]
+    device = next((tensor.device for tensor in [*inputs, *parameters]), torch.device("cpu"))
+    is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
+    trace, seconds = StepTrace(estimates), 0.0
+
+    def run(policy: ByPlan | None) -> None:
+        """A forward and a backward pass."""
+        with Recording(policy, inputs=inputs) as recording:
+            outputs = tensors_in(network(*args, **kwargs))
+        outputs = [output for output in outputs if output.requires_grad and output.is_floating_point()]
+        if not outputs:
+            raise ValueError("no output needs a gradient: expected a network in training, outside torch.no_grad()")
+        if policy is not None:
+            trace.watch_backward(outputs, recording.known.start)
+        torch.stack([output.float().square().mean() for output in outputs]).sum().backward()
+
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not is_fake):
+            if not is_fake:
+                run(None)  # warms up
+                seconds = seconds_of(lambda: run(None), device)[1]
+            run(ByPlan(trace=trace))
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for module, of_module in registered:  # it may have assigned others
+            module._buffers.update(of_module)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    if trace.progress() != Progress.ENDED:
+        raise ValueError("the step could not be traced: call plan outside saved-tensor hooks and checkpoints")
+    return trace.step(), seconds
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether entries share memory, as in an expanded tensor, which cannot be written to."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

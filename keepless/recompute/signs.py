@@ -1,0 +1,87 @@
+"""Which values of a tensor are positive, in one bit each: by Triton kernels on CUDA, elsewhere by operators."""
+
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..norms.backends import triton_launches
+from ..torch_internals import is_in_torch_dispatch_mode
+
+Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
+
+
+def positive_or_nan(tensor: Tensor) -> Tensor:
+    """For ReLU, which passes the gradient of NaN on."""
+    return (tensor <= 0).logical_not_()
+
+
+def positive(tensor: Tensor) -> Tensor:
+    """For leaky ReLU, which scales the gradient of NaN as that of negative values."""
+    return tensor > 0
+
+
+def pack_signs(tensor: Tensor, positive_of: Positive) -> Tensor:
+    """The signs, uint8 ((count + 7) // 8,). `positive_of`: one of the functions above."""
+    if _kernels_run_on(tensor):
+        values = tensor if _is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
+        signs = torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
+        with torch.cuda.device_of(tensor):
+            _kernels().pack(values, signs, positive_of is positive_or_nan)
+        return signs
+    found = positive_of(tensor).flatten()
+    found = F.pad(found, (0, -found.numel() % 8)).view(-1, 8)
+    return (found * _bits(tensor.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_signs(signs: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """1 where the packed tensor is positive, otherwise 0. The strides are those of that tensor, unless it had gaps."""
+    if _kernels_run_on(signs):
+        if not _is_dense(shape, stride):
+            stride = torch.empty(shape, device="meta").stride()
+        values = torch.empty_strided(shape, stride, dtype=dtype, device=signs.device)
+        with torch.cuda.device_of(signs):
+            _kernels().unpack(signs, values)
+        return values
+    ones = (signs.unsqueeze(-1) & _bits(signs.device)).ne(0).flatten()
+    return ones[: shape.numel()].view(shape).to(dtype)
+
+
+def unpacking_bytes(tensor: Tensor) -> int:
+    """Bytes that `unpack_signs` takes beside its result: without kernels, a byte for each value, twice."""
+    return 0 if _has_kernels(tensor) else 16 * -(-tensor.numel() // 8)
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def _kernels_run_on(tensor: Tensor) -> bool:
+    """Not under tools that watch operations, which cannot see inside a kernel."""
+    if not _has_kernels(tensor) or type(tensor) is not Tensor or is_in_torch_dispatch_mode():
+        return False
+    return tensor.numel() > 0 and triton_launches(tensor.device)
+
+
+def _kernels() -> ModuleType:
+    from . import sign_kernels  # which imports triton
+
+    return sign_kernels
+
+
+def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether a tensor's elements follow each other in memory, in any order of its dimensions."""
+    size = 1
+    for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1):
+        if step != size:
+            return False
+        size *= length
+    return True
+
+
+def _bits(device: torch.device) -> Tensor:
+    """1, 2, 4 … 128."""
+    return torch.ones(8, dtype=torch.uint8, device=device) << torch.arange(8, dtype=torch.uint8, device=device)

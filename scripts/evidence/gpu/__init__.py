@@ -1,0 +1,1 @@
+"""The measurements that need a card, in parts of a few minutes: `python -m scripts.gpu_evidence`."""

@@ -1,0 +1,149 @@
+"""Part "ranks": two processes, connected by gloo on one card, by nccl on two."""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from keepless import InPlaceABN, recompute_activations
+from scripts.evidence.frame import reason
+from scripts.evidence.gpu.networks import build
+from scripts.evidence.gpu.part import Part, Rows, Setting
+from scripts.evidence.measuring import Elsewhere, milliseconds
+from scripts.evidence.methods import PLAIN, RECOMPUTED, deviation, mean_squares
+from scripts.reports.markdown import Columns, columns, section
+
+SIZE = 2
+BUDGET = "budget 0.5"
+SYNC = "synchronised norm"
+WRAPPED = {"ddp": "resnet50", "fsdp2": "llama-like"}  # how a network is shared: which network
+TIMEOUT_S = 120
+
+
+def items(setting: Setting) -> dict[str, tuple]:
+    backends = ["gloo", *(["nccl"] if torch.cuda.device_count() >= SIZE and not setting.rehearse else [])]
+    return {f"{backend}/{what}": (backend, what) for backend in backends for what in (SYNC, *WRAPPED)}
+
+
+def measure(setting: Setting, backend: str, what: str) -> Rows:
+    """Rows of the first process: {"backend", "what", "method", "deviation", "ms"}, or "reason"."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        store = str(Path(folder) / "store")
+        ranks = [stack.enter_context(Elsewhere(Rank, rank, store, backend, setting)) for rank in range(SIZE)]
+        with ThreadPoolExecutor(SIZE) as calls:
+            found = list(calls.map(lambda rank: rank.call("measure", what), ranks))
+    return [{"backend": backend, "what": what, **row} for row in found[0]]
+
+
+class Rank:
+    """One of the processes."""
+
+    def __init__(self, rank: int, store: str, backend: str, setting: Setting):
+        torch.set_num_threads(1)
+        self.rank, self.setting = rank, setting
+        if setting.device == "cuda":
+            torch.cuda.set_device(rank if backend == "nccl" else 0)
+        limit = timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group(backend, store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE, timeout=limit)
+
+    def measure(self, what: str) -> Rows:
+        rows = [self.synchronised()] if what == SYNC else list(self.trainings(what))
+        dist.barrier()
+        return rows
+
+    def synchronised(self) -> dict:
+        """A synchronised norm on half of a batch against one process with the whole batch, in float32."""
+        torch.manual_seed(0)
+        x, dz = torch.randn(2, 8, 32, 16, 16, device=self.setting.device).unbind()
+        found = []
+        for sync, part in ((False, slice(None)), (True, slice(4 * self.rank, 4 * self.rank + 4))):
+            layer = InPlaceABN(32, sync=sync).to(self.setting.device)
+            own = x[part].clone().requires_grad_()
+            z = layer(own)
+            found.append(torch.stack([z.detach(), *torch.autograd.grad(z, own, dz[part])]))
+            ms = milliseconds(partial(_step, layer, own), 5, self.setting.device)
+        whole, half = found
+        return {"method": "in-place II", "deviation": deviation(half, whole[:, part]), "ms": round(ms, 3)}
+
+    def trainings(self, what: str) -> Iterator[dict]:
+        """Three steps with each method; deviations are of the gradients from the plain network's."""
+        reference: Tensor | None = None
+        for method, prepare in METHODS.items():
+            try:
+                gradients, ms = self.steps(what, prepare)
+            except Exception as error:  # e.g. a collective that gloo lacks on this device
+                yield {"method": method, "reason": reason(error)}
+                if method == PLAIN:
+                    return
+                continue
+            reference = gradients if reference is None else reference
+            yield {"method": method, "deviation": deviation(gradients, reference), "ms": round(ms, 3)}
+
+    def steps(self, what: str, prepare: Callable[[nn.Module], Any]) -> tuple[Tensor, float]:
+        """Gradients of the third step, and the median milliseconds of later ones."""
+        name = "squeezenet1_1" if self.setting.rehearse and what == "ddp" else WRAPPED[what]
+        network, inputs = build(name, self.setting, *((2, 64) if self.setting.rehearse else (8, 128)))
+        if what == "ddp":
+            prepare(network)
+            trained: nn.Module = DistributedDataParallel(network, broadcast_buffers=False)
+        else:
+            mesh = init_device_mesh(self.setting.device, (SIZE,))
+            for block in network.blocks:  # type: ignore[union-attr]  # a decoder
+                fully_shard(block, mesh=mesh)
+            trained = cast(nn.Module, fully_shard(network, mesh=mesh))
+            prepare(trained)
+
+        def step() -> None:
+            trained.zero_grad()
+            mean_squares(trained(inputs)).backward()
+
+        for _ in range(3):
+            step()
+        own = [p.grad for p in network.parameters() if p.grad is not None]
+        gradients = torch.cat([(g.to_local() if isinstance(g, DTensor) else g).flatten().clone() for g in own])
+        times_ms = [milliseconds(step, 1, self.setting.device) for _ in range(self.setting.rounds(10))]
+        return gradients, statistics.median(times_ms)
+
+
+def _step(network: nn.Module, x: Tensor) -> None:
+    network(x).sum().backward()
+
+
+METHODS: dict[str, Callable[[nn.Module], Any]] = {
+    PLAIN: lambda network: network,
+    RECOMPUTED: recompute_activations,
+    BUDGET: lambda network: recompute_activations(network, budget=0.5),
+}
+COLUMNS: Columns = [
+    ("backend", "{backend}"),
+    ("what", "{what}"),
+    ("method", "{method}"),
+    ("deviation", lambda row: row.get("reason") or f"{row['deviation']:.0e}"),
+    ("ms", lambda row: f"{row['ms']:.1f}" if "ms" in row else ""),
+]
+
+
+def sections(rows: Rows) -> Iterator[str]:
+    about = (
+        "Deviations of gradients, relative to the largest: of a synchronised norm on half of a batch from one process "
+        "with the whole, and of recomputed networks from the plain ones in the same group. With gloo both processes "
+        "share one card, so its times say nothing about several."
+    )
+    yield section("Two processes", about, columns(rows, COLUMNS, left=3))
+
+
+PART = Part("Two processes", 2, items, measure, sections, lambda rows: {})

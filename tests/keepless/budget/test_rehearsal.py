@@ -1,0 +1,216 @@
+"""The first pass over a shape plans itself, on fake tensors, and nothing else notices."""
+
+import copy
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keepless import InPlaceABN, recompute_activations
+from keepless.budget.costs import peak_bytes
+from keepless.budget.estimates import Estimates
+from keepless.budget.plans import PlansByShape
+from keepless.budget.rehearsal import rehearsed_step
+from keepless.budget.scaling import Sized, scaled
+from keepless.budget.step import Event
+from tests.keepless.budget.ahead import Ahead
+
+
+class Layers(nn.Module):
+    """Equal layers. `before` is called with the network's input, and returns it."""
+
+    def __init__(self, layers: int = 8, before=lambda module, x: x):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+        self.before, self.calls = before, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.before(self, x)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.mean(1)
+
+
+def plans_of(network: nn.Module) -> PlansByShape:
+    (hooks,) = {hook.__self__ for hook in network._forward_hooks.values() if hasattr(hook, "__self__")}
+    return hooks.plans
+
+
+def is_planned(network: nn.Module) -> list[bool]:
+    return [bool(shape.plans) for shape in plans_of(network)._shapes.values()]
+
+
+def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
+    network.zero_grad()
+    network(x).square().mean().backward()
+    return [parameter.grad for parameter in network.parameters()]
+
+
+def assert_like_plain(network: nn.Module, plain: nn.Module, inputs: list[Tensor]) -> None:
+    for seed, x in enumerate(inputs):
+        found = []
+        for one in (plain, network):
+            torch.manual_seed(seed), random.seed(seed)
+            found.append([*gradients(one, x), *one.buffers(), torch.get_rng_state(), torch.tensor(random.random())])
+        assert all(map(torch.equal, *found))
+
+
+def drawn(module: nn.Module, x: Tensor) -> Tensor:
+    return F.dropout(x * random.random() + torch.rand(32, generator=module.generator), 0.3)
+
+
+def asked(module: nn.Module, x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def test_a_rehearsal_leaves_everything_as_it_was():
+    torch.manual_seed(0)
+    plain = nn.Sequential(Layers(2, drawn), nn.Unflatten(0, (-1, 4)), nn.BatchNorm1d(4), InPlaceABN(4), nn.Linear(4, 4))
+    plain[0].generator = torch.Generator().manual_seed(3)
+    within, called = copy.deepcopy(plain), []
+    for network in (plain, within):
+        network[0].register_forward_hook(lambda *arguments, n=network: called.append(n))
+        network[3].weight.grad = torch.ones(4)
+    recompute_activations(within, budget=1.0)
+    plans_of(within)._rehearse(
+        plans_of(within)._shape(within, (torch.randn(64, 32),), {}), within, (torch.randn(64, 32),), {}
+    )
+    assert is_planned(within) == [True]
+    assert not called and within[0].calls == 0 and torch.equal(within[3].weight.grad, torch.ones(4))
+    assert_like_plain(within, plain, [torch.randn(64, 32), torch.randn(64, 32), torch.randn(16, 32)])
+    assert called.count(within) == called.count(plain) == 3
+    assert is_planned(within) == [True, True]
+
+
+def test_every_step_of_every_size_is_within_the_budget():
+    torch.manual_seed(0)
+    plain = Layers(16)
+    gradients(plain, torch.randn(700, 32))
+    budget = peak_bytes(lambda: plain(torch.randn(700, 32)).mean().backward(), "cpu") // 2
+    within = recompute_activations(plain, budget=budget)
+    plans = Ahead.of(within)
+    for size in (300, 700, 700, 650, 500, 680, 300, 650):
+        assert plans.peak(within, torch.randn(size, 32)) <= 1.03 * budget
+    assert is_planned(within) == [True] * 5
+
+
+class Scores(nn.Module):
+    """Attention without a fused kernel: its scores grow with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return (x @ x.transpose(1, 2)).softmax(-1).matmul(x).relu().mean(1)
+
+
+def test_a_step_is_scaled_to_lengths_between_known_ones():
+    """To the byte, but for what operators take while they run."""
+
+    def step(network: nn.Module, *shape: int) -> Sized:
+        step = rehearsed_step(network, (torch.randn(shape),), {}, Estimates())
+        busy = [(event, 0 if event == Event.BUSY else what) for event, what in step.events]
+        values = [value._replace(busy=0, seconds=0.0) for value in step.values]
+        return Sized(shape, step._replace(events=busy, values=values))
+
+    network = Scores()
+    known = [step(network, 2, length, 16) for length in (64, 200, 40, 128)] + [step(network, 3, 50, 16)]
+    assert scaled(known, (2, 99, 16)) == step(network, 2, 99, 16).step
+    assert scaled(known, (2, 201, 16)) is None and scaled(known, (4, 99, 16)) is None
+    known[2] = step(nn.Sequential(network, nn.ReLU()), 2, 40, 16)
+    assert scaled(known, (2, 99, 16)) is None  # other calls
+
+
+def test_a_network_that_cannot_be_rehearsed_keeps_little_at_first():
+    """It repeats all but about sqrt(2 n) of its n layers, until its step has been traced."""
+    torch.manual_seed(0)
+    x, plain = torch.rand(500, 32), Layers(32, asked)
+    within = recompute_activations(copy.deepcopy(plain), budget=0.6)
+    plans = Ahead.of(within)
+    first = plans.peak(within, x)
+    kept = peak_bytes(lambda: gradients(plain, x), "cpu")
+    assert is_planned(within) == [False] and first < 0.5 * kept
+    assert plans.peak(within, x) < 0.5 * kept  # the traced step
+    plans.peak(within, x)
+    assert is_planned(within) == [True]
+    assert all(map(torch.equal, gradients(within, x), gradients(plain, x)))
+
+
+def test_a_network_that_communicates_is_not_rehearsed(tmp_path):
+    """Others may not rehearse now, and would wait."""
+
+    def summed(module: nn.Module, x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return x + total
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plain = Layers(4, summed)
+        within = recompute_activations(copy.deepcopy(plain), budget=1.0)
+        assert_like_plain(within, plain, [torch.randn(64, 32)] * 3)
+        assert is_planned(within) == [True]  # by the traced step
+        parallel = recompute_activations(nn.parallel.DistributedDataParallel(Layers(4)), budget=1.0)
+        gradients(parallel, torch.randn(64, 32))
+        assert is_planned(parallel) == [True]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_plans_and_passes_of_other_kinds_live_side_by_side():
+    """Autocast, eval mode, no gradients, two passes in a step, accumulation, a part that is frozen later."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.GELU())
+    within, x = recompute_activations(copy.deepcopy(plain), budget=0.8), torch.randn(4, 3, 16, 16)
+
+    def steps(network: nn.Module) -> list[Tensor]:
+        found = []
+        for number in range(4):
+            network.train(number != 2)
+            network[0].requires_grad_(number < 3)
+            with torch.no_grad():
+                network(x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=number == 1):
+                y = network(x) + network(x)
+            y.float().square().mean().backward()
+            network(x[:2]).square().mean().backward()
+            found += [y.detach(), *(parameter.grad.clone() for parameter in network.parameters())]
+        return found
+
+    with warnings.catch_warnings(action="ignore"):
+        assert all(map(torch.equal, steps(within), steps(plain)))
+
+
+@pytest.mark.parametrize("fails_in", [1, 2])
+def test_a_pass_that_raises_is_planned_next_time(fails_in):
+    """Also if the rehearsal raises, as the pass would."""
+
+    def failing(module: nn.Module, x: Tensor) -> Tensor:
+        if module.calls == fails_in:
+            raise ValueError
+        return x
+
+    torch.manual_seed(0)
+    plain, x = Layers(4, failing), torch.randn(64, 32)
+    within = recompute_activations(copy.deepcopy(plain), budget=1.0)
+    for number in (1, 2, 3, 4):
+        if number == fails_in:
+            for network in (within, plain):
+                with pytest.raises(ValueError):
+                    network(x)
+        else:
+            assert all(map(torch.equal, gradients(within, x), gradients(plain, x)))
+    assert is_planned(within) == [True]
+
+
+def test_an_lstm_is_not_rehearsed():
+    """On fake tensors it saves other tensors, an eighth of the bytes: the guard is better."""
+    with pytest.raises(RuntimeError, match="LSTM"):
+        rehearsed_step(nn.LSTM(4, 4), (torch.randn(2, 2, 4),), {}, Estimates())

@@ -1,0 +1,202 @@
+"""The GPU evidence, rehearsed on the CPU: what is written, when, and what it never looks like. None asserts a time."""
+
+import json
+import zipfile
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from datasets.camvid import camvid
+from engine.configuration.command_line import composed
+from engine.configuration.config import typed
+from scripts import gpu_evidence  # noqa: F401  # declares its command
+from scripts.evidence import frame, gpu_pack
+from scripts.evidence.gpu import check, fit, run
+from scripts.evidence.gpu.decoders import VOCABULARY, decoder
+from scripts.evidence.gpu.part import Setting
+from scripts.evidence.gpu.run import PARTS, REHEARSED, GpuArguments, Measurement
+from tests import trees
+
+
+def arguments(folder: Path, *words: str) -> GpuArguments:
+    """What `python -m scripts.gpu_evidence` makes of its words."""
+    return typed(composed("gpu_evidence", f"out={folder}", *words), GpuArguments)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Measure in this process, where Triton cannot be interpreted."""
+
+    def elsewhere(make, *given):
+        made = Measurement(*given)
+        return nullcontext(SimpleNamespace(call=lambda method, *own: getattr(made, method)(*own)))
+
+    monkeypatch.setattr(run, "Elsewhere", elsewhere)
+    monkeypatch.setattr(Setting, "backend", "eager")
+
+
+def test_a_rehearsal_runs_and_says_what_it_is(here, tmp_path):
+    """A whole part: its record, page and picture. They are made again from the record alone."""
+    page = run.run(arguments(tmp_path, "part=host", "rehearse=true"))
+    record, text = json.loads((tmp_path / "rehearsed_host.json").read_text()), page.read_text()
+    assert (
+        record["rehearsal"]
+        and record["left"] == []
+        and list(record["items"]) == list(PARTS["host"].items(Setting(True)))
+    )
+    assert all(row["host_us"] > 0 and row["replay_us"] > 0 for row in run.rows_of(record))
+    assert f"**{REHEARSED}**" in text and "| in-place II |" in text and "![" in text
+    (figure,) = run.pictures(record).values()
+    assert "REHEARSAL" in {own.get_text() for own in figure.texts}
+    assert not run.pictures({**record, "rehearsal": False})[""].texts and (tmp_path / "rehearsed_host.png").is_file()
+    page.unlink()
+    assert run.run(arguments(tmp_path, "part=host", "rehearse=true", "measure=false")).read_text() == text
+    assert str(tmp_path) not in text + (tmp_path / "rehearsed_host.json").read_text()
+
+
+def test_a_rehearsal_is_no_result(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="docs/results has results alone"):
+        arguments(frame.RESULTS / "more", "part=host", "rehearse=true")
+    record = {"rehearsal": True, "arguments": {"part": "host"}, "items": {}, "left": []}
+    (tmp_path / "gpu_host.json").write_text(json.dumps(record))
+    monkeypatch.setattr(frame, "RESULTS", tmp_path)
+    with pytest.raises(ValueError, match="is of a rehearsal"):
+        run.run(arguments(tmp_path, "part=host", "measure=false"))
+
+
+def test_no_committed_record_is_a_rehearsal():
+    assert not [file for file in frame.RESULTS.rglob("*.json") if '"rehearsal": true' in file.read_text()]
+
+
+ITEMS = {"a/1": ("a",), "a/2": ("fails",), "b": ("dies",)}
+
+
+@pytest.fixture
+def faked(here, monkeypatch) -> list[str]:
+    """A part of three items, the last of which ends the command; returns those that were measured."""
+    measured = []
+
+    def measure(setting: Setting, what: str) -> list[dict]:
+        measured.append(what)
+        if what == "fails" and measured.count(what) == 1:
+            raise RuntimeError("out of memory\nat length")
+        if what == "dies" and measured.count(what) == 1:
+            raise KeyboardInterrupt
+        return [{"what": what}]
+
+    part = PARTS["ranks"]._replace(items=lambda setting: ITEMS, measure=measure, sections=lambda rows: [str(rows)])
+    monkeypatch.setitem(PARTS, "ranks", part)
+    return measured
+
+
+def test_a_killed_call_leaves_what_is_done_and_a_second_one_adds_the_missing(faked, tmp_path):
+    given, file = arguments(tmp_path, "part=ranks", "rehearse=true"), tmp_path / "rehearsed_ranks.json"
+    with pytest.raises(KeyboardInterrupt):
+        run.run(given)
+    record = json.loads(file.read_text())
+    assert record["items"] == {"a/1": [{"what": "a"}]}
+    left = {entry["item"]: entry["reason"] for entry in record["left"]}
+    assert left == {"a/2": "failed: RuntimeError: out of memory", "b": "not started"}
+    text = run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "measure=false")).read_text()
+    assert "- a/2: failed: RuntimeError: out of memory\n- b: not started" in text
+    run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "only=[b]"))
+    assert faked == ["a", "fails", "dies", "dies"]
+    run.run(given)
+    record = json.loads(file.read_text())
+    assert list(record["items"]) == [*ITEMS] and record["left"] == [] and faked.count("a") == 1
+
+
+def test_items_are_chosen_by_the_beginning_of_their_names(faked, tmp_path):
+    run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "only=[a]"))
+    assert faked == ["a", "fails"]
+    with pytest.raises(ValueError, match="only=a/: expected some of a/1, a/2, b"):
+        run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "only=[a/]"))
+
+
+def test_impossible_arguments_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="part=all: expected one of check, host, exact, abn"):
+        arguments(tmp_path, "part=all")
+    with pytest.raises(ValueError, match="PyTorch sees no CUDA device"):
+        run.run(arguments(tmp_path, "part=host"))
+    with pytest.raises(ValueError, match="does not exist"):
+        run.run(arguments(tmp_path, "part=host", "measure=false"))
+
+
+def test_without_time_nothing_is_started(faked, tmp_path):
+    run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "minutes=1e-9"))
+    assert faked == [] and len(json.loads((tmp_path / "rehearsed_ranks.json").read_text())["left"]) == len(ITEMS)
+
+
+def test_the_largest_minibatch_is_found_from_either_side():
+    """Whether the line through two measurements promises too much or too little."""
+    for more in (0.7, 1.0, 1.6):
+
+        def peak(crops: int, more: float = more) -> int | None:
+            taken = int(100 + 10 * crops ** (1.0 if crops <= 4 else more))
+            return taken if taken <= 500 else None
+
+        found = fit.largest(peak, 500, first=4, fewest=2, step=1, power=1)
+        assert peak(found) is not None and peak(found + 1) is None
+    assert fit.largest(lambda crops: None, 500, first=4, fewest=2, step=1, power=1) == 0
+
+
+def test_the_files_with_gpu_tests_are_those_of_the_layers_first():
+    files = list(check.items(Setting()))
+    assert {"tests/keepless/norms/test_triton.py", "tests/test_train_seg.py"} <= {*files}
+    layers = [file.startswith("tests/keepless/") for file in files]
+    assert layers == sorted(layers, reverse=True) and 0 < sum(layers) < len(layers)
+
+
+@pytest.mark.parametrize("llama", [False, True])
+def test_decoders_see_no_later_token(llama):
+    network = decoder(llama, rehearse=True)
+    tokens = torch.randint(VOCABULARY, (1, 16))
+    changed = tokens.clone()
+    changed[0, 9] += 1
+    different = (network(tokens) != network(changed % VOCABULARY)).any(-1)[0]
+    assert different.tolist() == [place >= 9 for place in range(16)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_every_line_of_every_part_runs(part, tmp_path):
+    """As the command does: in processes of its own, with Triton's interpreter."""
+    page = run.run(arguments(tmp_path, f"part={part}", "rehearse=true", "minutes=30"))
+    record = json.loads((tmp_path / f"rehearsed_{part}.json").read_text())
+    assert record["left"] == [] and REHEARSED in page.read_text()
+
+
+@pytest.mark.slow
+def test_an_item_that_takes_too_long_is_stopped(tmp_path):
+    run.run(arguments(tmp_path, "part=exact", "rehearse=true", "minutes=0.001"))
+    (first, *_) = json.loads((tmp_path / "rehearsed_exact.json").read_text())["left"]
+    assert first["reason"] == "stopped"
+
+
+def test_a_compressed_wheel_holds_the_same_and_no_file_that_is_never_used(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a-1-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("a/__init__.py", 1000 * "x = 1\n")
+        wheel.writestr("tensorboard/webfiles.zip", b"large")
+    (tmp_path / "out").mkdir()
+    gpu_pack.compress(tmp_path / "a-1-py3-none-any.whl", tmp_path / "out" / "a.whl")
+    with zipfile.ZipFile(tmp_path / "out" / "a.whl") as wheel:
+        assert wheel.namelist() == ["a/__init__.py"] and wheel.read("a/__init__.py") == 1000 * b"x = 1\n"
+
+
+def test_the_pack_has_what_the_command_needs_beyond_torch():
+    packed = gpu_pack.required(gpu_pack.NEEDED) - gpu_pack.required(gpu_pack.PackArguments().have)
+    assert {"hydra-core", "antlr4-python3-runtime", "omegaconf", "pyyaml", "opencv-python-headless", "pytest"} <= packed
+    assert not {"torch", "numpy", "pillow", "torchvision"} & packed
+
+
+def test_camvid_is_packed_at_half_its_size(tmp_path):
+    trees.camvid_folders(tmp_path / "whole")
+    gpu_pack.shrink(tmp_path / "whole", tmp_path / "half")
+    for split in ("train", "val"):
+        whole, half = (camvid(tmp_path / size, split) for size in ("whole", "half"))
+        assert len(half) == len(whole)
+        assert half[0].label.shape == half[0].image.shape[:2] == tuple(side // 2 for side in whole[0].image.shape[:2])

@@ -1,0 +1,142 @@
+"""Trainings on a CUDA device: `make test PYTEST="-m gpu"`. The same tests run on a CPU, marked slow."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from engine import loop
+from engine.checkpoint import files as checkpoint
+from keepless import InPlaceABN, recompute_activations
+from scripts.predict import predict
+from tests.cuda import FSDP2_ON_CPUS, NEEDS_CUDA
+from tests.ranks import Ranks
+from tests.runs import SHORT, composed
+from train_seg import train
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="PyTorch sees fewer than two CUDA devices")
+each_device = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NEEDS_CUDA)]
+)
+
+
+def trained(run_dir: Path, device: str, *overrides: str) -> dict[str, torch.Tensor]:
+    """The weights after a short training on a device."""
+    steps = () if any(word.startswith("trainer.steps=") for word in overrides) else ("trainer.steps=2",)
+    train(composed("train_seg", f"run_dir={run_dir}", *SHORT, *steps, *overrides, f"trainer.device={device}"))
+    return checkpoint.load(run_dir / "checkpoints" / "last.pt")["network"]
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """A function that leaves a device too little memory for a step; a CPU is said to have none."""
+
+    def leave(device: str) -> None:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**26) / total)
+        else:
+            monkeypatch.setattr(loop, "accumulate_gradients", no_memory)
+
+    yield leave
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@each_device
+def test_a_full_device_ends_a_training_with_advice(tmp_path, device, little_memory):
+    little_memory(device)
+    crops = ("data.crop_size=512", "data.crops_per_minibatch=8") if device == "cuda" else ()
+    with pytest.raises(MemoryError, match="out of memory in step 1 with . crops of .* pixels at a time on this device"):
+        trained(tmp_path, device, *crops)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_a_compiled_training_moves_the_weights_as_the_eager_one(tmp_path, device):
+    """On CPUs see tests/test_switches.py."""
+    options = ("data.crops_per_minibatch=4", "optim.lr=1e-3", "norm.backend=auto")
+    eager = trained(tmp_path / "eager", device, *options)
+    compiled = trained(tmp_path / "compiled", device, *options, "trainer.compile=true")
+    distance = sum((compiled[name] - weight).norm() for name, weight in eager.items() if weight.is_floating_point())
+    assert distance / sum(weight.norm() for weight in eager.values() if weight.is_floating_point()) < 1e-3
+
+
+@each_device
+def test_a_network_predicts_the_same_on_every_device(tmp_path, device):
+    """Classes of nearly all pixels: where two are as likely, rounding decides."""
+    trained(tmp_path / "run", device)
+    images = tmp_path / "images"
+    images.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(images / "a.png")
+    found = {}
+    for each in {"cpu", device}:
+        words = (f"checkpoint={tmp_path / 'run'}", f"input={images}", f"output={tmp_path / each}", f"device={each}")
+        (file, *_) = predict(composed("predict", *words))
+        found[each] = np.asarray(Image.open(file))
+    assert found[device].shape == (64, 96) and (found[device] == found["cpu"]).mean() > 0.99
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    started = Ranks(2, tmp_path_factory.mktemp("pair"))
+    yield started
+    started.stop()
+
+
+def sharded_gradients(rank: int, wrapper: str, device: str, backend: str) -> list[torch.Tensor]:
+    """Gradients of this rank in the third step: of the plain network, recomputed, and within a budget."""
+    group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    found = []
+    for options in (None, {}, {"budget": 0.6}):
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 8, 3, padding=1), InPlaceABN(8), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)]
+        network: nn.Module = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(8, 4, 1)).to(device, torch.float64)
+        images = torch.randn(4, 3, 8, 8, dtype=torch.float64, device=device)[2 * rank : 2 * rank + 2]
+        if options is not None and wrapper == "ddp":
+            recompute_activations(network, **options)
+        if wrapper == "ddp":
+            network = DistributedDataParallel(network, process_group=group, broadcast_buffers=False)
+        else:
+            network = fully_shard(network, mesh=DeviceMesh.from_group(group, device))
+        if options is not None and wrapper == "fsdp2":
+            recompute_activations(network, **options)
+        for _ in range(3):  # a budget has its plan from the third on
+            network.zero_grad()
+            network(images).square().mean().backward()
+        own = [parameter.grad for parameter in network.parameters()]
+        found.append(torch.cat([(g.to_local() if isinstance(g, DTensor) else g).flatten().cpu() for g in own]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "wrapper, device, backend",
+    [
+        pytest.param("ddp", "cpu", "gloo", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "cpu", "gloo", marks=[pytest.mark.slow, FSDP2_ON_CPUS]),
+        pytest.param("ddp", "cuda", "gloo", marks=NEEDS_CUDA),
+        *(pytest.param(wrapper, "cuda", "nccl", marks=[*NEEDS_CUDA, TWO_GPUS]) for wrapper in ("ddp", "fsdp2")),
+    ],
+)
+def test_recomputed_gradients_are_those_of_the_plain_network_in_a_group(pair, wrapper, device, backend):
+    ranks = pair.run(sharded_gradients, wrapper, device, backend)
+    assert not [found for found in ranks if isinstance(found, Exception)], ranks
+    for plain, *others in ranks:
+        assert plain.numel() > 0 and plain.abs().max() > 0
+        for gradients in others:
+            torch.testing.assert_close(gradients, plain, rtol=1e-10, atol=1e-12)
