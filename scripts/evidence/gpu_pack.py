@@ -27,6 +27,7 @@ from packaging.utils import canonicalize_name
 from datasets.camvid import camvid
 from engine.configuration.command_line import configured
 from engine.configuration.config import typed
+from engine.output_files import write_file
 from scripts.evidence.frame import MIB
 from scripts.reports.papers import REPOSITORY
 
@@ -85,7 +86,7 @@ def fill(arguments: PackArguments) -> dict[str, float]:
         shrink(Path(arguments.camvid), out / "camvid")
     archive = ["git", "archive", "HEAD", "--", ".", ":!docs/results"]
     content = subprocess.run(archive, cwd=REPOSITORY, capture_output=True, check=True).stdout
-    (out / "repository.tar.xz").write_bytes(lzma.compress(content))
+    write_file(out / "repository.tar.xz", lzma.compress(content))
     sizes = {
         "wheels": size(out.glob("*.whl")),
         "CamVid": size((out / "camvid").rglob("*")),

@@ -49,8 +49,6 @@ class OriginalsArguments(frame.Arguments):
     precision: str = key("bfloat16", one_of=tuple(PRECISIONS))  # of networks and trainings
 
     def check(self) -> None:
-        if self.measure and not Path(self.originals).is_file():
-            raise ValueError(f"originals={self.originals}: expected a .npz file with the original pixels")
         if self.folds == 1:
             raise ValueError("folds=1 leaves no images to train on: expected 0, or at least 2")
 
@@ -65,6 +63,8 @@ class Pairs(NamedTuple):
 
 def measure(arguments: OriginalsArguments, clock: frame.Clock) -> Iterator[dict]:
     """Compare the networks, then the trainings. ValueError: an original has no copy of its name in `root`."""
+    if not Path(arguments.originals).is_file():
+        raise ValueError(f"originals={arguments.originals}: expected a .npz file with the original pixels")
     pairs = {split: _pairs(arguments, split) for split in SPLITS}
     found: dict = {"images": {split: len(pairs[split].labels) for split in SPLITS}}
     found["errors"] = _errors(np.concatenate([pair.copies.astype(float) - pair.originals for pair in pairs.values()]))
