@@ -280,6 +280,11 @@ def chart(rows: list[Row]) -> Figure:
     return figure
 
 
+def _published_score(row: Row) -> float | None:
+    """The score in the table of the paper that a training of this row ends at, if one was published."""
+    return next((entry.percent for entry in papers.published(row.experiment) if entry.file == "results"), None)
+
+
 @configured("tables", Tables)
 def main(values: DictConfig) -> None:
     print(write(values))
@@ -287,8 +292,3 @@ def main(values: DictConfig) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def _published_score(row: Row) -> float | None:
-    """The score in the table of the paper that a training of this row ends at, if one was published."""
-    return next((entry.percent for entry in papers.published(row.experiment) if entry.file == "results"), None)
