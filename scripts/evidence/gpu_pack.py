@@ -125,8 +125,6 @@ def compress(wheel: Path, to: Path) -> None:
 def shrink(root: Path, to: Path) -> None:
     """Write CamVid's training and validation images, and their labels, at half their size."""
     for split in ("train", "val"):
-        for folder in ("images", "labels"):
-            (to / split / folder).mkdir(parents=True, exist_ok=True)
         for files in camvid(root, split).files:
             image, label = (cv2.imread(str(file), cv2.IMREAD_UNCHANGED) for file in (files.image, files.label))
             if image is None or label is None:
@@ -134,9 +132,11 @@ def shrink(root: Path, to: Path) -> None:
             half = (image.shape[1] // 2, image.shape[0] // 2)
             name = Path(str(files.image)).stem
             smaller = cv2.resize(image, half, interpolation=cv2.INTER_AREA)
-            cv2.imwrite(str(to / split / "images" / f"{name}.jpg"), smaller, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
+            _, data = cv2.imencode(".jpg", smaller, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
+            write_file(to / split / "images" / f"{name}.jpg", data.tobytes())
             smaller = cv2.resize(label, half, interpolation=cv2.INTER_NEAREST)
-            cv2.imwrite(str(to / split / "labels" / f"{name}.png"), smaller)
+            _, data = cv2.imencode(".png", smaller)
+            write_file(to / split / "labels" / f"{name}.png", data.tobytes())
 
 
 @configured("gpu_pack", PackArguments)
