@@ -45,12 +45,14 @@ try:
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
     from torch.overrides import _get_current_function_mode as current_function_mode
-    from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as with_dispatch_modes_off
     from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     # Whether a tensor has a storage, which sparse and batched ones lack.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+    # Of this thread. PyTorch's is_in_torch_dispatch_mode is of all, and stays true where modes of threads overlap.
+    dispatch_modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack
     without_function_modes = torch._C.DisableTorchFunction
     without_subclasses = torch._C.DisableTorchFunctionSubclass
     # Whether functions ask subclasses of tensors what to do.

@@ -4,6 +4,7 @@ import copy
 import logging
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from .estimates import Estimates
 from .step import Step
 from .traced_step import traced_step
 
+# Threads that enter and leave dispatch modes at the same time leave PyTorch's flag of them behind.
+_one_at_a_time = threading.RLock()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -35,6 +38,11 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise RuntimeError("an LSTM cannot be rehearsed: on fake tensors it saves other tensors")
     while isinstance(network, DistributedDataParallel):
         network = network.module
+    with _one_at_a_time:
+        return _rehearsed(network, args, kwargs, estimates)
+
+
+def _rehearsed(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], estimates: Estimates) -> Step:
     given = tensors_in((args, kwargs))
     fakes = [one for one in [*given, *network.parameters()] if isinstance(one, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)

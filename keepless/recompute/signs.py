@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..norms.backends import triton_launches
-from ..torch_internals import is_in_torch_dispatch_mode
+from ..torch_internals import dispatch_modes_on
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
 
@@ -61,7 +61,7 @@ def _has_kernels(tensor: Tensor) -> bool:
 
 def _kernels_run_on(tensor: Tensor) -> bool:
     """Not under tools that watch operations, which cannot see inside a kernel."""
-    if not _has_kernels(tensor) or type(tensor) is not Tensor or is_in_torch_dispatch_mode():
+    if not _has_kernels(tensor) or type(tensor) is not Tensor or dispatch_modes_on():
         return False
     return tensor.numel() > 0 and triton_launches(tensor.device)
 

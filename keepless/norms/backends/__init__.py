@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...torch_internals import is_in_torch_dispatch_mode
+from ...torch_internals import dispatch_modes_on
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
 from .interface import Affine, Backend, BackwardInputs, Running, floored
@@ -49,7 +49,7 @@ def backend_for(name: str, x: Tensor) -> Backend:
     """
     if torch.compiler.is_compiling():
         return CompiledBackend()
-    is_watched = type(x) not in (Tensor, Parameter) or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
+    is_watched = type(x) not in (Tensor, Parameter) or dispatch_modes_on() > 0 or torch.jit.is_tracing()
     if name == "eager" or is_watched or x.numel() == 0:
         return EagerBackend()
     if name == "auto":

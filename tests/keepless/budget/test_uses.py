@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keepless import plan, recompute_activations
 from keepless.budget.costs import peak_bytes
@@ -192,6 +193,7 @@ def test_threads_measure_one_after_the_other():
     for thread in threads:
         thread.join()
     assert not raised
+    assert not is_in_torch_dispatch_mode()  # PyTorch's flag, which modes of threads would leave behind
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
