@@ -69,12 +69,14 @@ class Log:
                 self.parameter = weakref.ref(argument)
 
     def keep(self, value: Value, tensor: Tensor, function: Callable[..., Any] | None) -> None:
-        if isinstance(tensor._base, nn.Parameter) or (
-            tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter))
-        ):
+        base, made_by = tensor._base, "input"
+        if base is not None and isinstance(base, nn.Parameter):
+            return
+        if not tensor.is_leaf:
+            made_by = type(tensor.grad_fn).__name__.partition("Backward")[0]
+        elif tensor.dim() < 2 or isinstance(tensor, nn.Parameter):
             return
         storage = tensor.untyped_storage()
-        made_by = type(tensor.grad_fn).__name__.partition("Backward")[0] if tensor.grad_fn is not None else "input"
         kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter)
         self.entries.append((weakref.ref(value), address(storage), kept))
 
