@@ -12,7 +12,7 @@ from ..recompute.known_values import KnownValues
 from ..recompute.recording import Recording
 from ..recompute.rules import Rule
 from ..recompute.values import Again, Recipe, Value
-from ..saved import is_ordinary
+from ..saved import Kept, is_ordinary
 from ..torch_internals import address, node_number
 from .step import Plan
 from .trace import StepTrace
@@ -48,13 +48,11 @@ class ByPlan:
     def may_read_result(self, argument: Value) -> bool:
         return True
 
-    def why_kept(self, value: Value) -> str:
+    def why_kept(self, value: Value | Kept, node: int) -> str:
         if not self.plans:
             return "no plan"
-        return "planned" if value.number in self.plans[0].kept else "cannot be computed again"
-
-    def call_of(self, tensor: Tensor) -> int:
-        return -1 if tensor.is_leaf else self.planned.get(node_number(tensor.grad_fn), -1)
+        call = self.planned.get(node, value.number if isinstance(value, Value) else -1)
+        return "planned" if call in self.plans[0].kept else "cannot be computed again"
 
     def decide(self, recording: Recording, rule: Rule, call: Call, result: Tensor) -> None:
         known, trace = recording.known, self.trace

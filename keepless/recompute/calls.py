@@ -39,20 +39,8 @@ class Call:
     """The running call of a function, and the tensors that autograd has saved in it."""
 
     __slots__ = (
-        *(
-            "args",
-            "arguments",
-            "before",
-            "function",
-            "inside",
-            "kwargs",
-            "parameters",
-            "random",
-            "replaceable",
-            "saves",
-            "traits",
-        ),
-        "unsettled",
+        *("args", "arguments", "before", "function", "inside", "kwargs", "parameters", "random", "replaceable"),
+        *("saves", "traits", "unsettled"),
     )
 
     def __init__(self, function: Callable[..., Any], traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]):

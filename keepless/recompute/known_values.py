@@ -1,7 +1,7 @@
 """Registry of the values of a forward pass: find, keep and lend them, and protect them from in-place writes."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -81,6 +81,7 @@ class KnownValues:
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.made = MadeMemory()
+        self.late: Container[int] = ()  # see `is_late`: numbers of the nodes
         self.copies_are_worth = 1  # a copy is made again if it needs at most so many times its bytes kept for it alone
 
     def clear(self) -> None:
@@ -102,7 +103,11 @@ class KnownValues:
     def value_of(self, tensor: Tensor, call: Call | None) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         if (value := self.find(tensor)) is None:
-            if tensor.is_leaf or (found := by_node(self, tensor, call)) is None:
+            if tensor.is_leaf:
+                return None
+            if self.is_late(tensor):
+                return self.keep(tensor, call)
+            if (found := by_node(self, tensor, call)) is None:
                 return None
             value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
         if self.trace is not None and value.number < 0 and isinstance(value.source, Recipe):
@@ -122,6 +127,10 @@ class KnownValues:
         if node is None or node_number(node) < self.start or not is_ordinary(tensor):
             return False
         return not self.outside or address(tensor.untyped_storage()) not in self.outside
+
+    def is_late(self, tensor: Tensor) -> bool:
+        """Whether a tensor is kept by a plan, and gets a value once something reads it."""
+        return bool(self.late) and not tensor.is_leaf and node_number(tensor.grad_fn) in self.late
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its present version."""

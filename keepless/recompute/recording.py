@@ -28,7 +28,8 @@ Rule 12. Gradients never differ from autograd's: random functions are called aga
     versions are kept as they are, and inside other saved-tensor hooks, such as a checkpoint's, and in functorch's
     transforms no call is followed. When in doubt, keep the tensor.
 Rule 13. A policy decides what is kept: `ByRules` here, or `ByPlan` (budget/execution.py), which decides call by call
-    and whose recipes may read any tensor that the forward pass has made.
+    and whose recipes may read any tensor that the forward pass has made. What a plan keeps gets a value only when a
+    recipe, or an operation that may do with less, reads it.
 
 An example, and what autograd holds of each tensor:
 
@@ -41,7 +42,7 @@ An example, and what autograd holds of each tensor:
 # Longer than other files: the rules and the code that keeps them belong side by side.
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -87,17 +88,18 @@ class Policy(Protocol):
     @property
     def trace(self) -> Trace | None: ...
 
+    @property
+    def planned(self) -> Container[int]:
+        """Numbers of the nodes whose results are kept, without a value until something reads them."""
+
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
         """Give the result of a call a recipe (`Recording.follow`), or not."""
 
     def may_read_result(self, argument: Value) -> bool:
         """Whether an operation may read its result in place of an argument that it saves."""
 
-    def call_of(self, tensor: Tensor) -> int:
-        """The number of the call that has made a tensor without giving it a value; -1 if it is not known."""
-
-    def why_kept(self, value: Value) -> str:
-        """For a report."""
+    def why_kept(self, value: Value | Kept, node: int) -> str:
+        """For a report. `node`: number of the node that made the tensor."""
 
 
 class ByRules:
@@ -108,6 +110,7 @@ class ByRules:
     short = sys.maxsize
     repeats_all = False
     copies_are_worth = 1
+    planned: Container[int] = ()
     trace = None
 
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
@@ -117,10 +120,7 @@ class ByRules:
     def may_read_result(self, argument: Value) -> bool:
         return isinstance(argument.source, Recipe)
 
-    def call_of(self, tensor: Tensor) -> int:
-        return -1
-
-    def why_kept(self, value: Value) -> str:
+    def why_kept(self, value: Value | Kept, node: int) -> str:
         return ""
 
 
@@ -163,7 +163,7 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         trace = self.policy.trace
         self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, trace)
-        self.known.copies_are_worth = self.policy.copies_are_worth
+        self.known.copies_are_worth, self.known.late = self.policy.copies_are_worth, self.policy.planned
         self.inputs = ()
         pack = self.pack if self.policy.sees_calls else self._pack_unless_abandoned
         self.hooks = saved_tensors_hooks(pack, unpack if trace is None else trace.unpack)
@@ -330,6 +330,10 @@ class Recording(TorchFunctionMode):
             if known.trace is not None:
                 known.trace.saves(shape, tensor, True)
             return shape
+        if known.is_late(tensor) and known.find(tensor) is None and self._is_kept_alone(call):
+            kept = Kept(tensor, None)
+            self.log.keep(kept, tensor, None if call is None else call.function)
+            return kept
         if (value := known.value_of(tensor, call)) is None:
             value = self._keep(tensor, call)
         elif value.unread:
@@ -347,6 +351,12 @@ class Recording(TorchFunctionMode):
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         return Kept(tensor, None) if self.is_abandoned() else self.pack(tensor)
+
+    def _is_kept_alone(self, call: Call | None) -> bool:
+        """Whether a tensor that a plan keeps needs no value for the call that saves it."""
+        if self.known.outer is not None or call is None:
+            return False
+        return not (call.traits.positive or call.traits.result_serves)
 
     def _keep(self, tensor: Tensor, call: Call | None) -> Value:
         """Keep a tensor; if it is a view of all of its base, keep the base, so that its other views follow too."""
@@ -366,8 +376,6 @@ class Recording(TorchFunctionMode):
 
     def note_need(self, value: Value, tensor: Tensor) -> None:
         """Log a kept value when it gets its first reader."""
-        if value.number < 0 and self.known.trace is None:
-            value.number = self.policy.call_of(tensor)
         self.log.keep(value, tensor, None if self.call is None else self.call.function)
 
     def again(self, rule: Rule, call: Call, result: Tensor, *, from_anything: bool = False) -> Again | None:
