@@ -8,7 +8,9 @@ from pathlib import Path
 
 from datasets.segmentation import Files
 
-OTHER_IMAGES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".tif", ".tiff", ".webp")  # which no dataset reads
+PHOTOGRAPHS = (".png", ".jpg", ".jpeg", ".bmp", ".jfif", ".tif", ".tiff", ".webp")  # of the user's own images
+OTHER_IMAGES = (".avif", ".gif", ".heic", ".heif")  # which no dataset reads
+DRAWN = ("train", "val")  # the splits that can be drawn from one folder
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
