@@ -103,7 +103,9 @@ def test_classes_of_own_images_that_are_not_read_or_empty_are_named(root):
     for file in second.iterdir():
         file.rename(file.with_suffix(".HEIC"))
     (second / "notes.txt").write_text("of another program")
-    unread = rf"images are not read: {WNIDS[1]}/{WNIDS[1]}_0.HEIC, .*_1.HEIC in {root}/train \(2 in all\); expected .png,"
+    unread = (
+        rf"images are not read: {WNIDS[1]}/{WNIDS[1]}_0.HEIC, .*_1.HEIC in {root}/train \(2 in all\); expected .png,"
+    )
     with pytest.raises(ValueError, match=unread):
         image_folder(root, "train")
     for file in second.iterdir():
