@@ -69,8 +69,10 @@ def _train_split(data: Data) -> Dataset:
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
     """A learner, a loss and a minibatch for `engine.planner.trace.traced`.
 
-    The optimiser works on all weights at once, as it does on CUDA devices.
+    The optimiser works on all weights at once, and norms are fused kernels unless a backend is given, as on a GPU.
     """
+    if config.norm.backend == "auto":
+        config = replace(config, norm=replace(config.norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
     network = task.network(config, classes)
     if config.trainer.channels_last:
