@@ -56,9 +56,8 @@ def recompute_activations(
             already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
             again as well, where that costs the least time. The first pass over a shape plans its step on fake tensors
             and a copy of the network, in about a second per 100 calls; the second step is traced, which corrects the
-            plan. If no plan is within the budget, a warning names the least. Or the path of a file that
-            `plan(…).save(FILE)` wrote, or `torch.save` of a `budget_state`: its budget and its plans, which the first
-            pass checks against the network's calls.
+            plan. If no plan is within the budget, a warning names the least. A path gives the budget and the plans that
+            `plan(…).save(FILE)` or `torch.save(budget_state(network), FILE)` wrote; the first pass checks them.
         example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:
