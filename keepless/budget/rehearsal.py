@@ -25,8 +25,10 @@ _one_at_a_time = threading.RLock()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], estimates: Estimates) -> Step:
-    """The step of a network with these arguments, as far as its calls and its memory go.
+def rehearsed_step(
+    network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], estimates: Estimates | None
+) -> Step:
+    """The step of a network with these arguments, as far as its calls and its memory go. `estimates`: see `StepTrace`.
 
     It runs on fake tensors and a copy of the network, under the modes of the caller, such as autocast. Users' hooks are
     left out, because they may count or log; those of PyTorch, such as spectral norms, are copied.
