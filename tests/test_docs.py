@@ -65,12 +65,10 @@ def made_again(document: Path, folder: Path) -> str:
     if document.with_suffix(".json").is_file():
         page = next(page for name, page in PAGES.items() if document.stem.startswith(name))
         return page(json.loads(document.with_suffix(".json").read_text()), document.stem)
-    # A comparison of runs, with the command that docs/results/README.md gives for the page.
-    row = next(line for line in (RESULTS / "README.md").read_text().splitlines() if f"({document.name})" in line)
-    command = shlex.split(re.search(r"`(python -m scripts.compare_runs [^`]*)`", row)[1])
-    runs, out, title = (word.partition("=")[2] for word in command[3:])
-    assert REPOSITORY / f"{out}.md" == document
-    runs = [str(REPOSITORY / run) for run in runs.strip("[]").split(",")]
+    # A comparison of runs, with the page's own command.
+    command = re.search(r"(?m)^python -m scripts.compare_runs .*$", document.read_text())[0]
+    runs, _, title = (word.partition("=")[2] for word in shlex.split(command)[3:])
+    runs = runs.replace("OUT", str(document.with_suffix(""))).strip("[]").split(",")
     page = compare(OmegaConf.structured(Comparison(runs, str(folder / document.stem), title)))
     assert page.with_suffix(".csv").read_text() == document.with_suffix(".csv").read_text()
     return page.read_text()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.schema.keys import key
+from keepless.fit.device import CONTEXT, FRAGMENTATION, WORKSPACE
 from keepless.units import UNITS, bytes_of
 
 
@@ -19,10 +20,10 @@ class Memory:
     # Choose by memory.budget: the most crops of data.crop_size (batch; the paper's FIXED CROP), or the largest
     # crop with data.crops_per_minibatch (crop; the paper's FIXED BATCH). A resumed run keeps its first choice.
     fit: str | None = key(None, one_of=("batch", "crop"), free_on_resume=True)
-    context: str = key("0.5GiB", free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
+    context: str = key(CONTEXT, free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
     nccl: str = key("0.2GiB", free_on_resume=True)  # NCCL's buffers, with several devices
-    workspace: str = key("0.7GiB", free_on_resume=True)  # of convolutions, chosen by cuDNN's benchmark
-    fragmentation: float = key(0.05, least=0, most=0.9, free_on_resume=True)  # share of the rest that stays unused
+    workspace: str = key(WORKSPACE, free_on_resume=True)  # of convolutions, chosen by cuDNN's benchmark
+    fragmentation: float = key(FRAGMENTATION, least=0, most=0.9, free_on_resume=True)  # share of the rest, unused
 
     def check(self) -> None:
         if self.fit is not None and self.budget is None:
