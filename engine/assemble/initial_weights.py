@@ -65,7 +65,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
             return "init.part=body"
         return _other_classes(weights.classes, list(classes)) if is_of_classifier(tensor_name) else None
 
-    body = "the body" if weights.body is None else f"body={weights.body}, the"
+    body = "the body" if weights.body is None else f"the body (body={weights.body})"
     advice = f"Give {body}, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
     report = load_by_name(
         network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=weights.remarks

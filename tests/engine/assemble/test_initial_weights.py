@@ -130,7 +130,7 @@ def test_the_body_of_a_checkpoint_is_proposed(tmp_path):
         state = {"task": config.task, "step": 5, "config": cfg.plain(config), "classes": list(CLASSES)}
         checkpoint.save(file, {**state, "network": makes[0](config, 3).state_dict()})
         proposed = f"body={'resnet_cifar_tiny' if of_cls else 'resnext_tiny'}"
-        with pytest.raises(ValueError, match=f"does not fit the network.*Give {proposed}, the head and norm.learn"):
+        with pytest.raises(ValueError, match=rf"does not fit the network.*Give the body \({proposed}\), head and"):
             initialise_from(makes[1](other, 3), file, CLASSES)
         tuned = makes[1](run_config(proposed) if of_cls else classification_config(proposed), 3)
         assert initialise_from(tuned, file, CLASSES).matched

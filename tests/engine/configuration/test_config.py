@@ -361,7 +361,7 @@ def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
         ("norm=package trainer.precision=bfloat16", "norm=package.*trainer.precision=float32 .*or norm=inplace"),
         ("norm=package norm.activation=relu", "norm.activation=relu with norm=package.*leaky_relu, elu, identity"),
         ("norm.activation=relu", "^norm.activation='relu' maps all negative .* use norm.activation='leaky_relu'"),
-        ("norm=inplace_1 norm.activation_param=0", "^norm.activation_param=0.0 makes leaky_relu not invertible"),
+        ("norm=inplace_1 norm.activation_param=0", "^norm.activation_param=0 makes leaky_relu not invertible"),
         ("norm=std norm.activation=gelu", "^norm.activation='gelu' is not known"),
         ("norm.backend=cuda", "norm.backend=cuda: expected one of auto, eager, compiled, triton"),
         ("norm.name=std", "norm.name=std does not change the norm: give norm=std"),
