@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ import numpy as np
 
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
-from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, first_of, list_files, read_list
+from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, drawn_images, first_of, list_files, read_list
 from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
 from datasets.time_limit import limited
@@ -126,10 +126,11 @@ def folder(
     if strict and (alone := labels.keys() - images.keys()):
         _check_formats(above / "images", alone)
     if above == root:
-        names = list(images)
-        chosen = (
-            _drawn(names, split, folds, fold, fold_seed) if drawn else _on_list(layout, root, split, images, strict)
-        )
+        if drawn and folds is not None:
+            in_split = drawn_images(np.zeros(len(images)), split, folds, fold, fold_seed)
+            chosen = [name for name, is_in in zip(images, in_split, strict=True) if is_in]
+        else:
+            chosen = _on_list(layout, root, split, images, strict)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if split == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
@@ -184,14 +185,6 @@ def _on_list(layout: Layout, root: Path, split: str, images: Mapping[str, Path],
     names = sorted({stems.get(line, line) for line in lines})
     layout.check_list(file, names, images, root, strict)
     return names
-
-
-def _drawn(names: Sequence[str], split: str, folds: int | None, fold: int, seed: int) -> list[str]:
-    """The images of "train" or "val"."""
-    if folds is None or len(names) < folds:
-        raise ValueError(f"{len(names)} images cannot be divided into {folds} folds: expected fewer folds")
-    val = {*np.random.default_rng(seed).permutation(len(names))[fold::folds].tolist()}
-    return [name for number, name in enumerate(names) if (number in val) == (split == "val")]
 
 
 def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Window) -> np.ndarray:

@@ -4,11 +4,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from datasets.classification import ClassificationDataset
 from datasets.file_list import FileList, class_folders, list_classes
-from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, first_of
+from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, drawn_images, first_of
 from datasets.time_limit import limited
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -88,26 +86,17 @@ def image_folder(
             f"expected {', '.join(PHOTOGRAPHS)}. Convert them, or take them out"
         )
     dataset = replace(dataset, turned=True)
-    return dataset if folds is None or folder is None else _part(dataset, folds, fold, fold_seed)
+    if folds is None or folder is None:
+        return dataset
+    chosen, files = drawn_images(dataset.labels, split, folds, fold, fold_seed), dataset.files
+    files = FileList(files.root, files.names[chosen], files.sizes[chosen], files.times[chosen])
+    return replace(dataset, labels=dataset.labels[chosen], files=files)
 
 
 def own_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:
     """The splits of `image_folder` that are there, or drawn."""
     top = _OWN.top(root)
     return [split for split in _OWN.splits if (top / split).is_dir() or (folds is not None and split in DRAWN)]
-
-
-def _part(dataset: ClassificationDataset, folds: int, fold: int, seed: int) -> ClassificationDataset:
-    """The images of "train" or "val", of a dataset that holds both."""
-    if len(dataset) < folds:
-        raise ValueError(f"{len(dataset)} images cannot be divided into {folds} folds: expected fewer folds")
-    order = np.random.default_rng(seed).permutation(len(dataset))
-    order = order[np.argsort(dataset.labels[order], kind="stable")]  # by class
-    chosen = np.full(len(dataset), dataset.split == "train")
-    chosen[order[fold::folds]] ^= True
-    files = dataset.files
-    files = FileList(files.root, files.names[chosen], files.sizes[chosen], files.times[chosen])
-    return replace(dataset, labels=dataset.labels[chosen], files=files)
 
 
 def _in_folders(

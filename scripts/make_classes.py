@@ -74,7 +74,8 @@ def make_classes(values: DictConfig) -> Path:
         raise ValueError(f"{root}: {palettes.conflict}")
     in_colours = "colours" in kinds
     if not colours and {*pixels} == {0, IGNORED}:  # masks in black and white
-        in_colours, pixels, holding = True, as_colours(pixels), as_colours(holding)
+        in_colours = True
+        pixels, holding = (Counter({0x010101 * level: n for level, n in of.items()}) for of in (pixels, holding))
         colours = {code: (code & 255,) * 3 for code in pixels}
     values_of = dict(enumerate(sorted(pixels))) if in_colours else {number: number for number in sorted(pixels)}
     ignored = None if in_colours else IGNORED
@@ -95,11 +96,6 @@ def make_classes(values: DictConfig) -> Path:
     write_file(file, written(ids, [] if in_colours else [IGNORED]))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
     return file
-
-
-def as_colours(counts: Counter[int]) -> Counter[int]:
-    """{value of a gray label: count} by 0xRRGGBB."""
-    return Counter({0x010101 * value: count for value, count in counts.items()})
 
 
 def has_smoothed_edges(pixels: Counter[int]) -> bool:
