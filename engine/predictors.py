@@ -45,8 +45,9 @@ class Predictor(nn.Module):
         return replace(self._made, mean=self.mean, std=self.std)
 
     def forward(self, images: Tensor) -> Tensor:
-        """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> float32 logits, before any softmax."""
-        return self.passes(images).float()
+        """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> logits, in float32 or as wide as the module."""
+        logits = self.passes(images)
+        return logits if logits.dtype == torch.float64 else logits.float()
 
 
 class Segmenter(Predictor):

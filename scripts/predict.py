@@ -2,11 +2,12 @@
 
     python -m scripts.predict checkpoint=RUN_DIR input=IMAGE_OR_DIR output=DIR
     python -m scripts.predict checkpoint=FILE.pt input=DIR output=DIR window.size=1024
-    python -m scripts.predict checkpoint=CLASSIFIER.pt 'input="Straße 1"' output=DIR top_k=3
+    python -m scripts.predict checkpoint=CLASSIFIER.pt 'input="Straße 1"' output=DIR top_k=3 report=FILE.html
 
 Reads the usual formats of photographs, and turns them as their EXIF orientation says. Segmentation writes three PNGs
 per image, at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and overlays/NAME.png, and with
 probabilities=true probabilities/NAME.npy. Classification writes predictions.csv, the likeliest classes of each image.
+report=FILE.html also writes a page to look at: every image, its overlay, and each class's share.
 window.size=PIXELS bounds the memory for large images, as in eval.py. A path with blanks or non-ASCII letters needs
 quotes that reach Hydra: 'input="Straße 1"'.
 """
@@ -35,6 +36,7 @@ from engine.output_files import inside, writable_folder, write_array, write_file
 from engine.predictors import Segmenter
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
+from scripts.reports.predictions import Page
 
 KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes.json", "predictions.csv"
 
@@ -51,10 +53,12 @@ def predict(values: DictConfig) -> list[Path]:
     options = configuration.typed(values, Prediction)
     console, source, output = make_console(), Path(options.input), Path(options.output)
     log_to(console, None)
-    network, config, _ = opened(options.checkpoint, options)
+    network, config, state = opened(options.checkpoint, options)
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
     written, unreadable, rows = [] if segments else [output / TABLE], [], []
+    title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
+    page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     with reading_errors(config.data.timeout_seconds):
         images = find_images(source, output)
         writable_folder("output", output)
@@ -69,14 +73,21 @@ def predict(values: DictConfig) -> list[Path]:
                 except ValueError as error:
                     unreadable.append(str(error))
                     continue
+                shown = str(file.relative_to(source if source.is_dir() else source.parent))
                 if isinstance(network, Segmenter):
-                    segment(network, image, places, options.probabilities, windows)
+                    ids = segment(network, image, places, options.probabilities, windows)
                     written.append(places["ids"])
+                    if options.report:
+                        page.add_segmented(shown, image, ids)
                 else:
-                    shown = file.relative_to(source if source.is_dir() else source.parent)
-                    rows.append([str(shown), *likeliest(network.probabilities(image), network.classes, options.top_k)])
+                    probabilities = network.probabilities(image)
+                    rows.append([shown, *likeliest(probabilities, network.classes, options.top_k)])
+                    if options.report:
+                        page.add_classified(shown, image, probabilities)
     if not segments:
         write_table(output / TABLE, rows)
+    if options.report:
+        write_file(Path(options.report), "".join(page.html()))
     console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:
         raise ValueError("\n".join([f"{len(unreadable)} of {len(images)} images were not predicted:", *unreadable]))

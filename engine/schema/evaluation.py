@@ -159,6 +159,7 @@ class Prediction(TrainedNetwork):
 
     input: str = MISSING  # an image, or a folder of images, searched with its subfolders
     output: str = MISSING  # folder
+    report: str | None = None  # HTML file: each image with its overlay and the share of each class, or its top_k bars
     # Of the norms. auto: PyTorch's operators. compiled (CPU) and triton (CUDA) are faster on many images of one size;
     # compiled takes 10 seconds and more for each of the first sizes.
     backend: str = key("auto", one_of=BACKENDS)

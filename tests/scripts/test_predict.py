@@ -113,7 +113,8 @@ def test_a_classifier_writes_the_likeliest_classes_of_each_image(classifier, tmp
         picture(tmp_path / "in" / f"{number}.jpg", size, number)
     (tmp_path / "in" / "cut.jpg").write_bytes(b"no image")
     with pytest.raises(ValueError, match="1 of 4 images were not predicted:\n.*cut.jpg"):
-        run((classifier,), tmp_path / "in", tmp_path / "out", "top_k=2")
+        run((classifier,), tmp_path / "in", tmp_path / "out", "top_k=2", f"report={tmp_path / 'page.html'}")
+    assert re.findall("<h2>(.*?)</h2>", (tmp_path / "page.html").read_text()) == ["0.jpg", "1.jpg", "2.jpg"]
     rows = [line.split(",") for line in (tmp_path / "out" / "predictions.csv").read_text().splitlines()]
     assert rows[0] == ["image", "class1", "probability1", "class2", "probability2"]
     assert [row[0] for row in rows[1:]] == ["0.jpg", "1.jpg", "2.jpg"]
@@ -180,7 +181,7 @@ def relative_files(folder: Path) -> list[str]:
 def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
     """Ids equal the evaluation's, at the image's size. Colours are the data's, although the data is gone."""
     picture(tmp_path / "street.jpg")
-    written = run(trained, tmp_path / "street.jpg", tmp_path / "out")
+    written = run(trained, tmp_path / "street.jpg", tmp_path / "out", f"report={tmp_path / 'page.html'}")
     assert written == [tmp_path / "out" / "ids" / "street.png"]
     pictures = [f"{kind}/street.png" for kind in ("colour", "ids", "overlays")]
     assert relative_files(tmp_path / "out") == ["classes.json", *pictures]
@@ -198,6 +199,9 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
 
     colours = np.array(trained[1], np.uint8)[ids]
     assert np.array_equal(decode_image(tmp_path / "out" / "colour" / "street.png"), colours)
+    name, share = re.findall("<td>([^<]*)</td>.*?<td>(.*?)%</td>", (tmp_path / "page.html").read_text())[-1]
+    rarest = np.bincount(ids.reshape(-1))[np.unique(ids)].min() / ids.size
+    assert abs(float(share) / 100 - rarest) < 6e-4 and name in checkpoint.load(trained[0])["classes"]
     overlay = decode_image(tmp_path / "out" / "overlays" / "street.png").astype(float)
     assert np.abs(overlay - (0.6 * colours + 0.4 * image)).max() <= 1
     classes = json.loads((tmp_path / "out" / "classes.json").read_text())
