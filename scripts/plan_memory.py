@@ -93,7 +93,6 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
         f"In torch.autograd.graph.save_on_cpu(), a step would need {size_text(host.peak)} on a device and move "
         f"{size_text(host.moved)} to the host's memory and back."
     )
-    console.print("Temporary memory is planned for the eager layers; CUDA's fused layers need less.")
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:

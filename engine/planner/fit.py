@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +37,7 @@ from engine.schema.memory import Memory
 from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
+from keepless.fit.sizes import largest
 from keepless.saved import size_text
 
 Config = TypeVar("Config", bound=TrainingRun)
@@ -71,8 +71,10 @@ def _train_split(data: Data) -> Dataset:
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
     """A learner, a loss and a minibatch for `engine.planner.trace.traced`.
 
-    The optimiser works on all weights at once, as it does on CUDA devices.
+    The optimiser works on all weights at once, and norms are fused kernels unless a backend is given, as on a GPU.
     """
+    if config.norm.backend == "auto":
+        config = replace(config, norm=replace(config.norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
     network = task.network(config, classes)
     if config.trainer.channels_last:
@@ -201,42 +203,6 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     else:
         chosen.data.crop_size = found
     return chosen
-
-
-def largest(
-    peak: Callable[[int], int], limit: int, smallest: int, step: int, power: int, most: float = math.inf
-) -> int | None:
-    """The largest value, from `smallest` up in steps to `most`, whose training step fits; None if `smallest` does not.
-
-    `peak`: value -> bytes of a training step, which grow about linearly with value ** power: the power is 1 for a
-    number of crops, 2 for the side of square crops.
-    """
-    fits, used = smallest, peak(smallest)
-    if used > limit:
-        return None
-    beyond = 2.0 * smallest
-    while True:
-        too_large = int(min(max(fits + step, math.ceil(beyond / step) * step), most))
-        if too_large <= fits:
-            return fits
-        exceeding = peak(too_large)
-        if exceeding > limit:
-            break
-        slope = max(1.0, (exceeding - used) / (too_large**power - fits**power))  # of the line through the last two
-        fits, used = too_large, exceeding
-        beyond = (fits**power + 1.02 * (limit - used) / slope) ** (1 / power)
-        beyond = min(beyond, fits * 16 ** (1 / power))  # the weights may hide the slope between small values
-    while too_large - fits > step:
-        share = (limit - used) / (exceeding - used)
-        between = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)
-        value = min(max(int(between) // step * step, fits + step), too_large - step)
-        if (found := peak(value)) <= limit:
-            fits, used = value, found
-            if too_large - fits > step and (found := peak(fits + step)) > limit:  # almost always
-                return fits
-        else:
-            too_large, exceeding = value, found
-    return fits
 
 
 @contextmanager

@@ -7,9 +7,9 @@ import torch
 
 from engine.learner import Learner
 from engine.loop import Loss
-from engine.planner.made_tensors import MadeTensors
 from engine.planner.trace import FakeTensors, begun
 from keepless.budget.budget import plan
+from keepless.fit.made_tensors import MadeTensors
 
 _SHARES = [share / 100 for share in range(100, 0, -1)]  # of the peak without a plan
 

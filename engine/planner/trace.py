@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from engine.distributed import World
 from engine.learner import Learner
 from engine.loop import Loss, accumulate_gradients
-from engine.planner.made_tensors import Change, MadeTensors
+from keepless.fit.made_tensors import Change, MadeTensors
 from keepless.saved import SavedTensors
 from keepless.torch_internals import (
     FakeTensorMode,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.schema.keys import key
+from keepless.fit.device import CONTEXT, FRAGMENTATION, WORKSPACE
 from keepless.units import UNITS, bytes_of
 
 
@@ -24,10 +25,10 @@ class Memory:
     # With trainer.recompute=budget, memory of the forward and backward pass, beside weights, momentum, gradients,
     # images and loss; null: what memory.budget leaves.
     activations: str | None = key(None, free_on_resume=True)
-    context: str = key("0.5GiB", free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
+    context: str = key(CONTEXT, free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
     nccl: str = key("0.2GiB", free_on_resume=True)  # NCCL's buffers, with several devices
-    workspace: str = key("0.7GiB", free_on_resume=True)  # of convolutions, chosen by cuDNN's benchmark
-    fragmentation: float = key(0.05, least=0, most=0.9, free_on_resume=True)  # share of the rest that stays unused
+    workspace: str = key(WORKSPACE, free_on_resume=True)  # of convolutions, chosen by cuDNN's benchmark
+    fragmentation: float = key(FRAGMENTATION, least=0, most=0.9, free_on_resume=True)  # share of the rest, unused
 
     def check(self) -> None:
         if self.fit is not None and self.budget is None:

@@ -17,6 +17,7 @@ from keepless.budget.plans import PlansByShape
 from keepless.budget.rehearsal import rehearsed_step
 from keepless.budget.scaling import Sized, scaled
 from keepless.budget.step import Event
+from keepless.budget.traced_step import backward_starts
 from tests.keepless.budget.ahead import Ahead
 
 
@@ -97,6 +98,23 @@ def test_every_step_of_every_size_is_within_the_budget():
     for size in (300, 700, 700, 650, 500, 680, 300, 650):
         assert plans.peak(within, torch.randn(size, 32)) <= 1.03 * budget
     assert is_planned(within) == [True] * 5
+
+
+def test_the_backward_pass_starts_from_losses_and_not_from_what_they_are_computed_from():
+    x = torch.randn(4, 3, requires_grad=True)
+    logits, features = x.exp(), x * 2
+    loss, penalty = logits.mean() + 1, (x * 3).sum()
+    assert backward_starts([loss, logits]) == [loss]
+    found = backward_starts([logits, loss, features, penalty])
+    assert [id(one) for one in found] == [id(loss), id(features), id(penalty)]
+
+
+def test_a_network_on_the_meta_device_is_rehearsed_as_one_of_the_cpu():
+    with torch.device("meta"):
+        network, x = Layers(2), torch.randn(64, 32)
+    steps = [rehearsed_step(*one, {}, Estimates()) for one in ((network, (x,)), (Layers(2), (torch.randn(64, 32),)))]
+    assert steps[0].memories == steps[1].memories and steps[0].calls == steps[1].calls
+    assert all(parameter.is_meta for parameter in network.parameters())
 
 
 class Scores(nn.Module):
