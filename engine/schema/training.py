@@ -34,9 +34,10 @@ class Trainer:
     precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
     tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
     channels_last: bool = True  # memory format of activations; false: contiguous
-    # activations: see `recompute_activations`. Checkpointing of the body's blocks: keep their inputs (blocks), or those
-    # of every sqrt(L)-th of L blocks (sqrt), and compute the rest again in the backward pass.
-    recompute: str = key("none", one_of=RECOMPUTE, free_on_resume=True)
+    # activations: see `recompute_activations`; budget: compute as many activations again as memory.budget requires.
+    # Checkpointing of the body's blocks: keep their inputs (blocks), or those of every sqrt(L)-th of L blocks (sqrt),
+    # and compute the rest again in the backward pass.
+    recompute: str = key("none", one_of=(*RECOMPUTE, "budget"), free_on_resume=True)
     compile: bool = False  # the training's forward and backward pass by torch.compile, as one graph
     deterministic: bool = False  # deterministic algorithms only: repeated runs give equal weights
     accumulation_steps: int = key(1, above=0)  # micro-batches per minibatch in each process
@@ -119,18 +120,29 @@ class TrainingRun:
             raise ValueError(
                 "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
             )
-        if trainer.compile and trainer.recompute == "activations":
+        if trainer.compile and trainer.recompute in ("activations", "budget"):
             raise ValueError(
-                "trainer.recompute=activations with trainer.compile=true: the compiler decides which activations to "
-                "keep; leave one of them out"
+                f"trainer.recompute={trainer.recompute} with trainer.compile=true: the compiler decides which "
+                f"activations to keep, by its own torch._functorch.config.activation_memory_budget; leave one out"
             )
         if trainer.recompute not in ("none", "activations") and self.body.is_reversible():
             raise ValueError(
-                f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks and sqrt are for bodies "
-                f"that are not reversible; give trainer.recompute=none or activations"
+                f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks, sqrt and budget are for "
+                f"bodies that are not reversible; give trainer.recompute=none or activations"
             )
+        self._check_budget()
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
+
+    def _check_budget(self) -> None:
+        memory, recompute = self.memory, self.trainer.recompute
+        if recompute == "budget" and memory.budget is None and memory.activations is None:
+            raise ValueError(
+                "trainer.recompute=budget needs a device's memory: give memory.budget=…, such as 12GiB, or "
+                "memory.activations=…, the part of it that is left for activations"
+            )
+        if recompute != "budget" and memory.activations is not None:
+            raise ValueError(f"memory.activations={memory.activations} needs trainer.recompute=budget")
 
     def compiles(self, device_type: str) -> bool:
         """Whether a run may compile code in its first steps. (On CUDA the norms' kernels take a second.)"""

@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 import torch
+from engine.planner.made_tensors import MadeTensors
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from engine.distributed import World
 from engine.loop import accumulate_gradients
 from engine.planner.fit import fake_step
-from engine.planner.made_tensors import MadeTensors
 from engine.planner.trace import FakeTensors, traced
 from keepless.saved import kept_bytes
 from scripts.evidence.measuring import peak_bytes
