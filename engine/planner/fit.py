@@ -34,6 +34,7 @@ from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.memory import Memory
+from engine.schema.network import OurNorm
 from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
@@ -71,9 +72,9 @@ def _train_split(data: Data) -> Dataset:
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
     """A learner, a loss and a minibatch for `engine.planner.trace.traced`.
 
-    The optimiser works on all weights at once, and norms are fused kernels unless a backend is given, as on a GPU.
+    As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
     """
-    if config.norm.backend == "auto":
+    if isinstance(config.norm, OurNorm) and config.norm.backend == "auto" and config.trainer.device != "cpu":
         config = replace(config, norm=replace(config.norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
     network = task.network(config, classes)

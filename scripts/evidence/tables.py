@@ -217,17 +217,13 @@ def _times(rows: list[Row]) -> Iterator[list[str]]:
     for pair in zip(resnets, revnets, strict=True):
         networks = " and ".join(row.experiment.split("/")[1] for row in pair)
         theirs, published = (papers.published(row.experiment) for row in pair)
-        times = [
-            (
-                entry.source,
-                next(e.minutes for e in theirs if e.source.split()[0] == entry.source.split()[0]),
-                entry.minutes,
-            )
-            for entry in published
-        ]
+        times = []
+        for entry in published:
+            author = entry.source.split()[0]  # RevNet's or MemCNN's
+            times.append((entry.source, next(e.minutes for e in theirs if e.source.startswith(author)), entry.minutes))
         ours = [[run.minutes() for run in itertools.chain(*row.runs.values())] for row in pair]
         if all(ours):
-            times.append(("ours", *map(statistics.mean, ours)))
+            times.append(("ours", statistics.mean(ours[0]), statistics.mean(ours[1])))
         for number, (source, resnet, revnet) in enumerate(times):
             yield [networks if not number else "", source, f"{resnet:.0f}", f"{revnet:.0f}", f"{revnet / resnet:.2f}"]
 
