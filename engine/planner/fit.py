@@ -73,9 +73,9 @@ def _train_split(data: Data) -> Dataset:
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
     """A learner, a loss and a minibatch for `engine.planner.trace.traced`.
 
-    The optimiser works on all weights at once, and norms are fused kernels unless a backend is given, as on a GPU.
+    As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
     """
-    if isinstance(config.norm, OurNorm) and config.norm.backend == "auto":
+    if isinstance(config.norm, OurNorm) and config.norm.backend == "auto" and config.trainer.device != "cpu":
         config = replace(config, norm=replace(config.norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
     network = network_of(config, classes)
