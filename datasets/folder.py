@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -127,8 +128,7 @@ def folder(
         _check_formats(above / "images", alone)
     if above == root:
         if drawn and folds is not None:
-            in_split = drawn_images(np.zeros(len(images)), split, folds, fold, fold_seed)
-            chosen = [name for name, is_in in zip(images, in_split, strict=True) if is_in]
+            chosen = [*compress(images, drawn_images(np.zeros(len(images)), split, folds, fold, fold_seed))]
         else:
             chosen = _on_list(layout, root, split, images, strict)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
