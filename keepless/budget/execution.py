@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..inputs import tensors_in
 from ..recompute.calls import Call
-from ..recompute.known_values import KnownValues
 from ..recompute.recording import Recording
 from ..recompute.rules import Rule
 from ..recompute.values import Again, Recipe, Value
@@ -57,11 +56,12 @@ class ByPlan:
     def decide(self, recording: Recording, rule: Rule, call: Call, result: Tensor) -> None:
         known, trace = recording.known, self.trace
         is_computed = self.is_computed_again(call.function, result)
-        if is_computed is False and trace is None and self._is_simple(known, call, result):
+        inside = bool(self.plans) and self.call in self.plans[0].inside
+        is_read = call.replaceable or result._base is not None or known.find(result) is not None
+        if is_computed is False and trace is None and not (inside or is_read):
             self.planned[node_number(result.grad_fn)] = self.call
             return
         is_open = is_computed is None and self.guard is not None
-        inside = bool(self.plans) and self.call in self.plans[0].inside
         again = whole = bundle = None
         if is_computed or is_open or trace is not None:
             again = recording.again(rule, call, result, from_anything=True)
@@ -91,12 +91,6 @@ class ByPlan:
         if base is not None and base.numel() == result.numel() and _is_new(base, call, known.is_made):
             of_base = known.find(base) or known.keep(base, call)  # other views of it follow
             of_base.number = own.number
-
-    def _is_simple(self, known: KnownValues, call: Call, result: Tensor) -> bool:
-        """Whether nothing refers to a call's result yet, nor is computed again of what the call saves inside."""
-        if call.replaceable or self.call in self.plans[0].inside:
-            return False
-        return result._base is None and known.find(result) is None
 
     def is_computed_again(self, function: Callable[..., Any], result: Tensor) -> bool | None:
         """Whether the next call's result is computed again; None if no plan knows these calls."""

@@ -17,10 +17,8 @@ class Traits(NamedTuple):
     expensive: Any  # likewise, where a plan says so
     inside: Any  # likewise, for all that a call saves inside
     positive: Positive | None  # its gradient only asks which values of the saved tensor are positive
-    # Whether its gradient could read the result of a call instead of the argument that it saves; None: never.
-    result_serves: Callable[..., bool] | None
-    # Likewise, whether its gradient needs its input's shape, not its values.
-    reads_shape_only: Callable[..., bool] | None
+    result_serves: Callable[..., bool] | None  # as in RESULT_SERVES; None: never
+    reads_shape_only: Callable[..., bool] | None  # as in READS_SHAPE_ONLY; None: never
     is_random: bool
     is_opened: bool  # it is run to see the functions that it calls
     is_attribute: bool  # such as `grad`
@@ -58,12 +56,6 @@ class Call:
         """Bytes that computing the call again can free."""
         return result.nbytes + (sum(part.value.bytes for part in self.inside) if self.inside else 0)
 
-    def result_serves(self) -> bool:
-        """Whether the gradient could read the result instead of the argument that it saves."""
-        asked = self.traits.result_serves
-        return asked is not None and asked(self.args, self.kwargs)
-
-    def reads_shape_only(self) -> bool:
-        """Whether the gradient needs the input's shape, not its values."""
-        asked = self.traits.reads_shape_only
-        return asked is not None and asked(self.args, self.kwargs)
+    def answers(self, question: Callable[..., bool] | None) -> bool:
+        """The answer to a question of its function's traits."""
+        return question is not None and question(self.args, self.kwargs)

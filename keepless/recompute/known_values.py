@@ -213,16 +213,17 @@ class KnownValues:
 
     def after_overwriting(self, write: _Overwriting) -> None:
         """Mark the tensors that operations saved as overwritten; or undo the copies, if nothing was written."""
-        memory = write.memory
+        memory: Memory | None = write.memory
         if write.tensor._version != write.version:
-            memory.overwrite()
+            while memory is not None:
+                memory.overwritten, memory = True, memory.earlier
             return
         for value, source, storage in write.copied:
             value.source, value.storage = source, storage
-        now = self.memories.setdefault(memory.storage.cdata, memory)
-        if now is not memory:
-            now.values += memory.values
-            now.earlier = memory
+        now = self.memories.setdefault(write.memory.storage.cdata, write.memory)
+        if now is not write.memory:
+            now.values += write.memory.values
+            now.earlier = write.memory
 
 
 class MadeMemory:

@@ -325,15 +325,16 @@ class Recording(TorchFunctionMode):
             kept = Kept(tensor, known.outer)
             self.log.keep_other(kept, tensor, None if call is None else call.function)
             return kept
-        if call is not None and tensor.requires_grad and call.reads_shape_only():
+        if call is not None and tensor.requires_grad and call.answers(call.traits.reads_shape_only):
             shape = ShapeOnly(tensor)
             if known.trace is not None:
                 known.trace.saves(shape, tensor, True)
             return shape
-        if known.is_late(tensor) and known.find(tensor) is None and self._is_kept_alone(call):
-            kept = Kept(tensor, None)
-            self.log.keep(kept, tensor, None if call is None else call.function)
-            return kept
+        if call is not None and known.outer is None and known.is_late(tensor) and known.find(tensor) is None:
+            if not (call.traits.positive or call.traits.result_serves):  # which may keep less than the tensor
+                kept = Kept(tensor, None)
+                self.log.keep(kept, tensor, call.function)
+                return kept
         if (value := known.value_of(tensor, call)) is None:
             value = self._keep(tensor, call)
         elif value.unread:
@@ -341,7 +342,7 @@ class Recording(TorchFunctionMode):
         saved = Saved(value, known.memory_of(tensor))
         if call is not None:
             positive = call.traits.positive
-            if call.result_serves() and self.policy.may_read_result(value):
+            if call.answers(call.traits.result_serves) and self.policy.may_read_result(value):
                 call.replaceable.append(saved)
             elif positive is not None and value.positive in (None, positive):
                 known.reads_signs(saved, positive)
@@ -351,12 +352,6 @@ class Recording(TorchFunctionMode):
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         return Kept(tensor, None) if self.is_abandoned() else self.pack(tensor)
-
-    def _is_kept_alone(self, call: Call | None) -> bool:
-        """Whether a tensor that a plan keeps needs no value for the call that saves it."""
-        if self.known.outer is not None or call is None:
-            return False
-        return not (call.traits.positive or call.traits.result_serves)
 
     def _keep(self, tensor: Tensor, call: Call | None) -> Value:
         """Keep a tensor; if it is a view of all of its base, keep the base, so that its other views follow too."""

@@ -77,9 +77,8 @@ class Log:
             return
         made_by, number = ("input", -1) if node is None else (type(node).__name__, node_number(node))
         storage = tensor.untyped_storage()
-        kept = KeptTensor(
-            storage.nbytes(), made_by.partition("Backward")[0], getattr(function, "__name__", ""), self.parameter
-        )
+        name = getattr(function, "__name__", "")
+        kept = KeptTensor(storage.nbytes(), made_by.partition("Backward")[0], name, self.parameter)
         self.entries.append((weakref.ref(value), address(storage), number, kept))
 
     def keep_other(self, kept: Kept, tensor: Tensor, function: Callable[..., Any] | None) -> None:

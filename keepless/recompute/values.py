@@ -234,11 +234,6 @@ class Memory:
         self.overwritten = False
         self.earlier: Memory | None = None  # of the same storage, which was not overwritten after all
 
-    def overwrite(self) -> None:
-        memory: Memory | None = self
-        while memory is not None:
-            memory.overwritten, memory = True, memory.earlier
-
 
 class Saved:
     """Saved in place of a tensor: its value, unless the tensor's memory is overwritten."""
@@ -316,8 +311,7 @@ class Recipe:
             elif isinstance(argument, Kept):
                 argument = argument.get()
             arguments.append(argument)
-        if self.stream is not None:
-            wait_for(self.stream, *arguments)
+        wait_for(self.stream, *arguments)
         if torch.is_grad_enabled() or autocast_of(self.device) != self.autocast:
             with torch.no_grad(), autocast_as(self.autocast, self.device):
                 return self.finished(self.function(*arguments, **options))
