@@ -34,6 +34,7 @@ from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.memory import Memory
+from engine.schema.network import OurNorm
 from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
@@ -73,7 +74,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
     The optimiser works on all weights at once, and norms are fused kernels unless a backend is given, as on a GPU.
     """
-    if config.norm.backend == "auto":
+    if isinstance(config.norm, OurNorm) and config.norm.backend == "auto":
         config = replace(config, norm=replace(config.norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
     network = task.network(config, classes)
