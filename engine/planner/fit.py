@@ -18,6 +18,7 @@ from datasets.cache import cache_folder
 from engine.assemble.classification import classified_split
 from engine.assemble.data import dataset, official_classes, official_images
 from engine.assemble.network import forward
+from engine.assemble.prediction import network_of
 from engine.assemble.training import learner_of
 from engine.configuration import config as configuration
 from engine.console import log_to, logger, make_console
@@ -72,12 +73,12 @@ def _train_split(data: Data) -> Dataset:
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
     """A learner, a loss and a minibatch for `engine.planner.trace.traced`.
 
-    The optimiser works on all weights at once, and norms are fused kernels unless a backend is given, as on a GPU.
+    As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
     """
-    if isinstance(config.norm, OurNorm) and config.norm.backend == "auto":
+    if isinstance(config.norm, OurNorm) and config.norm.backend == "auto" and config.trainer.device != "cpu":
         config = replace(config, norm=replace(config.norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
-    network = task.network(config, classes)
+    network = network_of(config, classes)
     if config.trainer.channels_last:
         for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

@@ -1,14 +1,14 @@
 """Keys of training runs of any task, with their rules and the messages that name them."""
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.schema.data import Data
 from engine.schema.keys import as_list, group, key, override
 from engine.schema.memory import Memory
-from engine.schema.network import BODIES, NORMS, Body, Norm, ReleasedNorm
+from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, ReleasedNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
 from models.checkpoints.released import SCALES
 from models.recomputation import RECOMPUTE
@@ -184,6 +184,14 @@ class TrainingRun:
                 f"trainer.precision={self.trainer.precision} with norm=package: the released package computes in "
                 f"float32 only; give trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
             )
+
+    def without_released_norm(self) -> float | None:
+        """Replace norm=package by its equal in-place norm; return the eps of its scales |weight| + eps."""
+        if not isinstance(self.norm, ReleasedNorm):
+            return None
+        options = {entry.name: getattr(self.norm, entry.name) for entry in fields(self.norm)}
+        self.norm = InPlaceNorm(**{**options, "name": InPlaceNorm.name})
+        return self.norm.eps
 
     def check_shares(self, processes: int) -> None:
         """Raise ValueError if a process would have too few images in a micro-batch."""

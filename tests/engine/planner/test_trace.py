@@ -5,13 +5,13 @@ import weakref
 
 import pytest
 import torch
-from engine.planner.made_tensors import MadeTensors
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from engine.distributed import World
 from engine.loop import accumulate_gradients
 from engine.planner.fit import fake_step
 from engine.planner.trace import FakeTensors, traced
+from keepless.fit.made_tensors import MadeTensors
 from keepless.saved import kept_bytes
 from scripts.evidence.measuring import peak_bytes
 from tests import runs
