@@ -17,7 +17,9 @@ class Norm:
     """Batch normalisation and activation."""
 
     name: str = MISSING
-    activation: str = "leaky_relu"  # leaky_relu, elu, identity, sigmoid or tanh; relu only with norms that keep x
+    # leaky_relu, elu, identity, sigmoid or tanh; relu only with norms that keep x. null: relu with weights that were
+    # trained with it (body=torchvision, body=timm, init.format=torchvision), else leaky_relu.
+    activation: str | None = None
     activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
     momentum: float = key(0.1, above=0, most=1)  # of the running statistics
     eps: float = key(1e-5, above=0)  # added to the variance
@@ -64,7 +66,7 @@ class ReleasedNorm(Norm):
     name: str = "package"  # the released inplace_abn
 
     def check(self) -> None:
-        if self.activation not in RELEASED_ACTIVATIONS:
+        if self.activation is not None and self.activation not in RELEASED_ACTIVATIONS:
             raise ValueError(
                 f"norm.activation={self.activation} with norm=package: the released package has "
                 f"{', '.join(RELEASED_ACTIVATIONS)}; choose one of them, or norm=inplace"
@@ -103,6 +105,7 @@ class ResNetBody(StemmedBody):
     name: str = "resnet"
     structure: list[int] = key([3, 4, 6, 3], above=0)
     base_channels: list[int] = key([64, 64, 256], above=0)  # of the first stage; two make basic blocks
+    groups: int = key(1, above=0)  # of each bottleneck's 3x3 convolution
     stem: str = key("7x7", one_of=tuple(STEM_STRIDES))
 
 
@@ -111,7 +114,7 @@ class ResNeXtBody(StemmedBody):
     name: str = "resnext"
     structure: list[int] = key([3, 4, 23, 3], above=0)
     base_channels: list[int] = key([128, 128, 256], above=0)  # of the first stage's bottlenecks
-    groups: int = key(64, above=0)  # groups of each bottleneck's 3x3 convolution
+    groups: int = key(64, above=0)  # of each bottleneck's 3x3 convolution
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
 
 
@@ -121,6 +124,7 @@ class DenseNetBody(StemmedBody):
     structure: list[int] = key([6, 12, 64, 48], above=0)
     growth: int = key(32, above=0)  # channels that each layer adds
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
+    stem_norm: bool = False  # a norm behind the stem's last convolution, as in DenseNet's paper
 
 
 @dataclass
@@ -156,6 +160,19 @@ class WiderResNetBody(Body):
 
 
 @dataclass
+class TorchvisionBody(Body):
+    name: str = "torchvision"
+    network: str = MISSING  # its name there, such as resnet50, regnet_y_400mf or convnext_tiny
+    # A file of its weights, or published: the library's own, downloaded. Short for init.weights and init.format.
+    weights: str | None = None
+
+
+@dataclass
+class TimmBody(TorchvisionBody):
+    name: str = "timm"
+
+
+@dataclass
 class Head:
     name: str = MISSING
 
@@ -173,5 +190,7 @@ class DeepLabV3Head(Head):
 NORMS: dict[str, type[Norm]] = by_name(
     StandardNorm, CheckpointNorm, CheckpointXHatNorm, InPlaceNorm1, InPlaceNorm, ReleasedNorm
 )
-BODIES: dict[str, type[Body]] = by_name(ResNetBody, ResNeXtBody, DenseNetBody, RevNetBody, WiderResNetBody)
+BODIES: dict[str, type[Body]] = by_name(
+    ResNetBody, ResNeXtBody, DenseNetBody, RevNetBody, WiderResNetBody, TorchvisionBody, TimmBody
+)
 HEADS = by_name(DeepLabV3Head)

@@ -1,5 +1,6 @@
 """Read files of torch.save, and name other kinds of files."""
 
+import argparse
 import hashlib
 import pickle
 import re
@@ -12,6 +13,7 @@ from torch import Tensor
 UNCHECKED = (
     "the file is in PyTorch's old format, which has no checksums: damage that leaves finite numbers goes unnoticed"
 )
+SAFETENSORS = ".safetensors"
 NOT_NEGATIVE = ("running_var", "num_batches_tracked", "exp_avg_sq", "step")  # ends of names
 TAR_MARK = slice(257, 262)  # bytes "ustar" of a tar archive
 FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
@@ -33,9 +35,12 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
         zipped = start.startswith(b"PK")
         foreign = _foreign_kind(start)
         if foreign is None:
+            if path.suffix == SAFETENSORS:
+                return _read_safetensors(path)
             if zipped:
                 _check_bytes(path)
-            return torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([argparse.Namespace]):  # torchvision's and timm's scripts save theirs
+                return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
         found = FOREIGN_GLOBAL.search(str(error))
@@ -49,6 +54,14 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
             f"{name} is damaged or cannot be read ({error or type(error).__name__}); {if_damaged}"
         ) from error
     raise ValueError(f"{name} {foreign}: expected {expected}; {if_damaged}")
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise ValueError("it needs the package safetensors: pip install safetensors") from error
+    return load_file(path)
 
 
 def _foreign_kind(start: bytes) -> str | None:
@@ -81,6 +94,8 @@ def unchecked(path: Path, name: str) -> tuple[str, ...]:
         if not found.startswith(hashed[1]):
             raise ValueError(f"{name} has the hash {found[:8]}, and {hashed[1]} in its name: download it again")
         return ()
+    if path.suffix == SAFETENSORS:
+        return (UNCHECKED.replace("the file is in PyTorch's old format, which has", f"{SAFETENSORS} files have"),)
     return () if has_checksums(path) else (UNCHECKED,)
 
 
