@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.choices import CONFIGS
+from engine.configuration.choices import choice_of
 from engine.configuration.config import group_from_plain
 from engine.schema.network import BODIES, NORMS, Body, Norm, ReleasedNorm, TorchvisionBody
 from engine.schema.training import LIBRARIES, TrainingRun
@@ -150,11 +149,10 @@ def _needed_body(tensors: Mapping[str, Tensor], body: Body) -> str | None:
     """The choice of body that has such tensors; None if it is not known, or is `body`."""
     with suppress(ValueError):  # of another library
         kind, options, _ = recognised(body_of(tensors))
-        for file in sorted((CONFIGS / "body").glob("*.yaml")):
-            values: Any = OmegaConf.to_container(OmegaConf.load(file))
-            candidate = BODIES[kind](**values) if values.pop("defaults") == [f"/schema/body/{kind}"] else None
-            if candidate is not None and options.items() <= vars(candidate).items():
-                return None if options.items() <= vars(body).items() else f"body={file.stem}"
+        if body.name == kind and options.items() <= vars(body).items():
+            return None
+        if choice := choice_of("body", kind, BODIES[kind], options):
+            return f"body={choice}"
     network = recognised_by_size(tensors)
     return f"body=torchvision body.network={network}" if network not in (None, getattr(body, "network", None)) else None
 

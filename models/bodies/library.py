@@ -167,14 +167,14 @@ def timm_body(norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 
     body = LibraryBody(norm_act, classes, output_stride, make=make, title=title)
     published = timm.get_pretrained_cfg(network)
     if published is not None and published.mean != timm.data.IMAGENET_DEFAULT_MEAN:
-        body.remarks += (f"published weights need data.mean={[*published.mean]} data.std={[*published.std]}",)
+        body.remarks += (f"published weights need images of mean {published.mean} and deviation {published.std}",)
     return body
 
 
 def _check_name(network: str, known: Sequence[str], library: str) -> None:
     if network not in known:
         nearest = ", ".join(difflib.get_close_matches(network, known, n=5, cutoff=0))
-        raise ValueError(f"body.network={network}: {library} has no such network; the nearest are {nearest}")
+        raise ValueError(f"network={network}: {library} has no such network; the nearest are {nearest}")
 
 
 def _run(layers: Sequence[nn.Module], x: Tensor) -> Tensor:

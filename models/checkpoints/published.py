@@ -36,7 +36,7 @@ def downloaded(library: str, network: str) -> Path:
     except Exception as error:  # of two libraries and the network
         raise ValueError(
             f"{where} cannot be downloaded ({error or type(error).__name__}): fetch it elsewhere and give "
-            f"body.weights=FILE"
+            f"the file instead"
         ) from error
 
 

@@ -183,7 +183,7 @@ def test_it_can_be_planned_and_classify(name):
 @pytest.mark.parametrize(
     "network, options, message",
     [
-        ("resnet51", {}, "body.network=resnet51: torchvision has no such network; the nearest are resnet"),
+        ("resnet51", {}, "network=resnet51: torchvision has no such network; the nearest are resnet"),
         (
             "densenet121",
             dict(output_stride=8),
