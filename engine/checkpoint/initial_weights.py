@@ -8,8 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.choices import choice_of
-from engine.configuration.config import group_from_plain
+from engine.configuration.config import choice_with, group_from_plain, plain
 from engine.schema.network import BODIES, NORMS, Body, Norm, ReleasedNorm, TorchvisionBody
 from engine.schema.training import LIBRARIES, TrainingRun
 from keepless import from_released
@@ -31,6 +30,7 @@ class Weights(NamedTuple):
     remarks: tuple[str, ...] = ()  # for the report
     norm: Norm | None = None  # of the network; None: the file does not say
     activation: str | None = None  # of the norms in training; None: unknown, or the remarks speak of it
+    body: str | None = None  # the choice of configs/body; None: the file does not say, or it has no name
 
     def converted(self) -> Mapping[str, Tensor]:
         """The tensors with scales as our norms have them."""
@@ -74,7 +74,8 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
             return "init.part=body"
         return _other_classes(weights.classes, list(classes)) if is_of_classifier(tensor_name) else None
 
-    advice = "Give the body, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
+    body = "the body" if weights.body is None else f"the body (body={weights.body})"
+    advice = f"Give {body}, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
     remarks = weights.remarks
     if weights.activation not in (None, config.norm.activation):
         remarks += (
@@ -112,6 +113,7 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         norm.eps if isinstance(norm, ReleasedNorm) else None,
         norm=norm,
         activation=norm.activation,
+        body=choice_with(state["config"], "body", BODIES, but="output_stride"),
     )
 
 
@@ -151,7 +153,8 @@ def _needed_body(tensors: Mapping[str, Tensor], body: Body) -> str | None:
         kind, options, _ = recognised(body_of(tensors))
         if body.name == kind and options.items() <= vars(body).items():
             return None
-        if choice := choice_of("body", kind, BODIES[kind], options):
+        keys = {**plain(BODIES[kind]()), **options}
+        if choice := choice_with({"body": keys}, "body", BODIES, but="output_stride"):
             return f"body={choice}"
     network = recognised_by_size(tensors)
     return f"body=torchvision body.network={network}" if network not in (None, getattr(body, "network", None)) else None

@@ -1,10 +1,9 @@
 """The groups of a command, and which of their choices in configs/ fit it."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,16 +28,6 @@ def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
         for name in names
         if all(used in groups[own] for own, used in alternatives_of(group, name, configs) if own in groups)
     ]
-
-
-def choice_of(group: str, alternative: str, schema: type, options: Mapping[str, Any]) -> str | None:
-    """The first choice that is directly of an alternative, and whose keys have such values; None if there is none."""
-    for file in sorted((CONFIGS / group).glob("*.yaml")):
-        values: Any = OmegaConf.to_container(OmegaConf.load(file))
-        if values.pop("defaults", None) == [f"/schema/{group}/{alternative}"]:
-            if options.items() <= vars(schema(**values)).items():
-                return file.stem
-    return None
 
 
 def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterator[tuple[str, str]]:

@@ -271,7 +271,7 @@ OTHER_BODIES |= {"resnet_cifar_small": 695_328, "resnext_cifar_small": 294_816, 
 def test_bodies_are_the_named_networks():
     """The others repeat the same blocks less or more often, or are narrower: they build."""
     for name in choices_of.choices("body", SegmentationRun):
-        config, named = run_config(f"body={name}").body, getattr(bodies, name, None)
+        config, named = run_config(f"body={name}", "norm=std").body, getattr(bodies, name, None)
         with torch.device("meta"):
             try:
                 body = assemble.body(config, partial(ABN, activation="relu"))
@@ -364,6 +364,9 @@ def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
         ("trainer.epochs=null", "trainer.epochs and trainer.steps are both null"),
         ("norm=package trainer.precision=bfloat16", "norm=package.*trainer.precision=float32 .*or norm=inplace"),
         ("norm=package norm.activation=relu", "norm.activation=relu with norm=package.*leaky_relu, elu, identity"),
+        ("norm.activation=relu", "^norm.activation='relu' maps all negative .* use norm.activation='leaky_relu'"),
+        ("norm=inplace_1 norm.activation_param=0", "^norm.activation_param=0 makes leaky_relu not invertible"),
+        ("norm=std norm.activation=gelu", "^norm.activation='gelu' is not known"),
         ("norm.backend=cuda", "norm.backend=cuda: expected one of auto, eager, compiled, triton"),
         ("norm.name=std", "norm.name=std does not change the norm: give norm=std"),
         ("body.name=vgg", f"body.name=vgg: expected one of {', '.join(BODIES)}$"),
