@@ -227,7 +227,7 @@ def test_features_are_timm_s(name):
     leaky.load_state_dict(theirs.state_dict())
     inplace.double().eval().load_state_dict(theirs.state_dict())
     torch.testing.assert_close(inplace(images), leaky(images), rtol=1e-10, atol=1e-10)
-    if not name.endswith("26d"):  # whose shortcuts average cells
+    if name in ("resnet18", "convnext_atto", "regnetx_002"):  # the others average cells: over all, or in shortcuts
         check_dilation(partial(timm_body, network=name), (8, 16), first=int(name.startswith("convnext")))
 
 
