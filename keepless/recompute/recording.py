@@ -61,6 +61,7 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
+from .custom_operators import OPERATORS, learn
 from .inplace_calls import may_overwrite, overwritten
 from .known_values import KnownValues, Trace
 from .opened_calls import CALL_OTHERS, body
@@ -281,6 +282,8 @@ class Recording(TorchFunctionMode):
             call.result_serves = result_serves(function, call.args, call.kwargs)
             call.positive = POSITIVE.get(function)
             call.reads_shape_only = reads_shape_only(function, call.args, call.kwargs)
+            if type(function) in OPERATORS:
+                learn(function)
             if self.policy.redraws and function in RANDOM:
                 call.random = random_state(next(filter(_is_tensor, call.arguments)))
             known.settle_gone()
