@@ -17,7 +17,7 @@ def learn(operator: OpOverload | OpOverloadPacket) -> None:
     It is repeated as one call, with the random numbers that it may draw.
     """
     overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
-    if all(map(_declares_one_new_tensor, overloads)):
+    if overloads and all(map(_declares_one_new_tensor, overloads)):
         EXPENSIVE[operator] = INSIDE[operator] = random_again(operator)
         RANDOM.add(operator)
 
@@ -26,4 +26,5 @@ def _declares_one_new_tensor(overload: OpOverload) -> bool:
     results = overload._schema.returns
     if overload.namespace in _NOT_REPEATED or any(part in overload.namespace for part in _COMMUNICATE):
         return False
-    return not written_arguments(overload) and len(results) == 1 and results[0].alias_info is None
+    is_new = [str(result.type) == "Tensor" and result.alias_info is None for result in results]
+    return is_new == [True] and not written_arguments(overload)

@@ -285,7 +285,8 @@ class Recording(TorchFunctionMode):
             if type(function) in OPERATORS:
                 learn(function)
             if self.policy.redraws and function in RANDOM:
-                call.random = random_state(next(filter(_is_tensor, call.arguments)))
+                given = tensors_in(call.arguments)
+                call.random = random_state(given[0]) if given else None
             known.settle_gone()
             self.call = call
             try:
@@ -512,10 +513,6 @@ def is_running(frame: FrameType) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _is_tensor(argument: object) -> bool:
-    return isinstance(argument, Tensor)
 
 
 def _bytes(tensor: Tensor) -> int:
