@@ -1,16 +1,12 @@
 """Custom operators of `torch.ops` that may be repeated as one call, by what their schemas declare."""
 
-from functools import cache
-
 from ..torch_internals import OpOverload, OpOverloadPacket, written_arguments
 from .rules import EXPENSIVE, INSIDE, RANDOM, random_again
 
-OPERATORS = {OpOverload, OpOverloadPacket}
 _NOT_REPEATED = {"aten", "keepless", "prim", "prims"}  # namespaces: their functions have rules of their own
 _COMMUNICATE = ("c10d", "fsdp", "symm_mem")  # parts of namespaces
 
 
-@cache
 def learn(operator: OpOverload | OpOverloadPacket) -> None:
     """Give a custom operator of `torch.ops` a rule, if its schema declares one new tensor and nothing written over.
 
