@@ -15,13 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..saved import Kept
-from ..torch_internals import (
-    FakeTensor,
-    dropped_share,
-    packed_by,
-    without_dispatch_modes,
-    without_function_modes,
-)
+from ..torch_internals import FakeTensor, dropped_share, packed_by, without_dispatch_modes, without_function_modes
 from .inplace_calls import INPLACE, may_overwrite
 from .nodes import normalised
 from .signs import positive, positive_or_nan
