@@ -43,15 +43,18 @@ class Fit(NamedTuple):
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         left = f"{self.device} leave {size_text(self.available)} for tensors: less {CONTEXT} for CUDA, {WORKSPACE} for "
-        parts = {"weights": self.weights, "gradients": self.gradients, "optimiser": self.states}
-        held = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+        held = ", ".join(f"{name} {size_text(size)}" for name, size in self.parts().items())
         return "\n".join([f"{left}convolutions, {FRAGMENTATION:.0%} of the rest", held, *rows, self.line])
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of what is there in every step."""
+        return {"weights": self.weights, "gradients": self.gradients, "optimiser": self.states}
 
     def plot(self, file: str | Path) -> None:
         """Draw the memory of the step over time, as PNG or whatever the file's name ends with. Needs matplotlib."""
         from .picture import draw
 
-        draw(self, file)
+        draw(self.ways, self.parts(), self.available, file)
 
 
 def fit(
@@ -105,25 +108,27 @@ def fit(
         ) from error
     finally:
         stood_for.reset(stands_for)
-    fitting = [way for way in ways if way.fits and way.time <= longest]
+    line = _line(steps, ways, device)
+    return Fit(device, available, steps.weights, steps.gradients, steps.states, ways, line)
+
+
+def _line(steps: Steps, ways: list[Way], device: int | str) -> str:
+    """See `Fit.line`. ValueError: nothing fits."""
+    fitting = [way for way in ways if way.fits and way.time <= steps.time]
     if not fitting:
         least = min(ways, key=attrgetter("peak"))
         raise ValueError(
             f"device={device}: nothing fits; a step on {size_of(least.shape)} takes at least {size_text(least.peak)} "
-            f"({least.name}), and {size_text(available)} are left for tensors"
+            f"({least.name}), and {size_text(steps.available)} are left for tensors"
         )
     best = max(fitting, key=lambda way: (math.prod(way.shape), -way.time))
-    line = _line(best, available - best.held, steps.blocks)
-    return Fit(device, available, steps.weights, steps.gradients, steps.states, ways, line)
-
-
-def _line(way: Way, left: int, blocks: list[nn.Module]) -> str:
+    left = steps.available - best.held
     budget = f'"{left >> 20}MiB"' if left >> 20 else left
-    kinds = " and ".join(sorted({type(block).__name__ for block in blocks}))
+    kinds = " and ".join(sorted({type(block).__name__ for block in steps.blocks}))
     code = {
         PLAIN: "as it is",
         RECOMPUTED: "keepless.recompute_activations(network)",
         PLANNED: f"keepless.recompute_activations(network, budget={budget})",
         CHECKPOINTED: f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) for each {kinds}",
     }
-    return f"{size_of(way.shape)}: {code[way.name]}"
+    return f"{size_of(best.shape)}: {code[best.name]}"

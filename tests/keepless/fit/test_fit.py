@@ -104,7 +104,7 @@ def test_bytes_are_those_of_real_steps():
 
 
 def test_the_line_trains_within_what_the_device_leaves():
-    network, x = Blocks(), torch.randn(16384, 64)
+    network, x = Blocks(2), torch.randn(16384, 64)
     plain, recomputed = (ways(fit(network, x, "2GiB"))[name].peak for name in ("plain", "recomputed"))
     found = fit(network, x, device_for((recomputed + plain) // 2))
     planned = ways(found)["within a budget"]
@@ -249,14 +249,14 @@ def module(tmp_path, monkeypatch):
 def test_the_command_prints_and_draws_what_fits(module, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     path = f"{REPOSITORY}"
-    given = ["my_networks:example", "--device", "2GiB", "--grow", "batch", "--optimizer", "4"]
+    given = ["my_networks:example", "--device", "2GiB", "--optimizer", "4"]
     run = [sys.executable, "-W", "error:::runpy", "-m", "keepless.fit", *given, "--plot", "memory.png"]
     done = subprocess.run(run, cwd=module, env={"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr
     assert (module / "memory.png").read_bytes().startswith(b"\x89PNG")
     found = command.main(given)
     assert capsys.readouterr().out == done.stdout == f"{found}\n"
-    assert found.states == 4 * 64 * 65 and found.weights == 2 * 64 * 65 and found.ways[0].shape[0] > 2**16
+    assert found.states == 4 * 64 * 65 and found.weights == 2 * 64 * 65
 
 
 def test_functions_that_need_values_are_called_without_meta(module, capsys):
