@@ -20,7 +20,6 @@ from keepless.fit.made_tensors import Change, MadeTensors, bytes_of_tensors
 from keepless.saved import SavedTensors
 from keepless.torch_internals import (
     FakeTensorMode,
-    address,
     backward_runs,
     next_node_number,
     node_number,
@@ -62,19 +61,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
     """
     with FakeTensors():
         learner, loss, minibatch = make()
-        for parameter in learner.network.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        learner.step(1.0)
-        learner.optimizer.zero_grad()
-        learner.network.train()
-        network = learner.network
-        resident = {
-            "weights": bytes_of_tensors([*network.parameters(), *network.buffers()]),
-            "average": 0 if learner.average is None else bytes_of_tensors(learner.average.module.state_dict().values()),
-            "momentum": bytes_of_tensors([value for state in learner.optimizer.state.values() for value in state.values()]),
-            "images": bytes_of_tensors([minibatch["image"], minibatch["label"]]),
-        }
-        forward_ends = 0
+        network, resident, forward_ends = learner.network, begun(learner, minibatch), 0
         host = _Offloaded()
         with _Places(network) as places, MadeTensors(places) as made:
 
@@ -93,6 +80,22 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
         kept = _kept(learner, loss, minibatch)
     at_peak, place = _at_peak(resident, made.changes, forward_ends, gradients)
     return Trace(at_peak, place, kept, bytes_of_tensors(network.parameters()), moved=host.bytes)
+
+
+def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
+    """Take an optimiser step, which makes the momentum. Returns the bytes that are there between two steps."""
+    network = learner.network
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    learner.step(1.0)
+    learner.optimizer.zero_grad()
+    network.train()
+    return {
+        "weights": bytes_of_tensors([*network.parameters(), *network.buffers()]),
+        "average": 0 if learner.average is None else bytes_of_tensors(learner.average.module.state_dict().values()),
+        "momentum": bytes_of_tensors([value for state in learner.optimizer.state.values() for value in state.values()]),
+        "images": bytes_of_tensors([minibatch["image"], minibatch["label"]]),
+    }
 
 
 def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:

@@ -19,6 +19,7 @@ from keepless.budget.scaling import Sized, scaled
 from keepless.budget.step import Event
 from keepless.budget.traced_step import backward_starts
 from tests.keepless.budget.ahead import Ahead
+from tests.keepless.budget.transformers import Llama
 
 
 class Layers(nn.Module):
@@ -144,6 +145,28 @@ def test_a_step_is_scaled_to_lengths_between_known_ones():
     assert scaled(known, (2, 201, 16)) is None and scaled(known, (4, 99, 16)) is None
     known[2] = step(nn.Sequential(network, nn.ReLU()), 2, 40, 16)
     assert scaled(known, (2, 99, 16)) is None  # other calls
+
+
+@pytest.mark.slow
+def test_every_step_of_fifty_lengths_of_text_is_within_the_budget():
+    torch.manual_seed(0)
+    within, lengths = Llama(), torch.randperm(184)[:50] + 16
+    inputs = [torch.randint(50, (4, int(n))) for n in lengths]
+    longest = max(inputs, key=Tensor.numel)
+    within(longest).backward()
+    budget = int(0.4 * peak_bytes(lambda: within(longest).backward(), "cpu"))
+    plans = Ahead.of(recompute_activations(within, budget=budget))
+    for step in range(200):
+        x = inputs[step if step < 50 else int(torch.randint(50, ()))]
+        assert plans.peak(within, x, lambda x=x: within(x).backward()) <= 1.03 * budget
+    scaled_ones = [shape for shape in plans._shapes.values() if all(one.dims != shape.dims for one in shape.known)]
+    assert len(scaled_ones) > 25  # the others were rehearsed, or have been forgotten
+
+
+def test_small_and_large_steps_have_the_same_events():
+    """So that they can be scaled, although the calls of the small one are not measured."""
+    small, large = (rehearsed_step(Scores(), (torch.randn(1, length, 16),), {}, Estimates()) for length in (4, 200))
+    assert [event for event, _ in small.events] == [event for event, _ in large.events]
 
 
 def test_a_network_that_cannot_be_rehearsed_keeps_little_at_first():
