@@ -16,9 +16,9 @@ _COLOURS = ("#999999", "#0072B2", "#D55E00", "#009E73")  # of Okabe and Ito, for
 
 def draw(ways: Sequence[Way], parts: Mapping[str, int], available: int, file: str | Path) -> None:
     """See `Fit.plot`. `parts`: bytes of what is always there, by name. `available`: bytes for tensors."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(available / 2**30, color="black", linestyle="--", label=f"device: {size_text(available)}")
+    axes.axhline(available / 2**30, color="black", linestyle="--", label=f"{size_text(available)} for tensors")
     for way, colour in zip(ways, _COLOURS, strict=False):
         times, levels = zip((0.0, way.held), *way.levels, (way.time, way.held), strict=True)
         label = f"{way.name}: {size_text(way.peak)} for {size_of(way.shape)}"
@@ -27,5 +27,5 @@ def draw(ways: Sequence[Way], parts: Mapping[str, int], available: int, file: st
     for number, (name, size) in enumerate(parts.items()):
         axes.axhspan(bottom, bottom := bottom + size / 2**30, color=str(0.6 + 0.12 * number), zorder=0, label=name)
     axes.set(xlabel="time, in plain steps (estimated)", ylabel="memory, GiB", xlim=(0, None), ylim=(0, None))
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(file, dpi=150)
