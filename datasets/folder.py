@@ -118,9 +118,7 @@ def folder(
     way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {keys}folds=5 to draw train and val,"
     layout = replace(_LAYOUT, source=way)
     root = layout.top(root)
-    if Path(split).is_absolute() or ".." in Path(split).parts:
-        raise ValueError(f"split {split!r} leads out of {root}: expected a folder or a list in it, such as train")
-    above, drawn = root / split, folds is not None and split in DRAWN
+    above, drawn = _below(root, split), folds is not None and split in DRAWN
     if drawn or ((root / "images").is_dir() and not (above / "images").is_dir()):
         above = root
     if drawn and not (root / "images").is_dir() and {*DRAWN} <= {*folder_splits(root)}:
@@ -158,6 +156,13 @@ def folder(
     table = folder_classes(root / CLASSES)
     decode = partial(_decode, table.label_colours)
     return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
+
+
+def _below(root: Path, split: str) -> Path:
+    """The folder of a split. ValueError if it is not in `root`."""
+    if {"/", ".."} & {*Path(split).parts}:
+        raise ValueError(f"split {split!r} leads out of {root}: expected a folder or a list in it, such as train")
+    return root / split
 
 
 def _check_formats(folder: Path, names: Set[str]) -> None:

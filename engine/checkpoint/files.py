@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from engine.checkpoint.comparison import check_tensors
 from engine.checkpoint.parts import OPTIONAL, PARTS
 from engine.console import logger
-from engine.output_files import opened_file
 from keepless.torch_internals import tree_leaves
 from models.checkpoints import torch_files
 
@@ -78,7 +77,7 @@ def _disk_errors(unfinished: Path, message: Callable[[OSError], str]) -> Iterato
 
 
 def _write(path: Path, content: dict) -> None:
-    with opened_file(path, "wb") as file:
+    with open(path, "wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())

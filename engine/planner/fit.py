@@ -261,10 +261,8 @@ def _begun(config: Config) -> Config | None:
     """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
     if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
         return None
-    file, name = (
-        Path(config.run_dir) / "config.yaml",
-        {"batch": "crops_per_minibatch"}.get(config.memory.fit, "crop_size"),
-    )
+    file = Path(config.run_dir) / "config.yaml"
+    name = "crops_per_minibatch" if config.memory.fit == "batch" else "crop_size"
     found = re.search(rf"(?m)^  {name}: (\d{{1,9}})$", read_text(file))  # YAML of others may unfold without end
     if found is None:
         raise ValueError(f"{file} has no number data.{name}, as the configuration of a run has: restore it")

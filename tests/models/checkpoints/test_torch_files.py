@@ -20,9 +20,7 @@ def within_itself() -> dict:
     return config
 
 
-@pytest.mark.injects(
-    "crafted checkpoint", "a configuration that contains itself or unfolds to 2^40 leaves", into="files"
-)
+@pytest.mark.injects("crafted checkpoint", "its configuration contains itself or unfolds to 2^40 leaves", into="files")
 @pytest.mark.parametrize("config", [within_itself(), {"a": doubled(40)}, {"a": [[0] * 2000] * 2000}], ids=range(3))
 def test_a_configuration_without_end_is_refused(tmp_path, config):
     torch.save({"format": checkpoint.FORMAT, "config": config}, tmp_path / "last.pt")
