@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from datasets import reading_errors
 from engine import assemble
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint.opening import configuration_in, trained_forward
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import log_to, make_console
@@ -26,7 +27,7 @@ from engine.run import verify_with_progress
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
 from engine.schema.training import TrainingRun
-from engine.tasks import TASKS, task_of
+from engine.tasks import TASKS
 
 
 def evaluate(values: DictConfig) -> dict:
@@ -46,9 +47,8 @@ def evaluate(values: DictConfig) -> dict:
     path = checkpoint.file_of(options.checkpoint)
     options.checkpoint = str(path)
     state = checkpoint.load(path)
-    task = task_of(state, f"checkpoint {path}")
-    refuse_other_tasks(options, state["task"], f"checkpoint {path}")
-    config = configuration.of_checkpoint(state, task.schema, f"checkpoint {path}")
+    config = configuration_in(state, f"checkpoint {path}")
+    refuse_other_tasks(options, config.task, f"checkpoint {path}")
     steps = state["step"], state.get("total_steps", state["step"])
     results_file = Path(options.results) if options.results else options.default_results_file(config, *steps)
     options.apply_to(config)
@@ -69,8 +69,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         if config.data.verify and first:
             verify_with_progress(dataset, console)
     assemble.arithmetic(config.trainer)
-    network, averaged = task.network, options.averaged
-    forward = assemble.trained_forward(config, network, state, path, dataset.classes, averaged, world.device)
+    forward = trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
     if results_file.is_dir():
         raise ValueError(f"results={results_file} is a folder: expected a file to write, such as results.json in it")
     writable_folder("results", results_file.parent)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from engine.checkpoint.comparison import check_tensors, not_finite, number_in
+from engine.comparison import check_tensors, not_finite, number_in
 from engine.dataset import SizedIterable
 from engine.distributed import World
 from engine.forward import Forward

@@ -77,3 +77,10 @@ def write_png(path: Path, pixels: np.ndarray, palette: np.ndarray | None = None)
         image.putpalette(palette.tobytes())  # unlike convert("P"), keeps the indices
     image.save(encoded, "PNG", compress_level=1)
     write_file(path, encoded.getvalue())
+
+
+def write_array(path: Path, values: np.ndarray) -> None:
+    """Write an array as NumPy's .npy file, like `write_file`."""
+    encoded = BytesIO()
+    np.save(encoded, values)
+    write_file(path, encoded.getvalue())

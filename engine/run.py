@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from datasets import reading_errors, verify
-from engine.assemble.initial_weights import initialise
 from engine.assemble.training import arithmetic, schedule_of, varying_sizes
+from engine.checkpoint.initial_weights import initialise
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration

@@ -150,7 +150,6 @@ class Task(NamedTuple):
 
     entry: str  # the command that trains it
     schema: type[TrainingRun]  # its configuration
-    network: Callable[..., nn.Module]  # (configuration, number of classes, process group of norms) -> network
     dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
     evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
     labels: Callable[[int, tuple[int, int]], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
@@ -161,7 +160,6 @@ TASKS = {
     SegmentationRun.task: Task(
         "train_seg",
         SegmentationRun,
-        assemble.segmentation_network,
         lambda data, split, _: assemble.dataset(data, split),
         segment,
         lambda crops, size: torch.zeros(crops, *size, dtype=torch.uint8),
@@ -170,17 +168,9 @@ TASKS = {
     ClassificationRun.task: Task(
         "train_imagenet",
         ClassificationRun,
-        assemble.classification_network,
         assemble.evaluated_split,
         classify,
         lambda crops, _: torch.zeros(crops, dtype=torch.int64),
         lambda _: nn.CrossEntropyLoss(),
     ),
 }
-
-
-def task_of(state: dict, source: str) -> Task:
-    """The task of a checkpoint with the content `state`. ValueError names `source`: unknown task."""
-    if state["task"] not in TASKS:
-        raise ValueError(f"{source} is for the task {state['task']}: expected {' or '.join(TASKS)}")
-    return TASKS[state["task"]]

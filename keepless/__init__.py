@@ -15,7 +15,14 @@ from .norms.abn import ABN
 from .norms.checkpointed_abn import CheckpointedABN
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.statistics import renew_statistics
-from .recompute_activations import recompute_activations, recomputing, report, undo
+from .recompute_activations import (
+    budget_state,
+    load_budget_state,
+    recompute_activations,
+    recomputing,
+    report,
+    undo,
+)
 from .released.functions import inplace_abn, inplace_abn_sync
 from .released.scale import from_released
 from .released.stand_in import stand_in_for_inplace_abn
@@ -42,6 +49,7 @@ __all__ = [
     "InvertibleModuleWrapper",
     "ReversibleSequence",
     "__version__",
+    "budget_state",
     "checking_repetitions",
     "create_coupling",
     "from_released",
@@ -49,6 +57,7 @@ __all__ = [
     "inplace_abn_sync",
     "is_invertible_module",
     "layer_health",
+    "load_budget_state",
     "plan",
     "recompute_activations",
     "recomputing",

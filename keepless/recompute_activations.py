@@ -1,5 +1,6 @@
 """Train any network in less memory, exactly: cheap activations are computed again instead of kept."""
 
+import os
 import sys
 import threading
 import warnings
@@ -14,6 +15,7 @@ from torch import nn
 
 from .budget.budget import Budget, arguments_of, checked
 from .budget.plans import PlansByShape
+from .budget.saved_plans import checked_state, is_file_of_plans, read_plans
 from .budget.trace import StepTrace
 from .inputs import Network, check_has_forward, check_module, tensors_in
 from .recompute.recording import CheckpointedOnly, Policy, Recording, is_running
@@ -23,7 +25,11 @@ from .torch_internals import call_at_compilation, current_hooks, hooks_are_allow
 
 
 def recompute_activations(
-    network: Network, *, checkpointed_only: bool = False, budget: Budget | None = None, example: Any = None
+    network: Network,
+    *,
+    checkpointed_only: bool = False,
+    budget: Budget | os.PathLike[str] | None = None,
+    example: Any = None,
 ) -> Network:
     """Make a network compute cheap activations again in its backward pass, instead of keeping them.
 
@@ -50,26 +56,25 @@ def recompute_activations(
             already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
             again as well, where that costs the least time. The first pass over a shape plans its step on fake tensors
             and a copy of the network, in about a second per 100 calls; the second step is traced, which corrects the
-            plan. If no plan is within the budget, a warning names the least.
+            plan. If no plan is within the budget, a warning names the least. A path gives the budget and the plans that
+            `plan(…).save(FILE)` or `torch.save(budget_state(network), FILE)` wrote; the first pass checks them.
         example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:
         ValueError: the network's own forward pass is never called, as of an `nn.ModuleList`; the budget is not valid,
-            or is given with `checkpointed_only`; an example is given without a budget, or the network does not run on
-            fake tensors like it.
+            or is given with `checkpointed_only`; a file holds no plans; an example is given without a budget, or the
+            network does not run on fake tensors like it.
     """
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
-    if budget is not None:
-        budget = checked(budget)
-        if checkpointed_only:
-            raise ValueError(f"budget={budget} with checkpointed_only=True: expected one of them")
-    elif example is not None:
+    plans = None if budget is None else _plans_within(budget)
+    if plans is not None and checkpointed_only:
+        raise ValueError(f"budget={budget} with checkpointed_only=True: expected one of them")
+    if plans is None and example is not None:
         raise ValueError("an example is given without a budget: expected budget=…, such as '6GiB'")
     if is_compiled(network):
         _say_that_the_compiler_decides(None)
         return network
-    plans = None if budget is None else PlansByShape(budget)
     if plans is not None and example is not None:
         plans.plan_for(network, *arguments_of(example))
     for module in _recorded_by_themselves(network):
@@ -87,6 +92,44 @@ def undo(network: Network) -> Network:
     for module in network.modules():
         _take_off(module)
     return network
+
+
+def _plans_within(budget: Budget | os.PathLike[str]) -> PlansByShape:
+    """The plans for a budget, or of a file."""
+    if not is_file_of_plans(budget):
+        return PlansByShape(checked(budget))
+    state = read_plans(budget)
+    plans = PlansByShape(checked(state["budget"]))
+    plans.load(state)
+    return plans
+
+
+def budget_state(network: nn.Module) -> dict[str, Any]:
+    """The plans that a network with a budget follows, as plain containers for a training's checkpoint.
+
+    They load with `weights_only=True`, and they are a few kilobytes for each shape of inputs. ValueError if the network
+    has no budget.
+    """
+    return _plans_of(network, "budget_state").state()
+
+
+def load_budget_state(network: nn.Module, state: dict[str, Any]) -> None:
+    """Let a network with a budget follow the plans of a `budget_state`: a resumed training then takes the same bytes.
+
+    Plans of another budget or version of PyTorch are left out, with a warning. So are those of a network that makes
+    other calls, or takes more bytes in them: its first pass is rehearsed to see that. Plans change no gradient.
+
+    ValueError if the network has no budget, or `state` is something else.
+    """
+    _plans_of(network, "load_budget_state").load(checked_state(state, "the state"))
+
+
+def _plans_of(network: nn.Module, receiver: str) -> PlansByShape:
+    check_module(network, receiver)
+    hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
+    if not hooks or hooks[0].plans is None:
+        raise ValueError(f"{receiver} got a network without a budget: call recompute_activations(network, budget=…)")
+    return hooks[0].plans
 
 
 def report(network: nn.Module) -> Report:

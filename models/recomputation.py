@@ -24,14 +24,18 @@ Tensors = tuple[Tensor, ...]
 Block = nn.Module | partial  # tensors -> a tensor or several; the arguments of a partial are modules, or None
 
 
-def choose_recomputation(network: nn.Module, body: Any, recompute: str) -> None:
+def choose_recomputation(network: nn.Module, body: Any, recompute: str, budget: int | None = None) -> None:
     """Choose which activations a network with a body of `models.bodies` keeps.
 
     Outputs of `CheckpointedABN` layers are recomputed in any case.
-    `recompute`: "activations": see `recompute_activations`; otherwise see `recompute_blocks`, also for its ValueErrors.
+    `recompute`: "activations", or "budget" for a `budget` in bytes (None: no limit): see `recompute_activations`;
+    otherwise see `recompute_blocks`, also for its ValueErrors.
     """
     if recompute == "activations":
         recompute_activations(network)
+    elif recompute == "budget":
+        if budget is not None:
+            recompute_activations(network, budget=budget)
     else:
         recompute_blocks(body, recompute)
         if any(isinstance(module, CheckpointedABN) for module in network.modules()):

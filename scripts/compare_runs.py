@@ -93,7 +93,9 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         ["peak memory of the process, MiB", *(f"{group.mean(Run.peak_memory):,.0f}" for group in groups)],
         ["training, minutes", *(f"{group.mean(Run.minutes):.1f}" for group in groups)],
     ]
-    lines = [f"# {title}", "", "```", *(run.launched() for run in runs), "```", ""]
+    folders = ",".join(f"OUT/{folder_name(run.name)}" for run in runs)
+    again = f'python -m scripts.compare_runs runs=[{folders}] out=OUT "title={title}"'
+    lines = [f"# {title}", "", "```", *(run.launched() for run in runs), again, "```", ""]
     lines.append(table(["", *(group.title for group in groups)], rows))
     if len(runs) > len(groups):
         lines += ["", "Means ± standard deviations over seeds."]

@@ -15,43 +15,36 @@ values that a reader of the file needs. The last makes a checkpoint to give away
 configuration of a run, without its optimiser, random states and folders.
 """
 
-import importlib
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import MISSING, DictConfig
-from torch import Tensor, nn
 
 from datasets import reading_errors
 from datasets.class_table import distinct_colours
 from datasets.layout import read_list
 from datasets.vistas import vistas_classes
 from engine import assemble
-from engine.assemble import initial_weights
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint import initial_weights
+from engine.checkpoint.opening import configuration_in
 from engine.checkpoint.parts import OF_TRAINING, PARTS
 from engine.configuration import config as configuration
-from engine.configuration.command_line import composed, configured
+from engine.configuration.command_line import configured
 from engine.console import make_console
 from engine.output_files import writable_folder
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import ClassUniformSampler
 from engine.schema.keys import key
-from engine.schema.network import BODIES, Body, Norm, StandardNorm
+from engine.schema.network import Norm, StandardNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Init
-from engine.tasks import task_of
 from keepless.norms.report import listed
 from models.checkpoints import released
-from models.checkpoints.loading import load_by_name
-from models.checkpoints.recognition import Architecture, body_of, recognised
 from models.released_norm import RELEASED_ACTIVATIONS
 
-VISTAS_CLASSES = 65
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"
-VISTAS_POOLING = [84, 84]  # feature cells: the release's test crops, 672 pixels
 Colours = list[tuple[int, int, int]]
 
 
@@ -102,7 +95,7 @@ def convert(values: DictConfig) -> list[str]:
         norm = StandardNorm()  # its eps and activation are the release's
         tensors, lines = file.converted(), [f"input {source}", *file.remarks]
         if options.format == "checkpoint":
-            lines += _write_checkpoint(options, tensors, file.scale, source, output)
+            lines += _write_checkpoint(options, file, source, output)
     if options.format == "released":
         checkpoint.write_alone(output, released.to_released(tensors, options.scale or "released"))
     elif options.format == "standard_bn":
@@ -137,7 +130,7 @@ def _write_weights_alone(options: Conversion, state: dict, source: Path, output:
     for name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
         if given is not None:
             raise ValueError(f"{name}={given} has no effect on input={source}, a checkpoint of ours: leave it out")
-    config = configuration.of_checkpoint(state, task_of(state, f"input={source}").schema, f"input={source}")
+    config = configuration_in(state, f"input={source}")
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun) and isinstance(config.sampler, ClassUniformSampler):
         config.sampler.folder = None
@@ -148,79 +141,24 @@ def _write_weights_alone(options: Conversion, state: dict, source: Path, output:
     return [f"input {source}", f"the {averaged}weights of step {state['step']}, for evaluations and init.weights"]
 
 
-def _write_checkpoint(
-    options: Conversion, tensors: Mapping[str, Tensor], scale: str, source: Path, output: Path
-) -> list[str]:
+def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, source: Path, output: Path) -> list[str]:
     """Write an ordinary checkpoint of step 0. Returns lines that describe it."""
-    norm = "std" if scale == "raw" else "inplace"
-    architecture = recognised(body_of(tensors))
-    segments = "cls.weight" in tensors
-    count = len(tensors["cls.weight"]) if segments else architecture.classes
-    config: SegmentationRun | ClassificationRun
-    if segments:
-        config = _segmentation_config(architecture, norm, tensors, source)
-        network: nn.Module = assemble.segmentation_network(config, count)
-    elif count:
-        config = _classification_config(architecture, norm)
-        network = assemble.classification_network(config, count)
-    else:
-        raise ValueError(f"input={source} has no classifier: load it with init.weights and init.format=released")
+    config, state, architecture = assemble.of_released(file, f"input={source}")
+    segments, unnamed = isinstance(config, SegmentationRun), options.classes is None and options.data.root is None
     config.data.root = options.data.root
-    names, colours = _classes(options, config, count)
-    advice = "It is not of one network of the release"
-    load_by_name(network, tensors, source=str(source), name=f"input={source}", advice=advice)
-    unnamed = options.classes is None and options.data.root is None
-    state = {
-        "format": checkpoint.FORMAT,
-        "task": config.task,
-        "step": 0,
-        "config": configuration.plain(config),
-        "classes": names,
-        "network": network.state_dict(),
-        **({"palette": colours} if segments else {}),
-        **({"unnamed_classes": True} if unnamed else {}),
-    }
-    checkpoint.write_alone(output, state)
+    if not unnamed:
+        del state["unnamed_classes"]
+        state["classes"], colours = _classes(options, config, len(state["classes"]))
+        state |= {"palette": colours} if segments else {}
+    checkpoint.write_alone(output, {"format": checkpoint.FORMAT, **state, "config": configuration.plain(config)})
+    names = state["classes"]
     named = "numbered, as the file does not name them" if unnamed else f"{names[0]}, …"
-    lines = [f"{config.task} with norm={norm}, {architecture}", f"{count} classes: {named}"]
+    lines = [f"{config.task} with norm={config.norm.name}, {architecture}", f"{len(names)} classes: {named}"]
     if options.classes is not None and not segments:
         lines.append(NAMES)
     if architecture.kind == "wider_resnet" and not segments:
         lines.append("plain WideResNet was assumed: the A2 variant has the same tensors, but computes another function")
     return lines
-
-
-def _classification_config(architecture: Architecture, norm: str) -> ClassificationRun:
-    importlib.import_module("train_imagenet")  # declares its command
-    values = composed("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
-    config = configuration.typed(values, ClassificationRun)
-    config.body = _body(architecture, output_stride=32, downsampling="pool", dropout=[0.0] * 6)
-    return config
-
-
-def _segmentation_config(
-    architecture: Architecture, norm: str, tensors: Mapping[str, Tensor], source: Path
-) -> SegmentationRun:
-    if (count := len(tensors["cls.weight"])) != VISTAS_CLASSES:
-        raise ValueError(
-            f"input={source} segments {count} classes: expected the {VISTAS_CLASSES} of Vistas, because no other "
-            f"segmentation network was released; start a training from it with init.weights and init.format=released"
-        )
-    importlib.import_module("train_seg")
-    values = composed("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
-    config = configuration.typed(values, SegmentationRun)
-    config.body = _body(architecture, output_stride=8)
-    config.head.pooling_size = VISTAS_POOLING
-    maps, reduced = (tensors.get(f"head.{conv}.weight") for conv in ("map_convs.0", "red_conv"))
-    if maps is not None and reduced is not None:
-        config.head.hidden_channels, config.head.out_channels = len(maps), len(reduced)
-    return config
-
-
-def _body(architecture: Architecture, output_stride: int, **of_wider: object) -> Body:
-    """The body's keys; `of_wider` only for a WideResNet."""
-    options = architecture.options | (of_wider if architecture.kind == "wider_resnet" else {})
-    return BODIES[architecture.kind](output_stride=output_stride, **options)
 
 
 def _classes(options: Conversion, config: SegmentationRun | ClassificationRun, count: int) -> tuple[list[str], Colours]:

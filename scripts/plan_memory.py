@@ -2,15 +2,17 @@
 
     python -m scripts.plan_memory experiment=table3/cityscapes_resnext101_std memory.gpus=4
     python -m scripts.plan_memory experiment=… memory.gpus=4 memory.budget=12GiB memory.fit=batch   # or crop
+    python -m scripts.plan_memory experiment=… memory.budget=12GiB memory.fit=crop trainer.recompute=budget
     python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std memory.gpus=1
 
 Prints the tensors on one device at the peak of a step, the module of the peak, and what the backward pass needs.
 memory.fit also finds, for standard, checkpointed and in-place norms, the largest minibatch within memory.budget: the
 most crops of data.crop_size (batch; the paper's FIXED CROP) or the largest data.crops_per_minibatch crops (crop; its
-FIXED BATCH).
+FIXED BATCH). With trainer.recompute=budget, a step computes as many activations again as the budget requires, and
+memory.fit allows it memory.time, relative to a step that keeps them all (estimated).
 memory.gpus=1 also lists how much memory one device needs for the whole minibatch with bfloat16, in-place norms,
-recomputed blocks and a reversible body. The keys are train_seg.py's, or train_imagenet.py's for one of its
-experiments. Traces run on fake tensors, and are kept in the cache folder.
+recomputed blocks, plans within memory.time and a reversible body. The keys are train_seg.py's, or train_imagenet.py's
+for one of its experiments. Traces run on fake tensors, and are kept in the cache folder.
 """
 
 import re
@@ -62,8 +64,12 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     devices = config.memory.gpus or 1
     config.check_shares(devices)
     share, size, crop = planner.share_of(config, devices), config.data.crop_size, planner.crop_text(config.data)
-    trace = planner.step_memory(config, share, size, devices)
-    budget, found = config.memory.available(devices), []
+    budget, found, step = config.memory.available(devices), [], config
+    if budget is not None and config.trainer.recompute == "budget":
+        memory, _, about = planner.within_budget(config, devices)
+        step = replace(config, memory=memory)
+        console.print(f"trainer.recompute=budget: {about}.")
+    trace = planner.step_memory(step, share, size, devices)
     fails = budget is not None and trace.peak > budget
     if budget is not None:
         verdict = f"This step {'does not fit' if fails else 'fits'} into memory.budget={config.memory.budget}"
@@ -82,12 +88,11 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     if config.memory.gpus == 1:
         console.print(f"{share} crops of {crop} pixels on one device, with the memory that CUDA itself needs:")
         console.print(combination_table(config))
-    host = planner.step_memory(config, share, size, devices, offloaded=True)
+    host = planner.step_memory(step, share, size, devices, offloaded=True)
     console.print(
         f"In torch.autograd.graph.save_on_cpu(), a step would need {size_text(host.peak)} on a device and move "
         f"{size_text(host.moved)} to the host's memory and back."
     )
-    console.print("Temporary memory is planned for the eager layers; CUDA's fused layers need less.")
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:
@@ -124,7 +129,7 @@ def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:
         changed = replace(deepcopy(config), norm=_as(norm, config.norm))
         chosen = planner.fitting(changed, devices)
         share, size = planner.share_of(chosen, devices), chosen.data.crop_size
-        peak = planner.step_memory(chosen, share, size, devices).peak
+        peak = planner.needed(chosen, share, size, devices)
         yield Fit(norm, chosen.data.crops_per_minibatch, share, size, planner.crop_text(chosen.data), peak)
 
 
@@ -146,15 +151,16 @@ def fit_table(found: list[Fit]) -> Table:
 
 
 def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
-    """The configuration with each combination of norm, recomputed blocks, precision and reversible body.
+    """The configuration with each combination of norm, recomputation, precision and reversible body.
 
     Small networks get no reversible body: RevNet-104 would need more than they do.
     """
     changes = [("std", "none", config.body, "standard norms"), ("inplace", "none", config.body, "in-place norms")]
     if not config.body.is_reversible():
         changes += [
-            ("std", "sqrt", config.body, "standard norms, trainer.recompute=sqrt"),
-            ("inplace", "sqrt", config.body, "in-place norms, trainer.recompute=sqrt"),
+            (norm, recompute, config.body, f"{about}, trainer.recompute={recompute}")
+            for recompute in ("sqrt", "budget")
+            for norm, _, _, about in changes[:2]
         ]
         data = config.data
         if planner.step_memory(config, data.crops_per_minibatch, data.crop_size).parameters > SMALL_NETWORK:
@@ -175,7 +181,7 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
 def combination_table(config: TrainingRun) -> Table:
     """Memory of one device for the whole minibatch, by combination."""
     crops, size = config.data.crops_per_minibatch, config.data.crop_size
-    needed = {name: planner.step_memory(changed, crops, size).peak for name, changed in combinations(config).items()}
+    needed = {name: planner.needed(changed, crops, size) for name, changed in combinations(config).items()}
     rows = ([name, size_text(config.memory.needed(peak, devices=1))] for name, peak in needed.items())
     return table_of(["combination", "memory"], rows)
 

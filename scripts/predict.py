@@ -2,95 +2,131 @@
 
     python -m scripts.predict checkpoint=RUN_DIR input=IMAGE_OR_DIR output=DIR
     python -m scripts.predict checkpoint=FILE.pt input=DIR output=DIR window.size=1024
-    python -m scripts.predict checkpoint=FILE.pt 'input="Straße 1"' output=DIR precision=bfloat16
+    python -m scripts.predict checkpoint=CLASSIFIER.pt 'input="Straße 1"' output=DIR top_k=3 report=FILE.html
 
-Reads the usual formats of photographs, and turns them as their EXIF orientation says. Writes three PNGs per image,
-at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and overlays/NAME.png. window.size=PIXELS
-bounds the memory for large images, as in eval.py. A path with blanks or non-ASCII letters needs quotes that reach
-Hydra: 'input="Straße 1"'.
+Reads the usual formats of photographs, and turns them as their EXIF orientation says. Segmentation writes three PNGs
+per image, at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and overlays/NAME.png, and with
+probabilities=true probabilities/NAME.npy. Classification writes predictions.csv, the likeliest classes of each image.
+report=FILE.html also writes a page to look at: every image, its overlay, and each class's share.
+window.size=PIXELS bounds the memory for large images, as in eval.py. A path with blanks or non-ASCII letters needs
+quotes that reach Hydra: 'input="Straße 1"'.
 """
 
+import csv
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
-import torch
 from omegaconf import DictConfig
 from PIL import Image
-from rich.console import Console
 
 from datasets import reading_errors
 from datasets.layout import first_of
 from datasets.reading import PHOTOGRAPHS, decode_photograph
 from datasets.time_limit import limited
 from engine import assemble
-from engine.checkpoint import files as checkpoint
+from engine.checkpoint.opening import opened
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import counting, log_to, logger, make_console, progress_bar, tracked
-from engine.distributed import device_of
-from engine.output_files import inside, writable_folder, write_file, write_png
+from engine.output_files import inside, writable_folder, write_array, write_file, write_png
+from engine.predictors import Segmenter
 from engine.schema.evaluation import Prediction
-from engine.schema.segmentation import SegmentationRun
-from engine.segmentation import inference
 from engine.segmentation.pictures import overlay
+from scripts.reports.predictions import Page
 
-KINDS, CLASSES = ("ids", "colour", "overlays"), "classes.json"
+KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes.json", "predictions.csv"
 
 
 def predict(values: DictConfig) -> list[Path]:
-    """Predict as configured (`engine.schema.evaluation.Prediction`). Returns each image's file of train ids.
+    """Predict as configured (`engine.schema.evaluation.Prediction`).
+
+    Returns each image's file of train ids; for a classifier the table.
 
     Raises:
         ValueError: the checkpoint or the input cannot be used; or some images are unreadable. In that case it names
             them after predicting the others.
     """
     options = configuration.typed(values, Prediction)
-    console = make_console()
+    console, source, output = make_console(), Path(options.input), Path(options.output)
     log_to(console, None)
-    path = checkpoint.file_of(options.checkpoint)
-    options.checkpoint = str(path)
-    state = checkpoint.load(path)
-    config = configuration.of_checkpoint(state, SegmentationRun, f"checkpoint {path}")
-    options.apply_to(config)
-    with reading_errors(config.data.timeout_seconds):
-        return predict_images(options, config, state, console)
-
-
-def predict_images(options: Prediction, config: SegmentationRun, state: dict, console: Console) -> list[Path]:
-    """`predict` with the network of `state`, the content of the checkpoint; `options` are applied to `config`."""
-    path, output = Path(options.checkpoint), Path(options.output)
-    images = find_images(Path(options.input), output)
+    network, config, state = opened(options.checkpoint, options)
     assemble.arithmetic(config.trainer)
-    device, views = device_of(options.device), assemble.views(options, config.data)
-    make, averaged = assemble.segmentation_network, options.averaged
-    forward = assemble.trained_forward(config, make, state, path, state["classes"], averaged, device)
-    palette = np.array(state["palette"], np.uint8)  # (K, 3)
-
-    writable_folder("output", output)
-    write_classes(output / CLASSES, state["classes"], palette)
-    written, unreadable = [], []
-    with progress_bar(console) as progress, counting(progress, "windows") as windows:
-        for name, file in tracked(progress, images.items(), "predicting"):
-            try:
-                ids_file, colour_file, overlay_file = (inside(output / kind, f"{name}.png") for kind in KINDS)
-                with limited(file):
-                    image = decode_photograph(file)  # (H, W, 3)
-            except ValueError as error:
-                unreadable.append(str(error))
-                continue
-            batch = torch.from_numpy(image).permute(2, 0, 1)[None]  # (1, 3, H, W)
-            ids = inference.predict(forward, batch, views, config.evaluation_memory_advice, windows)[0].cpu().numpy()
-            write_png(ids_file, ids)
-            write_png(colour_file, palette[ids])
-            write_png(overlay_file, overlay(image, palette[ids]))
-            written.append(ids_file)
-    console.print(f"predicted {len(written)} of {len(images)} images: {output}", soft_wrap=True)
+    segments = isinstance(network, Segmenter)
+    written, unreadable, rows = [] if segments else [output / TABLE], [], []
+    title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
+    page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
+    with reading_errors(config.data.timeout_seconds):
+        images = find_images(source, output)
+        writable_folder("output", output)
+        if isinstance(network, Segmenter):
+            write_classes(output / CLASSES, network.classes, network.palette)
+        with progress_bar(console) as progress, counting(progress, "windows") as windows:
+            for name, file in tracked(progress, images.items(), "predicting"):
+                try:
+                    places = {kind: inside(output / kind, f"{name}.png") for kind in KINDS if segments}
+                    with limited(file):
+                        image = decode_photograph(file)  # (H, W, 3)
+                except ValueError as error:
+                    unreadable.append(str(error))
+                    continue
+                shown = str(file.relative_to(source if source.is_dir() else source.parent))
+                if isinstance(network, Segmenter):
+                    ids = segment(network, image, places, options.probabilities, windows)
+                    written.append(places["ids"])
+                    if options.report:
+                        page.add_segmented(shown, image, ids)
+                else:
+                    probabilities = network.probabilities(image)
+                    rows.append([shown, *likeliest(probabilities, network.classes, options.top_k)])
+                    if options.report:
+                        page.add_classified(shown, image, probabilities)
+    if not segments:
+        write_table(output / TABLE, rows)
+    if options.report:
+        write_file(Path(options.report), "".join(page.html()))
+    console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:
         raise ValueError("\n".join([f"{len(unreadable)} of {len(images)} images were not predicted:", *unreadable]))
     return written
+
+
+def segment(
+    network: Segmenter,
+    image: np.ndarray,
+    places: dict[str, Path],
+    with_probabilities: bool,
+    windows: Callable[[int, int], None],
+) -> np.ndarray:
+    """Predict an image and write the files of it. Returns the ids, uint8 (H, W)."""
+    if with_probabilities:
+        probabilities = network.probabilities(image, windows)  # (K, H, W)
+        write_array(places["probabilities"].with_suffix(".npy"), probabilities.astype(np.float16))
+        ids = probabilities.argmax(axis=0).astype(np.uint8)
+    else:
+        ids = network.predict(image, windows)
+    write_png(places["ids"], ids)
+    write_png(places["colour"], network.palette[ids])
+    write_png(places["overlays"], overlay(image, network.palette[ids]))
+    return ids
+
+
+def likeliest(probabilities: np.ndarray, classes: Sequence[str], count: int) -> list[str]:
+    """[class, probability, …] of the `count` likeliest classes, the first first."""
+    ranked = np.argsort(-probabilities, kind="stable")[:count]
+    return [text for number in ranked for text in (classes[number], f"{probabilities[number]:.6f}")]
+
+
+def write_table(path: Path, rows: list[list[str]]) -> None:
+    """Write image,class1,probability1,class2,… as CSV; names that are not UTF-8 keep their bytes."""
+    text = StringIO()
+    ranks = range(1, 1 + max(len(row) for row in rows) // 2) if rows else ()
+    titles = [title for rank in ranks for title in (f"class{rank}", f"probability{rank}")]
+    csv.writer(text, lineterminator="\n").writerows([["image", *titles], *rows])
+    write_file(path, text.getvalue().encode(errors="surrogateescape"))
 
 
 @limited()
@@ -105,7 +141,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
         return {source.stem: source}
     if not source.is_dir():
         raise ValueError(f"input={source} does not exist: expected an image file, or a folder of such files")
-    ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES)}
+    ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES, TABLE)}
     files = sorted(
         path
         for path in source.rglob("*")
@@ -136,7 +172,7 @@ def result_names(images: Sequence[Path]) -> list[str]:
         names = full
 
 
-def write_classes(path: Path, classes: list[str], palette: np.ndarray) -> None:
+def write_classes(path: Path, classes: Sequence[str], palette: np.ndarray) -> None:
     """Write the meaning of ids and colours: [{"id": 0, "name": "road", "colour": [128, 64, 128]}, …]."""
     entries = [
         {"id": number, "name": name, "colour": colour}

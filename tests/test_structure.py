@@ -31,7 +31,7 @@ KEEPLESS_IMPORTS = {"torch", "triton", "keepless"} | sys.stdlib_module_names  # 
 NO_CIRCLE_OF_FOLDERS = ("datasets", "engine", "keepless", "models", "scripts")
 
 KNOWS_HYDRA = ("engine/configuration/", "engine/schema/", "engine/sweep.py")
-NAMES_KEYS = ("engine/schema/", "engine/assemble/", "engine/planner/fit.py")
+NAMES_KEYS = ("engine/schema/", "engine/assemble/", "engine/planner/fit.py", "engine/checkpoint/initial_weights.py")
 # Modules outside engine/schema and engine/assemble that import the schema, and the names they import.
 KNOWS_SCHEMA = {
     "engine/configuration/config.py": {
@@ -45,6 +45,12 @@ KNOWS_SCHEMA = {
     },
     "engine/run.py": {"keys.deciding", "training.TrainingRun"},
     "engine/checkpoint/run_directory.py": {"keys.named_after", "training.TrainingRun"},
+    "engine/checkpoint/opening.py": {
+        "commands.RUNS",
+        "evaluation.Prediction",
+        "keys.refuse_other_tasks",
+        "training.TrainingRun",
+    },
     "engine/sweep.py": {"keys.Keys", "keys.deciding", "keys.named_after", "keys.override"},
     "engine/configuration/command_line.py": {"keys.Keys", "keys.override"},
     "engine/configuration/arguments.py": {

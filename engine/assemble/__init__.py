@@ -22,7 +22,9 @@ from engine.assemble.data import (
     training_crops,
     training_loader,
 )
-from engine.assemble.network import body, forward, norm_act, trained_forward
+from engine.assemble.network import body, forward, norm_act
 from engine.assemble.optimization import lr_schedule, optimizer
+from engine.assemble.prediction import network_of, predictor
+from engine.assemble.released import of_released
 from engine.assemble.segmentation import loss, segmentation_network, views
 from engine.assemble.training import arithmetic, learner, schedule_of

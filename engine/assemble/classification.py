@@ -72,7 +72,7 @@ def classification_network(
 ) -> nn.Module:
     """Build a body with its classifier, initialised from torch's global generator, on the current default device."""
     network = body(config.body, norm_act(config.norm, group, eager=config.trainer.smoke), classes)
-    choose_recomputation(network, network, config.trainer.recompute)
+    choose_recomputation(network, network, config.trainer.recompute, config.memory.activation_bytes())
     return network
 
 

@@ -1,16 +1,13 @@
 """Configuration keys -> norms, bodies and forward passes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.checkpoint import files as checkpoint
-from engine.console import logger
 from engine.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import TrainingRun
@@ -56,26 +53,6 @@ def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0
 def options_of(config: schema.Norm | schema.Body | schema.Head, *others: str) -> dict[str, Any]:
     """The keys of a layer or network, which are arguments of the same names, except `others`."""
     return {name: value for name, value in vars(config).items() if name not in others}
-
-
-def trained_forward(
-    config: TrainingRun,
-    make: Callable[..., nn.Module],
-    state: dict,
-    path: Path,
-    classes: Sequence[str],
-    averaged: bool,
-    device: torch.device,
-) -> Forward:
-    """Build the forward pass of a checkpoint's network, in eval mode. ValueError: see `checkpoint.load_network`.
-
-    `config`: the checkpoint's, perhaps changed by the command. make(config, number of classes) builds the network.
-    `state`: content of the checkpoint `path`. `classes`: the network must have been trained on these.
-    """
-    if config.compiles_norms(device.type):
-        logger.info("the first image may take half a minute, as code is compiled")
-    network = checkpoint.load_network(partial(make, config, len(state["classes"])), state, classes, path, averaged)
-    return forward(config, network.eval(), device)
 
 
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:

@@ -24,7 +24,7 @@ def segmentation_network(
     features = body(config.body, norm)
     head = DeepLabV3(features.out_channels, norm_act=norm, **options_of(config.head, "name"))
     network = SegmentationNetwork(features, head, classes)
-    choose_recomputation(network, features, config.trainer.recompute)
+    choose_recomputation(network, features, config.trainer.recompute, config.memory.activation_bytes())
     return network
 
 

@@ -6,8 +6,11 @@ from engine.planner.fit import (
     fake_step,
     fitted,
     fitting,
+    needed,
+    room,
     share_of,
     step_memory,
     training_images,
+    within_budget,
 )
 from engine.planner.trace import FakeTensors

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from datasets.text_files import read_text
 from engine.assemble.classification import classified_split
 from engine.assemble.data import dataset, official_classes, official_images
 from engine.assemble.network import forward
+from engine.assemble.prediction import network_of
 from engine.assemble.training import learner_of
 from engine.configuration import config as configuration
 from engine.console import log_to, logger, make_console
@@ -30,18 +30,22 @@ from engine.learner import Learner
 from engine.loop import Loss
 from engine.memory import peak_memory_mib
 from engine.output_files import write_file
+from engine.planner.room import Room, room_of
 from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
 from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import MOST_PIXELS, as_list, check_values
 from engine.schema.memory import Memory
+from engine.schema.network import OurNorm
 from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
+from keepless.fit.sizes import largest
 from keepless.saved import size_text
 
 Config = TypeVar("Config", bound=TrainingRun)
+Kept = TypeVar("Kept", bound=Trace | Room)
 
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _SMALLEST_CROP = 64
@@ -71,10 +75,12 @@ def _train_split(data: Data) -> Dataset:
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
     """A learner, a loss and a minibatch for `engine.planner.trace.traced`.
 
-    The optimiser works on all weights at once, as it does on CUDA devices.
+    As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
     """
+    if isinstance(config.norm, OurNorm) and config.norm.backend == "auto" and config.trainer.device != "cpu":
+        config = replace(config, norm=replace(config.norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
-    network = task.network(config, classes)
+    network = network_of(config, classes)
     if config.trainer.channels_last:
         for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
@@ -94,28 +100,66 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
 
     `offloaded`: see `engine.planner.trace.traced`.
     """
-    trace = _kept_trace(config, crops, crop_size, offloaded)
+    trace = _kept(Trace, config, crops, crop_size, lambda make: traced(make, offloaded), offloaded)
     return replace(trace, at_peak=trace.at_peak | {"gradients": trace.parameters}) if devices > 1 else trace
 
 
-def _kept_trace(config: TrainingRun, crops: int, crop_size: int, offloaded: bool) -> Trace:
-    """A trace from the cache folder; a new one is written there."""
+def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
+    """Bytes of tensors on one device in such a step; with trainer.recompute=budget the least in `memory.time`."""
+    if config.trainer.recompute == "budget":
+        return room(config, crops, crop_size).least(config.memory.time)
+    return step_memory(config, crops, crop_size, devices).peak
+
+
+def room(config: TrainingRun, crops: int, crop_size: int) -> Room:
+    """The room for activations in such a step, and plans for it."""
+    found = _kept(Room, replace(config, memory=Memory()), crops, crop_size, room_of)
+    return replace(found, plans=[(peak, time) for peak, time in found.plans])  # JSON has lists
+
+
+def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
+    """For trainer.recompute=budget: what `memory.budget` leaves as `memory.activations`, or the least that is possible.
+
+    Also returns the bytes that the step then needs, and the sum in words.
+    """
+    step, available = room(config, share_of(config, devices), config.data.crop_size), config.memory.available(devices)
+    assert available is not None
+    peak, time = step.within(available)
+    left = max(available - sum(step.beside.values()), peak + 2**10)
+    beside = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.beside.items() if size)
+    about = (
+        f"{size_text(available)} less {beside} leave {size_text(left)} for activations: a peak of {size_text(peak)} "
+        f"instead of {size_text(step.plans[0][0])}, for {time:.2f} of the time (estimated)"
+    )
+    return Memory(activations=f"{left // 2**10}KiB"), step.needed(peak), about
+
+
+def _kept(
+    kind: type[Kept],
+    config: TrainingRun,
+    crops: int,
+    crop_size: int,
+    make: Callable[..., Kept],
+    offloaded: bool = False,
+) -> Kept:
+    """A trace or a room from the cache folder; a new one is made and written there."""
     keys = configuration.flat(configuration.plain(config))
     used = ("norm.", "body.", "head.", "loss.", "optim.", "trainer.")
     network = {name: value for name, value in keys.items() if name.startswith(used)}
-    step = [crops, *config.data.crop(crop_size), offloaded]
-    about = [network, config.task, classes_of(config.data), *step, torch.__version__, _code()]
+    shape, budget = [crops, *config.data.crop(crop_size)], config.memory.activation_bytes()
+    step = [kind.__name__, network, config.task, classes_of(config.data), *shape, budget, offloaded]
+    about = [*step, torch.__version__, _code()]
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     file = cache_folder() / "traces" / f"{name}.json"
     try:
-        return Trace(**json.loads(file.read_text()))
+        return kind(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # missing or damaged
-        trace = traced(lambda: fake_step(config, crops, crop_size), offloaded)
+        found = make(lambda: fake_step(config, crops, crop_size))
     with suppress(OSError):  # a read-only cache folder only costs the time of tracing again
         partial = file.with_suffix(f".{os.getpid()}")
-        write_file(partial, json.dumps(asdict(trace)))
+        write_file(partial, json.dumps(asdict(found)))
         partial.replace(file)
-    return trace
+    return found
 
 
 @cache
@@ -143,7 +187,7 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     size, share = config.data.crop_size, share_of(config, devices)
 
     def peak(crops: int, side: int) -> int:
-        return step_memory(config, crops, side, devices).peak
+        return needed(config, crops, side, devices)
 
     if memory.fit == "batch":
         smallest, most = (fewest, size), (images or training_images(config.data)) // devices
@@ -163,42 +207,6 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     else:
         chosen.data.crop_size = found
     return chosen
-
-
-def largest(
-    peak: Callable[[int], int], limit: int, smallest: int, step: int, power: int, most: float = math.inf
-) -> int | None:
-    """The largest value, from `smallest` up in steps to `most`, whose training step fits; None if `smallest` does not.
-
-    `peak`: value -> bytes of a training step, which grow about linearly with value ** power: the power is 1 for a
-    number of crops, 2 for the side of square crops.
-    """
-    fits, used = smallest, peak(smallest)
-    if used > limit:
-        return None
-    beyond = 2.0 * smallest
-    while True:
-        too_large = int(min(max(fits + step, math.ceil(beyond / step) * step), most))
-        if too_large <= fits:
-            return fits
-        exceeding = peak(too_large)
-        if exceeding > limit:
-            break
-        slope = max(1.0, (exceeding - used) / (too_large**power - fits**power))  # of the line through the last two
-        fits, used = too_large, exceeding
-        beyond = (fits**power + 1.02 * (limit - used) / slope) ** (1 / power)
-        beyond = min(beyond, fits * 16 ** (1 / power))  # the weights may hide the slope between small values
-    while too_large - fits > step:
-        share = (limit - used) / (exceeding - used)
-        between = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)
-        value = min(max(int(between) // step * step, fits + step), too_large - step)
-        if (found := peak(value)) <= limit:
-            fits, used = value, found
-            if too_large - fits > step and (found := peak(fits + step)) > limit:  # almost always
-                return fits
-        else:
-            too_large, exceeding = value, found
-    return fits
 
 
 @contextmanager
@@ -225,9 +233,13 @@ def fitted(config: Config) -> Iterator[Config]:
     if memory.fit:
         chosen = _begun(config) or fitting(config, processes, _images(config))
     data, share = chosen.data, share_of(chosen, processes)
-    needed = step_memory(chosen, share, data.crop_size, processes).peak
-    step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(needed)}"
-    if needed > available:
+    if config.trainer.recompute == "budget":
+        chosen.memory, peak, about = within_budget(chosen, processes)
+    else:
+        peak, about = step_memory(chosen, share, data.crop_size, processes).peak, size_text(available)
+        chosen.memory = Memory()
+    step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(peak)}"
+    if peak > available:
         raise ValueError(
             f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors; "
             f"memory.fit=batch or memory.fit=crop chooses what fits"
@@ -235,17 +247,15 @@ def fitted(config: Config) -> Iterator[Config]:
     on_cpu = device_of(config.trainer.device, key="trainer.device").type == "cpu"
     logger.info(
         f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
-        f"data.crop_size={data.crop_size}, as {step} of {size_text(available)}"
-        + ("; on a CPU nothing enforces it" if on_cpu else "")
+        f"data.crop_size={data.crop_size}, as {step} of {about}" + ("; on a CPU nothing enforces it" if on_cpu else "")
     )
-    chosen.memory = Memory()
     try:
         yield chosen
     except MemoryError as error:
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         taken = f"{'its tensors' if device.type == 'cuda' else 'the process'} took {peak_memory_mib(device):,.1f} MiB"
         raise MemoryError(
-            f"{error}. With memory.budget={memory.budget} {size_text(needed)} were planned, and {taken} before that: "
+            f"{error}. With memory.budget={memory.budget} {size_text(peak)} were planned, and {taken} before that: "
             f"give more memory.workspace or memory.fragmentation, or a smaller memory.budget"
         ) from error
 

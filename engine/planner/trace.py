@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from engine.distributed import World
 from engine.learner import Learner
 from engine.loop import Loss, accumulate_gradients
-from engine.planner.made_tensors import Change, MadeTensors
+from keepless.fit.made_tensors import Change, MadeTensors
 from keepless.saved import SavedTensors
 from keepless.torch_internals import (
     FakeTensorMode,
@@ -62,19 +62,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
     """
     with FakeTensors():
         learner, loss, minibatch = make()
-        for parameter in learner.network.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        learner.step(1.0)
-        learner.optimizer.zero_grad()
-        learner.network.train()
-        network = learner.network
-        resident = {
-            "weights": _bytes([*network.parameters(), *network.buffers()]),
-            "average": 0 if learner.average is None else _bytes(learner.average.module.state_dict().values()),
-            "momentum": _bytes([value for state in learner.optimizer.state.values() for value in state.values()]),
-            "images": _bytes([minibatch["image"], minibatch["label"]]),
-        }
-        forward_ends = 0
+        network, resident, forward_ends = learner.network, begun(learner, minibatch), 0
         host = _Offloaded()
         with _Places(network) as places, MadeTensors(places) as made:
 
@@ -93,6 +81,22 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
         kept = _kept(learner, loss, minibatch)
     at_peak, place = _at_peak(resident, made.changes, forward_ends, gradients)
     return Trace(at_peak, place, kept, _bytes(network.parameters()), moved=host.bytes)
+
+
+def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
+    """Take an optimiser step, which makes the momentum. Returns the bytes that are there between two steps."""
+    network = learner.network
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    learner.step(1.0)
+    learner.optimizer.zero_grad()
+    network.train()
+    return {
+        "weights": _bytes([*network.parameters(), *network.buffers()]),
+        "average": 0 if learner.average is None else _bytes(learner.average.module.state_dict().values()),
+        "momentum": _bytes([value for state in learner.optimizer.state.values() for value in state.values()]),
+        "images": _bytes([minibatch["image"], minibatch["label"]]),
+    }
 
 
 def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:

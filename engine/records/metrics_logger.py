@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Protocol
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -19,10 +19,17 @@ from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from datasets.text_files import parsed
-from engine.checkpoint.run_directory import RunDirectory
 from engine.console import logger, printable, progress_bar
 from engine.output_files import opened_file, write_file
 from engine.records.evaluated import Evaluated, without_nan
+
+
+class Places(Protocol):
+    """Paths of a run, as `engine.checkpoint.run_directory.RunDirectory` has them."""
+
+    path: Path
+    last: Path
+    best: Path
 
 
 class MetricsLogger:
@@ -202,7 +209,7 @@ class MetricsLogger:
         if self.run_dir is not None:
             self.tensorboard.add_figure(name, figure, step)
 
-    def summary(self, directory: RunDirectory, score_text: Callable[[float], str], evaluate: str) -> str:
+    def summary(self, directory: Places, score_text: Callable[[float], str], evaluate: str) -> str:
         """The run's cost, its files, and the next commands, one per line.
 
         `score_text` formats a score; `evaluate` is the command that evaluates the last checkpoint.

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from datasets.registry import FOR_CLASSIFICATION
 from engine.schema.data import Data
-from engine.schema.evaluation import CLASSIFICATION, TEN, Evaluation, TrainedNetwork, changed
+from engine.schema.evaluation import CLASSIFICATION, TEN, TEN_CROP, Evaluation, TrainedNetwork, changed
 from engine.schema.keys import group, key
 from engine.schema.training import Trainer, TrainingRun
 
@@ -75,10 +75,10 @@ class ClassificationRun(TrainingRun):
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops and batches. ValueError: the crop does not fit the images."""
-        assert isinstance(options, Evaluation), "scripts.predict takes no classifiers"
         usual, data, crop, resize = self.trainer.evaluate_batch_size, self.data, options.crop, options.resize
-        fewer = max(1, usual // TEN) if options.view == "ten_crop" else usual
-        self.trainer.evaluate_batch_size = options.batch_size or fewer
+        if isinstance(options, Evaluation):
+            fewer = max(1, usual // TEN) if options.view == TEN_CROP else usual
+            self.trainer.evaluate_batch_size = options.batch_size or fewer
         if not isinstance(data, ImageNetData):
             given = [*changed(options.view, "center", "view={}"), *changed(crop, None, "crop={}")]
             given += changed(resize, None, "resize={}")

@@ -3,6 +3,7 @@
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import TrainingRun
 
 COMMANDS = {
     "train_seg.py": SegmentationRun,
@@ -10,6 +11,7 @@ COMMANDS = {
     "eval.py": Evaluation,
     "scripts.predict": Prediction,
 }
+RUNS: dict[str, type[TrainingRun]] = {run.task: run for run in (SegmentationRun, ClassificationRun)}
 # Words that differ only a little from our keys are found without a table.
 SYNONYMS = {
     **dict.fromkeys(("backbone", "model"), ("body",)),

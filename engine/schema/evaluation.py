@@ -6,13 +6,15 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key
-from engine.schema.network import ReleasedNorm, StandardNorm
+from engine.schema.network import OurNorm, ReleasedNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
+from keepless.norms.backends import BACKENDS
 from keepless.norms.backends.activations import ACTIVATIONS
 
 OVERLAP = 0.25
 ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0}  # slope for negative inputs, alpha
-VIEWS, TEN = ("center", "ten_crop"), 10
+CENTER, TEN_CROP = VIEWS = ("center", "ten_crop")
+TEN = 10
 SEGMENTATION, CLASSIFICATION = "segmentation", "classification"  # tasks
 
 
@@ -65,6 +67,11 @@ class TrainedNetwork:
     head: TrainedHead = field(default_factory=TrainedHead)
     window: Window = field(default_factory=Window)
     tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)
+    # The crops whose logits are averaged: the central one; or the corners and the centre, and their mirror images.
+    view: str = key(CENTER, one_of=VIEWS, task=CLASSIFICATION)
+    crop: int | None = key(None, above=0, task=CLASSIFICATION)  # pixels; null: as in training
+    # Pixels of the short side before cropping; null: in proportion to crop as in training, e.g. 366 for 320.
+    resize: int | None = key(None, above=0, task=CLASSIFICATION)
     device: str = key("auto", one_of=DEVICES)  # auto: CUDA if there is a device
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
     # How long to wait for the next image; null: as in training.
@@ -86,11 +93,6 @@ class Evaluation(TrainedNetwork):
     data: EvaluationData = field(default_factory=EvaluationData)
     # Replaces the activation of every norm (paper, Table 1), with its default parameter; null: as in training.
     activation: str | None = key(None, one_of=tuple(ACTIVATIONS))
-    # The crops whose logits are averaged: the central one; or the corners and the centre, and their mirror images.
-    view: str = key("center", one_of=VIEWS, task=CLASSIFICATION)
-    crop: int | None = key(None, above=0, task=CLASSIFICATION)  # pixels; null: as in training
-    # Pixels of the short side before cropping; null: in proportion to crop as in training, e.g. 366 for 320.
-    resize: int | None = key(None, above=0, task=CLASSIFICATION)
     predictions: str | None = key(None, task=SEGMENTATION)  # folder for predictions in the dataset's official encoding
     overlays: str | None = key(None, task=SEGMENTATION)  # folder for pictures: image | ground truth | prediction
     overlay_images: int | None = key(None, above=0, task=SEGMENTATION)  # how many; null: all
@@ -162,6 +164,18 @@ class Prediction(TrainedNetwork):
 
     input: str = MISSING  # an image, or a folder of images, searched with its subfolders
     output: str = MISSING  # folder
+    report: str | None = None  # HTML file: each image with its overlay and the share of each class, or its top_k bars
+    # Of the norms. auto: PyTorch's operators. compiled (CPU) and triton (CUDA) are faster on many images of one size;
+    # compiled takes 10 seconds and more for each of the first sizes.
+    backend: str = key("auto", one_of=BACKENDS)
+    # Also write each pixel's probability of every class: float16 (classes, height, width), as NumPy files.
+    probabilities: bool = key(False, task=SEGMENTATION)
+    top_k: int = key(5, above=0, task=CLASSIFICATION)  # classes of each image in predictions.csv, the likeliest first
+
+    def apply_to(self, config: TrainingRun) -> None:
+        super().apply_to(config)
+        if isinstance(config.norm, OurNorm):
+            config.norm.backend = "eager" if self.backend == "auto" else self.backend
 
 
 def resolved(path: str | None) -> Path | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.schema.keys import key
+from keepless.fit.device import CONTEXT, FRAGMENTATION, WORKSPACE
 from keepless.units import UNITS, bytes_of
 
 MOST_BYTES = 2**50
@@ -21,14 +22,24 @@ class Memory:
     # Choose by memory.budget: the most crops of data.crop_size (batch; the paper's FIXED CROP), or the largest
     # crop with data.crops_per_minibatch (crop; the paper's FIXED BATCH). A resumed run keeps its first choice.
     fit: str | None = key(None, one_of=("batch", "crop"), free_on_resume=True)
-    context: str = key("0.5GiB", free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
+    # With trainer.recompute=budget, fit allows a step this time (estimated), relative to keeping all activations.
+    time: float = key(1.15, least=1, free_on_resume=True)
+    # With trainer.recompute=budget, memory of the forward and backward pass, beside weights, momentum, gradients,
+    # images and loss; null: what memory.budget leaves.
+    activations: str | None = key(None, free_on_resume=True)
+    context: str = key(CONTEXT, free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
     nccl: str = key("0.2GiB", free_on_resume=True)  # NCCL's buffers, with several devices
-    workspace: str = key("0.7GiB", free_on_resume=True)  # of convolutions, chosen by cuDNN's benchmark
-    fragmentation: float = key(0.05, least=0, most=0.9, free_on_resume=True)  # share of the rest that stays unused
+    workspace: str = key(WORKSPACE, free_on_resume=True)  # of convolutions, chosen by cuDNN's benchmark
+    fragmentation: float = key(FRAGMENTATION, least=0, most=0.9, free_on_resume=True)  # share of the rest, unused
 
     def check(self) -> None:
         if self.fit is not None and self.budget is None:
             raise ValueError(f"memory.fit={self.fit} needs a device's memory: give memory.budget=…, such as 12GiB")
+        if self.activations is not None and self.budget is not None:
+            raise ValueError(
+                f"memory.activations={self.activations} with memory.budget={self.budget}: give one of them"
+            )
+        self.activation_bytes()  # it may be wrong
         devices = self.gpus or 1
         available = self.available(devices)
         if available is not None and available <= 0:
@@ -41,6 +52,10 @@ class Memory:
         if self.budget is None:
             return None
         return int((self._bytes("budget") - self._reserved(devices)) * (1 - self.fragmentation))
+
+    def activation_bytes(self) -> int | None:
+        """`activations` as a number; None if it is not given."""
+        return None if self.activations is None else self._bytes("activations")
 
     def needed(self, tensors: int, devices: int) -> int:
         """Bytes of memory that each device needs for `tensors` bytes of tensors."""

@@ -1,14 +1,14 @@
 """Keys of training runs of any task, with their rules and the messages that name them."""
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.schema.data import Data
 from engine.schema.keys import MOST_SECONDS, as_list, group, key, override
 from engine.schema.memory import Memory
-from engine.schema.network import BODIES, NORMS, Body, Norm, ReleasedNorm
+from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, ReleasedNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
 from models.checkpoints.released import SCALES
 from models.recomputation import RECOMPUTE
@@ -34,9 +34,10 @@ class Trainer:
     precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
     tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
     channels_last: bool = True  # memory format of activations; false: contiguous
-    # activations: see `recompute_activations`. Checkpointing of the body's blocks: keep their inputs (blocks), or those
-    # of every sqrt(L)-th of L blocks (sqrt), and compute the rest again in the backward pass.
-    recompute: str = key("none", one_of=RECOMPUTE, free_on_resume=True)
+    # activations: see `recompute_activations`; budget: compute as many activations again as memory.budget requires.
+    # Checkpointing of the body's blocks: keep their inputs (blocks), or those of every sqrt(L)-th of L blocks (sqrt),
+    # and compute the rest again in the backward pass.
+    recompute: str = key("none", one_of=(*RECOMPUTE, "budget"), free_on_resume=True)
     compile: bool = False  # the training's forward and backward pass by torch.compile, as one graph
     deterministic: bool = False  # deterministic algorithms only: repeated runs give equal weights
     accumulation_steps: int = key(1, above=0)  # micro-batches per minibatch in each process
@@ -120,18 +121,29 @@ class TrainingRun:
             raise ValueError(
                 "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
             )
-        if trainer.compile and trainer.recompute == "activations":
+        if trainer.compile and trainer.recompute in ("activations", "budget"):
             raise ValueError(
-                "trainer.recompute=activations with trainer.compile=true: the compiler decides which activations to "
-                "keep; leave one of them out"
+                f"trainer.recompute={trainer.recompute} with trainer.compile=true: the compiler decides which "
+                f"activations to keep, by its own torch._functorch.config.activation_memory_budget; leave one out"
             )
         if trainer.recompute not in ("none", "activations") and self.body.is_reversible():
             raise ValueError(
-                f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks and sqrt are for bodies "
-                f"that are not reversible; give trainer.recompute=none or activations"
+                f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks, sqrt and budget are for "
+                f"bodies that are not reversible; give trainer.recompute=none or activations"
             )
+        self._check_budget()
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
+
+    def _check_budget(self) -> None:
+        memory, recompute = self.memory, self.trainer.recompute
+        if recompute == "budget" and memory.budget is None and memory.activations is None:
+            raise ValueError(
+                "trainer.recompute=budget needs a device's memory: give memory.budget=…, such as 12GiB, or "
+                "memory.activations=…, the part of it that is left for activations"
+            )
+        if recompute != "budget" and memory.activations is not None:
+            raise ValueError(f"memory.activations={memory.activations} needs trainer.recompute=budget")
 
     def compiles(self, device_type: str) -> bool:
         """Whether a run may compile code in its first steps. (On CUDA the norms' kernels take a second.)"""
@@ -173,6 +185,14 @@ class TrainingRun:
                 f"trainer.precision={self.trainer.precision} with norm=package: the released package computes in "
                 f"float32 only; give trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
             )
+
+    def without_released_norm(self) -> float | None:
+        """Replace norm=package by its equal in-place norm; return the eps of its scales |weight| + eps."""
+        if not isinstance(self.norm, ReleasedNorm):
+            return None
+        options = {entry.name: getattr(self.norm, entry.name) for entry in fields(self.norm)}
+        self.norm = InPlaceNorm(**{**options, "name": InPlaceNorm.name})
+        return self.norm.eps
 
     def check_shares(self, processes: int) -> None:
         """Raise ValueError if a process would have too few images in a micro-batch."""

@@ -9,6 +9,7 @@ the rows under one row of windows.
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,10 @@ class Views:
         """Whether an image of (H, W) pixels takes a single forward pass."""
         return self.scales == (1.0,) and not self.flip and (self.window is None or max(size) <= self.window)
 
+    def count(self) -> int:
+        """How many views there are of an image."""
+        return len(self.scales) * (1 + self.flip)
+
     def record(self) -> dict:
         """The fields for results.json, without base_size, base_side and antialias, which its configuration has."""
         return {"window": self.window, "overlap": self.overlap, "scales": list(self.scales), "flip": self.flip}
@@ -73,31 +78,63 @@ def predict(
 
     MemoryError: the device does not have enough memory for these images.
     """
+    with _memory_errors(images, memory_advice):
+        return _predict(forward, images, views, progress)[:, 0]
+
+
+def probabilities(
+    forward: Forward,
+    images: Tensor,
+    views: Views = WHOLE_IMAGE,
+    memory_advice: str = "",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tensor:
+    """The probability of every class at every pixel, float32 (N, classes, H, W); otherwise as `predict`.
+
+    Memory grows with the images and the number of classes, also with `views.window`.
+    """
+
+    def mean_softmax(scores: Tensor) -> Tensor:
+        return scores.softmax(dim=1) if views.count() == 1 else scores / views.count()
+
+    with _memory_errors(images, memory_advice):
+        return _predict(forward, images, views, progress, mean_softmax)
+
+
+def _memory_errors(images: Tensor, advice: str) -> AbstractContextManager:
     count, _, height, width = images.shape
     what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
-    with memory_errors(f"while {what} of {height}x{width} pixels {was} evaluated. {memory_advice}"):
-        return _predict(forward, images, views, progress)
+    return memory_errors(f"while {what} of {height}x{width} pixels {was} evaluated. {advice}")
+
+
+def _most_likely(scores: Tensor) -> Tensor:
+    return scores.argmax(dim=1, keepdim=True).to(torch.uint8)
 
 
 @torch.inference_mode()
-def _predict(forward: Forward, images: Tensor, views: Views, progress: Callable[[int, int], None]) -> Tensor:
+def _predict(
+    forward: Forward,
+    images: Tensor,
+    views: Views,
+    progress: Callable[[int, int], None],
+    kept: Callable[[Tensor], Tensor] = _most_likely,
+) -> Tensor:
+    """`kept` of the scores of all pixels: (N, classes, rows, W) -> (N, channels, rows, W); nearest at other sizes."""
     forward.network.eval()
     height, width = images.shape[-2:]
     own_size = (height, width)
     size = views.size(own_size)
     if views.at_once(size):
-        predictions = forward(images, at=size, antialias=views.antialias).argmax(dim=1).to(torch.uint8)
+        predictions = kept(forward(images, at=size, antialias=views.antialias))
     else:
-        predictions = _predict_views(forward, images, size, views, progress)
-    if size == own_size:
-        return predictions
-    return F.interpolate(predictions[:, None], own_size, mode="nearest-exact")[:, 0]
+        predictions = torch.cat([kept(scores) for scores in _scores(forward, images, size, views, progress)], dim=2)
+    return predictions if size == own_size else F.interpolate(predictions, own_size, mode="nearest-exact")
 
 
-def _predict_views(
+def _scores(
     forward: Forward, images: Tensor, size: tuple[int, int], views: Views, progress: Callable[[int, int], None]
-) -> Tensor:
-    """`predict` without the last resize: uint8 (N, *size)."""
+) -> Iterator[Tensor]:
+    """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or of several views the sum of softmaxes."""
     images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
     height, width = images.shape[-2:]
@@ -109,7 +146,6 @@ def _predict_views(
     done, total = itertools.count(1), sum(math.prod(map(len, view.windows)) for view in seen)
     for view in seen:
         view.window_done = lambda: progress(next(done), total)
-    predictions = images.new_empty(len(images), *size)
     rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * seen[0].classes * size[1]))
     for top in range(0, size[0], rows_at_once):
         rows = range(top, min(top + rows_at_once, size[0]))
@@ -118,8 +154,7 @@ def _predict_views(
             scores = scores.softmax(dim=1)
             for view in seen[1:]:
                 scores += view.logits(rows, size).softmax(dim=1)  # the sum has the argmax of the mean
-        predictions[:, rows.start : rows.stop] = scores.argmax(dim=1)
-    return predictions
+        yield scores
 
 
 class _View:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..inputs import tensors_in
 from ..recompute.values import autocast_as, autocast_of
 from ..saved import is_ordinary
-from ..torch_internals import without_dispatch_modes, without_function_modes
+from ..torch_internals import tree_leaves, tree_map, without_dispatch_modes, without_function_modes
 
 _profiler = threading.Lock()  # a process has one; two threads that start it crash
+_BEGINS = "keepless: the step begins"  # an event of the profiler
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
 
 
@@ -59,16 +61,30 @@ class MeasuredCall(NamedTuple):
     autocast: tuple[bool, torch.dtype | None]  # see `autocast_of`
 
     @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(one.size for one in tree_leaves(self.arguments, is_leaf=_is_spec) if _is_spec(one))
+
+    @property
+    def trained(self) -> int:
+        """Bytes of those that need gradients."""
+        specs = filter(_is_spec, tree_leaves(self.arguments, is_leaf=_is_spec))
+        return sum(one.size for one in specs if one.requires_grad)
+
+    @property
     def device(self) -> torch.device:
         return next((one.device for one in self.arguments if isinstance(one, TensorSpec)), torch.device("cpu"))
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """The result, and the arguments that need gradients."""
         given = self.made_arguments()
-        return self.with_arguments(given), [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+        result = self.with_arguments(given)
+        if not isinstance(result, Tensor):
+            result = next(one for one in tensors_in(result) if one.requires_grad)
+        return result, [one for one in tensors_in(given) if one.requires_grad]
 
     def made_arguments(self) -> list[Any]:
-        return [one.tensor() if isinstance(one, TensorSpec) else one for one in self.arguments]
+        return [tree_map(_made, one, is_leaf=_is_spec) for one in self.arguments]
 
     def with_arguments(self, given: Sequence[Any]) -> Tensor:
         unnamed = len(given) - len(self.names)
@@ -76,31 +92,50 @@ class MeasuredCall(NamedTuple):
             return self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
 
 
-def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredCall | None:
-    """A call that can be repeated; None if it takes lists of tensors, or tensors that are not ordinary."""
+def _is_spec(one: object) -> bool:
+    return isinstance(one, TensorSpec)
+
+
+def _made(one: object) -> object:
+    return one.tensor() if isinstance(one, TensorSpec) else one
+
+
+def _spec(one: Any) -> Any:
+    if not isinstance(one, Tensor):
+        return one
+    is_parameter = isinstance(one, torch.nn.Parameter)
+    return TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad, is_parameter)
+
+
+def call_of(
+    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], lists: bool = False
+) -> MeasuredCall | None:
+    """A call that can be repeated; None if it takes tensors that are not ordinary, or lists of any without `lists`."""
     arguments: list[Any] = []
     for one in (*args, *kwargs.values()):
-        if isinstance(one, Tensor) and is_ordinary(one):
-            is_parameter = isinstance(one, torch.nn.Parameter)
-            one = TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad, is_parameter)
-        elif isinstance(one, (list, tuple)):
+        if isinstance(one, (list, tuple)):
             one = tuple(one)
-            if any(isinstance(item, Tensor) for item in one):
+            if any(isinstance(item, Tensor) for item in one) and not lists:
                 return None
-        elif isinstance(one, Tensor):
+        if not all(map(is_ordinary, tensors_in(one))):
             return None
-        arguments.append(one)
+        arguments.append(tree_map(_spec, one))
     call = MeasuredCall(function, tuple(arguments), tuple(kwargs), (False, None))
     return call._replace(autocast=autocast_of(call.device.type))
 
 
-def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
+def peak_bytes(
+    step: Callable[[], object], device: torch.device | str, first: Callable[[], object] | None = None
+) -> int:
     """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it.
 
     `device`: where they are; "cuda" is the current one. There this resets the peak that PyTorch's allocator counts.
+    `first` runs before: on the CPU, only what it allocates is subtracted when the step frees it.
     """
     device = torch.device(device)
     if device.type == "cuda":
+        if first is not None:
+            first()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -110,39 +145,55 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        if first is not None:
+            first()
+            with torch.profiler.record_function(_BEGINS):
+                pass
         step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() in ("[memory]", _BEGINS)]
     peak = held = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        held = 0 if event.name() == _BEGINS else held + event.nbytes()
+        peak = held if event.name() == _BEGINS else max(peak, held)
     return peak
 
 
 @cache
 def forward_temporaries(call: MeasuredCall) -> int:
-    """Bytes that a call takes while it runs, beside its arguments and result. It is measured, on other tensors."""
+    """Bytes that a call takes while it runs, beside its arguments and results. It is measured, on other tensors."""
     with _measured(call.device):
         kept: list[object] = []
         call.run()
-        arguments = sum(one.size for one in call.arguments if isinstance(one, TensorSpec))
-        peak = peak_bytes(lambda: kept.append(call.run()), call.device)
-        result: Any = kept[0]
-        return max(0, peak - arguments - result[0].nbytes)
+        given = call.made_arguments()
+        peak = peak_bytes(lambda: kept.append(call.with_arguments(given)), call.device)
+        return max(0, peak - sum(one.nbytes for one in tensors_in(kept)))
 
 
 @cache
-def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...]) -> int:
+def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: bool = False) -> int:
     """Temporary bytes of a call's backward node, beside saved tensors and gradients.
 
-    `stride`: of the result's gradient.
+    `stride`: of the result's gradient. `of_many`: the call makes several nodes, each of which frees what it has saved.
     """
-    with _measured(call.device):
+    made: list[Any] = []
+
+    def run() -> None:
         result, leaves = call.run()
-        gradient = TensorSpec(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
-        # The profiler warns of memory that is freed but was allocated before it: the graph stays.
-        peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True), call.device)
-        return max(0, peak - sum(leaf.nbytes for leaf in leaves))
+        made[:] = result, leaves, TensorSpec(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
+
+    def differentiate() -> None:
+        result, leaves, gradient = made
+        if of_many:
+            made.clear()
+        made.append(torch.autograd.grad(result, leaves, gradient, retain_graph=not of_many))
+
+    with _measured(call.device):
+        if of_many:
+            peak = peak_bytes(differentiate, call.device, first=run)
+        else:  # the graph stays: the profiler warns of memory that is freed but was allocated before it
+            run()
+            peak = peak_bytes(differentiate, call.device)
+        return max(0, peak - call.trained)
 
 
 @contextmanager
@@ -225,8 +276,17 @@ def _summed(equation: str, tensors: Sequence[Tensor]) -> int:
 def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> float:
     """For fake tensors: from bytes and operations, as far as it matters which of two calls takes longer."""
     moved = result.nbytes + sum(one.nbytes for one in arguments if isinstance(one, Tensor))
-    rates = _rates(result.device, result.dtype)
-    return moved / rates.bytes + operations_of(function, arguments, result) / rates.operations
+    return seconds_for(moved, operations_of(function, arguments, result), result)
+
+
+# The device whose time calls on fake tensors take; None: the tensors' own.
+stood_for: ContextVar[torch.device | None] = ContextVar("stood_for", default=None)
+
+
+def seconds_for(moved: int, operations: int, result: Tensor) -> float:
+    """For so many bytes and operations, on the device of a result."""
+    rates = _rates(stood_for.get() or result.device, result.dtype)
+    return moved / rates.bytes + operations / rates.operations
 
 
 class _Rates(NamedTuple):
@@ -238,10 +298,10 @@ class _Rates(NamedTuple):
 
 @cache
 def _rates(device: torch.device, dtype: torch.dtype) -> _Rates:
-    """Measured by a copy and a matrix product; typical ones for a device that is not at hand."""
+    """Measured by a copy and a matrix product; those of recent cards for a device that is not at hand."""
     is_cuda = device.type == "cuda"
     if not (is_cuda and torch.cuda.is_available() or device.type == "cpu"):
-        return _Rates(1e10, 1e11)
+        return _Rates(1e12, 1e14 if dtype.itemsize <= 2 else 2e13)
     size, width = (2**26, 2**12) if is_cuda else (2**23, 2**8)
     dtype = dtype if dtype.is_floating_point else torch.float32
     with without_dispatch_modes(), without_function_modes(), torch.no_grad():

@@ -33,14 +33,14 @@ class Estimates:
         """Seconds and temporary bytes of a call. `exact`: do not interpolate."""
         return self._of(call, ("forward",), exact, lambda: _forward(call))
 
-    def backward(self, call: MeasuredCall, stride: tuple[int, ...], exact: bool = False) -> int:
-        """Temporary bytes of its backward node. `stride`: of the result's gradient."""
+    def backward(self, call: MeasuredCall, stride: tuple[int, ...], exact: bool, of_many: bool) -> int:
+        """Temporary bytes of its backward node, or of many: see `backward_temporaries`. `exact`: as above."""
         order = tuple(sorted(range(len(stride)), key=stride.__getitem__))
-        return int(self._of(call, ("backward", order), exact, lambda: _backward(call, stride)).busy)
+        return int(self._of(call, ("backward", order), exact, lambda: _backward(call, stride, of_many)).busy)
 
     def _of(self, call: MeasuredCall, key: tuple[Any, ...], exact: bool, measure: Callable[[], Taken]) -> Taken:
         known = self._measured.setdefault((*key, *_kind(call)), {})
-        size = sum(one.size for one in call.arguments if isinstance(one, TensorSpec))
+        size = call.size
         if size not in known:
             sizes = sorted(known)
             place = bisect_left(sizes, size)
@@ -49,8 +49,11 @@ class Estimates:
             if profiler_runs():  # measuring starts another, which would end it
                 nearest = min(sizes, key=lambda other: abs(other - size), default=None)
                 return Taken(0.0, 0) if nearest is None else known[nearest]
-            with without_dispatch_modes(), without_function_modes():
-                known[size] = measure()
+            try:
+                with without_dispatch_modes(), without_function_modes():
+                    known[size] = measure()
+            except RuntimeError:  # it may not work on ones, such as a Cholesky decomposition
+                known[size] = Taken(0.0, 0)
         return known[size]
 
 
@@ -66,8 +69,8 @@ def _forward(call: MeasuredCall) -> Taken:
         return Taken(seconds_again(lambda: call.with_arguments(given), call.device), busy)
 
 
-def _backward(call: MeasuredCall, stride: tuple[int, ...]) -> Taken:
-    return Taken(0.0, backward_temporaries(call, stride))
+def _backward(call: MeasuredCall, stride: tuple[int, ...], of_many: bool) -> Taken:
+    return Taken(0.0, backward_temporaries(call, stride, of_many))
 
 
 def _kind(call: MeasuredCall) -> tuple[Hashable, ...]:
@@ -76,6 +79,8 @@ def _kind(call: MeasuredCall) -> tuple[Hashable, ...]:
 
 
 def _kind_of(argument: object) -> Hashable:
+    if isinstance(argument, tuple) and not isinstance(argument, TensorSpec):
+        return tuple(map(_kind_of, argument))
     if not isinstance(argument, TensorSpec):
         return argument
     order = tuple(sorted(range(len(argument.shape)), key=argument.stride.__getitem__))

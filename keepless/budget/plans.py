@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .costs import seconds_of
 from .estimates import Estimates
 from .execution import ByPlan, Guard
 from .rehearsal import rehearsed_step
+from .saved_plans import FORMAT, dtype_of, is_usable, plan_from_plain, plan_to_plain
 from .scaling import Sized, remember, scaled
 from .search import frontier
 from .simulation import plain_peak, simulate
@@ -26,6 +27,8 @@ _TRACES = 16  # whole steps of one shape that are traced, if the network takes d
 _NEAREST = 4  # plans of other shapes that are tried
 _CLOSE = 0.97  # of the budget: a plan that takes so much is not searched for again
 _PAUSE = 1.0  # seconds of planning that are said
+_ABOUT = 1.01  # a saved plan's peak may be higher by so much on fake tensors
+_OF_SHAPE = ("passes", "traces", "needs_trace", "strays")  # attributes that are saved
 _log = logging.getLogger(__name__)
 
 
@@ -41,9 +44,10 @@ class PlansByShape:
     def __init__(self, budget: float | int):
         self.budget = budget
         self.estimates = Estimates()
-        self._shapes: dict[Hashable, _Shape] = {}
+        self._shapes: dict[Any, _Shape] = {}
         self._sized: dict[Hashable, list[Sized]] = {}  # rehearsed steps, by all but the dimensions of inputs
         self._families: dict[tuple[Any, ...], _Family] = {}  # by the functions that are called
+        self._unconfirmed: set[tuple[Any, ...]] = set()  # whose plans were saved, and which have not run since
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
         """The policy of the next forward pass."""
@@ -53,6 +57,8 @@ class PlansByShape:
                 shape.waits = True
                 warnings.warn("a profiler of PyTorch runs: the budget is planned once it has ended", stacklevel=2)
             return ByPlan(shape.plans, guard=Guard())
+        if self._unconfirmed and shape.plans:
+            self._confirm(shape, module, args, kwargs)
         if not (shape.passes or shape.plans):
             self._rehearse(shape, module, args, kwargs)
         for other in self._shapes.values():
@@ -68,6 +74,70 @@ class PlansByShape:
                 f"a step on fake tensors like the example raises {type(error).__name__}: {error}; give an example that "
                 f"the network can be trained on, or leave it out, as for networks that ask for values"
             ) from error
+
+    def state(self) -> dict[str, Any]:
+        """The plans in force, as plain containers: see `keepless.budget_state`."""
+        shapes = []
+        for ((forms, training, *autocast), dims), shape in self._shapes.items():
+            inputs = [[size, str(dtype), needs_grad, str(device)] for size, dtype, needs_grad, device in forms]
+            families = [self._family_of(plan.calls) for plan in shape.plans]
+            plans = [
+                {**plan_to_plain(plan), "correction": family.correction, "traced": family.was_traced}
+                for plan, family in zip(shape.plans, families, strict=True)
+            ]
+            found = {"inputs": inputs, "training": training, "autocast": autocast, "dims": [*dims], "plans": plans}
+            shapes.append(found | {name: getattr(shape, name) for name in _OF_SHAPE})
+        return {"format": FORMAT, "torch": str(torch.__version__), "budget": self.budget, "shapes": shapes}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Follow the plans of `state` from now on, if they are for this budget and PyTorch; a warning says if not."""
+        if not is_usable(state, self.budget):
+            return
+        shapes: dict[Any, _Shape] = {}
+        families: dict[tuple[Any, ...], _Family] = {}
+        try:
+            for found in state["shapes"]:
+                forms = tuple((n, dtype_of(kind), grad, torch.device(name)) for n, kind, grad, name in found["inputs"])
+                key, dims = (forms, found["training"], *found["autocast"]), tuple(found["dims"])
+                shape = shapes[key, dims] = _Shape(dims, self._sized.setdefault(key, []))
+                shape.plans = [plan_from_plain(plain) for plain in found["plans"]]
+                for name in _OF_SHAPE:
+                    setattr(shape, name, found[name])
+                for plan, plain in zip(shape.plans, found["plans"], strict=True):
+                    family = families.setdefault(_functions(plan.calls), _Family())
+                    family.plans.append(plan)
+                    family.correction, family.was_traced = plain["correction"], plain["traced"]
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            _plan_anew(f"cannot be read here ({type(error).__name__}: {error})")
+            return
+        self._shapes, self._families, self._unconfirmed = shapes, families, {*families}
+
+    def adopt(self, plan: Plan, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: bool) -> None:
+        """Take over the plan of a step on these arguments. `traced`: it was no rehearsal."""
+        shape, family = self._shape(module, args, kwargs), self._family_of(plan.calls)
+        shape.plans, shape.needs_trace = [plan], not traced
+        family.plans.append(plan)
+        family.was_traced = traced
+
+    def _confirm(self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Rehearse a step whose plan was saved, without measuring or searching: forget all plans of another network."""
+        functions = _functions(shape.plans[0].calls)
+        if functions not in self._unconfirmed:
+            return
+        self._unconfirmed.remove(functions)
+        try:
+            step = rehearsed_step(module, args, kwargs, None)
+        except Exception as error:  # a network may raise anything; the calls are compared as they come
+            _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
+            return
+        known = next((plan for plan in shape.plans if plan.calls == step.calls), None)
+        if known is None or simulate(step, known.choice(step)).peak > _ABOUT * known.peak:
+            _plan_anew(f"do not fit the network, which makes other {'calls' if known is None else 'tensors'} now")
+            for other in self._shapes.values():
+                other.plans = [plan for plan in other.plans if _functions(plan.calls) != functions]
+                if not other.plans:
+                    other.passes, other.needs_trace = 0, True
+            del self._families[functions]
 
     def _shape(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Shape":
         """What is known of inputs of this shape."""
@@ -93,7 +163,7 @@ class PlansByShape:
             _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
             return error
         shape.plans.append(self._planned(step, seconds))
-        shape.needs_trace = not self._family(step).was_traced
+        shape.needs_trace = not self._family_of(step.calls).was_traced
         return None
 
     def _rehearsed(self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
@@ -107,7 +177,7 @@ class PlansByShape:
     def _refine(self, shape: "_Shape", step: Step) -> None:
         """A step was traced: correct the plan of its calls, or add one."""
         before = next((plan for plan in shape.plans if plan.calls == step.calls), None)
-        family = self._family(step)
+        family = self._family_of(step.calls)
         family.was_traced, shape.needs_trace = True, False
         if before is None:
             shape.plans.append(self._planned(step))
@@ -123,15 +193,15 @@ class PlansByShape:
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
 
-    def _family(self, step: Step) -> "_Family":
-        return self._families.setdefault(tuple(function for function, *_ in step.calls), _Family())
+    def _family_of(self, calls: Sequence[Any]) -> "_Family":
+        return self._families.setdefault(_functions(calls), _Family())
 
     def _planned(self, step: Step, rehearsed: float | None = None) -> Plan:
         """The fastest plan within the budget. A warning if there is none, which names the least.
 
         `rehearsed`: seconds that the rehearsal took, if there was one.
         """
-        plain, family = plain_peak(step), self._family(step)
+        plain, family = plain_peak(step), self._family_of(step.calls)
         asked = self._limit(step)
         limit = asked if rehearsed is None else int(asked / family.correction)
         nearest = sorted(family.plans, key=lambda plan: abs(plan.plain - plain))[:_NEAREST]
@@ -153,6 +223,14 @@ class PlansByShape:
         plan = choice.plan(step)
         family.plans.append(plan)
         return plan
+
+
+def _functions(calls: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(function for function, *_ in calls)
+
+
+def _plan_anew(why: str) -> None:
+    warnings.warn(f"the saved plans {why}: the network is planned anew", stacklevel=3)
 
 
 class _Family:

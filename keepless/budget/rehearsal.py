@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..inputs import tensors_in
+from ..inputs import Network, tensors_in
 from ..torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, with_dispatch_modes_off
 from .estimates import Estimates
 from .step import Step
@@ -25,8 +25,10 @@ _one_at_a_time = threading.RLock()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], estimates: Estimates) -> Step:
-    """The step of a network with these arguments, as far as its calls and its memory go.
+def rehearsed_step(
+    network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], estimates: Estimates | None
+) -> Step:
+    """The step of a network with these arguments, as far as its calls and its memory go. `estimates`: see `StepTrace`.
 
     It runs on fake tensors and a copy of the network, under the modes of the caller, such as autocast. Users' hooks are
     left out, because they may count or log; those of PyTorch, such as spectral norms, are copied.
@@ -38,26 +40,39 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise RuntimeError("an LSTM cannot be rehearsed: on fake tensors it saves other tensors")
     while isinstance(network, DistributedDataParallel):
         network = network.module
-    with _one_at_a_time:
-        return _rehearsed(network, args, kwargs, estimates)
+    is_fake = any(isinstance(one, FakeTensor) for one in [*tensors_in((args, kwargs)), *network.parameters()])
+    with on_fakes(network, args, kwargs) as (copied, args, kwargs):
+        return traced_step(copied, args, kwargs, None if is_fake else estimates)[0]
 
 
-def _rehearsed(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], estimates: Estimates) -> Step:
+@contextmanager
+def on_fakes(network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Network, Any, Any]]:
+    """Context with a copy of a network and of its arguments, on fake tensors, where nothing outside changes.
+
+    Tensors of the meta device become fake ones of the CPU.
+    """
     given = tensors_in((args, kwargs))
     fakes = [one for one in [*given, *network.parameters()] if isinstance(one, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {id(one): mode.from_tensor(one.detach()).requires_grad_(one.requires_grad) for one in given}
+    memo: dict[int, Any] = {id(one): _faked(mode, one.detach()).requires_grad_(one.requires_grad) for one in given}
     for module in network.modules():
         leaves = tree_leaves(list(vars(module).values()))
-        memo |= {id(one): mode.from_tensor(one) for one in tensors_in(leaves)}
+        memo |= {id(one): _faked(mode, one) for one in tensors_in(leaves)}
         memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
         packages = ("torch",) if module is network else ("torch", "keepless")  # not our own for this pass
         for hooks in (getattr(module, name) for name in _HOOKS):
             memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if _package(hook) in packages)
-    with _as_before(), _quiet(), with_dispatch_modes_off(), mode, _alone():
-        copied, args, kwargs = copy.deepcopy((network, args, kwargs), memo)
-        step, _ = traced_step(copied, args, kwargs, None if fakes else estimates)
-    return step
+    with _one_at_a_time, _as_before(), _quiet(), with_dispatch_modes_off(), mode, _alone():
+        yield copy.deepcopy((network, args, kwargs), memo)
+
+
+def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake tensor like this one."""
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor)
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def _package(hook: object) -> str:

@@ -4,13 +4,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..inputs import tensors_in
-from ..recompute.rules import FOLLOWED, INSIDE, NotFollowed, Rule
+from ..recompute.rules import EXPENSIVE, FOLLOWED, INSIDE, NotFollowed, Rule
 from ..recompute.signs import unpacking_bytes
 from ..recompute.values import Again, Call, Recipe, Saved, ShapeOnly, Value
 from ..saved import Kept, is_ordinary
@@ -21,7 +22,7 @@ from .step import Costs, Event, Kind, Save, Step, StepValue
 
 _WITH_MEMORY = (Kind.KEPT, Kind.FOLLOWS, Kind.FREE, Kind.INSIDE, Kind.PART)
 _OF_WRITTEN_VIEW = "CopySlices"  # the node of a call that has written over a view, e.g. over an instance norm's result
-_SMALL = 2**12  # bytes of a call's arguments below which nothing is measured
+_SMALL = 2**12  # bytes of a call's arguments below which nothing is measured; its event stays, as in larger steps
 
 
 class Progress(Enum):
@@ -69,7 +70,8 @@ class StepTrace:
         self._backward: dict[int, MeasuredCall] = {}  # by the number of the node that it made
         # To be measured after the step: calls; events of their nodes, with the strides of the gradients.
         self._busy: list[_Busy] = []
-        self._busy_backward: list[tuple[int, MeasuredCall, tuple[int, ...]]] = []
+        self._busy_backward: list[tuple[int, MeasuredCall, tuple[int, ...], int]] = []  # and bytes besides
+        self._without_rules: dict[int, MeasuredCall] = {}  # by the number of a result's node
 
     def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
         """The number of a tensor's memory. `outside`: if it is not known, it was there before."""
@@ -225,7 +227,20 @@ class StepTrace:
         device = torch.device("cpu") if given is None or isinstance(given, FakeTensor) else given.device
         self._began = len(self.events)
         result, self.seconds = seconds_of(lambda: call.function(*call.args, **call.kwargs), device)
+        if call.saves and call.function not in FOLLOWED and call.function not in EXPENSIVE:
+            self._without_rule(call, result)
         return result
+
+    def _without_rule(self, call: Call, result: Any) -> None:
+        """Note a call of PyTorch that nothing is known of, such as an LSTM: what it takes inside is measured later."""
+        results = [one for one in tensors_in(result) if one.grad_fn is not None]
+        if not results or not isinstance(call.function, (BuiltinFunctionType, MethodDescriptorType)):
+            return
+        measured = self._measured_call(call, results[0], lists=True)
+        if measured is not None and measured.size >= _SMALL:
+            self.events.insert(self._began, (Event.BUSY, sum(one.nbytes for one in results)))
+            self._busy.append(_Busy(measured, self._began, []))
+            self._without_rules[node_number(results[0].grad_fn)] = measured
 
     def _costs(self, call: Call, rule: Rule, result: Tensor) -> Costs:
         """The costs of computing the result of the call that has just run once more."""
@@ -249,16 +264,19 @@ class StepTrace:
             seconds = self._measured[key]
         return Costs(seconds, 0, operations_of(function, call.arguments, result))
 
-    def _measured_call(self, call: Call, result: Tensor) -> MeasuredCall | None:
-        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing."""
+    def _measured_call(self, call: Call, result: Tensor, lists: bool = False) -> MeasuredCall | None:
+        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing.
+
+        `lists`: its arguments may be lists of tensors.
+        """
         tensors = [one for one in call.arguments if isinstance(one, Tensor)]
         if self.estimates is None and isinstance(result, FakeTensor):
             return None
         if "dropout" in getattr(call.function, "__name__", "") or any(one is result for one in tensors):
             return None
-        if not all(map(is_ordinary, tensors)) or sum(one.nbytes for one in tensors) < _SMALL:
+        if not all(map(is_ordinary, tensors)):
             return None
-        return call_of(call.function, call.args, call.kwargs)
+        return call_of(call.function, call.args, call.kwargs, lists)
 
     def _seconds_again(self, call: Call, rule: Rule, result: Tensor) -> float:
         try:
@@ -276,7 +294,8 @@ class StepTrace:
         while pending:
             node = pending.pop()
             call = self._backward.get(node_number(node))
-            self._handles.append(node.register_prehook(self._gradients))
+            inside = self._without_rules.get(node_number(node))
+            self._handles.append(node.register_prehook(partial(self._before, inside)))
             self._handles.append(node.register_hook(partial(self._after, call, type(node).__name__)))
             for following, _ in node.next_functions:
                 if following is None or following in seen or hasattr(following, "variable"):
@@ -284,6 +303,13 @@ class StepTrace:
                 if node_number(following) >= start:
                     seen.add(following)
                     pending.append(following)
+
+    def _before(self, call: MeasuredCall | None, gradients: Sequence[Tensor | None]) -> None:
+        """A node of the backward pass is about to run; the first one of `call`, if it is given."""
+        self._gradients(gradients)
+        if call is not None and gradients[0] is not None:
+            self._busy_backward.append((len(self.events), call, gradients[0].stride(), call.trained))
+            self.events.append((Event.BUSY, 0))
 
     def _after(
         self, call: MeasuredCall | None, name: str, found: Sequence[Tensor | None], given: Sequence[Tensor | None]
@@ -293,7 +319,7 @@ class StepTrace:
         if name == _OF_WRITTEN_VIEW and given and given[0] is not None:
             self.events.append((Event.BUSY, 2 * given[0].nbytes))  # the gradient of the view, before and after
         if call is not None and given and given[0] is not None:
-            self._busy_backward.append((len(self.events), call, given[0].stride()))
+            self._busy_backward.append((len(self.events), call, given[0].stride(), 0))
             self.events.append((Event.BUSY, 0))
 
     def _gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -317,6 +343,8 @@ class StepTrace:
             handle.remove()
         estimates, is_exact = self.estimates or Estimates(), not self._is_fake
         for busy in self._busy:
+            if busy.call.size < _SMALL:
+                continue
             taken = estimates.forward(busy.call, is_exact)
             _, extra = self.events[busy.event]
             self.events[busy.event] = Event.BUSY, extra + int(taken.busy)
@@ -324,8 +352,10 @@ class StepTrace:
                 value = self.values[number]
                 seconds = value.seconds if self.estimates is None else taken.seconds
                 self.values[number] = value._replace(busy=value.busy + int(taken.busy), seconds=seconds)
-        for event, call, stride in self._busy_backward:
-            self.events[event] = Event.BUSY, estimates.backward(call, stride, is_exact)
+        for event, call, stride, besides in self._busy_backward:
+            if call.size >= _SMALL:
+                inside = estimates.backward(call, stride, is_exact, of_many=besides > 0)
+                self.events[event] = Event.BUSY, besides + inside
         values, saved = _in_order(self.values, self.saved)
         return Step(values, self.memories, saved, self.events, self.forward, self.calls)
 

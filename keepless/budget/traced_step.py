@@ -1,5 +1,6 @@
 """Trace a step of a network on given arguments, and leave the network as it was."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def traced_step(
             raise ValueError("no output needs a gradient: expected a network in training, outside torch.no_grad()")
         if policy is not None:
             trace.watch_backward(outputs, recording.known.start)
-        torch.stack([output.float().square().mean() for output in outputs]).sum().backward()
+        losses = backward_starts(outputs)
+        torch.stack([output.float().square().mean() for output in losses]).sum().backward()
 
     try:
         for parameter in parameters:
@@ -61,6 +63,20 @@ def traced_step(
     if trace.progress() != Progress.ENDED:
         raise ValueError("the step could not be traced: call plan outside saved-tensor hooks and checkpoints")
     return trace.step(), seconds
+
+
+def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs that a training's backward pass starts from: without those that a loss among them is computed from.
+
+    A loss has no dimensions. Networks of Hugging Face return theirs together with the logits.
+    """
+    pending: list[Any] = [output.grad_fn for output in outputs if output.dim() == 0 and output.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        following = [node for node, _ in pending.pop().next_functions if node is not None and node not in seen]
+        seen.update(following)
+        pending += following
+    return [output for output in outputs if output.dim() == 0 or output.grad_fn not in seen]
 
 
 def _is_expanded(tensor: Tensor) -> bool:

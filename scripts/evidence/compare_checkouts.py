@@ -36,7 +36,8 @@ COMMANDS = (
     f"{TRAIN}/bfloat16 trainer.precision=bfloat16 norm.backend=compiled",
     f"{TRAIN}/float16 trainer.precision=float16",
     f"{TRAIN}/parts trainer.accumulation_steps=2 norm=checkpoint data.colour_jitter.hue=0.1 loss=cross_entropy",
-    f"{TRAIN}/camvid experiment=camvid/resnext_small data.root={{camvid}} sampler=class_uniform",
+    f"{TRAIN}/camvid experiment=camvid/resnext_small data.root={{camvid}} sampler=class_uniform "
+    "trainer.precision=float32",  # bfloat16, compared above, is slow on some processors
     "eval.py checkpoint={here}/camvid device=cpu data.split=test data.base_size=240",
     f"{TWO} {TRAIN}/two trainer.ema_decay=0.9 norm.sync=true data.root={{here}}/streets",
     f"{TWO} eval.py checkpoint={{here}}/two device=cpu predictions={{here}}/predicted tta.scales=[0.7,1] tta.flip=true",

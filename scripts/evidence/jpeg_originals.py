@@ -22,8 +22,8 @@ import torch
 
 import train_imagenet
 from datasets import ClassificationDataset, cifar10
-from engine import assemble
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint import trained_forward
 from engine.configuration import config as configuration
 from engine.configuration.command_line import composed
 from engine.schema.classification import ClassificationRun
@@ -108,8 +108,8 @@ def _network_on(path: Path, arguments: OriginalsArguments, pairs: Pairs) -> dict
     config.trainer.precision, config.data.root = arguments.precision, arguments.root
     images = TASKS[config.task].dataset(config.data, "test", state)  # knows the mean image of the training
     assert isinstance(images, ClassificationDataset)
-    make, cpu = assemble.classification_network, torch.device("cpu")
-    forward = assemble.trained_forward(config, make, state, path, images.classes, averaged=False, device=cpu)
+    cpu = torch.device("cpu")
+    forward = trained_forward(config, state, path, images.classes, averaged=False, device=cpu)
     right = {}
     with torch.inference_mode():
         for kind in ("originals", "copies"):

@@ -13,8 +13,10 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -46,6 +48,7 @@ SHARES = (0.8, 0.6, 0.45, 0.33, 0.0)  # of the plain network's peak; 0: the leas
 AS_BLOCKS, IN_TIME_OF_BLOCKS, AS_COMPILED = "peak of the checkpoints", "time of the checkpoints", "peak of the compiler"
 IN_TIME = "in time"
 TIME_LIMITS = {"convnext_tiny": 1.10, "resnet50": 1.12, "densenet121": 1.12, "mobilenet_v2": 1.15}  # of a step to plain
+ON_THE_FRONT_PAGE = "resnet50"
 NETWORKS = [name for name in methods.NETWORKS if not name.startswith("frozen/")]
 
 
@@ -134,15 +137,7 @@ def pictures(result: dict) -> dict[str, Figure]:
     count = math.ceil(len(networks) / 4)
     figure, panels = charts.panels(count, 4, (14, 2.6 * count), sharex=True, sharey=True)
     for axes, (name, found) in zip(panels, networks.items(), strict=False):
-        ours = [(_peak(found, method), _times(found, method, PLAIN)) for method in found if "budget" in found[method]]
-        x, y = zip(*sorted(ours), strict=True) if ours else ((), ())
-        charts.lines(axes, [charts.Series("budgets", y, x, charts.BLUE, ".-")])
-        rivals = [
-            charts.Series(method, [_times(found, method, PLAIN)], [_peak(found, method)], *style)
-            for method, style in STYLES.items()
-            if method in found
-        ]
-        charts.points(axes, rivals, title=name)
+        _draw(axes, found, title=name)
     for axes in panels[len(networks) :]:
         axes.set_visible(False)
     for axes in panels[::4]:
@@ -151,7 +146,36 @@ def pictures(result: dict) -> dict[str, Figure]:
         axes.set(xlabel="peak to plain")
         axes.tick_params(labelbottom=True)
     charts.legend(figure, columns=4)
-    return {"": figure}
+    figures = {"": figure}
+    if ON_THE_FRONT_PAGE in networks:
+        images, size, device = (result["arguments"][name] for name in ("images", "image_size", "device"))
+        title = f"A training step of {ON_THE_FRONT_PAGE} on {images} images of {size} x {size} ({device})"
+        figures[f"_{ON_THE_FRONT_PAGE}"] = _alone(networks[ON_THE_FRONT_PAGE], title)
+    return figures
+
+
+def _draw(axes: Axes, found: Rows, **labels: Any) -> None:
+    """Peak against time of a network's budgets and their rivals."""
+    ours = [(_peak(found, method), _times(found, method, PLAIN)) for method in found if "budget" in found[method]]
+    x, y = zip(*sorted(ours), strict=True) if ours else ((), ())
+    charts.lines(axes, [charts.Series("budgets", y, x, charts.BLUE, ".-")])
+    rivals = [
+        charts.Series(method, [_times(found, method, PLAIN)], [_peak(found, method)], *style)
+        for method, style in STYLES.items()
+        if method in found
+    ]
+    charts.points(axes, rivals, **labels)
+
+
+def _alone(found: Rows, title: str) -> Figure:
+    """The picture for the README: budgets on their own, each rival named beside its point."""
+    figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
+    _draw(axes, found, title=title, xlabel="peak memory of the step, to plain", ylabel="time of the step, to plain")
+    axes.plot(1, 1, "*", color=charts.BLACK, markersize=9, label="plain PyTorch")
+    axes.axhline(1, color=charts.GREY, linewidth=0.8)
+    axes.set(xlim=(0.2, 1.05), ylim=(0.95, 1.4))
+    charts.legend(figure, columns=3)
+    return figure
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:

@@ -127,7 +127,7 @@ def _plan_one_device() -> Iterator[dict]:
         tiled = combinations(config)
         standard = {f"{IN_FULL}, {name.rpartition(', ')[2]}": in_full(tiled[name]) for name in list(tiled)[:2]}
         for combination, changed in (standard | tiled).items():
-            needed = Memory().needed(planner.step_memory(changed, crops, size).peak, devices=1)
+            needed = Memory().needed(planner.needed(changed, crops, size), devices=1)
             yield {**row, "combination": combination, "device": needed}
 
 
@@ -136,7 +136,7 @@ def _plan_cards() -> Iterator[dict]:
     for name in CARD_BODIES:
         config = papers.configured_as(f"table3/{name}")
         for combination, changed in combinations(config).items():
-            peaks = [planner.step_memory(changed, crops, config.data.crop_size).peak for crops in LINE]
+            peaks = [planner.needed(changed, crops, config.data.crop_size) for crops in LINE]
             needed = [Memory().needed(peak, devices=1) for peak in peaks]
             each = (needed[1] - needed[0]) / (LINE[1] - LINE[0])
             base = needed[0] - LINE[0] * each
@@ -171,7 +171,15 @@ CATEGORIES = {
     "activations": charts.ORANGE,
     "temporary": charts.VERMILION,
 }
-COLOURS = (charts.BLACK, charts.BLUE, charts.GREY, charts.SKY, charts.VERMILION)  # of float32 and bfloat16 each
+COLOURS = {  # of float32 and bfloat16 each
+    "standard norms": charts.BLACK,
+    "in-place norms": charts.BLUE,
+    "standard norms, trainer.recompute=sqrt": charts.GREY,
+    "in-place norms, trainer.recompute=sqrt": charts.SKY,
+    "standard norms, trainer.recompute=budget": charts.YELLOW,
+    "in-place norms, trainer.recompute=budget": charts.ORANGE,
+    "in-place norms, body=revnet104": charts.VERMILION,
+}
 PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)", "RevNet-602": "“trains”"}
 
 
@@ -298,11 +306,11 @@ def pictures(result: dict) -> dict[str, Figure]:
     cards = [row for row in result["cards"] if row["network"] == result["cards"][0]["network"]]
     gigabytes = range(6, max(CARDS_GB) + 1)
     lines = []
-    for number, row in enumerate(cards):
+    for row in cards:
         about, _, precision = row["combination"].rpartition(", ")
         label, style = (about, "-") if precision == "float32" else (f"_{row['combination']}", "--")  # _: no entry
         crops = [crops_on(row, gb) for gb in gigabytes]
-        lines.append(charts.Series(label, crops, gigabytes, COLOURS[number // 2], style))
+        lines.append(charts.Series(label, crops, gigabytes, COLOURS[about], style))
     about = f"crops of {cards[0]['crop_size']}² that fit: {TITLES[cards[0]['network']]}"
     charts.lines(right, lines, xlabel="GB of the device; dashed: bfloat16", ylabel=about)
     right.set(xscale="log", yscale="log")

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from datasets import ClassificationDataset, CropsInMemory, PaddedCrop, cifar10
 from engine import assemble
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint import trained_forward
 from engine.configuration import config as configuration
 from engine.distributed import World, device_of
 from engine.schema.classification import ClassificationRun
@@ -100,8 +101,7 @@ def of_checkpoints(arguments: ReconstructionArguments, clock: frame.Clock) -> di
         state, step = checkpoint.load(file), steps[file]
         if configuration.fixed(_configuration(state, file)) != keys:
             raise ValueError(f"{file} is of another training than {first}: expected checkpoints of one run")
-        make = assemble.classification_network
-        forward = assemble.trained_forward(config, make, state, file, images.classes, averaged=False, device=device)
+        forward = trained_forward(config, state, file, images.classes, averaged=False, device=device)
         if not isinstance(forward.network, RevNet) or not forward.network.reversible_blocks:
             raise ValueError(f"{file} is of a network without reversible blocks: expected a RevNet's")
         minibatch = next(iter(assemble.classified_crops(config, images, step + 1, World(), start_step=step)))

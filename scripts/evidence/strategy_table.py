@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.planner.made_tensors import MadeTensors
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from keepless.fit.made_tensors import MadeTensors
 from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from keepless.saved import kept_bytes, saved_for_backward
 from keepless.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode

@@ -51,7 +51,7 @@ NOTES = {
     "revnet": "The paper prints errors; these are accuracies, 100 % less the error. Its Table 2 is in "
     "[originals.md](../originals.md#revnets-and-memcnns-experiments). Figure 3, curves of its ImageNet rows: not run. "
     f"{COPIES}",
-    "memcnn": f"Times in the papers are in the experiments' headers. {COPIES}",
+    "memcnn": COPIES,
 }
 START, END = "<!-- tables start -->", "<!-- tables end -->"
 
@@ -159,6 +159,13 @@ def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out
         lines += ["", f"### {papers.TABLES[name]}", ""]
         titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
         lines.append(table(titles, (cells for row in rows for cells in _cells(row, out)), left=2))
+        if times := list(_times(rows)):
+            lines += [
+                "",
+                "Training times, RevNet's to its ResNet's; published on a GTX 1080, ours on shared CPU cores:",
+                "",
+            ]
+            lines.append(table(["networks", "source", "ResNet, min", "RevNet, min", "ratio"], times, left=2))
         if name in NOTES:
             lines += ["", NOTES[name]]
         if others := [other for row in rows for other in row.others]:
@@ -201,6 +208,24 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
             "" if number else _measured(row.runs.get("", [])),
             _runs(row, out) if not number else "",
         ]
+
+
+def _times(rows: list[Row]) -> Iterator[list[str]]:
+    """A line for every published training time of a RevNet, and for ours, with the time of the ResNet beside it."""
+    timed = [row for row in rows if any(entry.minutes for entry in papers.published(row.experiment))]
+    resnets, revnets = ([row for row in timed if kind in row.experiment] for kind in ("_resnet", "_revnet"))
+    for pair in zip(resnets, revnets, strict=True):
+        networks = " and ".join(row.experiment.split("/")[1] for row in pair)
+        theirs, published = (papers.published(row.experiment) for row in pair)
+        times = []
+        for entry in published:
+            author = entry.source.split()[0]  # RevNet's or MemCNN's
+            times.append((entry.source, next(e.minutes for e in theirs if e.source.startswith(author)), entry.minutes))
+        ours = [[run.minutes() for run in itertools.chain(*row.runs.values())] for row in pair]
+        if all(ours):
+            times.append(("ours", statistics.mean(ours[0]), statistics.mean(ours[1])))
+        for number, (source, resnet, revnet) in enumerate(times):
+            yield [networks if not number else "", source, f"{resnet:.0f}", f"{revnet:.0f}", f"{revnet / resnet:.2f}"]
 
 
 def _view(file: str) -> str:

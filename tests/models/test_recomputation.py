@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.planner.made_tensors import MadeTensors
 from keepless import ABN, InPlaceABN
+from keepless.fit.made_tensors import MadeTensors
 from keepless.saved import saved_for_backward
 from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule

@@ -15,16 +15,23 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from datasets import vistas
+from datasets import CentreCrop, vistas
 from datasets.reading import decode_image, decode_photograph
 from engine import assemble
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint import open_network
 from engine.configuration import config as cfg
+from engine.schema.classification import ClassificationRun
+from engine.schema.evaluation import Prediction
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
+from keepless import InPlaceABN
+from models.checkpoints.released_files import RELEASED_FILES
+from scripts.convert_checkpoint import convert
 from scripts.predict import find_images, predict
 from tests import trees
-from tests.runs import REPOSITORY, composed, run_config
+from tests.released_files import small_resnext
+from tests.runs import REPOSITORY, classification_config, composed, run_config
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +62,116 @@ def picture(path: Path, size: tuple[int, int] = (40, 60), index: int = 0) -> np.
     return pixels
 
 
-def test_the_example_in_python_runs(trained):
-    (example,) = re.findall(r"(?ms)^```python\n(.*?)^```", (REPOSITORY / "docs/training.md").read_text())
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory) -> Path:
+    """A checkpoint of a classification network for images of any size."""
+    file = tmp_path_factory.mktemp("classifier") / "net.pt"
+    body = ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8")
+    config = classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", "data.root=gone", *body)
+    torch.manual_seed(0)
+    network = assemble.classification_network(config, 3)
+    state = {"task": "classification", "step": 2, "config": cfg.plain(config), "network": network.state_dict()}
+    checkpoint.save(file, {**state, "classes": ["bee", "cat", "dog"]})
+    return file
+
+
+def test_the_example_in_python_runs(trained, tmp_path, monkeypatch):
+    """It predicts what scripts.predict writes; an array and a Pillow image are the same image as their file."""
+    picture(tmp_path / "street.jpg")
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"(?ms)^```python\n(from engine.*?)^```", (REPOSITORY / "README.md").read_text())
     ran: dict = {}
     exec(example.replace("RUN_DIR", str(trained[0])), ran)
-    assert ran["logits"].shape == (1, 65, 240, 320) and not ran["forward"].network.training
+    (written,) = run(trained, tmp_path / "street.jpg", tmp_path / "out")
+    assert np.array_equal(ran["ids"], np.asarray(Image.open(written)))
+    network = ran["network"]
+    assert np.array_equal(network.predict(decode_image(tmp_path / "street.jpg")), ran["ids"])
+    gray = decode_image(tmp_path / "street.jpg")[..., 0]
+    assert np.array_equal(network.predict(gray), network.predict(Image.fromarray(gray)))
+    assert not network.training and not {type(module) for module in network.modules()} & {InPlaceABN}
+    for wrong in (gray.astype(float), gray[..., None], Image.fromarray(gray.astype(np.float32)), None):
+        with pytest.raises(ValueError, match="expected pixels of 8 bits, as a uint8 array"):
+            network.predict(wrong)
+
+
+@pytest.mark.parametrize("views", [(), ("window.size=32", "tta.flip=true"), ("tta.scales=[0.7,1.2]",)])
+def test_probabilities_are_those_of_the_predictions(trained, views, tmp_path):
+    picture(tmp_path / "a.png", (50, 72))
+    (plain,) = run(trained, tmp_path / "a.png", tmp_path / "plain", *views)
+    (ids,) = run(trained, tmp_path / "a.png", tmp_path / "out", "probabilities=true", *views)
+    assert ids.read_bytes() == plain.read_bytes()
+    found = np.load(tmp_path / "out" / "probabilities" / "a.npy")
+    assert found.dtype == np.float16 and found.shape == (65, 50, 72)
+    assert np.abs(found.astype(float).sum(axis=0) - 1).max() < 0.01
+    taken = np.take_along_axis(found, np.asarray(Image.open(ids)).astype(int)[None], axis=0)[0]
+    assert np.array_equal(taken, found.max(axis=0))  # 16 bits make ties
+
+
+def test_a_classifier_writes_the_likeliest_classes_of_each_image(classifier, tmp_path):
+    """Of the crop that an evaluation sees, computed here in float64, whatever the image's size."""
+    for number, size in enumerate([(64, 90), (200, 48), (20, 30)]):
+        picture(tmp_path / "in" / f"{number}.jpg", size, number)
+    (tmp_path / "in" / "cut.jpg").write_bytes(b"no image")
+    with pytest.raises(ValueError, match="1 of 4 images were not predicted:\n.*cut.jpg"):
+        run((classifier,), tmp_path / "in", tmp_path / "out", "top_k=2", f"report={tmp_path / 'page.html'}")
+    assert re.findall("<h2>(.*?)</h2>", (tmp_path / "page.html").read_text()) == ["0.jpg", "1.jpg", "2.jpg"]
+    rows = [line.split(",") for line in (tmp_path / "out" / "predictions.csv").read_text().splitlines()]
+    assert rows[0] == ["image", "class1", "probability1", "class2", "probability2"]
+    assert [row[0] for row in rows[1:]] == ["0.jpg", "1.jpg", "2.jpg"]
+
+    state = checkpoint.load(classifier)
+    config = cfg.from_plain(state["config"], ClassificationRun)
+    network = assemble.classification_network(config, 3)
+    network.load_state_dict(state["network"])
+    mean, std = (255 * torch.tensor(values)[:, None, None] for values in (config.data.mean, config.data.std))
+    opened, ten = open_network(classifier), open_network(classifier, Prediction(device="cpu", view="ten_crop"))
+    for row in rows[1:]:
+        image = decode_image(tmp_path / "in" / row[0])
+        crop = torch.from_numpy(CentreCrop(64, 48)(image).copy()).movedim(2, 0)
+        expected = network.double().eval()(((crop - mean) / std).double()[None])[0].softmax(0)
+        order = expected.argsort(descending=True)
+        assert row[1::2] == [state["classes"][number] for number in order[:2]]
+        assert np.allclose([float(share) for share in row[2::2]], expected[order[:2]].detach(), atol=1e-5)
+        assert opened.predict(image) == order[0]
+        assert not np.allclose(ten.probabilities(image), opened.probabilities(image), atol=1e-6)
+    with pytest.raises(ValueError, match="window.size=64 is for segmentation, and checkpoint .* is for classification"):
+        run((classifier,), tmp_path / "in", tmp_path / "out", "window.size=64")
+
+
+def test_a_mean_image_is_subtracted_as_in_an_evaluation():
+    config = classification_config("data=cifar10", "data.mean_image=true", "data.mean=[0,0,0]", "body=resnet32_cifar")
+    mean = torch.rand(3, 32, 32, dtype=torch.float64) * 255
+    forward = assemble.forward(config, torch.nn.Identity(), torch.device("cpu"))
+    state = {"classes": ["a", "b"], "mean_image": mean}
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    found = assemble.predictor(config, Prediction(), state, forward)(images)
+    expected = forward(torch.from_numpy((images.numpy() - mean.numpy()).astype(np.float32)))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"no mean_image: expected a tensor \[3, 32, 32\]"):
+        assemble.predictor(config, Prediction(), {"classes": ["a", "b"]}, forward)
+
+
+def test_a_released_file_is_opened_as_its_converted_checkpoint(tmp_path, monkeypatch):
+    path, _ = small_resnext(tmp_path / "net.pth.tar")
+    with pytest.raises(
+        ValueError, match=f"checkpoint {path} is none .* give scripts.convert_checkpoint scale=released"
+    ):
+        open_network(path)
+    convert(composed("convert_checkpoint", f"input={path}", f"output={tmp_path / 'net.pt'}", "scale=released"))
+    monkeypatch.setattr("models.checkpoints.released.released_file", lambda _: RELEASED_FILES[1])
+    images = torch.rand(2, 3, 40, 56) * 255
+    found, expected = (open_network(file).double()(images) for file in (path, tmp_path / "net.pt"))
+    assert torch.equal(found, expected) and expected.shape == (2, 3)
+
+
+def test_norms_compile_nothing_unless_asked(trained, tmp_path, monkeypatch):
+    """Inductor would compile them for every size of an image: 10 seconds each."""
+    for number, size in enumerate([(40, 60), (48, 64)]):
+        picture(tmp_path / "in" / f"{number}.png", size)
+    monkeypatch.setattr("keepless.norms.backends.CompiledBackend", lambda: pytest.fail("a compiled norm"))
+    assert len(run(trained, tmp_path / "in", tmp_path / "out")) == 2
+    with pytest.raises(pytest.fail.Exception, match="a compiled norm"):
+        run(trained, tmp_path / "in", tmp_path / "out", "backend=compiled")
 
 
 def relative_files(folder: Path) -> list[str]:
@@ -69,7 +181,7 @@ def relative_files(folder: Path) -> list[str]:
 def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
     """Ids equal the evaluation's, at the image's size. Colours are the data's, although the data is gone."""
     picture(tmp_path / "street.jpg")
-    written = run(trained, tmp_path / "street.jpg", tmp_path / "out")
+    written = run(trained, tmp_path / "street.jpg", tmp_path / "out", f"report={tmp_path / 'page.html'}")
     assert written == [tmp_path / "out" / "ids" / "street.png"]
     pictures = [f"{kind}/street.png" for kind in ("colour", "ids", "overlays")]
     assert relative_files(tmp_path / "out") == ["classes.json", *pictures]
@@ -87,6 +199,9 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
 
     colours = np.array(trained[1], np.uint8)[ids]
     assert np.array_equal(decode_image(tmp_path / "out" / "colour" / "street.png"), colours)
+    name, share = re.findall("<td>([^<]*)</td>.*?<td>(.*?)%</td>", (tmp_path / "page.html").read_text())[-1]
+    rarest = np.bincount(ids.reshape(-1))[np.unique(ids)].min() / ids.size
+    assert abs(float(share) / 100 - rarest) < 6e-4 and name in checkpoint.load(trained[0])["classes"]
     overlay = decode_image(tmp_path / "out" / "overlays" / "street.png").astype(float)
     assert np.abs(overlay - (0.6 * colours + 0.4 * image)).max() <= 1
     classes = json.loads((tmp_path / "out" / "classes.json").read_text())

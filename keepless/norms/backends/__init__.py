@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...torch_internals import dispatch_modes_on
+from ...torch_internals import FakeTensor, dispatch_modes_on
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
+from .fused_shapes import FusedShapes
 from .interface import Affine, Backend, BackwardInputs, Running, floored
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
@@ -42,14 +43,17 @@ def backend_for(name: str, x: Tensor) -> Backend:
 
     "auto" means `triton` on CUDA if it can launch kernels, `compiled` on the CPU if `prefers_compiled` says so, and
     otherwise `eager`. Inside `torch.compile` the backend is always `compiled`, whose formulas fuse with the surrounding
-    code. It is `eager` for empty tensors, while `torch.jit.trace` records, and under tools that watch operations (fake
-    tensors, FLOP or memory counters), which cannot see inside a fused kernel.
+    code. It is `eager` for empty tensors, while `torch.jit.trace` records, and under tools that watch operations (FLOP
+    or memory counters), which cannot see inside a fused kernel. Fake tensors get `FusedShapes` if a fused kernel is
+    asked for, or would run on their device.
 
     ValueError if the backend cannot compute on the device or in the dtype of x.
     """
     if torch.compiler.is_compiling():
         return CompiledBackend()
     is_watched = type(x) not in (Tensor, Parameter) or dispatch_modes_on() > 0 or torch.jit.is_tracing()
+    if isinstance(x, FakeTensor) and (name in ("compiled", "triton") or (name == "auto" and _has_kernels_for(x))):
+        return FusedShapes()
     if name == "eager" or is_watched or x.numel() == 0:
         return EagerBackend()
     if name == "auto":
@@ -70,10 +74,15 @@ def backend_for(name: str, x: Tensor) -> Backend:
 def _fastest(x: Tensor) -> Backend:
     if x.device.type == "cuda":
         kernels = _triton()
-        if kernels is not None and kernels.runs_on(x) and triton_launches(x.device):
-            return kernels.TritonBackend()
-        return EagerBackend()
+        has_kernels = kernels is not None and _has_kernels_for(x) and triton_launches(x.device)
+        return kernels.TritonBackend() if has_kernels else EagerBackend()
     return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
+
+
+def _has_kernels_for(x: Tensor) -> bool:
+    """Whether a CUDA tensor has kernels, if they can be launched."""
+    kernels = _triton() if x.device.type == "cuda" else None
+    return kernels is not None and kernels.runs_on(x)
 
 
 @cache

@@ -47,7 +47,7 @@ class Trained:
         self.world = World(device=torch.device(setting.device))
         classes = planner.classes_of(self.config.data)
         self.learner = assemble.learner(
-            self.config, lambda group: self.task.network(self.config, classes, group), ENDLESS, self.world
+            self.config, lambda group: assemble.network_of(self.config, classes, group), ENDLESS, self.world
         )
         self.loss = self.task.loss(self.config)
 

@@ -383,7 +383,25 @@ def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
         ("trainer.accumulation_steps=8", r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
         ("trainer.ema_statistics_minibatches=4", "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
         ("trainer.precision=fp64", "trainer.precision=fp64: expected one of float32, bfloat16"),
-        ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, sqrt"),
+        ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, sqrt, budget"),
+        ("trainer.recompute=budget", "trainer.recompute=budget needs a device's memory: give memory.budget="),
+        ("memory.activations=1GiB", "memory.activations=1GiB needs trainer.recompute=budget"),
+        (
+            "trainer.recompute=budget memory.activations=1GiB memory.budget=2GiB",
+            "memory.activations=1GiB with memory.budget=2GiB: give one of them",
+        ),
+        (
+            "trainer.recompute=budget memory.activations=much",
+            "memory.activations=much: expected a number and one of KiB",
+        ),
+        (
+            "trainer.recompute=budget memory.budget=2GiB trainer.compile=true",
+            "budget with trainer.compile=true: the compiler .* torch._functorch.config.activation_memory_budget",
+        ),
+        (
+            "trainer.recompute=budget memory.budget=2GiB body=revnet_tiny",
+            "trainer.recompute=budget with body=revnet: .* for bodies that are not reversible",
+        ),
         ("trainer.recompute=activations trainer.compile=true", "activations with trainer.compile=true: the compiler "),
         (
             "body=revnet_tiny trainer.recompute=sqrt",

@@ -1,5 +1,6 @@
 """The search for what fits, and trainings that spend a budget."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,48 +9,12 @@ import yaml
 import train_seg
 from datasets import cityscapes
 from engine import planner
-from engine.planner.fit import largest
 from engine.schema.memory import Memory
 from engine.schema.segmentation import SegmentationRun
+from keepless.saved import size_text
 from scripts import plan_memory
 from tests import runs, trees
 from tests.datasets import classification_trees
-
-
-@pytest.mark.parametrize("budget, expected", [(99, None), (119, 2), (139, 3), (140, 4), (1000, 47)])
-def test_the_most_crops_are_found_with_few_traces(budget, expected):
-    traced = []
-
-    def peak(crops: int) -> int:
-        traced.append(crops)
-        return 60 + 20 * crops if crops > 2 else 100  # the first has another peak
-
-    assert largest(peak, budget, 2, step=1, power=1) == expected
-    assert len(traced) <= 5
-
-
-@pytest.mark.parametrize(
-    "budget, most, expected", [(1000, 46, 46), (1000, 48, 47), (140, 4, 4), (1000, 2, 2), (1000, 1, 2)]
-)
-def test_no_more_crops_than_images_are_chosen(budget, most, expected):
-    assert largest(lambda crops: 60 + 20 * crops, budget, 2, step=1, power=1, most=most) == expected
-
-
-@pytest.mark.parametrize("budget, expected", [(1_000, None), (10_000, 96), (1_048_576 + 1000, 1024)])
-def test_the_largest_crop_is_a_multiple_of_eight_pixels(budget, expected):
-    assert largest(lambda side: side**2 + 500, budget, 64, step=8, power=2) == expected
-
-
-def test_the_search_takes_no_giant_step_where_memory_starts_flat():
-    """Small crops peak in the optimiser's step, whatever their size."""
-    tried = []
-
-    def peak(side):
-        tried.append(side)
-        return max(10_000, side**2)
-
-    assert largest(peak, 1_048_576, 64, step=8, power=2) == 1024
-    assert max(tried) <= 4 * 1024
 
 
 def test_what_a_device_needs_leaves_its_tensors_what_they_take():
@@ -217,3 +182,43 @@ def test_a_reversible_body_is_planned_on_one_device(capsys):
     plan_memory.plan(values, SegmentationRun)
     printed = capsys.readouterr().out
     assert "in-place norms, bfloat16" in printed and "sqrt" not in printed and "save_on_cpu" in printed
+
+
+WITHIN = ("trainer.recompute=budget", "norm=std", "norm.backend=eager", FLAT, "data.crop_size=128")
+
+
+def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():
+    config = planned(*WITHIN, "memory.budget=30MiB", "data.crops_per_minibatch=4", "trainer.ema_decay=0.9")
+    memory, needed, about = planner.within_budget(config, devices=1)
+    plain = planner.step_memory(replace(config, trainer=replace(config.trainer, recompute="none")), 4, 128)
+    room = planner.room(config, 4, 128)
+    kinds = ("weights", "average", "momentum")
+    assert {kind: room.beside[kind] for kind in kinds} == {kind: plain.at_peak[kind] for kind in kinds}
+    assert room.beside["gradients"] == plain.parameters
+    left = 30 * 2**20 - sum(room.beside.values())
+    assert memory.activation_bytes() == left // 2**10 * 2**10 and f"leave {size_text(left)} for activations" in about
+    # The step that trains with it, with its loss and its optimiser, keeps to the whole.
+    trace = planner.step_memory(replace(config, memory=memory), 4, 128)
+    assert trace.peak <= needed <= 30 * 2**20 < plain.peak
+
+
+@pytest.mark.slow
+def test_the_most_crops_within_a_budget_are_those_of_its_time():
+    run = (*WITHIN, "memory.budget=30MiB", "memory.fit=batch", "data.crops_per_minibatch=4")
+    plain = planner.fitting(planned(*run, "trainer.recompute=none"), devices=1).data.crops_per_minibatch
+    crops = {}
+    for time in (1.02, 1.3):
+        config = planner.fitting(planned(*run, f"memory.time={time}"), devices=1)
+        crops[time] = config.data.crops_per_minibatch
+        fits, more = (planner.room(config, crops[time] + extra, 128).least(time) for extra in (0, 1))
+        assert fits <= 30 * 2**20 < more
+    assert plain < crops[1.02] < crops[1.3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fit", ["memory.fit=batch", "memory.fit=crop"])
+def test_a_plan_within_a_budget_is_printed(capsys, fit):
+    values = runs.composed("train_seg", "run_dir=unused", *SMALL, *WITHIN, "memory.budget=30MiB", fit)
+    found = plan_memory.plan(values, SegmentationRun)
+    assert all(each.bytes <= 30 * 2**20 for each in found)
+    assert "trainer.recompute=budget: 30.0 MiB less" in capsys.readouterr().out

@@ -11,9 +11,11 @@ from engine.distributed import World
 from engine.loop import accumulate_gradients
 from engine.planner.fit import fake_step
 from engine.planner.trace import FakeTensors, traced
+from keepless.fit.made_tensors import MadeTensors
 from keepless.saved import kept_bytes
 from scripts.evidence.measuring import peak_bytes
 from tests import runs
+from tests.norms import IN_PLACE, STRATEGIES
 
 CROPS, SIZE = 4, 128
 NORMS = ("std", "checkpoint", "checkpoint_xhat", "inplace_1", "inplace")
@@ -124,3 +126,18 @@ def test_memory_inside_operators_is_under_a_tenth(norm):
     learner.optimizer.zero_grad()
     planned = sum(trace.at_peak[kind] for kind in ("gradients", "activations", "temporary"))
     assert 0.9 < planned / peak_bytes(step, "cpu") <= 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("strategy", IN_PLACE)
+def test_a_plan_of_fused_norms_has_no_tensor_in_between(strategy, frozen):
+    """Forward one new buffer, backward another (and vectors): as the Triton kernels allocate."""
+    with FakeTensors():
+        layer = STRATEGIES[strategy](64, backend="compiled").train(not frozen)
+        x = torch.empty((2, 64, 96, 96), requires_grad=True)
+        with MadeTensors() as made:
+            z = layer(x)
+            assert z.nbytes <= made.peak < 1.01 * z.nbytes
+            dz = torch.empty_like(z)
+            z.backward(dz)
+        assert 3 * z.nbytes <= made.peak < 3.01 * z.nbytes  # z, dL/dz, dL/dx

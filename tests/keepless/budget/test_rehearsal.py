@@ -17,7 +17,9 @@ from keepless.budget.plans import PlansByShape
 from keepless.budget.rehearsal import rehearsed_step
 from keepless.budget.scaling import Sized, scaled
 from keepless.budget.step import Event
+from keepless.budget.traced_step import backward_starts
 from tests.keepless.budget.ahead import Ahead
+from tests.keepless.budget.transformers import Llama
 
 
 class Layers(nn.Module):
@@ -99,6 +101,23 @@ def test_every_step_of_every_size_is_within_the_budget():
     assert is_planned(within) == [True] * 5
 
 
+def test_the_backward_pass_starts_from_losses_and_not_from_what_they_are_computed_from():
+    x = torch.randn(4, 3, requires_grad=True)
+    logits, features = x.exp(), x * 2
+    loss, penalty = logits.mean() + 1, (x * 3).sum()
+    assert backward_starts([loss, logits]) == [loss]
+    found = backward_starts([logits, loss, features, penalty])
+    assert [id(one) for one in found] == [id(loss), id(features), id(penalty)]
+
+
+def test_a_network_on_the_meta_device_is_rehearsed_as_one_of_the_cpu():
+    with torch.device("meta"):
+        network, x = Layers(2), torch.randn(64, 32)
+    steps = [rehearsed_step(*one, {}, Estimates()) for one in ((network, (x,)), (Layers(2), (torch.randn(64, 32),)))]
+    assert steps[0].memories == steps[1].memories and steps[0].calls == steps[1].calls
+    assert all(parameter.is_meta for parameter in network.parameters())
+
+
 class Scores(nn.Module):
     """Attention without a fused kernel: its scores grow with the square of the length."""
 
@@ -126,6 +145,28 @@ def test_a_step_is_scaled_to_lengths_between_known_ones():
     assert scaled(known, (2, 201, 16)) is None and scaled(known, (4, 99, 16)) is None
     known[2] = step(nn.Sequential(network, nn.ReLU()), 2, 40, 16)
     assert scaled(known, (2, 99, 16)) is None  # other calls
+
+
+@pytest.mark.slow
+def test_every_step_of_fifty_lengths_of_text_is_within_the_budget():
+    torch.manual_seed(0)
+    within, lengths = Llama(), torch.randperm(184)[:50] + 16
+    inputs = [torch.randint(50, (4, int(n))) for n in lengths]
+    longest = max(inputs, key=Tensor.numel)
+    within(longest).backward()
+    budget = int(0.4 * peak_bytes(lambda: within(longest).backward(), "cpu"))
+    plans = Ahead.of(recompute_activations(within, budget=budget))
+    for step in range(200):
+        x = inputs[step if step < 50 else int(torch.randint(50, ()))]
+        assert plans.peak(within, x, lambda x=x: within(x).backward()) <= 1.03 * budget
+    scaled_ones = [shape for shape in plans._shapes.values() if all(one.dims != shape.dims for one in shape.known)]
+    assert len(scaled_ones) > 25  # the others were rehearsed, or have been forgotten
+
+
+def test_small_and_large_steps_have_the_same_events():
+    """So that they can be scaled, although the calls of the small one are not measured."""
+    small, large = (rehearsed_step(Scores(), (torch.randn(1, length, 16),), {}, Estimates()) for length in (4, 200))
+    assert [event for event, _ in small.events] == [event for event, _ in large.events]
 
 
 def test_a_network_that_cannot_be_rehearsed_keeps_little_at_first():

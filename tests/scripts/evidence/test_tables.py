@@ -59,14 +59,14 @@ def test_every_row_has_a_published_score_and_a_command():
 
 
 def test_published_scores_are_read_from_the_headers_and_rows_are_in_the_paper_s_order():
-    assert papers.published("table3/cityscapes_wrn38_std") == [("miou", "results", 75.82, "")]
+    assert papers.published("table3/cityscapes_wrn38_std") == [("miou", "results", 75.82, "", 0)]
     scores = papers.published("table1/resnext101_relu")
-    assert scores[0] == ("top1", "results", 77.74, "")
-    assert scores[-1] == ("top5", "results_leaky_relu_crop320", 94.25, "")
+    assert scores[0] == ("top1", "results", 77.74, "", 0)
+    assert scores[-1] == ("top5", "results_leaky_relu_crop320", 94.25, "", 0)
     released = {name for name in papers.experiments_of("table2") if papers.published(name)[0].source == "the release"}
     assert released == {name for name in papers.experiments_of("table2") if "/release_" in name} != set()
-    sources = [(entry.percent, entry.source) for entry in papers.published("memcnn/cifar10_revnet38")]
-    assert sources[0] == (92.54, "MemCNN's paper") and len(sources) == 3
+    sources = [(entry.percent, entry.source, entry.minutes) for entry in papers.published("memcnn/cifar10_revnet38")]
+    assert sources[0] == (92.54, "MemCNN's paper", 70) and len(sources) == 3
     names = [name.rpartition("resnext101_")[2] for name in papers.experiments_of("table3") if "cityscapes_r" in name]
     assert names == ["std", "inplace_fixed_crop", "inplace_fixed_batch", "inplace_sync_fixed_batch"]
 

@@ -9,8 +9,8 @@ import torchvision
 from torch import nn
 
 from engine import assemble
-from engine.assemble.initial_weights import initialise
 from engine.checkpoint import files as checkpoint
+from engine.checkpoint.initial_weights import initialise
 from engine.configuration import config as cfg
 from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.training import Init

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from keepless.torch_internals import OpOverload, TorchDispatchMode, address, tree_leaves
+from ..torch_internals import OpOverload, TorchDispatchMode, address, tree_leaves
 
 
 class Change(NamedTuple):

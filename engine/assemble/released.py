@@ -1,0 +1,81 @@
+"""Released files of the in-place ABN authors -> the configuration and content of a checkpoint."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from datasets.class_table import distinct_colours
+from engine.assemble.prediction import network_of
+from engine.configuration.command_line import composed, declare
+from engine.configuration.config import typed
+from engine.schema.classification import ClassificationRun
+from engine.schema.network import BODIES, Body
+from engine.schema.segmentation import SegmentationRun
+from models.checkpoints.loading import load_by_name
+from models.checkpoints.recognition import Architecture, body_of, recognised
+from models.checkpoints.released import ReleasedWeights
+
+VISTAS_CLASSES = 65
+VISTAS_POOLING = [84, 84]  # feature cells: the release's test crops, 672 pixels
+
+
+def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | ClassificationRun, dict, Architecture]:
+    """The network of a released file: its configuration, the other parts of its checkpoint, its architecture.
+
+    The checkpoint is of step 0, and its classes are numbers, because the file does not name them.
+    ValueError, which names the file `name`: it has no classifier, or is not of one network of the release.
+    """
+    tensors, norm = file.converted(), "std" if file.scale == "raw" else "inplace"
+    architecture, segments = recognised(body_of(tensors)), "cls.weight" in tensors
+    count = len(tensors["cls.weight"]) if segments else architecture.classes
+    config: SegmentationRun | ClassificationRun
+    if segments:
+        config = _segmentation_config(architecture, norm, tensors, name)
+    elif count:
+        config = _classification_config(architecture, norm)
+    else:
+        raise ValueError(f"{name} has no classifier: load it with init.weights and init.format=released")
+    network = network_of(config, count)
+    load_by_name(network, tensors, source=name, name=name, advice="It is not of one network of the release")
+    state = {
+        "task": config.task,
+        "step": 0,
+        "classes": [str(number) for number in range(count)],
+        "network": network.state_dict(),
+        "unnamed_classes": True,
+        **({"palette": list(distinct_colours(count))} if segments else {}),
+    }
+    return config, state, architecture
+
+
+def _classification_config(architecture: Architecture, norm: str) -> ClassificationRun:
+    declare("train_imagenet", ClassificationRun)
+    values = composed("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
+    config = typed(values, ClassificationRun)
+    config.body = _body(architecture, output_stride=32, downsampling="pool", dropout=[0.0] * 6)
+    return config
+
+
+def _segmentation_config(
+    architecture: Architecture, norm: str, tensors: Mapping[str, Tensor], name: str
+) -> SegmentationRun:
+    if (count := len(tensors["cls.weight"])) != VISTAS_CLASSES:
+        raise ValueError(
+            f"{name} segments {count} classes: expected the {VISTAS_CLASSES} of Vistas, because no other "
+            f"segmentation network was released; start a training from it with init.weights and init.format=released"
+        )
+    declare("train_seg", SegmentationRun)
+    values = composed("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
+    config = typed(values, SegmentationRun)
+    config.body = _body(architecture, output_stride=8)
+    config.head.pooling_size = VISTAS_POOLING
+    maps, reduced = (tensors.get(f"head.{conv}.weight") for conv in ("map_convs.0", "red_conv"))
+    if maps is not None and reduced is not None:
+        config.head.hidden_channels, config.head.out_channels = len(maps), len(reduced)
+    return config
+
+
+def _body(architecture: Architecture, output_stride: int, **of_wider: object) -> Body:
+    """The body's keys; `of_wider` only for a WideResNet."""
+    options = architecture.options | (of_wider if architecture.kind == "wider_resnet" else {})
+    return BODIES[architecture.kind](output_stride=output_stride, **options)

@@ -1,0 +1,1 @@
+"""What fits on a device: `keepless.fit`, and `python -m keepless.fit`."""

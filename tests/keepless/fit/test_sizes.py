@@ -1,0 +1,41 @@
+"""The search for what fits."""
+
+import pytest
+
+from keepless.fit.sizes import largest
+
+
+@pytest.mark.parametrize("budget, expected", [(99, None), (119, 2), (139, 3), (140, 4), (1000, 47)])
+def test_the_most_crops_are_found_with_few_traces(budget, expected):
+    traced = []
+
+    def peak(crops: int) -> int:
+        traced.append(crops)
+        return 60 + 20 * crops if crops > 2 else 100  # the first has another peak
+
+    assert largest(peak, budget, 2, step=1, power=1) == expected
+    assert len(traced) <= 5
+
+
+@pytest.mark.parametrize(
+    "budget, most, expected", [(1000, 46, 46), (1000, 48, 47), (140, 4, 4), (1000, 2, 2), (1000, 1, 2)]
+)
+def test_no_more_crops_than_images_are_chosen(budget, most, expected):
+    assert largest(lambda crops: 60 + 20 * crops, budget, 2, step=1, power=1, most=most) == expected
+
+
+@pytest.mark.parametrize("budget, expected", [(1_000, None), (10_000, 96), (1_048_576 + 1000, 1024)])
+def test_the_largest_crop_is_a_multiple_of_eight_pixels(budget, expected):
+    assert largest(lambda side: side**2 + 500, budget, 64, step=8, power=2) == expected
+
+
+def test_the_search_takes_no_giant_step_where_memory_starts_flat():
+    """Small crops peak in the optimiser's step, whatever their size."""
+    tried = []
+
+    def peak(side):
+        tried.append(side)
+        return max(10_000, side**2)
+
+    assert largest(peak, 1_048_576, 64, step=8, power=2) == 1024
+    assert max(tried) <= 4 * 1024
