@@ -29,10 +29,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def new_run_path(dataset: str, norm: str, overrides: Sequence[str]) -> str:
-    """The folder of a run if none is given: TensorBoard lists runs by their folders.
-
-    Microseconds tell runs apart that start together.
-    """
+    """The folder of a run if none is given: TensorBoard lists runs by folder. Microseconds tell them apart."""
     parts = ["runs", f"{dataset}-{norm}", *([named_after(overrides)] if overrides else [])]
     return "/".join([*parts, f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"])
 
