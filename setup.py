@@ -1,6 +1,8 @@
-"""The build of the `keepless` wheel; all its settings are in pyproject.toml."""
+"""The build of the `keepless` wheel; its other settings are in pyproject.toml."""
 
+import re
 import shutil
+from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build import build
@@ -14,4 +16,6 @@ class CleanBuild(build):
         super().run()
 
 
-setup(cmdclass={"build": CleanBuild})
+# Links to other pages lead nowhere outside of a checkout: their words stay.
+page = re.sub(r"\[([^]]+)\]\((?!https?:|#)[^)]+\)", r"\1", Path("docs/layers.md").read_text(encoding="utf-8"))
+setup(cmdclass={"build": CleanBuild}, long_description=page, long_description_content_type="text/markdown")

@@ -3,11 +3,34 @@
 import colorsys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import cv2
 import numpy as np
 
 _ILLEGAL = 254  # in lookup tables: a raw value that label files must not contain; never leaves this module
+
+
+class Palettes:
+    """Compares the palettes of label files, which may give the same number to different classes.
+
+    `conflict` is a message that names the first two files that give an id different colours; None if none do.
+    """
+
+    def __init__(self) -> None:
+        self.conflict: str | None = None
+        self._first: dict[int, tuple[Path, tuple[int, ...]]] = {}  # by id: a file, and its colour there
+
+    def add(self, path: Path, colours: Mapping[int, tuple[int, ...]]) -> None:
+        """See a file's colours of the ids that it holds."""
+        for number, colour in colours.items():
+            first, expected = self._first.setdefault(number, (path, colour))
+            if self.conflict is None and colour != expected:
+                self.conflict = (
+                    f"{path}: its palette gives the id {number} the colour {colour}, and {first} the colour "
+                    f"{expected}: the same id may mean different classes. Export all labels with one palette; if their "
+                    f"ids are right, write them without palettes (mode L)."
+                )
 
 
 class UnknownIds(ValueError):

@@ -1,29 +1,29 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
 
-from datasets import file_formats as formats
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
-from datasets.layout import OTHER_IMAGES, Layout, first_of, list_files, read_list
-from datasets.reading import EVERYTHING, Stored, Window, checked_png, decode_image, decode_label
+from datasets.file_formats import PALETTE
+from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, drawn_images, first_of, list_files, read_list
+from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
 from datasets.text_files import read_json
 from datasets.time_limit import limited
 
 CLASSES = "classes.json"
 TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
-DRAWN, WITHHELD = ("train", "val"), "test"
+WITHHELD = "test"
 _IGNORED = 255  # unless the file says otherwise
 _LONGEST_NAME = 255  # of a class
 
-_IMAGES = (".png", ".jpg", ".jpeg")
-_LABELS = (*_IMAGES, *OTHER_IMAGES)  # all but PNGs are refused by name, not overlooked
+_LABELS = (*PHOTOGRAPHS, *OTHER_IMAGES)  # all but PNGs are refused by name, not overlooked
 _EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
 
 _LAYOUT = Layout(
@@ -31,7 +31,7 @@ _LAYOUT = Layout(
     splits=(),
     tree="""
 DIR/classes.json              the classes, in the order of their ids
-DIR/train/images/**           or    DIR/images/**             PNG or JPEG
+DIR/train/images/**           or    DIR/images/**             PNG, JPEG, TIFF, BMP or WebP
 DIR/train/labels/**                 DIR/labels/**             PNGs of the same names
 DIR/val/...                         DIR/train.txt, val.txt    names of images, one per line
 """,
@@ -110,8 +110,8 @@ def folder(
 
     The list is `root`/`split`.txt. With `folds`, "train" and "val" are drawn from `root`/images instead: "val" is part
     `fold` of as many equal parts, drawn with `fold_seed`. Images and labels are paired by their paths below the two
-    folders; the split "test" may have no labels. Labels are 8-bit PNGs of ids, or RGB in the classes' colours, on the
-    images as viewers show them: EXIF orientation counts. `keys`: prefix of option names in messages.
+    folders; the split "test" may have no labels. Labels are PNGs of ids, or in the classes' colours, on the images as
+    viewers show them: EXIF orientation counts. `keys`: prefix of option names in messages.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label
     (without `strict`: no image has one).
     """
@@ -126,16 +126,16 @@ def folder(
             f"{keys}folds={folds} draws train and val from {root / 'images'}, which is missing; {root} has train and "
             f"val already: leave {keys}folds out, or move all images and labels to images and labels"
         )
-    images = layout.files(root, above / "images", _IMAGES, images_of=split, deep=True)
+    images = layout.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
     labels = {} if without else layout.files(root, above / "labels", _LABELS, deep=True)
     if strict and (alone := labels.keys() - images.keys()):
         _check_formats(above / "images", alone)
     if above == root:
-        names = list(images)
-        chosen = (
-            _drawn(names, split, folds, fold, fold_seed) if drawn else _on_list(layout, root, split, images, strict)
-        )
+        if drawn and folds is not None:
+            chosen = [*compress(images, drawn_images(np.zeros(len(images)), split, folds, fold, fold_seed))]
+        else:
+            chosen = _on_list(layout, root, split, images, strict)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if split == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
@@ -150,11 +150,12 @@ def folder(
         )
     fix = (
         f"Labels hold ids, as 8-bit PNGs of mode L or P, or the colours of {root / CLASSES} as RGB, and are as large "
-        f"as viewers show their images. Export them again as PNG from your labelling tool, resize them with nearest "
-        f"neighbour, or correct the classes."
+        f"as viewers show their images. Export them again as PNG from your labelling tool, without smoothed edges, "
+        f"resize them with nearest neighbour, or correct the classes."
     )
     table = folder_classes(root / CLASSES)
-    decode = partial(_decode, table.label_colours)
+    levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
+    decode = partial(_decode, table.label_colours, np.array(levels, np.uint8))
     return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
 
 
@@ -166,12 +167,12 @@ def _below(root: Path, split: str) -> Path:
 
 
 def _check_formats(folder: Path, names: Set[str]) -> None:
-    """Raise ValueError if labels have images in other formats. `names`: labels without a PNG or JPEG image."""
+    """Raise ValueError if labels have images in other formats. `names`: labels without an image that is read."""
     others = list_files(folder, OTHER_IMAGES, deep=True)
     if found := [str(path.relative_to(folder)) for name, path in others.items() if name in names]:
         raise ValueError(
             f"images with a label are not read: {first_of(found)} in {folder} ({len(found)} in all); expected "
-            f"{', '.join(_IMAGES)}. Convert them, or take their labels out"
+            f"{', '.join(PHOTOGRAPHS)}. Convert them, or take their labels out"
         )
 
 
@@ -198,30 +199,17 @@ def _on_list(layout: Layout, root: Path, split: str, images: Mapping[str, Path],
     return names
 
 
-def _drawn(names: Sequence[str], split: str, folds: int | None, fold: int, seed: int) -> list[str]:
-    """The images of "train" or "val"."""
-    if folds is None or len(names) < folds:
-        raise ValueError(f"{len(names)} images cannot be divided into {folds} folds: expected fewer folds")
-    val = {*np.random.default_rng(seed).permutation(len(names))[fold::folds].tolist()}
-    return [name for number, name in enumerate(names) if (number in val) == (split == "val")]
+def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Window) -> np.ndarray:
+    """A label's ids, uint8 (H, W). `ids` is {0xRRGGBB: id}.
 
-
-def colour_codes(file: Stored, window: Window = EVERYTHING) -> np.ndarray | None:
-    """0xRRGGBB of an RGB label's pixels, int32 (H, W); None for another file. Unreadable if it is damaged."""
-    if not file.data.startswith(formats.PNG) or file.data[24:26] != bytes((8, formats.COLOUR)):  # depth, colour type
-        return None
-    red, green, blue = np.moveaxis(decode_image(checked_png(file), window).astype(np.int32), 2, 0)
-    return red << 16 | green << 8 | blue
-
-
-def _decode(ids: Mapping[int, int], file: Stored, window: Window) -> np.ndarray:
-    """A label's ids, uint8 (H, W). `ids` is {0xRRGGBB: id}, for RGB files."""
-    codes = colour_codes(file, window)
-    if codes is None:
-        return decode_label(file, window)
+    `levels`, uint8 (256,), has the id of each value of a gray file: a value that is no id may be a class's colour.
+    """
+    raw = decode_mask(file, window)
+    if raw.dtype == np.uint8:
+        return levels[raw] if file.data[25] != PALETTE else raw
     known = np.array(sorted(ids) or [-1], np.int32)
-    places = np.searchsorted(known, codes).clip(max=len(known) - 1)
-    if (foreign := np.unique(codes[known[places] != codes])).size:
+    places = np.searchsorted(known, raw).clip(max=len(known) - 1)
+    if (foreign := np.unique(raw[known[places] != raw])).size:
         named = ", ".join(str(tuple(int(code).to_bytes(3, "big"))) for code in foreign[:5])
         raise UnknownIds(f"contains {len(foreign)} colours that no class has, such as {named}")
     return np.array([ids.get(code, 0) for code in known.tolist()], np.uint8)[places]

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from datasets.classification import ClassificationDataset
-from datasets.file_list import class_folders, list_classes
-from datasets.layout import OTHER_IMAGES, Layout, first_of
+from datasets.file_list import FileList, class_folders, list_classes
+from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, drawn_images, first_of
 from datasets.time_limit import limited
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -27,7 +27,15 @@ _LAYOUT = Layout(
     source="unpack ILSVRC2012_img_train.tar, the archive of each class in it into a folder of its own, and the "
     "validation images into folders of the same names",
 )
-_OWN = Layout("image_folder", ("train", "val", "test"), _TREE, source="sort your images into a folder for each class")
+_OWN = Layout(
+    name="image_folder",
+    splits=("train", "val", "test"),
+    tree="""
+DIR/train/CLASS/*         or    DIR/CLASS/*    CLASS: any name; PNG, JPEG, TIFF, BMP or WebP
+DIR/val/CLASS/*                                the same classes
+""",
+    source="move each image into the folder of its class, in DIR/train and DIR/val",
+)
 
 
 def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
@@ -41,12 +49,31 @@ def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDatase
     return _in_folders(_LAYOUT, root, split)
 
 
-def image_folder(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
-    """As `imagenet`, for other images: split "train", "val" or "test", seen as their EXIF orientation says.
+def image_folder(
+    root: str | os.PathLike | None,
+    split: str,
+    folds: int | None = None,
+    fold: int = 0,
+    fold_seed: int = 0,
+    keys: str = "",
+) -> ClassificationDataset:
+    """As `imagenet`, for other images: split "train", "val" or "test", seen as viewers show them.
 
-    ValueError also if there is one class alone, or a class folder holds images of other formats.
+    With `folds`, "train" and "val" are drawn from `root`/train, or `root` if there is none: "val" is part `fold` of as
+    many parts, each with an equal share of every class, drawn with `fold_seed`. `keys`: prefix of option names in
+    messages. ValueError also if there is one class alone, or a class folder holds images of other formats.
     """
-    dataset = _in_folders(_OWN, root, split, (*_SUFFIXES, *OTHER_IMAGES))
+    layout = replace(_OWN, source=f"{_OWN.source}, or in DIR alone with {keys}folds=5 to draw train and val,")
+    top, folder = layout.check(root, split), None
+    if folds is not None and split in DRAWN:
+        folder = top / "train" if (top / "train").is_dir() else top
+        for other in ("val", "test")[: 1 if folder != top else 2]:
+            if (top / other).is_dir():
+                raise ValueError(
+                    f"{keys}folds={folds} draws train and val from {folder}, and {top / other} is there already: "
+                    f"leave {keys}folds out, or move all classes to {top / 'train'}, and {other} elsewhere"
+                )
+    dataset = _in_folders(layout, top, split, (*PHOTOGRAPHS, *OTHER_IMAGES), folder)
     if len(dataset.classes) == 1:
         raise ValueError(
             f"image_folder: {dataset.files.root} holds one class folder, {dataset.classes[0]}, which leaves nothing to "
@@ -56,48 +83,58 @@ def image_folder(root: str | os.PathLike | None, split: str) -> ClassificationDa
     if found := [name for name in names if name.lower().endswith(OTHER_IMAGES)]:
         raise ValueError(
             f"image_folder: images are not read: {first_of(found)} in {dataset.files.root} ({len(found)} in all); "
-            f"expected {', '.join(_SUFFIXES)}. Convert them, or take them out"
+            f"expected {', '.join(PHOTOGRAPHS)}. Convert them, or take them out"
         )
-    return replace(dataset, turned=True)
+    dataset = replace(dataset, turned=True)
+    if folds is None or folder is None:
+        return dataset
+    chosen, files = drawn_images(dataset.labels, split, folds, fold, fold_seed), dataset.files
+    files = FileList(files.root, files.names[chosen], files.sizes[chosen], files.times[chosen])
+    return replace(dataset, labels=dataset.labels[chosen], files=files)
 
 
-def own_splits(root: str | os.PathLike | None) -> list[str]:
-    """The splits of `image_folder` that are there."""
+def own_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:
+    """The splits of `image_folder` that are there, or drawn."""
     top = _OWN.top(root)
-    return [split for split in _OWN.splits if (top / split).is_dir()]
+    return [split for split in _OWN.splits if (top / split).is_dir() or (folds is not None and split in DRAWN)]
 
 
 def _in_folders(
-    layout: Layout, root: str | os.PathLike | None, split: str, suffixes: tuple[str, ...] = _SUFFIXES
+    layout: Layout,
+    root: str | os.PathLike | None,
+    split: str,
+    suffixes: tuple[str, ...] = _SUFFIXES,
+    folder: Path | None = None,
 ) -> ClassificationDataset:
+    """The class folders in `folder`, by default `root`/`split`."""
     with limited():
         root = layout.check(root, split)
-        folder = root / split
+        folder = folder or root / split
         if not folder.is_dir():
             raise layout.error(f"{layout.name}: the folder {folder} is missing", root, missing=[folder])
         classes = class_folders(folder)
-        _check_flat(layout, root, folder, bool(classes))
+        _check_flat(layout, root, folder, bool(classes), suffixes)
         for other in layout.splits:
-            if other != split and (root / other).is_dir():
+            if other != split and folder != root / other and (root / other).is_dir():
                 _check_classes(layout, root, {split: classes, other: class_folders(root / other)})
     files, labels = list_classes(folder, classes, suffixes)
     if not len(files):
-        looked_for = f"{folder}/*/*{{{','.join(_SUFFIXES)}}}"
+        looked_for = f"{folder}/*/*{{{','.join(suffixes)}}}"
         raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
     return ClassificationDataset(layout.name, split, classes, labels, files)
 
 
-def _check_flat(layout: Layout, root: Path, folder: Path, has_classes: bool) -> None:
+def _check_flat(layout: Layout, root: Path, folder: Path, has_classes: bool, suffixes: tuple[str, ...]) -> None:
     """ValueError if images lie in the split's folder itself."""
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.name.lower().endswith(_SUFFIXES) and entry.is_file()]
+        names = [entry.name for entry in entries if entry.name.lower().endswith(suffixes) and entry.is_file()]
     if names:
         beside = "beside" if has_classes else "without"
         raise layout.error(
             f"{layout.name}: {folder} holds {len(names)} images {beside} class folders, such as {min(names)}; expected "
             "images in class folders alone",
             root,
-            fix=_SORT_FLAT,
+            fix=_SORT_FLAT if layout is _LAYOUT else None,
         )
 
 

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+import numpy as np
+
 from datasets.segmentation import Files
 from datasets.text_files import read_text
 
-OTHER_IMAGES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".tif", ".tiff", ".webp")  # which no dataset reads
+PHOTOGRAPHS = (".png", ".jpg", ".jpeg", ".bmp", ".jfif", ".tif", ".tiff", ".webp")  # of the user's own images
+OTHER_IMAGES = (".avif", ".gif", ".heic", ".heif")  # which no dataset reads
+DRAWN = ("train", "val")  # the splits that can be drawn from one folder
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
@@ -189,6 +193,16 @@ def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | Non
     names = [os.path.relpath(path, root) for path in missing]
     found = ((folder, name) for folder in (root.parent, *below) for name in names if os.path.exists(folder / name))
     return next(found, None)
+
+
+def drawn_images(classes: np.ndarray, split: str, folds: int, fold: int, seed: int) -> np.ndarray:
+    """Which images belong to "train" or "val", bool (n,). "val" is part `fold` of `folds`, of every class alike."""
+    if len(classes) < folds:
+        raise ValueError(f"{len(classes)} images cannot be divided into {folds} folds: expected fewer folds")
+    order = np.random.default_rng(seed).permutation(len(classes))
+    chosen = np.full(len(classes), split == "train")
+    chosen[order[np.argsort(classes[order], kind="stable")][fold::folds]] ^= True
+    return chosen
 
 
 def first_of(names: Sequence[str]) -> str:

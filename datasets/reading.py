@@ -30,39 +30,49 @@ class Unreadable(ValueError):
 
 
 class Stored(NamedTuple):
-    """A PNG or JPEG file that has been read: its path, for messages, and its bytes, complete up to the end mark."""
+    """A file that has been read: its path, for messages, and its bytes, of a PNG or JPEG complete to the end mark."""
 
     path: Path
     data: bytes
 
+    @property
+    def has_end_mark(self) -> bool:
+        """Whether it is a PNG or JPEG: only these can be checked, and decoded in parts, without decoding all pixels."""
+        return self.data.startswith((formats.PNG, formats.JPEG))
+
     def size(self, turned: bool = False) -> tuple[int, int]:
-        """(width, height), as from `read_size`."""
+        """(width, height) of a PNG or JPEG, as from `read_size`."""
         return _size(self.path, BytesIO(self.data), turned)
 
 
-def read(path: Path) -> Stored:
-    """Read a file. Unreadable if it is missing, truncated or neither PNG nor JPEG."""
+def read(path: Path, photograph: bool = False) -> Stored:
+    """Read a file. Unreadable if it is missing, truncated or, unless it is a `photograph`, neither PNG nor JPEG."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise missing(path, error) from None
-    return complete(path, data)
+    return complete(path, data, photograph)
 
 
-def complete(path: Path, data: bytes) -> Stored:
-    """A file whose bytes have been read. Unreadable if it is truncated or neither PNG nor JPEG."""
-    _check_complete(path, data[:8], data[-len(formats.PNG_END) :], lambda: data)
-    return Stored(path, data)
+def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
+    """A file whose bytes have been read. Unreadable as in `read`."""
+    stored = Stored(path, data)
+    if not data or stored.has_end_mark or not photograph:
+        _check_complete(path, data[:8], data[-len(formats.PNG_END) :], lambda: data)
+    return stored
 
 
 def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool = False) -> np.ndarray:
     """Decode a PNG or JPEG to uint8 (H, W, 3) RGB. Unreadable if the file is missing, truncated or of another kind.
 
-    Gray values count for all three channels, of 16 bits the higher eight, and alpha is left out. `turned`: as the EXIF
-    orientation says, which is ignored otherwise, because published labels match the pixels as stored. Rows far below
-    `window` are neither decoded nor checked.
+    Gray values count for all three channels, of 16 bits the higher eight, and alpha is left out. `turned`: as viewers
+    show it, so EXIF orientation counts, which is ignored otherwise, because published labels match the pixels as
+    stored; and all formats of `PHOTOGRAPHS` are read, of several frames or pages the first. Rows far below `window` are
+    neither decoded nor checked.
     """
-    path, data = _stored(file)
+    path, data = stored = file if isinstance(file, Stored) else read(file, photograph=turned)
+    if turned and not stored.has_end_mark:
+        return _decode_photograph(stored)[window]
     turn = _orientation(BytesIO(data)) if turned else 1
     if turn == 1 and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
         return part
@@ -99,6 +109,41 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
     return raw[window]
 
 
+def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
+    """Decode a label of the user's own images, (H, W): uint8 ids, or int32 0xRRGGBB if it holds colours.
+
+    Reads what `decode_label` does, PNGs with one bit per pixel (ids 0 and 1), RGB, and both with opaque alpha.
+    ValueError if the file holds anything else.
+    """
+    stored = _stored(file)
+    depth, colour_type = stored.data[24:26].ljust(2)
+    is_png, is_bit = stored.data.startswith(formats.PNG), (depth, colour_type) == (1, formats.GRAY)
+    if not is_png or not (is_bit or (depth == 8 and colour_type in formats.COLOURS_OR_ALPHA)):
+        return decode_label(stored, window)
+    path, data = checked_png(stored)
+    raw = decode_image(stored, window) if colour_type == formats.COLOUR else _pillow(formats.png_pixels_only(data))
+    if raw is None:
+        raise Unreadable(f"{path}: cannot be decoded as a label; expected an intact PNG.")
+    if is_bit:
+        return raw[window].astype(np.uint8)
+    if colour_type != formats.COLOUR:
+        if (raw[..., -1] < 255).any():
+            raise Unreadable(f"{path}: has transparent pixels, which have no class; expected opaque ones.")
+        raw = raw[window][..., :-1]
+    if raw.shape[2] == 1:
+        return raw[..., 0]
+    red, green, blue = np.moveaxis(raw.astype(np.int32), 2, 0)
+    return red << 16 | green << 8 | blue
+
+
+def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
+    """{id: RGB} from a PNG's palette; empty if it has none."""
+    if not file.data.startswith(formats.PNG) or file.data[25] != formats.PALETTE:
+        return {}
+    chunk = next((chunk for chunk in formats.png_chunks(file.data) if chunk[4:8] == b"PLTE"), b"")
+    return {number // 3: tuple(chunk[8 + number :][:3]) for number in range(0, len(chunk) - 12, 3)}
+
+
 def decode_instance_classes(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     """Decode the classes, uint8 (H, W), from an instance file with values 256 * class + instance number."""
     return (decode_uint16(file)[window] // 256).astype(np.uint8)
@@ -115,19 +160,17 @@ def decode_uint16(file: Path | Stored) -> np.ndarray:
 
 
 def decode_photograph(path: Path) -> np.ndarray:
-    """Decode an image of one of the formats `PHOTOGRAPHS` as viewers show it: uint8 (H, W, 3) RGB. Unreadable if not.
+    """Decode an image as viewers show it: see `decode_image`."""
+    return decode_image(path, turned=True)
 
-    EXIF orientation is applied; of several frames or pages, the first counts. PNG and JPEG files are read as by
-    `decode_image`, whatever their names.
-    """
+
+def _decode_photograph(file: Stored) -> np.ndarray:
+    """`decode_image` of a file that is neither PNG nor JPEG, as viewers show it."""
+    path, data = file
     try:
-        with open(path, "rb") as file:
-            head = file.read(len(formats.PNG))
-            if not head or head.startswith((formats.PNG, formats.JPEG)):
-                return decode_image(path, turned=True)
-            with Image.open(file, formats=PHOTOGRAPHS) as stored:
-                image = ImageOps.exif_transpose(stored)
-                tags = getattr(stored, "tag_v2", {})  # of a TIFF
+        with Image.open(BytesIO(data), formats=PHOTOGRAPHS) as stored:
+            image = ImageOps.exif_transpose(stored)
+            tags = getattr(stored, "tag_v2", {})  # of a TIFF
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
             levels = np.asarray(image) >> (tags.get(_BITS, (16,))[0] - 8)
             image = Image.fromarray((255 - levels if tags.get(_INTERPRETATION) == 0 else levels).astype(np.uint8))
@@ -138,8 +181,6 @@ def decode_photograph(path: Path) -> np.ndarray:
         raise
     except UnidentifiedImageError:
         raise Unreadable(f"{path}: cannot be decoded as an image; expected {', '.join(PHOTOGRAPHS)}.") from None
-    except OSError as error:
-        raise missing(path, error) from None
     except Exception as error:  # Pillow's readers of rare formats raise whatever Python does for damaged bytes
         raise Unreadable(f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}).") from None
 
@@ -148,11 +189,14 @@ def read_size(path: Path, turned: bool = False) -> tuple[int, int]:
     """(width, height) of an image, from its header. Unreadable if the file is missing, truncated or of another kind.
 
     Unreadable also above Pillow's limit, 178 megapixels: only a damaged header claims that many. Damage behind the
-    header goes unnoticed until decoding.
+    header goes unnoticed until decoding. `turned`: see `decode_image`; files without an end mark are decoded.
     """
     try:
         with open(path, "rb") as file:
             head = file.read(33)
+            if turned and head and not Stored(path, head).has_end_mark:
+                height, width, _ = decode_image(path, turned=True).shape
+                return width, height
             file.seek(max(0, file.seek(0, 2) - len(formats.PNG_END)))
             _check_complete(path, head, file.read(), path.read_bytes)
             file.seek(0)
@@ -180,12 +224,18 @@ def _size(path: Path, file: BinaryIO, turned: bool) -> tuple[int, int]:
     return size[::-1] if turned and _orientation(file) in _ON_ITS_SIDE else size
 
 
+def is_on_its_side(path: Path) -> bool:
+    """Whether viewers swap the width and height of an image, as its EXIF orientation says. OSError if unreadable."""
+    with open(path, "rb") as file:
+        return _orientation(file) in _ON_ITS_SIDE
+
+
 def _orientation(file: BinaryIO) -> int:
-    """The EXIF orientation in a PNG's or JPEG's header, 1 to 8; 1 if there is none."""
+    """The EXIF orientation in an image's header, 1 to 8; 1 if there is none."""
     exif, found = Image.Exif(), 1
     with suppress(Exception):  # Pillow raises whatever Python does for damaged EXIF data
         file.seek(0)
-        exif.load(Image.open(file, formats=["PNG", "JPEG"]).info.get("exif", b""))
+        exif.load(Image.open(file, formats=PHOTOGRAPHS).info.get("exif", b""))
         found = exif.get(ExifTags.Base.Orientation, 1)
     return found if found in range(1, 9) else 1
 

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
+from datasets import reading
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import FileList, listed
-from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read, read_size
+from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read
 from datasets.time_limit import limited
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
@@ -66,9 +67,9 @@ class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
     `name`: the dataset, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` returns the raw values
-    in a window of a label file, uint8 (H, W), `decode_instances` the instances in a file, as in `scored`. `turned`:
-    EXIF orientation counts. Reading checks the files: a ValueError names the file, the problem, the expected content
-    and the fix. `label_fix` is the fix for wrong labels that no archive can restore.
+    in a window of a label file, uint8 (H, W), `decode_instances` the instances in a file, as in `scored`. `turned`: see
+    `decode_image`; so are the user's own images. Reading checks the files: a ValueError names the file, the problem,
+    the expected content and the fix. `label_fix` is the fix for wrong labels that no archive can restore.
     """
 
     mean_image = None  # only small images have one
@@ -147,16 +148,18 @@ class SegmentationDataset(Dataset):
         sizes of image and label differ; when slicing, for damaged pixels and unknown ids down to the slice.
         """
         with restorable():
-            image = read(self._image_path(index))
-            size = image.size(self.turned)
+            image = read(self._image_path(index), photograph=self.turned)
+            decode: Callable[[Window], np.ndarray] = restorable()(partial(decode_image, image, turned=self.turned))
+            if image.has_end_mark:
+                size = image.size(self.turned)
+            else:  # without parts that can be decoded alone
+                decode = (pixels := decode(EVERYTHING)).__getitem__
+                size = pixels.shape[1::-1]
             label = self._stored_label(index)
             label_size = label.size()
         self._check_same_size(self.files[index], size, label_size)
         shape = size[::-1]
-        return (
-            Undecoded(shape, restorable()(partial(decode_image, image, turned=self.turned))),
-            Undecoded(shape, partial(self._decode_label, label, self.table.train_ids)),
-        )
+        return Undecoded(shape, decode), Undecoded(shape, partial(self._decode_label, label, self.table.train_ids))
 
     def read_image(self, index: int) -> np.ndarray:
         """Image `index`, uint8 (H, W, 3) RGB. ValueError if the file is missing, truncated or not an image."""
@@ -170,7 +173,7 @@ class SegmentationDataset(Dataset):
     @restorable()
     def image_size(self, path: Path) -> tuple[int, int]:
         """(width, height) of an image file, from its header. ValueError if it is missing, truncated or not an image."""
-        return read_size(path, self.turned)
+        return reading.read_size(path, self.turned)
 
     def _image_path(self, index: int) -> Path:
         path = self.files[index].image
@@ -200,9 +203,13 @@ class SegmentationDataset(Dataset):
 
     def size_mismatch(self, entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> str:
         """Message for an image and a label of different sizes; sizes are (width, height) in pixels."""
+        why = ""
+        assert entry.image is not None
+        if self.turned and label_size == image_size[::-1] and reading.is_on_its_side(entry.image):
+            why = " as its EXIF orientation turns it, which the label lacks"
         return (
             f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
-            f"{image_size[0]}x{image_size[1]}; expected the same size. {self.label_fix or RESTORE}"
+            f"{image_size[0]}x{image_size[1]}{why}; expected the same size. {self.label_fix or RESTORE}"
         )
 
     def _check_same_size(self, entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> None:

@@ -17,19 +17,29 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from datasets.cache import cache_folder
-from datasets.class_table import UnknownIds
+from datasets.class_table import Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
-from datasets.reading import decode_image
+from datasets.reading import decode_image, label_palette, read
 from datasets.segmentation import RESTORE, SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
-_CHECKS = 4  # increment when the checks change: all data is then checked again
+_CHECKS = 5  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 # Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
 _DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
 
 Split = SegmentationDataset | ClassificationDataset
-Found = tuple[list["Problem"], np.ndarray]  # problems of an image and its label, and the label's pixels by train id
+
+
+class Found(NamedTuple):
+    """Problems of an image and its label, and the label's pixels by train id, int64 (256,).
+
+    `palette`: a label's file, and {id: RGB} of the ids that it holds, if it has a palette.
+    """
+
+    problems: list["Problem"]
+    pixels: np.ndarray
+    palette: tuple[Path, dict[int, tuple[int, ...]]] | None = None
 
 
 class Problem(NamedTuple):
@@ -71,10 +81,7 @@ def _check_once(
     remembered = cache_folder() / "verified" / key
     with suppress(OSError, ValueError):
         return {*json.loads(remembered.read_text())}
-    problems, pixels = [], np.zeros(256, np.int64)
-    for found, counts in every(dataset, look, workers, progress):
-        problems += found
-        pixels += counts
+    problems, pixels, _ = _all(dataset, look, workers, progress)
     if problems:
         listed = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in problems]))
         raise ValueError(
@@ -84,6 +91,22 @@ def _check_once(
         remembered.parent.mkdir(parents=True, exist_ok=True)
         remembered.write_text(json.dumps(np.flatnonzero(pixels).tolist()))
     return {*np.flatnonzero(pixels).tolist()}
+
+
+def _all(
+    dataset: Split, look: Callable[[int], Found], workers: int | None, progress: Progress
+) -> tuple[list[Problem], np.ndarray, np.ndarray]:
+    """Problems, and for each train id its pixels and the labels that hold it, int64 (256,)."""
+    problems, palettes, pixels, labels = [], Palettes(), np.zeros(256, np.int64), np.zeros(256, np.int64)
+    for found in every(dataset, look, workers, progress):
+        problems += found.problems
+        pixels += found.pixels
+        labels += found.pixels > 0
+        if found.palette is not None:
+            palettes.add(*found.palette)
+    if palettes.conflict is not None:
+        problems.append(Problem("palettes differ", palettes.conflict))
+    return problems, pixels, labels
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
@@ -103,7 +126,7 @@ def _seen(read: Callable[[Any], object], image: Any) -> Found:
         read(image)
     except ValueError as error:
         problems.append(Problem("unreadable image", str(error)))
-    return problems, np.zeros(256, np.int64)
+    return Found(problems, np.zeros(256, np.int64))
 
 
 def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progress: Progress) -> Iterator[Any]:
@@ -142,8 +165,14 @@ def _looked(dataset: SegmentationDataset, size_of: Callable[[Path], tuple[int, i
     image_size = None if entry.image is None else attempted("image", size_of, entry.image)
     label = None if entry.label is None else attempted("label", dataset.read_label, index)
     compare(entry.label, None if label is None else label.shape[::-1])
+    pixels = np.bincount(() if label is None else label.reshape(-1), minlength=256)
+    palette = None
+    if dataset.turned and entry.label is not None and label is not None:  # the user's own
+        colours, ids = label_palette(read(entry.label)), dataset.table.official_ids
+        held = (ids[number] for number in np.flatnonzero(pixels[: len(ids)]))
+        palette = entry.label, {number: colours[number] for number in held if number in colours}
     compare(entry.instances, None if entry.instances is None else attempted("instances", size_of, entry.instances))
-    return problems, np.bincount(() if label is None else label.reshape(-1), minlength=256)
+    return Found(problems, pixels, palette)
 
 
 @dataclass(frozen=True)
@@ -176,10 +205,8 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
         problems = _unpaired(dataset)
     pixels, labels = np.zeros(256, np.int64), np.zeros(256, np.int64)
     if isinstance(dataset, SegmentationDataset) or dataset.pixels is None:
-        for found, counts in every(dataset, partial(_inspected, dataset), workers, progress):
-            problems += found
-            pixels += counts
-            labels += counts > 0
+        found, pixels, labels = _all(dataset, partial(_inspected, dataset), workers, progress)
+        problems += found
     if isinstance(dataset, ClassificationDataset):
         labels = np.bincount(dataset.labels, minlength=classes)
     return Inspection(images, tuple(problems), pixels[:classes], labels[:classes], ignored=int(pixels[ignore_index]))
@@ -195,7 +222,7 @@ def _inspected(dataset: Split, index: int) -> Found:
             return _looked(dataset, size_of, index)
     except Exception as error:  # it must not stop the check of the other files
         problem = Problem("unexpected error", f"{dataset.path(index)}: {type(error).__name__}: {error}")
-        return [problem], np.zeros(256, np.int64)
+        return Found([problem], np.zeros(256, np.int64))
 
 
 def _unpaired(dataset: SegmentationDataset) -> list[Problem]:

@@ -1,6 +1,6 @@
 """All private parts of PyTorch and Triton that keepless uses.
 
-Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.12.1, with the Triton that each brings. Where a part is missing:
+Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1, 2.12.1 and 2.14.1, with the Triton that each brings. Where a part is missing:
 
 | part | used for | where it is missing |
 |---|---|---|
@@ -74,7 +74,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"keepless {__version__} does not know torch {torch.__version__} ({error}): update keepless, or install a "
-        f"torch that it was tried on, such as 2.12"
+        f"torch that it was tried on, such as 2.14"
     ) from error
 
 # The address of a storage's own object, by which storages are told apart while they live.

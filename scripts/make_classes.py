@@ -4,9 +4,10 @@
     python -m scripts.make_classes data.root=DIR workers=8
     python -m scripts.make_classes data.root=DIR data.timeout_seconds=3600    # a slow disk
 
-Reads all labels below DIR. Classes are the ids up to the largest, or the colours of RGB labels; 255 is ignored, and so
-are ids below the largest that occur nowhere. Palettes give ids their colours. The classes are called class_0, class_1,
-…: change their names in the file before you train. Prints the pixels of every id, which show strays.
+Reads all labels below DIR. Classes are the ids up to the largest, or the colours of RGB labels and of masks in
+black and white. The id 255 is ignored, and so are ids below the largest that occur nowhere. Palettes give ids their
+colours. The classes are called class_0, class_1, …: change their names in the file before you train. Prints the pixels
+of every id, which show strays.
 """
 
 import json
@@ -17,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
-from PIL import Image
 
 from datasets import reading_errors
-from datasets.folder import CLASSES, TRAINED, colour_codes, folder_labels
-from datasets.reading import decode_label, read
+from datasets.class_table import Palettes
+from datasets.folder import CLASSES, TRAINED, folder_labels
+from datasets.reading import decode_mask, label_palette, read
 from datasets.segmentation import restorable
 from datasets.workers import in_order
 from engine import assemble
@@ -54,60 +55,82 @@ def make_classes(values: DictConfig) -> Path:
     file = Path(str(config.data.root)) / CLASSES
     if os.path.lexists(file):  # also a link to nowhere
         raise ValueError(f"{root}: {file} is there already; to make it again, move it away")
-    kinds, pixels, holding, colours = set[bool](), Counter[int](), Counter[int](), dict[int, tuple[int, ...]]()
+    kinds, palettes, colours = set[str](), Palettes(), dict[int, tuple[int, ...]]()
+    pixels, holding = Counter[int](), Counter[int]()
     console = make_console()
     with (
         reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"),
         progress_bar(console) as progress,
     ):
         read_labels = in_order(lambda number: contents(labels[number]), range(len(labels)), config.workers)
-        for (is_rgb, held, coloured), _ in zip(read_labels, tracked(progress, labels, "reading labels"), strict=True):
-            kinds.add(is_rgb)
+        for label, (kind, held, coloured) in zip(tracked(progress, labels, "reading labels"), read_labels, strict=True):
+            kinds.add(kind)
             pixels.update(held)
             holding.update(held.keys())
-            colours |= coloured
+            palettes.add(label, coloured)
+            colours = coloured | colours
     if len(kinds) > 1:
-        raise ValueError(f"{root}: some labels hold ids, others colours; expected one kind")
-    values_of = dict(enumerate(sorted(pixels))) if True in kinds else {number: number for number in sorted(pixels)}
+        raise ValueError(f"{root}: some labels hold {', others '.join(sorted(kinds))}; expected one kind")
+    if palettes.conflict is not None:
+        raise ValueError(f"{root}: {palettes.conflict}")
+    in_colours = "colours" in kinds
+    if not colours and {*pixels} == {0, IGNORED}:  # masks in black and white
+        in_colours = True
+        pixels, holding = (Counter({0x010101 * level: n for level, n in of.items()}) for of in (pixels, holding))
+        colours = {code: (code & 255,) * 3 for code in pixels}
+    values_of = dict(enumerate(sorted(pixels))) if in_colours else {number: number for number in sorted(pixels)}
+    ignored = None if in_colours else IGNORED
     if len(values_of) <= 256:
-        names = [f"{n} ignored" if n == IGNORED else f"{n} {colours.get(value, '')}" for n, value in values_of.items()]
+        names = [f"{n} ignored" if n == ignored else f"{n} {colours.get(value, '')}" for n, value in values_of.items()]
         counts = (np.array([of[value] for value in values_of.values()]) for of in (pixels, holding))
         console.print(class_table(f"ids in the labels ({len(labels)})", names, *counts))
-    ids = {number: colours.get(value) for number, value in values_of.items() if number != IGNORED}
-    if len(ids) not in TRAINED:
+    ids = {number: colours.get(value) for number, value in values_of.items() if number != ignored}
+    if (smoothed := len(ids) > TRAINED[-1] or (not in_colours and has_smoothed_edges(pixels))) or len(
+        ids
+    ) not in TRAINED:
+        without = "" if in_colours else f", not counting {IGNORED}, which is ignored"
+        likely = ". Smoothed (antialiased) edges make values of their own: export the labels without them" * smoothed
         raise ValueError(
-            f"{root}: the number of classes in the labels is {len(ids)}, not counting {IGNORED}, which is ignored; "
-            f"expected {TRAINED[0]} to {TRAINED[-1]}. Masks of 0 and 255 should be written as 0 and 1"
+            f"{root}: the number of classes in the labels is {len(ids)}{without}; expected {TRAINED[0]} to "
+            f"{TRAINED[-1]}{likely}"
         )
-    write_file(file, written(ids))
+    write_file(file, written(ids, [] if in_colours else [IGNORED]))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
     return file
 
 
-def written(ids: dict[int, tuple[int, ...] | None]) -> str:
-    """The file's text: the ids with their colours, except colours that several ids have."""
+def has_smoothed_edges(pixels: Counter[int]) -> bool:
+    """Whether masks in black and white seem to have gray edges: many values, with gaps, in few pixels."""
+    between = [value for value in pixels if 0 < value < IGNORED]
+    few = sum(pixels[value] for value in between) < pixels[IGNORED]
+    return few and len(between) >= 8 and max(between) > len(between)
+
+
+def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
+    """The file's text: the ids with their colours, except colours that several ids have. `ignored` are no classes."""
     several = [colour for colour, count in Counter(ids.values()).items() if count > 1]
     colours = {number: colour for number, colour in ids.items() if colour and colour not in several}
     classes = [
         {"name": f"class_{number}"} | ({"colour": colours[number]} if number in colours else {})
         for number in range(max(ids) + 1)
     ]
-    ignored = [number for number in range(len(classes)) if number not in ids] + [IGNORED]
+    ignored = [number for number in range(len(classes)) if number not in ids] + ignored
     entries = ",\n".join(map(json.dumps, classes))
     return f'{{"classes": [\n{entries}\n],\n"ignored": {ignored}}}\n'
 
 
 @restorable("Labels are 8-bit PNGs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
-def contents(path: Path) -> tuple[bool, dict[int, int], dict[int, tuple[int, ...]]]:
-    """Whether a label is RGB; {id or 0xRRGGBB: pixels}; and the colours of these, for ids from the palette if any."""
+def contents(path: Path) -> tuple[str, dict[int, int], dict[int, tuple[int, ...]]]:
+    """A label's kind, "ids", "single bits" or "colours"; {id or 0xRRGGBB: pixels}; and the known colours of these."""
     file = read(path)
-    codes = colour_codes(file)
-    values, counts = np.unique(decode_label(file) if codes is None else codes, return_counts=True)
+    raw = decode_mask(file)
+    values, counts = np.unique(raw, return_counts=True)
     pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    if codes is not None:
-        return True, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}
-    palette = Image.open(path, formats=["PNG"]).getpalette() or []
-    return False, pixels, {number: tuple(palette[3 * number :][:3]) for number in pixels if 3 * number < len(palette)}
+    if raw.dtype == np.int32:
+        return "colours", pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}
+    palette = label_palette(file)
+    kind = "single bits" if file.data[24] == 1 and not palette else "ids"
+    return kind, pixels, {number: palette[number] for number in pixels if number in palette}
 
 
 @configured("make_classes", MakeClasses)

@@ -40,7 +40,7 @@ DATA = sorted(name for name, row in ROWS.items() if not row.drawn)  # in folders
 
 @dataclass
 class RunTable:
-    table: str = MISSING  # a folder of configs/experiment
+    table: str = MISSING  # a folder of configs/experiment, or released
     dry_run: bool = False  # only list the trainings
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
@@ -52,6 +52,8 @@ class RunTable:
     tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
 
     def check(self) -> None:
+        if self.table not in (known := (*papers.TABLES, RELEASED)):
+            raise ValueError(f"table={self.table}: expected one of {', '.join(known)}")
         for name in ("roots", "weights"):
             given = getattr(self, name)
             if not isinstance(given, (dict, type(None))):

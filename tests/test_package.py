@@ -52,6 +52,10 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
     needed = [line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert needed == ["Requires-Dist: torch>=2.6"]
+    assert "Project-URL: Paper, https://arxiv.org/abs/1712.02616" in lines
+    page = "\n".join(lines)
+    links = re.findall(r"\]\(([^)]+)\)", page)  # elsewhere there are no pages beside it
+    assert "docs/memory.md explains" in page and links and all(link.startswith(("https:", "#")) for link in links)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Trainings on a CUDA device: `make test PYTEST="-m gpu"`. The same tests run on a CPU, marked slow."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine import loop
 from engine.checkpoint import files as checkpoint
+from engine.transfers import HostCopy
 from keepless import InPlaceABN, recompute_activations
 from scripts.predict import predict
 from tests.cuda import FSDP2_ON_CPUS, NEEDS_CUDA
@@ -54,6 +56,21 @@ def little_memory(monkeypatch):
 
 def no_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@each_device
+def test_a_host_copy_holds_the_values_of_its_moment(device):
+    """Though the step after it writes over them, and another thread waits for it."""
+    state = {"weights": [torch.full((64, 2**16), float(number), device=device) for number in range(4)], "step": 7}
+    copied = HostCopy(state)
+    for weight in state["weights"]:
+        weight.fill_(-1.0)
+    with ThreadPoolExecutor(1) as thread:
+        held = thread.submit(copied.wait).result()
+    assert held["step"] == 7
+    for number, weight in enumerate(held["weights"]):
+        assert weight.device.type == "cpu" and weight.is_pinned() == (device == "cuda")
+        assert torch.equal(weight, torch.full_like(weight, number))
 
 
 @each_device

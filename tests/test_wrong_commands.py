@@ -87,6 +87,8 @@ ANSWERS = {
     "scripts.run_table 'weights={a: b=c}'": """special characters for Hydra too: 'key=["a=b",c]'""",
     "train_seg.py head.dilations=[12, 24, 36]": "quote lists and mappings for the shell",
     "scripts.verify_data data=camvid splits=train": "splits: Invalid value assigned: str is not a ListConfig",
+    "scripts.run_table table=table9": "expected one of table1, table2, table3, table4, revnet, memcnn, camvid_table3, "
+    "camvid, cifar10, released",
     "scripts.run_table table=table3 overrides=trainer.epochs=3": "quote lists and mappings for the shell",
     "train_seg.py data.root=/data/Straße": """Hydra cannot read the value; give 'data.root="/data/Straße"'""",
     "train_seg.py data.root=/data/a,b": "To use it as string, quote the value",

@@ -24,7 +24,7 @@ from datasets import (
 from datasets.classification import mean_image
 from datasets.registry import FOR_CLASSIFICATION
 from datasets.workers import Loader
-from engine.assemble.data import evaluation_loader, loader, order_of, root_named
+from engine.assemble.data import evaluation_loader, loader, options_of, order_of, root_named
 from engine.assemble.network import body, norm_act
 from engine.distributed import World
 from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
@@ -45,7 +45,7 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError if the dataset has no such split, or files are missing; `key` is the config key of it."""
     with root_named(config, f"{key}={split}: "):
-        return FOR_CLASSIFICATION[config.name].make(config.root, split)
+        return FOR_CLASSIFICATION[config.name].make(config.root, split, **options_of(config))
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:

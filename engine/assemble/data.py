@@ -22,6 +22,7 @@ from datasets.segmentation import joined
 from datasets.workers import Loader
 from engine.console import logger
 from engine.distributed import World
+from engine.schema.classification import ImageNetData, SmallImagesData
 from engine.schema.data import ClassUniformSampler, Data, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.segmentation import SegmentationRun
@@ -43,10 +44,8 @@ def dataset(
 
     ValueError: the dataset has no such split, or files are missing.
     """
-    row, options, parts = FOR_SEGMENTATION[config.name], _options(config), []
+    row, options, parts = FOR_SEGMENTATION[config.name], options_of(config), []
     known = {} if row.classes is None else row.count_images(config.root, **options)
-    if options:
-        options["keys"] = "data."
     if row.drawn:
         options |= {"draw": draw, "own_images": "give data=folder"}
     for name in as_list(split):
@@ -59,12 +58,11 @@ def dataset(
     return joined(parts)
 
 
-def _options(config: Data) -> dict[str, Any]:
-    """The keys that only this dataset has. Its function takes them as arguments of the same names."""
-    if not isinstance(config, SegmentationData):
-        return {}
-    shared = {entry.name for entry in fields(SegmentationData)}
-    return {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in shared}
+def options_of(config: Data) -> dict[str, Any]:
+    """The keys that only this dataset has, and their prefix. Its function takes them as arguments of the same names."""
+    shared = {entry.name for kind in (SegmentationData, ImageNetData, SmallImagesData) for entry in fields(kind)}
+    options = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in shared}
+    return {**options, "keys": "data."} if options else {}
 
 
 @contextmanager
@@ -80,12 +78,12 @@ def root_named(config: Data, split: str = "") -> Iterator[None]:
 def official_images(config: Data) -> dict[str, int | None]:
     """The official number of images in each split of the dataset; None for the splits of the user's own images."""
     with root_named(config):
-        return ROWS[config.name].count_images(config.root, **_options(config))
+        return ROWS[config.name].count_images(config.root, **options_of(config))
 
 
 def official_classes(config: Data) -> int | None:
     """The official number of classes of the dataset; None for the user's own images."""
-    return ROWS[config.name].count_classes(**_options(config))
+    return ROWS[config.name].count_classes(**options_of(config))
 
 
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:

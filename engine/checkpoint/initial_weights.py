@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.config import group_from_plain
-from engine.schema.network import NORMS, Norm, ReleasedNorm
+from engine.configuration.config import choice_with, group_from_plain
+from engine.schema.network import BODIES, NORMS, Norm, ReleasedNorm
 from engine.schema.training import TrainingRun
 from keepless import ABN, from_released
 from models.checkpoints import released, torch_files
@@ -25,6 +25,7 @@ class Weights(NamedTuple):
     released_eps: float | None = None  # of released norms, whose scale is |weight| + eps
     remarks: tuple[str, ...] = ()  # for the report
     norm: Norm | None = None  # of the network; None: the file does not say
+    body: str | None = None  # the choice of configs/body; None: the file does not say, or it has no name
 
     def converted(self) -> Mapping[str, Tensor]:
         """The tensors with scales as our norms have them."""
@@ -64,7 +65,8 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
             return "init.part=body"
         return _other_classes(weights.classes, list(classes)) if is_of_classifier(tensor_name) else None
 
-    advice = "Give the body, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
+    body = "the body" if weights.body is None else f"the body (body={weights.body})"
+    advice = f"Give {body}, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
     report = load_by_name(
         network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=weights.remarks
     )
@@ -91,6 +93,7 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         None if "unnamed_classes" in state else list(state["classes"]),
         norm.eps if isinstance(norm, ReleasedNorm) else None,
         norm=norm,
+        body=choice_with(state["config"], "body", BODIES, but="output_stride"),
     )
 
 

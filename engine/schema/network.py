@@ -6,6 +6,7 @@ from omegaconf import MISSING
 
 from engine.schema.keys import by_name, key
 from keepless.norms.backends import BACKENDS
+from keepless.norms.backends.activations import Activation, check_activation
 from models.bodies.stem import STEM_STRIDES
 from models.released_norm import RELEASED_ACTIVATIONS
 
@@ -32,6 +33,12 @@ class OurNorm(Norm):
     sync: bool = False  # share statistics between processes
     sync_group: str = key("world", one_of=SYNC_GROUPS)  # all processes, or those on the same machine
     backend: str = key("auto", one_of=BACKENDS)  # auto: Triton on CUDA, compiled on a CPU
+
+    def check(self) -> None:
+        try:
+            check_activation(Activation(self.activation, self.activation_param), isinstance(self, InPlaceNorm))
+        except ValueError as error:
+            raise ValueError(str(error).replace("activation", "norm.activation")) from None
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Plan the memory of the papers' experiments without a GPU:
 
     python -m scripts.evidence.plan_experiments out=docs/results/memory_plan.json
-    python -m scripts.evidence.plan_experiments out=FILE.json
+    python -m scripts.evidence.plan_experiments only=[experiments] out=docs/results/memory_plan.json
     python -m scripts.evidence.plan_experiments out=docs/results/memory_plan.json measure=false
 
 Plans the memory of every experiment on each device; Table 3's columns fixed crop (memory.fit=batch) and fixed batch
@@ -14,7 +14,7 @@ the loss by tiles changes stands beside it. Traces are kept in the cache folder.
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -33,6 +33,7 @@ from scripts.reports.markdown import Columns, columns, table
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
 CARD_BODIES = ("cityscapes_resnext101_std", "cityscapes_wrn38_std")
+PARTS = ("experiments", "fits", "one_device", "cards", "claims")
 IN_FULL = "standard norms, loss.tiles=false"
 LINE = (4, 16, 64)  # crops: a line through the first two, checked at the third
 # The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
@@ -47,26 +48,28 @@ CLAIMS = {
 class PlanArguments(frame.Arguments):
     budget: str = "12GiB"  # of each of the papers' devices
     devices: int = key(4, above=0)  # of Table 3
+    only: list[str] = field(default_factory=list)  # parts to plan again: the record keeps the others; []: all
 
     def check(self) -> None:
+        if self.only:
+            frame.check_choices("only", self.only, PARTS)
         Memory(budget=self.budget, gpus=self.devices).check()
 
 
-def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
+def measure(arguments: PlanArguments, clock: frame.Clock) -> Iterator[dict]:
     memory = (f"memory.budget={arguments.budget}", f"memory.gpus={arguments.devices}")
     device = Memory(budget=arguments.budget)
+    own = frame.provenance()
+    before = frame.begun(arguments, own) if arguments.only else {}
     found: dict[str, Any] = {"deductions": device.deductions(arguments.devices)}
     found["available"] = device.available(arguments.devices)
-    for part, rows in {
-        "experiments": map(planned, papers.all_experiments()),
-        "fits": _plan_fits(memory),
-        "one_device": _plan_one_device(),
-        "cards": _plan_cards(),
-        "claims": _plan_claims(memory[0]),
-    }.items():
-        found[part] = list(rows)
+    planners = (map(planned, papers.all_experiments()), _plan_fits(memory), _plan_one_device(), _plan_cards())
+    chosen, arguments.only = arguments.only or PARTS, []  # the record is as of a call for all parts
+    for part, rows in zip(PARTS, (*planners, _plan_claims(memory[0])), strict=True):
+        found[part] = list(rows) if part in chosen else before[part]
         clock.report(part)
-    return found
+    seconds = round(before.get("seconds", 0) + clock.seconds, 1)
+    yield found | {"seconds": seconds, "environment": {"commit": frame.commits(before, own)}}
 
 
 def planned(experiment: str) -> dict:

@@ -122,6 +122,20 @@ def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, par
     assert report.matched == [*body] and report.new == [name for name in tuned.state_dict() if name not in body]
 
 
+def test_the_body_of_a_checkpoint_is_proposed(tmp_path):
+    """Of a segmentation to a classification and back, both with their default bodies."""
+    for config, other in ((run_config(), classification_config()), (classification_config(), run_config())):
+        of_cls, file = config.task == "classification", tmp_path / f"{config.task}.pt"
+        makes = [assemble.segmentation_network, assemble.classification_network][:: -1 if of_cls else 1]
+        state = {"task": config.task, "step": 5, "config": cfg.plain(config), "classes": list(CLASSES)}
+        checkpoint.save(file, {**state, "network": makes[0](config, 3).state_dict()})
+        proposed = f"body={'resnet_cifar_tiny' if of_cls else 'resnext_tiny'}"
+        with pytest.raises(ValueError, match=rf"does not fit the network.*Give the body \({proposed}\), head and"):
+            initialise_from(makes[1](other, 3), file, CLASSES)
+        tuned = makes[1](run_config(proposed) if of_cls else classification_config(proposed), 3)
+        assert initialise_from(tuned, file, CLASSES).matched
+
+
 def test_the_keys_of_init_are_what_is_loaded(file, trained, monkeypatch):
     monkeypatch.setenv("HOME", str(file.parent))
     for part, new in (("body", {"head", "cls"}), ("network", set())):

@@ -311,7 +311,7 @@ def test_undone_traced_scripted_and_compiled_before():
     with pytest.raises(RuntimeError, match=r"call undo\(network\)"):
         torch.jit.script(prepared)
     with pytest.warns(UserWarning, match="does nothing inside torch.compile"):
-        recompute_activations(torch.compile(plain, backend="eager"))
+        recompute_activations(torch.compile(copy.deepcopy(plain), backend="eager"))  # torch 2.14 marks it
     kept = [kept_bytes(n, lambda n=n: loss_of(n, x), [x]) for n in (plain, prepared)]
     assert kept_bytes(prepared, lambda: loss_of(undo(prepared), x), [x]) == kept[0] > kept[1]
     assert prepared.__dict__.keys() == plain.__dict__.keys()
