@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -156,6 +157,13 @@ def _container(values: DictConfig) -> dict:
 def yaml(config: Keys) -> str:
     """A schema's instance as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Read a file written by `yaml`: {"optim.lr": 1, …}."""
+    values = OmegaConf.load(file)
+    assert isinstance(values, DictConfig), file
+    return flat(_container(values))
 
 
 def known_in(values: DictConfig, prefix: str = "") -> Iterator[Known]:
