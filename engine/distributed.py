@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ class World:
     def first(self) -> bool:
         """Whether this is the process that writes the run's files."""
         return self.rank == 0
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place. Every rank must call it."""
@@ -57,9 +61,8 @@ class World:
         if self.size == 1:
             yield True
             return
-        patient = dist.new_group(
-            backend="gloo", timeout=timedelta(days=7)
-        )  # connects all: they fail at once if rank 0 dies
+        # It connects all: they fail at once if rank 0 dies.
+        patient: Any = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         yield self.first
         dist.barrier(patient)
         dist.destroy_process_group(patient)
@@ -161,7 +164,7 @@ def node_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None
     if len(set(nodes)) == 1:
         return None
     members = [[rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes))]
-    own, _ = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=timeout_seconds))
+    own: Any = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=timeout_seconds))[0]
     return own
 
 

@@ -17,6 +17,7 @@ from engine.stopping import Preempted
 from engine.transfers import prefetched
 from keepless import checking_repetitions
 
+PLANNED_STEPS = 3  # first steps, after which traces have corrected the plans of a memory budget
 CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
 
@@ -55,6 +56,8 @@ def train(
             first = step <= run.start_step + CHECKED_STEPS
             with _errors_of(step, minibatch, run), checking_repetitions() if first else nullcontext():
                 loss_value, gradient_norm = train_step(learner, loss, minibatch, minibatch_size, world)
+            if step == run.start_step + PLANNED_STEPS:
+                run.share_plans()
             skipped = [reason for reasons in minibatch["skipped"] for reason in reasons.splitlines()]
             asked, skips = world.sum_(torch.tensor([int(run.stop.requested), len(skipped)])).tolist()
             exchange_s = learner.exchange.seconds if learner.exchange is not None else 0.0

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +23,16 @@ def writable_folder(key: str, folder: Path) -> Path:
             f"{key}: {folder} is not a writable folder ({error.strerror}); give another with {key}=…"
         ) from error
     return folder
+
+
+def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
+    """Raise ValueError, naming `key`, if a folder is or lies in one of the folders `images` of a dataset."""
+    for place in images:
+        if place.resolve() in (folder.resolve(), *folder.resolve().parents):
+            raise ValueError(
+                f"{key}={folder} lies in {place}, the images of a dataset, which would then have images without a "
+                f"label: give a folder outside of it"
+            )
 
 
 def inside(folder: Path, name: str) -> Path:

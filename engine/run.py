@@ -29,6 +29,7 @@ from engine.schedule import Schedule
 from engine.schema.keys import deciding
 from engine.schema.training import TrainingRun
 from engine.stopping import StopRequest
+from keepless import budget_state, load_budget_state
 
 Config = TypeVar("Config", bound=TrainingRun)
 Split = TypeVar("Split", bound=Dataset)
@@ -84,12 +85,32 @@ class Run(Generic[Config, Split]):
                 if not (torch.equal(given, own) if isinstance(given, torch.Tensor) else given == own):
                     raise ValueError(f"its part {part} is not the data's: {reprlib.repr(given)}")
             learner.load_state_dict(state)
+            if self._has_plans and (plans := state.get("plans")) is not None:
+                self._follow(learner, plans["device"], plans["state"])
             restore_random_states(state.get("random"), self.world)
         except ValueError as error:
             raise ValueError(
                 f"run_dir={self.directory.path} cannot be continued from its checkpoint of step {self.start_step}: "
                 f"{error}. Restore the checkpoint, or give another run_dir to start a new run"
             ) from error
+
+    @property
+    def _has_plans(self) -> bool:
+        return self.config.trainer.recompute == "budget"
+
+    def _follow(self, learner: Learner, device: str, plans: dict) -> None:
+        """Continue with the plans of a checkpoint; on another device times and temporary memory differ."""
+        if device == self.world.device_name:
+            load_budget_state(learner.network, plans)
+        else:
+            logger.warning(f"activations were planned on {device}: on {self.world.device_name} they are planned again")
+
+    def share_plans(self) -> None:
+        """Let all ranks follow the plans of rank 0, as the times that they measure differ. Every rank must call it."""
+        if self._has_plans and self.world.size > 1:
+            plans = self.world.gather(budget_state(self.learner.network))[0]
+            if not self.world.first:
+                load_budget_state(self.learner.network, plans)
 
     def _announce(self, parameters: int) -> None:
         """Log the size and length of the run, and warnings about unusual settings."""
@@ -105,9 +126,8 @@ class Run(Generic[Config, Split]):
 
     def _mfu_at_one_image_per_second(self) -> float | None:
         """Model FLOPs utilisation at this speed; None if the peak of the device is unknown."""
-        device, trainer = self.world.device, self.config.trainer
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        peak = peak_flops(name, trainer.precision, trainer.tf32)
+        trainer = self.config.trainer
+        peak = peak_flops(self.world.device_name, trainer.precision, trainer.tf32)
         if peak is None:
             return None
         forward = self.learner.forward.through(self.learner.network)
@@ -131,6 +151,8 @@ class Run(Generic[Config, Split]):
             "recorded": self.metrics.recorded,
             **self._about_data(),
         }
+        if self._has_plans:
+            state["plans"] = {"device": self.world.device_name, "state": budget_state(self.learner.network)}
         if self.world.first:
             self.directory.start_saving(state, best)
 

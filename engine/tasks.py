@@ -17,7 +17,7 @@ from engine.console import progress_bar
 from engine.distributed import World
 from engine.forward import Forward
 from engine.loop import Loss
-from engine.output_files import writable_folder
+from engine.output_files import check_outside, writable_folder
 from engine.records.evaluated import Evaluated
 from engine.run import Run
 from engine.schema.classification import ClassificationRun
@@ -42,8 +42,8 @@ def segment(
     """Predict and score this rank's images, and write predictions and pictures if asked."""
     writer = PredictionWriter(
         dataset,
-        predictions=_writable("predictions", options.predictions),
-        overlays=_writable("overlays", options.overlays),
+        predictions=_writable("predictions", options.predictions, dataset),
+        overlays=_writable("overlays", options.overlays, dataset),
         overlay_images=options.overlay_images,
     )
     with progress_bar(console) as progress:
@@ -141,8 +141,15 @@ def _health(run: Run, images: Tensor) -> dict[str, Extreme]:
     return layer_health(network, images, forward=run.learner.forward.through(network)) if run.world.first else {}
 
 
-def _writable(key: str, path: str | None) -> Path | None:
-    return writable_folder(key, Path(path).resolve()) if path else None
+def _writable(key: str, path: str | None, dataset: SegmentationDataset) -> Path | None:
+    """The folder for pictures. ValueError: it is not writable, or its files would become images of the dataset."""
+    if path is None:
+        return None
+    folder = Path(path).resolve()
+    # Names are paths below the folder of images.
+    images = {file.image.parents[file.name.count("/")] for file in dataset.files if file.image is not None}
+    check_outside(key, folder, images)
+    return writable_folder(key, folder)
 
 
 class Task(NamedTuple):

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 from rich.table import Table
 
+from datasets.registry import FOR_CLASSIFICATION
 from engine import planner
 from engine.configuration import config as configuration
 from engine.configuration.choices import no_such_choice
@@ -187,14 +188,14 @@ def combination_table(config: TrainingRun) -> Table:
 
 
 def entry_of(arguments: list[str]) -> str:
-    """The entry whose keys the arguments are: train_seg, unless the experiment is another's.
+    """The entry whose keys the arguments are: train_seg, unless the experiment or the data is train_imagenet's.
 
     ValueError: there is no such experiment.
     """
     known = papers.all_experiments()
     chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
     if chosen is None:
-        return "train_seg"
+        return "train_imagenet" if {f"data={name}" for name in FOR_CLASSIFICATION} & {*arguments} else "train_seg"
     if chosen[1] not in known:
         raise no_such_choice("experiment", chosen[1], known)
     return known[chosen[1]]

@@ -32,7 +32,7 @@ from engine.checkpoint.opening import opened
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import counting, log_to, logger, make_console, progress_bar, tracked
-from engine.output_files import inside, writable_folder, write_array, write_file, write_png
+from engine.output_files import check_outside, inside, writable_folder, write_array, write_file, write_png
 from engine.predictors import Segmenter
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
@@ -60,6 +60,7 @@ def predict(values: DictConfig) -> list[Path]:
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     with reading_errors(config.data.timeout_seconds):
+        check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
         images = find_images(source, output)
         writable_folder("output", output)
         if isinstance(network, Segmenter):
@@ -127,6 +128,11 @@ def write_table(path: Path, rows: list[list[str]]) -> None:
     titles = [title for rank in ranks for title in (f"class{rank}", f"probability{rank}")]
     csv.writer(text, lineterminator="\n").writerows([["image", *titles], *rows])
     write_file(path, text.getvalue().encode(errors="surrogateescape"))
+
+
+def is_labelled(folder: Path) -> bool:
+    """Whether a folder has the images of a dataset of own images: it is called so, and labels lie beside it."""
+    return folder.name == "images" and (folder.parent / "labels").is_dir()
 
 
 @limited()

@@ -175,6 +175,15 @@ def test_wrong_values_are_refused(run_dir, override, message):
         evaluate_run(run_dir, override)
 
 
+def test_the_images_of_a_dataset_are_no_place_for_pictures(run_dir, streets):
+    """The next training would find images without labels."""
+    images = cityscapes(streets, "val").files[0].image.parent
+    for key in ("overlays", "predictions"):
+        with pytest.raises(ValueError, match=f"{key}=.* lies in {images}, the images of a dataset"):
+            evaluate_run(run_dir, f"{key}={images / 'new'}")
+    assert not (images / "new").exists()
+
+
 def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, streets, tmp_path):
     root = shutil.copytree(streets, tmp_path / "streets")
     image = cityscapes(root, "val").files[-1].image

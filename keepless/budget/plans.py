@@ -79,7 +79,7 @@ class PlansByShape:
         """The plans in force, as plain containers: see `keepless.budget_state`."""
         shapes = []
         for ((forms, training, *autocast), dims), shape in self._shapes.items():
-            inputs = [[size, str(dtype), needs_grad, str(device)] for size, dtype, needs_grad, device in forms]
+            inputs = [[size, str(dtype), needs_grad, device] for size, dtype, needs_grad, device in forms]
             families = [self._family_of(plan.calls) for plan in shape.plans]
             plans = [
                 {**plan_to_plain(plan), "correction": family.correction, "traced": family.was_traced}
@@ -97,7 +97,7 @@ class PlansByShape:
         families: dict[tuple[Any, ...], _Family] = {}
         try:
             for found in state["shapes"]:
-                forms = tuple((n, dtype_of(kind), grad, torch.device(name)) for n, kind, grad, name in found["inputs"])
+                forms = tuple((n, dtype_of(kind), grad, device) for n, kind, grad, device in found["inputs"])
                 key, dims = (forms, found["training"], *found["autocast"]), tuple(found["dims"])
                 shape = shapes[key, dims] = _Shape(dims, self._sized.setdefault(key, []))
                 shape.plans = [plan_from_plain(plain) for plain in found["plans"]]
@@ -144,7 +144,7 @@ class PlansByShape:
         inputs = tensors_in((args, kwargs))
         dims = tuple(size for tensor in inputs if is_ordinary(tensor) for size in tensor.shape)
         forms = tuple(
-            (tensor.dim() if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device)
+            (tensor.dim() if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device.type)
             for tensor in inputs
         )
         devices = {tensor.device.type for tensor in inputs}

@@ -127,7 +127,7 @@ def _attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 def _is_aligned(argument: object) -> bool:
     """CUDA's kernels deal numbers to the values of an unaligned tensor in another order."""
-    return not isinstance(argument, Tensor) or argument.storage_offset() * argument.itemsize % 16 == 0
+    return not isinstance(argument, Tensor) or bool(argument.storage_offset() * argument.itemsize % 16 == 0)
 
 
 def _mask(function: Function) -> Rule:

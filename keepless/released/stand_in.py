@@ -85,7 +85,7 @@ class InPlaceABNSync(in_place.InPlaceABNSync, InPlaceABN):
         self.group = group
 
 
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 def active_group(active: bool, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:

@@ -384,6 +384,17 @@ def test_a_second_run_into_the_input_folder_predicts_the_same_images(trained, tm
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_the_images_of_a_dataset_are_no_place_for_predictions(trained, tmp_path):
+    """They would be images without a label there, and block the next training."""
+    picture(tmp_path / "data" / "images" / "a.png")
+    (tmp_path / "data" / "labels").mkdir()
+    for output in ("data/images", "data/images/new"):
+        with pytest.raises(ValueError, match="output=.* lies in .*data/images, the images of a dataset"):
+            run(trained, tmp_path / "data" / "images", tmp_path / output)
+    assert relative_files(tmp_path / "data") == ["images/a.png"]
+    assert run(trained, tmp_path / "data" / "images", tmp_path / "data" / "predicted")
+
+
 def test_options_of_evaluation_reach_the_network(trained, tmp_path):
     picture(tmp_path / "a.png", (150, 200))
     kinds = [(), ("window.size=32",), ("tta.scales=[0.7,1.2]", "tta.flip=true"), ("data.base_size=100",)]

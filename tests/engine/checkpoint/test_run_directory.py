@@ -233,7 +233,8 @@ FREE_ON_RESUME = {
         "trainer.recompute",
         "trainer.timeout_seconds",
     ),
-    *(f"memory.{name}" for name in ("budget", "gpus", "fit", "context", "nccl", "workspace", "fragmentation")),
+    *(f"memory.{name}" for name in ("budget", "gpus", "fit", "time", "activations")),
+    *(f"memory.{name}" for name in ("context", "nccl", "workspace", "fragmentation")),
 }
 
 

@@ -415,7 +415,7 @@ def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
     compiled = torch.compile(prepared, fullgraph=True, backend="aot_eager")
     with pytest.warns(UserWarning, match="does nothing inside torch.compile") as warned:
         found = [gradients(compiled, IMAGES) for _ in range(2)]
-    assert len(warned) == 1
+    assert sum(issubclass(each.category, UserWarning) for each in warned) == 1  # the compiler has others on Python 3.13
     assert_same(found[1], gradients(plain, IMAGES))
     network = recompute_activations(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}

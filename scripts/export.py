@@ -1,0 +1,158 @@
+"""Write a trained network as a file that needs nothing of this repository:
+
+    python -m scripts.export checkpoint=RUN_DIR output=FILE.pt2
+    python -m scripts.export checkpoint=FILE.pt output=FILE.onnx format=onnx argmax=true
+    python -m scripts.export checkpoint=FILE.pt output=FILE.pt format=state_dict
+
+The program (exported, onnx) takes float32 RGB images (N, 3, H, W) with levels of 0 to 255, any N, H and W, and returns
+float32 logits (N, classes, H, W); of a classifier (N, classes). Normalisation is inside, and norms are folded into the
+convolutions before them. Before it is written, it is compared with the network at other sizes than it was made with.
+Classes, colours and what an evaluation does to images before (data.base_size, crops) are in the file as JSON:
+
+    extra = {"network.json": ""}
+    network = torch.export.load("FILE.pt2", extra_files=extra).module()
+
+An ONNX model has them in its metadata, under "network". state_dict writes the weights under the names of this project,
+with the norms of nn.BatchNorm2d, and FILE.json beside it.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import torch
+from omegaconf import MISSING, DictConfig
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.opening import Opened, opened
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
+from engine.console import make_console
+from engine.export import exported, largest_difference
+from engine.output_files import writable_folder, write_file
+from engine.predictors import Segmenter
+from engine.records.provenance import provenance
+from engine.schema.evaluation import Prediction
+from engine.schema.keys import key
+from models.checkpoints.released import to_standard_bn
+
+METADATA = "network.json"  # an extra file of the program
+SIZES = ("base_size", "base_side", "antialias", "resize", "crop_size")
+LARGEST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}  # differences of logits, as shares of the largest
+
+
+@dataclass
+class Export:
+    checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
+    output: str = MISSING  # the file to write
+    format: str = key("exported", one_of=("exported", "onnx", "state_dict"))
+    averaged: bool = True  # the averaged weights, if the checkpoint has them
+    argmax: bool = False  # return the class of each pixel, int64 (N, H, W), or of each image, (N,), instead of logits
+    precision: str = key("float32", one_of=tuple(LARGEST))  # of the program's weights and features, but not its norms
+    # Height and width of all images, for a network that can only be exported for one size; null: any.
+    size: list[int] | None = key(None, above=0, entries=("height", "width in pixels"))
+
+    def check(self) -> None:
+        if self.format == "state_dict" and (self.argmax or self.precision != "float32" or self.size):
+            raise ValueError("format=state_dict with argmax, precision or size: it holds weights, not a program")
+        if self.format == "onnx" and self.precision == "bfloat16":
+            raise ValueError("precision=bfloat16 with format=onnx: onnxruntime has no such convolutions; give float16")
+
+
+def export(values: DictConfig) -> dict:
+    """Export as configured (`Export`). Returns the metadata. ValueError: the network cannot be exported so."""
+    options = configuration.typed(values, Export)
+    output = Path(options.output)
+    source = checkpoint.file_of(options.checkpoint)
+    if output.is_dir() or (output.exists() and source.exists() and output.samefile(source)):
+        raise ValueError(f"output={output} is {'a folder' if output.is_dir() else 'the input'}: give another file")
+    found = opened(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
+    about = metadata(found, options)
+    writable_folder("output", output.parent)
+    if options.format == "state_dict":
+        checkpoint.write_alone(output, to_standard_bn(found.network.network.state_dict()))
+        write_file(output.with_suffix(".json"), about)
+    else:
+        precision = getattr(torch, options.precision)
+        program = exported(found.network, options.size, precision, options.argmax)
+        content = onnx_model(program, about) if options.format == "onnx" else exported_program(program, about)
+        loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()
+        try:
+            difference = largest_difference(loaded, found.network, options.size)
+        except RuntimeError as error:  # such as layers that keep float32 on purpose
+            raise ValueError(f"precision={options.precision}: the network cannot compute in it ({error})") from error
+        if not difference < LARGEST[options.precision]:
+            raise ValueError(
+                f"checkpoint={source}: at other sizes than it was made with, the program's output differs by "
+                f"{difference:.1e}; expected less than {LARGEST[options.precision]}: give size=[HEIGHT,WIDTH]"
+            )
+        write_file(output, content)
+    make_console().print(f"{options.format} of step {found.state['step']}: {output}", soft_wrap=True)
+    return json.loads(about)
+
+
+def metadata(found: Opened, options: Export) -> str:
+    """What a reader of the file has to know, as JSON."""
+    network, config, state = found
+    mean, std = (values.flatten().tolist() if values.numel() == 3 else None for values in (network.mean, network.std))
+    plain, data = configuration.plain(config), config.data
+    made = provenance()
+    about = {
+        "task": config.task,
+        "classes": network.classes,
+        "palette": state.get("palette"),  # RGB of each class
+        "ignore_index": 255 if isinstance(network, Segmenter) else None,  # of the labels in training
+        "output": "classes" if options.argmax else "logits",
+        "precision": options.precision,
+        "input": {"dtype": "float32", "shape": ["N", 3, *(options.size or "HW")], "colours": "RGB", "levels": [0, 255]},
+        # Inside, but in a state dict: (image - mean) / std. Without mean: the mean image of the training images.
+        "normalisation": {"mean": mean, "std": std},
+        # What an evaluation does to images before.
+        "sizes": {name: getattr(data, name) for name in SIZES if hasattr(data, name)},
+        "network": {part: plain[part] for part in ("body", "head", "norm") if part in plain},
+        "step": state["step"],
+        "commit": made["commit"],
+        "versions": made["versions"],
+    }
+    return json.dumps(about, indent=1, ensure_ascii=False)
+
+
+def exported_program(program: ExportedProgram, about: str) -> bytes:
+    """The file of `torch.export.save`."""
+    content = BytesIO()
+    torch.export.save(program, content, extra_files={METADATA: about})
+    return content.getvalue()
+
+
+def onnx_model(program: ExportedProgram, about: str) -> bytes:
+    """The ONNX file of a program. ValueError: PyTorch's exporter lacks a package."""
+    try:
+        made = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["output"], verbose=False)
+    except ImportError as error:  # torch.onnx's own error derives from it
+        raise ValueError(f"format=onnx needs packages ({error}): pip install keepless[onnx]") from error
+    assert made is not None
+    made.model.metadata_props["network"] = about
+    return made.model_proto.SerializeToString()
+
+
+def run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
+    """A function that runs an ONNX model with onnxruntime. ValueError: it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ValueError(f"format=onnx is checked with onnxruntime ({error}): pip install keepless[onnx]") from error
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+@configured("export", Export)
+def main(values: DictConfig) -> None:
+    export(values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Exported files: complete without this code, with all that their readers have to know."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint import open_network
+from engine.checkpoint.initial_weights import initialise
+from engine.configuration import config as cfg
+from keepless import ABN
+from scripts.export import export
+from tests.bodies import trained
+from tests.runs import classification_config, composed, run_config
+
+TINY = ("body=resnet_cifar_tiny", "body.structure=[1,1,1]", "body.base_channels=[8,8]", "body.stem_channels=8")
+HEAD = ("head.hidden_channels=8", "head.out_channels=8", "head.dilations=[2]")
+NAMES = [f"class {number} ä" for number in range(5)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """One of each task, as after a training."""
+    folder = tmp_path_factory.mktemp("trained")
+    palette = [[number, 2 * number, 3] for number in range(5)]
+    for config, more in (
+        (run_config("data=camvid", "data.base_size=96", *TINY, *HEAD), {"palette": palette}),
+        (classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", *TINY), {}),
+    ):
+        network = trained(assemble.network_of(config, 5)).float()
+        state = {"task": config.task, "step": 7, "config": cfg.plain(config), "network": network.state_dict()}
+        checkpoint.save(folder / f"{config.task}.pt", {**state, **more, "classes": NAMES})
+    return folder
+
+
+def run(source, output, *overrides: str) -> dict:
+    return export(composed("export", f"checkpoint={source}", f"output={output}", *overrides))
+
+
+READER = """
+import json, sys, torch
+for file in sys.argv[1:]:
+    extra = {"network.json": ""}
+    network = torch.export.load(f"{file}.pt2", extra_files=extra).module()
+    images, expected = torch.load(f"{file}.images")
+    for one, logits in zip(images, expected):
+        torch.testing.assert_close(network(one), logits, rtol=0, atol=1e-4 * logits.abs().max().item())
+    print(json.dumps(json.loads(extra["network.json"])))
+ours = {"engine", "keepless", "models", "datasets", "scripts", "hydra", "torchvision"} & set(sys.modules)
+assert not ours, ours
+"""
+
+
+def test_one_of_each_task_runs_in_a_fresh_process_with_torch_alone(checkpoints, tmp_path):
+    """At other sizes than they were exported with; the metadata comes with them."""
+    sizes = [(1, 3, 57, 81), (3, 3, 40, 96)]
+    abouts = {}
+    for task in ("segmentation", "classification"):
+        abouts[task] = run(checkpoints / f"{task}.pt", tmp_path / f"{task}.pt2")
+        network = open_network(checkpoints / f"{task}.pt")
+        images = [255 * torch.rand(size) for size in sizes]
+        with torch.no_grad():
+            torch.save((images, [network(each) for each in images]), tmp_path / f"{task}.images")
+    command = [sys.executable, "-I", "-W", "ignore", "-c", READER, *(str(tmp_path / task) for task in abouts)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    assert [json.loads(line) for line in ended.stdout.splitlines()] == list(abouts.values())
+    segmentation, classification = abouts.values()
+    assert segmentation["classes"] == NAMES and segmentation["palette"][4] == [4, 8, 3]
+    assert segmentation["input"] == {
+        "dtype": "float32",
+        "shape": ["N", 3, "H", "W"],
+        "colours": "RGB",
+        "levels": [0, 255],
+    }
+    assert (segmentation["sizes"]["base_size"], segmentation["ignore_index"], segmentation["step"]) == (96, 255, 7)
+    assert classification["sizes"] == {"resize": 64, "crop_size": 48} and classification["palette"] is None
+    assert classification["normalisation"]["mean"] == pytest.approx([255 * 0.485, 255 * 0.456, 255 * 0.406])
+    content = (tmp_path / "segmentation.pt2").read_bytes()
+    assert b"/keepless/norms" not in content and str(checkpoints).encode() not in content
+
+
+def test_a_state_dict_is_of_standard_norms_and_has_its_json(checkpoints, tmp_path):
+    """It starts a training with standard norms, which computes the same."""
+    about = run(checkpoints / "classification.pt", tmp_path / "net.pt", "format=state_dict")
+    assert json.loads((tmp_path / "net.json").read_text()) == about
+    assert (about["network"]["norm"]["eps"], about["network"]["body"]["structure"]) == (1e-5, [1, 1, 1])
+    start = (f"init.weights={tmp_path / 'net.pt'}", "init.format=standard_bn", "norm=std")
+    config = classification_config("data=image_folder", *TINY, *start)
+    network = assemble.network_of(config, 5)
+    initialise(config, network, NAMES)
+    images = torch.rand(2, 3, 48, 48)
+    opened = open_network(checkpoints / "classification.pt")
+    torch.testing.assert_close(network.eval()(images), opened.network(images), rtol=1e-5, atol=1e-6)
+    assert {type(module) for module in network.modules() if isinstance(module, nn.BatchNorm2d | ABN)} == {ABN}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("argmax=true",), ("precision=float16",), ("size=[40,64]",)])
+@pytest.mark.parametrize("task", ["segmentation", "classification"])
+def test_an_onnx_model_computes_the_same_at_other_sizes(checkpoints, task, options, tmp_path):
+    """The command compares it in onnxruntime before it writes it."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    about = run(checkpoints / f"{task}.pt", tmp_path / "net.onnx", "format=onnx", *options)
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    assert json.loads(session.get_modelmeta().custom_metadata_map["network"]) == about
+    images = 255 * torch.rand(1, 3, 40, 64)
+    found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    expected = open_network(checkpoints / f"{task}.pt")(images)
+    if options == ("argmax=true",):
+        assert (found == expected.argmax(dim=1)).double().mean() > 0.99
+    else:
+        limit = 2e-2 if "precision=float16" in options else 1e-4
+        assert (found - expected).abs().max() < limit * expected.abs().max()
+
+
+def test_what_cannot_be_exported_is_refused(checkpoints, tmp_path, monkeypatch):
+    source = checkpoints / "segmentation.pt"
+    for overrides, message in (
+        (("format=state_dict", "argmax=true"), "format=state_dict with argmax, precision or size"),
+        (("format=onnx", "precision=bfloat16"), "precision=bfloat16 with format=onnx"),
+        ((f"output={source}",), "is the input: give another file"),
+        (("size=[40]",), "size=.40.: expected 2 numbers: height, width"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(source, tmp_path / "net.pt2", *overrides)
+    monkeypatch.setattr("scripts.export.exported", lambda *_: None)
+    monkeypatch.setattr("scripts.export.exported_program", lambda *_: b"")
+    monkeypatch.setattr("torch.export.load", lambda _: SimpleNamespace(module=lambda: None))
+    monkeypatch.setattr("scripts.export.largest_difference", lambda *_: 1e-3)
+    with pytest.raises(ValueError, match="differs by 1.0e-03; expected less than 0.0001: give size="):
+        run(source, tmp_path / "net.pt2")
+    assert not (tmp_path / "net.pt2").exists()

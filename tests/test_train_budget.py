@@ -1,0 +1,154 @@
+"""Trainings with trainer.recompute=budget: the same weights in the bytes that the budget leaves."""
+
+import re
+import shutil
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine import assemble, loop, planner
+from engine.checkpoint import files as checkpoint
+from engine.distributed import World
+from engine.loop import train_step
+from engine.planner.room import room_of
+from engine.run import Run
+from keepless import budget_state
+from scripts.evidence.measuring import peak_bytes
+from tests.ranks import Ranks
+from tests.runs import SHORT, composed, one_epoch, run_config, same
+from train_seg import train
+
+SMALL = ("body.base_channels=[8,8,16]", "body.stem_channels=8", "head.hidden_channels=8", "head.out_channels=8")
+NETWORK = (*SHORT, "body=resnext_tiny", "body.structure=[1,1,1,1]", *SMALL, "norm=std", "data.crops_per_minibatch=4")
+CROPS, SIZE = 4, 64
+
+
+def learner_of(*overrides: str, world: World = World()):  # noqa: B008  # immutable
+    config = run_config(*NETWORK, *overrides)
+    make = partial(assemble.segmentation_network, config, 5)
+    return config, assemble.learner(config, make, one_epoch(20), world), assemble.loss(config.loss, ignore_index=255)
+
+
+def minibatches(steps: int, crops: int = CROPS):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        images = torch.randint(0, 256, (crops, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
+        yield {"image": images, "label": torch.randint(0, 5, (crops, SIZE, SIZE), generator=generator)}
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:no plan")
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("norm=inplace",),
+        ("trainer.accumulation_steps=2",),
+        ("trainer.ema_decay=0.9", "optim=adamw", "optim.lr=1e-3"),
+    ],
+    ids=["std", "inplace", "accumulated", "averaged"],
+)
+def test_twenty_steps_in_less_memory_have_the_same_losses(double, options):
+    config, plain, loss = learner_of(*options)
+    room = room_of(lambda: planner.fake_step(config, CROPS, SIZE))  # the cache folder's would be in float32
+    share = 0.8 if "norm=inplace" not in options else 0.9
+    activations = int(share * room.plans[0][0]) // 2**10
+    budget = ("trainer.recompute=budget", f"memory.activations={activations}KiB")
+    _, planned, _ = learner_of(*options, *budget)
+    losses, peaks = [], []
+    for learner in (plain, planned):
+        steps = [partial(train_step, learner, loss, each, CROPS, World()) for each in minibatches(20)]
+        losses.append([step()[0] for step in steps])
+        peaks.append(peak_bytes(steps[0], "cpu"))
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=1e-10)
+    assert all(torch.equal(a, b) for a, b in zip(plain.network.parameters(), planned.network.parameters(), strict=True))
+    inputs = CROPS * 3 * SIZE**2 * 8 // config.trainer.accumulation_steps
+    allowed = activations * 2**10 + room.beside["gradients"] + room.beside["loss"] + inputs
+    assert peaks[1] <= allowed and peaks[1] < 0.9 * peaks[0]
+
+
+NOTHING_ELSE = ("memory.context=0MiB", "memory.workspace=0MiB", "memory.fragmentation=0")  # on the device
+
+
+@pytest.mark.slow
+def test_a_resumed_run_follows_its_plans_to_the_bit(tmp_path, caplog, capsys, monkeypatch):
+    """They are in its checkpoint. On another device the run makes others, and says so."""
+    room = planner.room(run_config(*NETWORK), CROPS, SIZE)
+    device = room.needed(room.plans[0][0])  # a real step needs more, for the operators of a CPU
+    budget = (*NOTHING_ELSE, "trainer.recompute=budget", f"memory.budget={device // 2**10}KiB", "resume=auto")
+    options = (*NETWORK, "trainer.steps=6", "trainer.checkpoint_every_steps=4")
+
+    def weights(run: str, *more: str) -> dict[str, torch.Tensor]:
+        train(composed("train_seg", f"run_dir={tmp_path / run}", *options, *more))
+        return checkpoint.load(tmp_path / run / "checkpoints" / "last.pt")["network"]
+
+    def planned() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.name == "keepless.budget.plans"]
+        caplog.clear()
+        return found
+
+    plain = weights("plain")
+    caplog.set_level("INFO", "keepless.budget.plans")
+    counted, take = iter(range(5)), loop.train_step
+
+    def interrupted(*arguments):
+        if next(counted) == 4:
+            raise KeyboardInterrupt
+        return take(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "train_step", interrupted)
+        weights("here", *budget)
+    assert planned()
+    sums = r"MiB less .* of weights, .* of momentum, .* of images, .* of gradients, .* of loss leave .* for activations"
+    assert re.search(sums, capsys.readouterr().out)
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    assert same(weights("here", *budget), plain)
+    assert not planned()
+    last = tmp_path / "there" / "checkpoints" / "last.pt"
+    state = checkpoint.load(last)
+    state["plans"]["device"] = "NVIDIA V100"
+    checkpoint.save(last, state)
+    assert same(weights("there", *budget), plain)
+    assert planned()
+    assert "planned on NVIDIA V100: on cpu they are planned again" in (tmp_path / "there" / "log.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    started = Ranks(2, tmp_path_factory.mktemp("pair"))
+    yield started
+    started.stop()
+
+
+def plans_after(rank: int, norm: str, steps: int) -> list:
+    """The plans of this rank for the network's inputs, and its weights."""
+    world = World(rank, 2)
+    config, learner, loss = learner_of(
+        f"norm={norm}", "trainer.recompute=budget", "memory.activations=4MiB", world=world
+    )
+    run = SimpleNamespace(world=world, learner=learner, _has_plans=True)
+    for number, each in enumerate(minibatches(steps), start=1):
+        share = {key: value[2 * rank : 2 * rank + 2] for key, value in each.items()}
+        train_step(learner, loss, share, CROPS, world)
+        if number == loop.PLANNED_STEPS:
+            Run.share_plans(run)
+    plans = [shape["plans"] for shape in budget_state(learner.network)["shapes"]]
+    return [plans, [parameter.detach() for parameter in learner.network.parameters()]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["std", "inplace"])
+def test_all_ranks_have_the_same_plans(pair, norm):
+    (plans, weights), (others, other_weights) = pair.run(plans_after, norm, loop.PLANNED_STEPS + 1)
+    assert plans == others and plans[0]
+    assert all(map(torch.equal, weights, other_weights))
