@@ -15,13 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..saved import Kept
-from ..torch_internals import (
-    FakeTensor,
-    dropped_share,
-    packed_by,
-    without_dispatch_modes,
-    without_function_modes,
-)
+from ..torch_internals import FakeTensor, dropped_share, packed_by, without_dispatch_modes, without_function_modes
 from .inplace_calls import INPLACE, may_overwrite
 from .nodes import normalised
 from .signs import positive, positive_or_nan
@@ -33,7 +27,7 @@ class NotFollowed(Exception):
 
 
 class Find(Protocol):
-    """Returns the value of a tensor, or the tensor itself if the recipe is to keep it."""
+    """Returns the value of a tensor, or what the recipe is to keep of it."""
 
     def __call__(self, tensor: Tensor, lend: bool = False) -> Any: ...
 
@@ -57,27 +51,31 @@ _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBa
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
 
-def result_serves(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call saves its argument although its result would do for the gradient."""
-    if function is F.relu6:
-        return True
-    if function is F.leaky_relu:
-        return (args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0  # the signs stay
-    if function is F.hardtanh:
-        bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
-        return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)  # exact in every dtype
-    return False
+def _keeps_signs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a leaky ReLU's result has the signs of its argument."""
+    return bool((args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0)
 
 
-def reads_shape_only(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call with frozen weights saves its input although the gradient needs none of its values."""
-    if function in CONVOLUTIONS:
-        return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
-    if function is not F.batch_norm:
-        return False
-    given = _named(function, args, kwargs)
-    trained = any(vector is not None and vector.requires_grad for vector in map(given.get, ("weight", "bias")))
-    return not (given.get("training", False) or trained)
+def _has_exact_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the bounds of a hardtanh are exact in every dtype."""
+    bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
+    return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)
+
+
+def _has_frozen_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
+
+
+def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = _named(F.batch_norm, args, kwargs)
+    vectors = given.get("weight"), given.get("bias")
+    return not (given.get("training", False) or any(vector is not None and vector.requires_grad for vector in vectors))
+
+
+# Whether a call, given its arguments, saves its argument although its result would do for the gradient.
+RESULT_SERVES = {F.relu6: lambda args, kwargs: True, F.leaky_relu: _keeps_signs, F.hardtanh: _has_exact_bounds}
+# Whether a call saves its input although the gradient needs none of its values.
+READS_SHAPE_ONLY = dict.fromkeys(CONVOLUTIONS, _has_frozen_weight) | {F.batch_norm: _is_frozen_norm}
 
 
 def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
@@ -108,7 +106,7 @@ def _unless(function: Function, position: int, name: str) -> Rule:
     return rule
 
 
-def _random(function: Function) -> Rule:
+def random_again(function: Function) -> Rule:
     """Call a function once more, which draws the same random numbers."""
     again = _made(function)
 
@@ -122,7 +120,7 @@ def _random(function: Function) -> Rule:
 
 def _attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     share = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    return (_random if share else _made)(F.scaled_dot_product_attention)(find, args, kwargs, result)
+    return (random_again if share else _made)(F.scaled_dot_product_attention)(find, args, kwargs, result)
 
 
 def _is_aligned(argument: object) -> bool:
@@ -177,6 +175,8 @@ def _activation(function: Function) -> Rule:
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
+        if not (others or named):
+            return Again(function, (find(x),), fresh=True, can_overwrite=True)
         if any(isinstance(option, Tensor) for option in (*others, *named.values())):  # it may change later
             raise NotFollowed
         if not named.keys() <= known or not all(isinstance(other, bool) for other in others[position - 1 :]):
@@ -381,13 +381,18 @@ EXPENSIVE[torch.einsum] = _repeated(torch.einsum)  # which may only permute, and
 for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_sample):
     EXPENSIVE[_function] = _made(_function)
 EXPENSIVE[F.scaled_dot_product_attention] = _attention
-EXPENSIVE |= {torch.bernoulli: _random(torch.bernoulli), torch.rrelu: _random(torch.rrelu)}
+EXPENSIVE |= {torch.bernoulli: random_again(torch.bernoulli), torch.rrelu: random_again(torch.rrelu)}
 EXPENSIVE[F.cross_entropy] = _made(F.cross_entropy)
 for _function in (F.scaled_dot_product_attention, torch.rrelu, F.cross_entropy):
     INSIDE[_function] = EXPENSIVE[_function]
 for _function in (F.dropout, torch.dropout, F.alpha_dropout):
     INSIDE[_function] = _mask(_function)
-RANDOM = frozenset([F.dropout, torch.dropout, F.alpha_dropout, torch.bernoulli, torch.rrelu]) | {
-    F.scaled_dot_product_attention
+RANDOM: set[Function] = {
+    F.dropout,
+    torch.dropout,
+    F.alpha_dropout,
+    torch.bernoulli,
+    torch.rrelu,
+    F.scaled_dot_product_attention,
 }
 EXPENSIVE[F.embedding] = _unless(F.embedding, 3, "max_norm")
