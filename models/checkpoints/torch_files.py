@@ -5,6 +5,7 @@ import hashlib
 import pickle
 import re
 import zipfile
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ UNCHECKED = (
 SAFETENSORS = ".safetensors"
 NOT_NEGATIVE = ("running_var", "num_batches_tracked", "exp_avg_sq", "step")  # ends of names
 TAR_MARK = slice(257, 262)  # bytes "ustar" of a tar archive
+_NESTING = (dict, list, tuple, set)
+_DEEPEST, _MOST_PARTS = 64, 2_000_000
 FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
 
@@ -40,7 +43,9 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
             if zipped:
                 _check_bytes(path)
             with torch.serialization.safe_globals([argparse.Namespace]):  # torchvision's and timm's scripts save theirs
-                return torch.load(path, map_location="cpu", weights_only=True)
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            _check_nesting(content)
+            return content
     except pickle.UnpicklingError as error:
         damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
         found = FOREIGN_GLOBAL.search(str(error))
@@ -62,6 +67,20 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     except ImportError as error:
         raise ValueError("it needs the package safetensors: pip install safetensors") from error
     return load_file(path)
+
+
+def _check_nesting(content: object) -> None:
+    """ValueError for what cannot be walked through: a container within itself, or references that unfold endlessly."""
+    level, parts = [content], 0
+    for _ in range(_DEEPEST):
+        containers = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, _NESTING))
+        level = list(islice(chain.from_iterable(containers), _MOST_PARTS))
+        parts += len(level)
+        if not level:
+            return
+        if parts >= _MOST_PARTS:
+            break
+    raise ValueError(f"its containers are nested more than {_DEEPEST} deep, or hold {_MOST_PARTS:,} parts or more")
 
 
 def _foreign_kind(start: bytes) -> str | None:
