@@ -61,34 +61,34 @@ class Kept:
     original, as with `save_on_cpu` on a CPU.
     """
 
-    __slots__ = ("counter", "hooks", "name", "packed", "shape", "spoilt", "storage", "version", "__weakref__")
+    __slots__ = ("counter", "hooks", "name", "packed", "spoilt", "storage", "version", "__weakref__")
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor"):
-        self.version = tensor._version
-        if adds_metadata(type(tensor)):
+        self.version, self.hooks, self.name = tensor._version, hooks, name
+        if type(tensor) not in PLAIN and adds_metadata(type(tensor)):
             with without_subclasses():
                 tensor = tensor.detach()
-        if tensor.grad_fn is not None:  # with its graph, an operation's own output would keep itself alive
+        if not tensor.is_leaf:  # with its graph, an operation's own output would keep itself alive
             tensor = tensor.detach()
-        self.hooks = hooks
-        self.name = name
-        self.shape = None if tensor.is_nested else tuple(tensor.shape)
         self.packed: Any = tensor
-        self.counter: Tensor | None = tensor  # has the memory's version
-        self.storage: StorageWeakRef | None = None
-        self.spoilt = False  # packed too late or again, from modified memory
         if hooks is not None:
-            with torch.no_grad():
-                self.packed = hooks[0](tensor)
-            self.counter = None
-            if is_ordinary(tensor):
-                self.counter = tensor.detach()
-                self.counter.data = tensor.new_empty(0)  # keeps the version, but not the memory
-                self.storage = StorageWeakRef(tensor.untyped_storage())
+            self._pack(tensor, hooks)
+
+    def _pack(self, tensor: Tensor, hooks: Hooks) -> None:
+        self.spoilt = False  # packed too late or again, from modified memory
+        self.counter: Tensor | None = None  # has the memory's version
+        self.storage: StorageWeakRef | None = None
+        with torch.no_grad():
+            self.packed = hooks[0](tensor)
+        if is_ordinary(tensor):
+            self.counter = tensor.detach()
+            self.counter.data = tensor.new_empty(0)  # keeps the version, but not the memory
+            self.storage = StorageWeakRef(tensor.untyped_storage())
 
     def is_modified(self) -> bool:
         """Whether the memory was modified since."""
-        return self.counter is not None and self.counter._version != self.version
+        counter = self.packed if self.hooks is None else self.counter
+        return counter is not None and bool(counter._version != self.version)
 
     def spoil(self) -> None:
         """Refuse the tensor from now on."""
@@ -96,10 +96,14 @@ class Kept:
 
     def get(self) -> Tensor:
         """The tensor. RuntimeError if it was modified in place."""
-        tensor = self.packed if self.hooks is None else self.hooks[1](self.packed)
-        if self.spoilt or (self.is_modified() and (self.hooks is None or self._is_same_memory(tensor))):
+        tensor: Tensor = self.packed
+        if self.hooks is None:
+            check_version(tensor, self.version, self.name)
+            return tensor
+        tensor = self.hooks[1](self.packed)
+        if self.spoilt or (self.is_modified() and self._is_same_memory(tensor)):
             assert self.counter is not None
-            raise _modified(self.name, self.shape, self.counter._version, self.version)
+            raise _modified(self.name, tensor, self.counter._version, self.version)
         return tensor
 
     def _is_same_memory(self, tensor: Tensor) -> bool:
@@ -111,10 +115,11 @@ class Kept:
 def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:
     """Raise RuntimeError if a tensor was modified in place since it had this version. `name` begins the message."""
     if tensor._version != version:
-        raise _modified(name, tuple(tensor.shape), tensor._version, version)
+        raise _modified(name, tensor, tensor._version, version)
 
 
-def _modified(name: str, shape: tuple[int, ...] | None, found: int, expected: int) -> RuntimeError:
+def _modified(name: str, tensor: Tensor, found: int, expected: int) -> RuntimeError:
+    shape = None if tensor.is_nested else tuple(tensor.shape)
     return RuntimeError(
         f"{name} of shape {shape} needed for the gradient was modified by an inplace operation: it is at "
         f"version {found}, expected version {expected}"

@@ -25,7 +25,8 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,12 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 try:
     from torch._ops import OpOverload, OpOverloadPacket  # what `torch.ops` gives
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules._functions import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
@@ -79,6 +85,9 @@ except (ImportError, AttributeError) as error:
 
 # The address of a storage's own object, by which storages are told apart while they live.
 address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+# What fake tensors raise where a program asks for their values.
+ASKS_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 
@@ -122,13 +131,16 @@ _ANYTHING = torch.empty(0)
 _SHOWS_PACKED = hasattr(torch._C._autograd.SavedTensor, "data")
 
 
-def unpack(packed: Any) -> Tensor:
-    """The unpack hook for objects with a method `get`, which `packed_by` can find."""
+def _unpack(packed: Any) -> Tensor:
     found = _asked.get()
     if found is None:
         return packed.get()
     found.append(packed)
     return _ANYTHING
+
+
+# The unpack hook for objects with a method `get`, which `packed_by` can find.
+unpack: Callable[[Any], Tensor] = methodcaller("get") if _SHOWS_PACKED else _unpack
 
 
 def packed_by(node: Any, name: str) -> Any:
@@ -227,11 +239,12 @@ if not hasattr(_hooks_of_torch, "_top_saved_tensors_default_hooks"):
     _noted.see()
 
 
-def current_hooks() -> Hooks | None:
-    """The saved-tensor hooks in effect now, e.g. from `torch.autograd.graph.save_on_cpu`; None if there are none."""
-    if hasattr(_hooks_of_torch, "_top_saved_tensors_default_hooks"):
-        return _hooks_of_torch._top_saved_tensors_default_hooks(False)
-    return _noted.current()
+# The saved-tensor hooks in effect now, e.g. from `torch.autograd.graph.save_on_cpu`; None if there are none.
+current_hooks: Callable[[], Hooks | None] = (
+    partial(_hooks_of_torch._top_saved_tensors_default_hooks, False)
+    if hasattr(_hooks_of_torch, "_top_saved_tensors_default_hooks")
+    else _noted.current
+)
 
 
 def is_compiled(module: object) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.schema.data import Data
-from engine.schema.keys import as_list, group, key, override
+from engine.schema.keys import MOST_SECONDS, as_list, group, key, override
 from engine.schema.memory import Memory
 from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, ReleasedNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
@@ -47,7 +47,8 @@ class Trainer:
     ema_statistics_minibatches: int = key(0, least=0)
     smoke: bool = False  # only to see whether it runs: eager norms, for which nothing compiles, and no long warm-up
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
-    timeout_seconds: int = key(1800, above=0, per_machine=True)  # how long one process waits for another
+    # How long one process waits for another.
+    timeout_seconds: int = key(1800, above=0, most=MOST_SECONDS, per_machine=True)
 
 
 @dataclass

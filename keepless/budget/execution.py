@@ -7,23 +7,22 @@ from typing import Any
 from torch import Tensor
 
 from ..inputs import tensors_in
+from ..recompute.calls import Call
 from ..recompute.recording import Recording
-from ..recompute.rules import EXPENSIVE, FOLLOWED, INSIDE, Function, Rule
-from ..recompute.values import Again, Call, Recipe, Value
-from ..saved import is_ordinary
-from ..torch_internals import address
+from ..recompute.rules import Rule
+from ..recompute.values import Again, Recipe, Value
+from ..saved import Kept, is_ordinary
+from ..torch_internals import address, node_number
 from .step import Plan
 from .trace import StepTrace
-
-_LONG = 2**12  # values
 
 
 class ByPlan:
     """Policy of a `Recording`: follows the plan whose calls the forward pass repeats.
 
-    Every result of a call that has a rule gets a value: a recipe, or the kept tensor. A kept tensor is released with
-    the original unless a reader appears (`Value.unread`). Convolutions, matrix products and the like have rules too.
-    Where no plan knows the calls, a guard decides.
+    A result that is computed again gets a recipe. One that is kept gets a value once something reads it, or at once if
+    the step is traced; it is released with the original unless a reader appears (`Value.unread`). Convolutions, matrix
+    products and the like have rules too. Where no plan knows the calls, a guard decides.
 
     Args:
         plans: of the network's different sequences of calls.
@@ -33,7 +32,8 @@ class ByPlan:
 
     sees_calls = True
     longest = 2**31  # recipes are computed without recursion
-    redraws = True
+    short = 2**12  # an LSTM's vectors, for example, count
+    repeats_all = True
     copies_are_worth = 4  # of a projection to queries, keys and values, say, which may be computed again itself
 
     def __init__(self, plans: Sequence[Plan] = (), trace: StepTrace | None = None, guard: "Guard | None" = None):
@@ -42,37 +42,37 @@ class ByPlan:
         self.strayed = False  # from all plans
         self.call = -1
         self.guard = guard
-
-    def is_short(self, tensor: Tensor) -> bool:
-        return tensor.dim() < 2 and tensor.numel() < _LONG  # an LSTM's vectors, for example, count
-
-    def rule_of(self, function: Function) -> Rule | None:
-        return FOLLOWED.get(function) or EXPENSIVE.get(function)
+        self.planned: dict[int, int] = {}  # calls whose results are kept, by the number of the node
 
     def may_read_result(self, argument: Value) -> bool:
         return True
 
-    def why_kept(self, value: Value) -> str:
+    def why_kept(self, value: Value | Kept, node: int) -> str:
         if not self.plans:
             return "no plan"
-        return "planned" if value.number in self.plans[0].kept else "cannot be computed again"
+        call = self.planned.get(node, value.number if isinstance(value, Value) else -1)
+        return "planned" if call in self.plans[0].kept else "cannot be computed again"
 
     def decide(self, recording: Recording, rule: Rule, call: Call, result: Tensor) -> None:
         known, trace = recording.known, self.trace
         is_computed = self.is_computed_again(call.function, result)
-        is_open = is_computed is None and self.guard is not None
         inside = bool(self.plans) and self.call in self.plans[0].inside
+        is_read = call.replaceable or result._base is not None or known.find(result) is not None
+        if is_computed is False and trace is None and not (inside or is_read):
+            self.planned[node_number(result.grad_fn)] = self.call
+            return
+        is_open = is_computed is None and self.guard is not None
         again = whole = bundle = None
         if is_computed or is_open or trace is not None:
             again = recording.again(rule, call, result, from_anything=True)
         if call.inside and (inside or is_open or trace is not None):
-            whole = recording.again(INSIDE[call.function], call, result, from_anything=True)
+            whole = recording.again(call.traits.inside, call, result, from_anything=True)
         either = None if _reads_overwritten(call, result) else again or whole
         if self.guard is not None and is_computed is None and either is not None:
             is_computed = inside = self.guard.computes(either, result)
         if inside and whole is not None:
             made = recording.bundle(whole, call, result)
-            if again is not None and INSIDE[call.function] is rule:
+            if again is not None and call.traits.inside is rule:
                 bundle, again = made, made.result()
         if is_computed and again is not None:
             recording.follow(again, call, result)
@@ -98,10 +98,11 @@ class ByPlan:
         kind = (function, result.shape, result.dtype)
         if self.trace is not None:
             self.trace.calls.append(kind)
-        had_plans = bool(self.plans)
+        if not self.plans:
+            return None
         self.plans = [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind]
-        self.strayed = self.strayed or (had_plans and not self.plans)
-        return self.call in self.plans[0].again if self.plans else None
+        self.strayed = not self.plans
+        return None if self.strayed else self.call in self.plans[0].again
 
 
 class Guard:
@@ -124,7 +125,7 @@ class Guard:
             value = waiting.pop()
             if isinstance(value.source, Recipe):
                 size += value.bytes
-                inputs = [one for one in value.source.inputs() if one not in seen]
+                inputs = [one for one in value.source.inputs if one not in seen]
                 seen.update(inputs)
                 waiting += inputs
         if size > self.kept:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..inputs import tensors_in
+from ..recompute.calls import Call
 from ..recompute.rules import EXPENSIVE, FOLLOWED, INSIDE, NotFollowed, Rule
 from ..recompute.signs import unpacking_bytes
-from ..recompute.values import Again, Call, Recipe, Saved, ShapeOnly, Value
+from ..recompute.values import Again, Recipe, Saved, ShapeOnly, Value
 from ..saved import Kept, is_ordinary
 from ..torch_internals import FakeTensor, StorageWeakRef, address, backward_runs, node_number, unpack
 from .costs import MeasuredCall, call_of, estimated_seconds, operations_of, seconds_again, seconds_of
@@ -99,7 +100,7 @@ class StepTrace:
     def follows(self, value: Value, tensor: Tensor) -> None:
         """A value has a recipe that no call gave it: see `by_node`."""
         assert isinstance(value.source, Recipe)
-        value.number = self._add(Kind.FOLLOWS, tensor, _numbers(value.source.inputs()))
+        value.number = self._add(Kind.FOLLOWS, tensor, _numbers(value.source.inputs))
 
     def result(
         self, call: Call, rule: Rule, result: Tensor, again: Again | None, whole: Again | None, number: int

@@ -24,15 +24,20 @@ INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
 
 
 def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call writes over its first argument or `out`, as far as its name and arguments tell.
+    """Whether a call writes over its first argument or `out`, as far as its name and arguments tell."""
+    if (position := INPLACE.get(function)) is not None:
+        return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
+    return kwargs.get("out") is not None or writes(function)
+
+
+def writes(function: Callable[..., Any]) -> bool:
+    """Whether calls of a function may write over an argument, whatever they are given but `out`.
 
     Operators (`torch.ops`) declare all that they write over.
     """
-    if (position := INPLACE.get(function)) is not None:
-        return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return bool(_written(function))
-    return kwargs.get("out") is not None or _writes(getattr(function, "__name__", ""))
+    return function in INPLACE or _writes(getattr(function, "__name__", ""))
 
 
 @cache
@@ -57,6 +62,7 @@ def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         found += [kwargs[name] for _, name in written if name in kwargs]
     else:
         first = args[0] if args else kwargs.get("input")
-        out = kwargs.get("out")
-        found = first if isinstance(first, Tensor) and out is None else (first, out)
+        if isinstance(first, Tensor) and "out" not in kwargs:
+            return [first]
+        found = (first, kwargs.get("out"))
     return tensors_in(found)

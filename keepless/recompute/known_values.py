@@ -1,7 +1,7 @@
 """Registry of the values of a forward pass: find, keep and lend them, and protect them from in-place writes."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from ..inputs import tensors_in
 from ..saved import Kept, is_ordinary
 from ..torch_internals import Hooks, StorageWeakRef, address, next_node_number, node_number
+from .calls import Call
 from .nodes import by_node, smaller_value_of
 from .signs import Positive
-from .values import Again, Call, Recipe, Saved, ShapeOnly, Value
+from .values import Again, Memory, Recipe, Saved, ShapeOnly, Value
 
 
 class Trace(Protocol):
@@ -53,24 +54,13 @@ class _Entry(weakref.ref[Tensor]):
     version: int
 
 
-class _Dependents(NamedTuple):
-    """The values and saved tensors to copy or mark before a storage is overwritten."""
-
-    storage: StorageWeakRef  # while it exists, no other storage gets the same address
-    things: list[weakref.ref[Any]]  # `Value`s and `Saved`s
-
-
 class _Overwriting(NamedTuple):
     """A call that may write over a tensor."""
 
     tensor: Tensor
     version: int  # before
-    dependents: _Dependents | None  # of its memory
+    memory: Memory
     copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
-
-    def things(self) -> Iterator[Value | Saved]:
-        if self.dependents is not None:
-            yield from filter(None, (reference() for reference in self.dependents.things))
 
 
 class KnownValues:
@@ -87,10 +77,11 @@ class KnownValues:
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.outer, self.copy_parameters, self.trace = outer, copy_parameters, trace
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
-        self.dependents: dict[int, _Dependents] = {}  # by address of the storage
+        self.memories: dict[int, Memory] = {}  # by address of the storage
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.made = MadeMemory()
+        self.late: Container[int] = ()  # see `is_late`: numbers of the nodes
         self.copies_are_worth = 1  # a copy is made again if it needs at most so many times its bytes kept for it alone
 
     def clear(self) -> None:
@@ -100,18 +91,23 @@ class KnownValues:
         """
         for value in filter(None, (reference() for reference in self.signs)):
             value.settle(self.outer, at_end=True)
-        for thing in (reference() for dependents in self.dependents.values() for reference in dependents.things):
-            if isinstance(thing, Value) and isinstance(thing.source, Kept) and thing.source.is_modified():
-                thing.source.spoil()
-        for found in (self.entries, self.dependents, self.signs, self.gone, self.made):
+        if self.outer is not None:
+            kept = [reference() for memory in self.memories.values() for reference in memory.values]
+            for value in filter(None, kept):
+                if isinstance(value.source, Kept) and value.source.is_modified():
+                    value.source.spoil()
+        for found in (self.entries, self.memories, self.signs, self.gone, self.made):
             found.clear()
         self.outer = self.trace = None
 
     def value_of(self, tensor: Tensor, call: Call | None) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         if (value := self.find(tensor)) is None:
-            found = by_node(self, tensor, call) if self.is_made(tensor) else None
-            if found is None:
+            if tensor.is_leaf:
+                return None
+            if self.is_late(tensor):
+                return self.keep(tensor, call)
+            if (found := by_node(self, tensor, call)) is None:
                 return None
             value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
         if self.trace is not None and value.number < 0 and isinstance(value.source, Recipe):
@@ -131,6 +127,10 @@ class KnownValues:
         if node is None or node_number(node) < self.start or not is_ordinary(tensor):
             return False
         return not self.outside or address(tensor.untyped_storage()) not in self.outside
+
+    def is_late(self, tensor: Tensor) -> bool:
+        """Whether a tensor is kept by a plan, and gets a value once something reads it."""
+        return bool(self.late) and not tensor.is_leaf and node_number(tensor.grad_fn) in self.late
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its present version."""
@@ -155,18 +155,18 @@ class KnownValues:
                 call.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
-        self.depends_on_memory(value, tensor)
+        self.memory_of(tensor).values.append(weakref.ref(value))
         if self.trace is not None:
             self.trace.keeps(value, tensor)
         return self.remember(tensor, value)
 
-    def lend(self, tensor: Tensor, call: Call | None) -> Value:
+    def lend(self, tensor: Tensor, call: Call | None) -> Value | Kept:
         """Keep a tensor for a recipe, if it has no value yet."""
         if self.copy_parameters and isinstance(tensor, nn.Parameter):
-            return Value(Kept(tensor.detach().clone(), None))
+            return Kept(tensor.detach().clone(), None)
         value = self.value_of(tensor, call)
         if value is None and isinstance(tensor, nn.Parameter):  # it stays where it is
-            return Value(Kept(tensor, None))
+            return Kept(tensor, None)
         return value or self.keep(tensor, call)
 
     def copied(self, argument: Tensor, copy: Tensor, call: Call) -> Value:
@@ -176,18 +176,17 @@ class KnownValues:
             return self.remember(argument, self.keep(copy, call))
         if value.unread:  # keep the copy instead
             value.source, value.storage = Kept(copy, None), address(copy.untyped_storage())
-            self.depends_on_memory(value, copy)
+            self.memory_of(copy).values.append(weakref.ref(value))
         if self.trace is not None:
             self.trace.moves(value, copy)
         return value
 
-    def depends_on_memory(self, thing: Value | Saved, tensor: Tensor) -> None:
-        """Note that a kept value, or a `Saved`, depends on a tensor's memory."""
+    def memory_of(self, tensor: Tensor) -> Memory:
         storage = tensor.untyped_storage()
-        dependents = self.dependents.get(address(storage))
-        if dependents is None:
-            dependents = self.dependents[address(storage)] = _Dependents(StorageWeakRef(storage), [])
-        dependents.things.append(weakref.ref(thing))
+        memory = self.memories.get(address(storage))
+        if memory is None:
+            memory = self.memories[address(storage)] = Memory(StorageWeakRef(storage))
+        return memory
 
     def reads_signs(self, saved: Saved, positive: Positive) -> None:
         """Note that an operation only asks which entries of a saved tensor are positive."""
@@ -200,30 +199,31 @@ class KnownValues:
         if self.gone:
             self.gone = [value for value in self.gone if not value.settle(self.outer)]
 
-    def before_overwriting(self, tensor: Tensor) -> _Overwriting:
-        """Copy the values in a tensor's memory that recipes read."""
-        dependents = self.dependents.pop(address(tensor.untyped_storage()), None)
-        write = _Overwriting(tensor, tensor._version, dependents, [])
-        for thing in write.things():
-            if isinstance(thing, Saved) or not thing.recipes:
-                continue
-            if isinstance(kept := thing.source, Kept) and not kept.is_modified():
-                write.copied.append((thing, kept, thing.storage))
-                thing.source, thing.storage = Kept(kept.get().clone(), self.outer), 0
+    def before_overwriting(self, tensor: Tensor) -> _Overwriting | None:
+        """Copy the values in a tensor's memory that recipes read. None if nothing depends on it."""
+        memory = self.memories.pop(address(tensor.untyped_storage()), None)
+        if memory is None:
+            return None
+        write = _Overwriting(tensor, tensor._version, memory, [])
+        for value in filter(None, (reference() for reference in memory.values)):
+            if value.recipes and isinstance(kept := value.source, Kept) and not kept.is_modified():
+                write.copied.append((value, kept, value.storage))
+                value.source, value.storage = Kept(kept.get().clone(), self.outer), 0
         return write
 
     def after_overwriting(self, write: _Overwriting) -> None:
         """Mark the tensors that operations saved as overwritten; or undo the copies, if nothing was written."""
+        memory: Memory | None = write.memory
         if write.tensor._version != write.version:
-            for thing in write.things():
-                if isinstance(thing, Saved):
-                    thing.overwritten = True
-        elif write.dependents is not None:
-            for value, source, storage in write.copied:
-                value.source, value.storage = source, storage
-            now = self.dependents.setdefault(write.dependents.storage.cdata, write.dependents)
-            if now is not write.dependents:
-                now.things.extend(write.dependents.things)
+            while memory is not None:
+                memory.overwritten, memory = True, memory.earlier
+            return
+        for value, source, storage in write.copied:
+            value.source, value.storage = source, storage
+        now = self.memories.setdefault(write.memory.storage.cdata, write.memory)
+        if now is not write.memory:
+            now.values += write.memory.values
+            now.earlier = write.memory
 
 
 class MadeMemory:
@@ -232,12 +232,8 @@ class MadeMemory:
     def __init__(self) -> None:
         self.storages: dict[int, StorageWeakRef] = {}  # by address
 
-    def note(
-        self, function: Callable[..., Any], arguments: Any, result: object, is_made: Callable[[Tensor], bool]
-    ) -> None:
+    def note(self, arguments: Any, result: object, is_made: Callable[[Tensor], bool]) -> None:
         """Note a call's results. `is_made`: whether an argument in the same memory was itself made here."""
-        if getattr(function, "__name__", "") == "__get__":  # an attribute, such as `grad`
-            return
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
                 continue  # single numbers, such as counts of minibatches, are copied anyway

@@ -8,7 +8,12 @@ from torch import Tensor
 from ..norms.bn_act import BatchNormActivationBackward, is_node, recompute_output
 from ..saved import Kept, is_ordinary
 from ..torch_internals import FakeTensor, is_synchronised_norm, packed_by_function
-from .values import Again, Call, Value, laid_out, saved_value, unread_bytes
+from .calls import Call
+from .values import Again, Value, laid_out, saved_value, unread_bytes
+
+_NODES = frozenset(["BatchNormActivationBackward", "SyncBatchNormBackward"]) | {
+    f"{name}Backward0" for name in ("ToCopy", "Clone", "UnsafeView")
+}
 
 
 class Registry(Protocol):
@@ -16,9 +21,11 @@ class Registry(Protocol):
 
     copies_are_worth: int
 
+    def is_made(self, tensor: Tensor) -> bool: ...
+
     def value_of(self, tensor: Tensor, call: Call | None) -> Value | None: ...
 
-    def lend(self, tensor: Tensor, call: Call | None) -> Value: ...
+    def lend(self, tensor: Tensor, call: Call | None) -> Value | Kept: ...
 
     def copied(self, argument: Tensor, copy: Tensor, call: Call) -> Value: ...
 
@@ -26,6 +33,9 @@ class Registry(Protocol):
 def by_node(known: Registry, tensor: Tensor, call: Call | None) -> Again | Value | None:
     """How to recover a tensor from its autograd node, or the value of another tensor that equals it. None: unknown."""
     node: Any = tensor.grad_fn
+    name = type(node).__name__
+    if not (tensor._is_view() or name in _NODES) or not known.is_made(tensor):
+        return None
     if tensor._is_view():
         return _of_view(known, tensor, call)
     packed = packed_by_function(node) if is_node(node) or is_synchronised_norm(node) else ()
@@ -37,7 +47,6 @@ def by_node(known: Registry, tensor: Tensor, call: Call | None) -> Again | Value
         return None
     if packed:
         return _of_synchronised_norm(known, node, packed, call)
-    name = type(node).__name__
     if call is not None and name in ("ToCopyBackward0", "CloneBackward0"):
         return _of_copied_argument(known, tensor, node, call)
     if call is not None and name == "UnsafeViewBackward0":

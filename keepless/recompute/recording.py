@@ -28,7 +28,8 @@ Rule 12. Gradients never differ from autograd's: random functions are called aga
     versions are kept as they are, and inside other saved-tensor hooks, such as a checkpoint's, and in functorch's
     transforms no call is followed. When in doubt, keep the tensor.
 Rule 13. A policy decides what is kept: `ByRules` here, or `ByPlan` (budget/execution.py), which decides call by call
-    and whose recipes may read any tensor that the forward pass has made.
+    and whose recipes may read any tensor that the forward pass has made. What a plan keeps gets a value only when a
+    recipe, or an operation that may do with less, reads it.
 
 An example, and what autograd holds of each tensor:
 
@@ -40,7 +41,8 @@ An example, and what autograd holds of each tensor:
 
 # Longer than other files: the rules and the code that keeps them belong side by side.
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, Protocol
@@ -61,27 +63,16 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
+from .calls import Call, Inside
 from .inplace_calls import may_overwrite, overwritten
 from .known_values import KnownValues, Trace
-from .opened_calls import CALL_OTHERS, body
+from .opened_calls import body
 from .report import KeptTensor, Log
 from .reruns import Bundle, random_state
-from .rules import (
-    EXPENSIVE,
-    FOLLOWED,
-    INSIDE,
-    POSITIVE,
-    RANDOM,
-    Again,
-    Function,
-    NotFollowed,
-    Rule,
-    reads_shape_only,
-    result_serves,
-)
-from .values import Call, Inside, Recipe, Saved, ShapeOnly, Value, unread_bytes
+from .rules import Again, NotFollowed, Rule
+from .traits import traits_of
+from .values import Recipe, Saved, ShapeOnly, Value, unread_bytes
 
-_OPENED = CALL_OTHERS - FOLLOWED.keys() - EXPENSIVE.keys()
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
 
 
@@ -90,17 +81,16 @@ class Policy(Protocol):
 
     sees_calls: bool  # False: recipes follow from autograd's nodes alone
     longest: int  # recipes between a value and kept ones
-    redraws: bool  # whether random functions may be called again
+    short: int  # a vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements
+    repeats_all: bool  # whether expensive and random functions may be called again
     copies_are_worth: int  # see `KnownValues`
 
     @property
     def trace(self) -> Trace | None: ...
 
-    def is_short(self, tensor: Tensor) -> bool:
-        """Whether a tensor without a grad_fn is saved directly, without a `Value`."""
-
-    def rule_of(self, function: Function) -> Rule | None:
-        """How to repeat the calls of a function, if that may be worth it."""
+    @property
+    def planned(self) -> Container[int]:
+        """Numbers of the nodes whose results are kept, without a value until something reads them."""
 
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
         """Give the result of a call a recipe (`Recording.follow`), or not."""
@@ -108,8 +98,8 @@ class Policy(Protocol):
     def may_read_result(self, argument: Value) -> bool:
         """Whether an operation may read its result in place of an argument that it saves."""
 
-    def why_kept(self, value: Value) -> str:
-        """For a report."""
+    def why_kept(self, value: Value | Kept, node: int) -> str:
+        """For a report. `node`: number of the node that made the tensor."""
 
 
 class ByRules:
@@ -117,15 +107,11 @@ class ByRules:
 
     sees_calls = True
     longest = 12  # every longer chain keeps one value more
-    redraws = False
+    short = sys.maxsize
+    repeats_all = False
     copies_are_worth = 1
+    planned: Container[int] = ()
     trace = None
-
-    def is_short(self, tensor: Tensor) -> bool:
-        return tensor.dim() < 2
-
-    def rule_of(self, function: Function) -> Rule | None:
-        return FOLLOWED.get(function)
 
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
         if (again := recording.again(rule, call, result)) is not None:
@@ -134,7 +120,7 @@ class ByRules:
     def may_read_result(self, argument: Value) -> bool:
         return isinstance(argument.source, Recipe)
 
-    def why_kept(self, value: Value) -> str:
+    def why_kept(self, value: Value | Kept, node: int) -> str:
         return ""
 
 
@@ -177,9 +163,10 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         trace = self.policy.trace
         self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, trace)
-        self.known.copies_are_worth = self.policy.copies_are_worth
+        self.known.copies_are_worth, self.known.late = self.policy.copies_are_worth, self.policy.planned
         self.inputs = ()
-        self.hooks = saved_tensors_hooks(self.pack, unpack if trace is None else trace.unpack)
+        pack = self.pack if self.policy.sees_calls else self._pack_unless_abandoned
+        self.hooks = saved_tensors_hooks(pack, unpack if trace is None else trace.unpack)
         self.hooks.__enter__()
         if self.policy.sees_calls:
             super().__enter__()
@@ -237,16 +224,18 @@ class Recording(TorchFunctionMode):
             return function(*args, **kwargs)
         if types and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._asked(function, types, args, kwargs)
-        if function in _OPENED and PLAIN.issuperset(types):
+        traits = traits_of(function)
+        if traits.is_opened and PLAIN.issuperset(types):
             return self._opened(function, args, kwargs)
-        if not may_overwrite(function, args, kwargs):
-            return self._run(Call(function, args, kwargs))
+        call = Call(function, traits, args, kwargs)
+        if not ((traits.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
+            return self._run(call)
         tensors = filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
         writes = [self.known.before_overwriting(tensor) for tensor in tensors]
         try:
-            return self._run(Call(function, args, kwargs), overwrites=True)
+            return self._run(call, overwrites=True)
         finally:
-            for write in writes:
+            for write in filter(None, writes):
                 self.known.after_overwriting(write)
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,101 +257,101 @@ class Recording(TorchFunctionMode):
 
     def _run(self, call: Call, overwrites: bool = False) -> Any:
         """Run a call, and see whether its result can be computed again."""
-        known, function = self.known, call.function
+        known, function, trace = self.known, call.function, self.known.trace
         if not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
             result = function(*call.args, **call.kwargs)
-            known.made.note(function, call.arguments, result, known.is_made)
+            self._note_made(call, result)
         else:
             target, version = None, 0
             if overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
                 target = call.args[0]
                 version, call.before = target._version, known.value_of(target, None)
             self.log.call(call.arguments)
-            call.result_serves = result_serves(function, call.args, call.kwargs)
-            call.positive = POSITIVE.get(function)
-            call.reads_shape_only = reads_shape_only(function, call.args, call.kwargs)
-            if self.policy.redraws and function in RANDOM:
+            if call.traits.is_random and self.policy.repeats_all:
                 call.random = random_state(next(filter(_is_tensor, call.arguments)))
-            known.settle_gone()
+            if known.gone:
+                known.settle_gone()
             self.call = call
             try:
-                result = self._called(call)
+                result = function(*call.args, **call.kwargs) if trace is None else trace.run(call, known.is_made)
                 self._conclude(call, result, target, version)
             finally:
                 self.call = None
-        if known.trace is not None:
-            known.trace.ended(result)
+        if trace is not None:
+            trace.ended(result)
         return result
-
-    def _called(self, call: Call) -> Any:
-        trace = self.known.trace
-        return call.function(*call.args, **call.kwargs) if trace is None else trace.run(call, self.known.is_made)
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
         """Decide about the result of a call. `target`: the argument that it may have overwritten, and its version."""
-        rule = self.policy.rule_of(call.function)
+        traits = call.traits
+        rule: Rule | None = traits.rule or (traits.expensive if self.policy.repeats_all else None)
         if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
-            self._only_inside(call, result)
+            if call.inside:
+                self._only_inside(call, result)
             if target is not None and result is target:
                 if result._version == version + 1:
                     self.policy.decide(self, rule, call, result)
-            elif not any(result is argument for argument in call.arguments):
+            elif id(result) not in map(id, call.arguments):
                 self.policy.decide(self, rule, call, result)
         else:
-            self.known.made.note(call.function, call.arguments, result, self.known.is_made)
+            self._note_made(call, result)
         for value, tensor in call.unsettled:
             if isinstance(value.source, Kept) and not value.sign_readers:
                 value.source = Kept(tensor, self.known.outer)
 
+    def _note_made(self, call: Call, result: Any) -> None:
+        if not call.traits.is_attribute:
+            self.known.made.note(call.arguments, result, self.known.is_made)
+
     def _only_inside(self, call: Call, result: Tensor) -> None:
         """Leave in `call.inside` what the call has made itself, beside its result, and what is worth it."""
-        if call.inside:
-            given = {
-                address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)
-            }
-            call.inside = [
-                part
-                for part in call.inside
-                if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
-            ]
+        given = {address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
+        call.inside = [
+            part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
+        ]
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return the object that autograd saves in place of a tensor."""
-        known, call, policy = self.known, self.call, self.policy
+        known, call = self.known, self.call
         if call is not None:
             call.saves += 1
-        if not policy.sees_calls and self.is_abandoned():
-            return Kept(tensor, None)
-        if (
-            known.outer is None
-            and tensor.grad_fn is None
-            and (policy.is_short(tensor) or isinstance(tensor, nn.Parameter))
-        ):  # the quick way, for the many vectors and parameters
-            if call is not None:
-                call.vectors.append(tensor)
-            return Kept(tensor, None)
+        if tensor.is_leaf and known.outer is None:  # the quick way, for the many vectors and parameters
+            if (tensor.dim() < 2 and tensor.numel() < self.policy.short) or isinstance(tensor, nn.Parameter):
+                kept = Kept(tensor, None)
+                if call is not None and tensor.requires_grad:
+                    call.parameters[id(tensor)] = kept
+                return kept
         if not is_ordinary(tensor):
             kept = Kept(tensor, known.outer)
             self.log.keep_other(kept, tensor, None if call is None else call.function)
             return kept
-        if call is not None and call.reads_shape_only and tensor.requires_grad:
+        if call is not None and tensor.requires_grad and call.answers(call.traits.reads_shape_only):
             shape = ShapeOnly(tensor)
             if known.trace is not None:
                 known.trace.saves(shape, tensor, True)
             return shape
+        if call is not None and known.outer is None and known.is_late(tensor) and known.find(tensor) is None:
+            if not (call.traits.positive or call.traits.result_serves):  # which may keep less than the tensor
+                kept = Kept(tensor, None)
+                self.log.keep(kept, tensor, call.function)
+                return kept
         if (value := known.value_of(tensor, call)) is None:
             value = self._keep(tensor, call)
         elif value.unread:
             self.note_need(value, tensor)
-        saved = Saved(value)
-        known.depends_on_memory(saved, tensor)
-        if call is not None and call.result_serves and policy.may_read_result(value):
-            call.replaceable.append(saved)
-        elif call is not None and call.positive is not None and value.positive in (None, call.positive):
-            known.reads_signs(saved, call.positive)
+        saved = Saved(value, known.memory_of(tensor))
+        if call is not None:
+            positive = call.traits.positive
+            if call.answers(call.traits.result_serves) and self.policy.may_read_result(value):
+                call.replaceable.append(saved)
+            elif positive is not None and value.positive in (None, positive):
+                known.reads_signs(saved, positive)
         if known.trace is not None:
             known.trace.saves(saved, tensor, call is not None)
         return saved
+
+    def _pack_unless_abandoned(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+        return Kept(tensor, None) if self.is_abandoned() else self.pack(tensor)
 
     def _keep(self, tensor: Tensor, call: Call | None) -> Value:
         """Keep a tensor; if it is a view of all of its base, keep the base, so that its other views follow too."""
@@ -376,36 +365,42 @@ class Recording(TorchFunctionMode):
     def _keep_itself(self, tensor: Tensor, call: Call | None, is_base: bool) -> Value:
         value = self.known.keep(tensor, call)
         self.note_need(value, tensor)
-        if call is not None and call.function in INSIDE:
+        if call is not None and call.traits.inside is not None:
             call.inside.append(Inside(value, call.saves - 1, is_base))
         return value
 
     def note_need(self, value: Value, tensor: Tensor) -> None:
         """Log a kept value when it gets its first reader."""
-        function = None if self.call is None else self.call.function
-        self.log.keep(value, tensor, function)
+        self.log.keep(value, tensor, None if self.call is None else self.call.function)
 
     def again(self, rule: Rule, call: Call, result: Tensor, *, from_anything: bool = False) -> Again | None:
         """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5).
 
         `from_anything`: recipes may read any tensor that the forward pass has made, instead of rule 5.
         """
-        lent: list[Tensor] = []
+        alone = 0  # bytes kept for the recipe alone
         room = call.room(result)
+        unread: list[Value] = []
 
-        def find(tensor: Tensor, lend: bool = False) -> Value | Tensor:
-            is_copied = self.copy_parameters and isinstance(tensor, nn.Parameter)
-            if not is_ordinary(tensor):
-                raise NotFollowed
-            value = self._available(tensor, call, result, from_anything)
-            if value is not None and not is_copied:
+        def find(tensor: Tensor, lend: bool = False) -> Value | Kept:
+            nonlocal alone
+            copy_it = self.copy_parameters and isinstance(tensor, nn.Parameter)
+            if (kept := call.parameters.get(id(tensor))) is not None and not copy_it:
+                return kept
+            value = None if tensor is result else self.known.find(tensor)
+            if value is None or value.unread:
+                value = self._available(tensor, call, result, from_anything)
+            if value is not None and not copy_it:
+                if value.readers == value.sign_readers:
+                    unread.append(value)
                 return value
-            stays = tensor.is_leaf and tensor.requires_grad
-            may_lend = _MUCH * _bytes(tensor) <= room or ((lend or stays) and not is_copied)
-            if tensor is result or not may_lend:
+            stays = tensor.requires_grad and tensor.is_leaf
+            is_small = _MUCH * _bytes(tensor) <= room
+            if tensor is result or not (is_small or ((lend or stays) and not copy_it)):
                 raise NotFollowed
-            lent.append(tensor)
-            return tensor
+            lent, size = self._lent(tensor, call, is_small)
+            alone += 0 if stays else size
+            return lent
 
         try:
             again = rule(find, call.args, call.kwargs, result)
@@ -415,24 +410,39 @@ class Recording(TorchFunctionMode):
             if call.random is None or _MUCH * call.random.state.nbytes > room:
                 return None
             again = again._replace(function=partial(call.random.call, again.function))
-        alone = sum(self._lent_bytes(t, call, result) for t in lent if not (t.is_leaf and t.requires_grad))
-        if not from_anything:
-            alone += unread_bytes(argument for argument in again.arguments if isinstance(argument, Value))
+        if unread and not from_anything:
+            alone += unread_bytes(unread)
         return again if alone <= room else None
+
+    def _lent(self, tensor: Tensor, call: Call, is_small: bool) -> tuple[Value | Kept, int]:
+        """Keep an argument for a recipe, and tell its bytes. A copy, if the original is small or may change unseen."""
+        size = _bytes(tensor)
+        if tensor.requires_grad:
+            is_copied = is_small and tensor.is_leaf
+        else:
+            is_copied = is_small or not self.known.made.has(tensor)
+        if is_copied:
+            size = min(size, tensor.nbytes)
+            return Value(Kept(copied(tensor), self.known.outer), bytes=size), size
+        lent = self.known.lend(tensor, call)
+        if isinstance(lent, Value) and lent.unread:
+            self.note_need(lent, tensor)
+        return lent, size
 
     def bundle(self, again: Again, call: Call, result: Tensor) -> Bundle:
         """Compute again all that a call has saved inside. `again`: repeats the call."""
-        arguments = [self._lent(a, call, result) if isinstance(a, Tensor) else a for a in again.arguments]
-        needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(arguments)]
-        return Bundle(again._replace(arguments=arguments), needs_grad, call.inside, result)
+        needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
+        return Bundle(again, needs_grad, call.inside, result)
 
     def _available(self, tensor: Tensor, call: Call, result: Tensor, from_anything: bool) -> Value | None:
         """The value of an argument, if a recipe may read it."""
         known = self.known
         if tensor is result:
             value = self._before_overwriting(call, result, from_anything)
-        else:
+        elif is_ordinary(tensor):
             value = known.value_of(tensor, call)
+        else:
+            raise NotFollowed
         if not from_anything:
             return None if value is not None and value.unread else value
         if value is None and tensor is not result:
@@ -454,8 +464,7 @@ class Recording(TorchFunctionMode):
 
     def follow(self, again: Again, call: Call, result: Tensor) -> None:
         """Give the result of a call a recipe."""
-        arguments = [self._lent(a, call, result) if isinstance(a, Tensor) else a for a in again.arguments]
-        recipe = Recipe(again._replace(arguments=arguments), result)
+        recipe = Recipe(again, result)
         if recipe.depth > self.policy.longest:
             return
         own = self.known.find(result)
@@ -465,12 +474,13 @@ class Recording(TorchFunctionMode):
             own.become(recipe)
         for saved in call.replaceable:
             saved.read_instead(own)
-        self._follow_base(result, own)
+        if result._base is not None:
+            self._follow_base(result, result._base, own)
 
-    def _follow_base(self, result: Tensor, own: Value) -> None:
+    def _follow_base(self, result: Tensor, base: Tensor, own: Value) -> None:
         """Functions such as `F.instance_norm` return a view of all that they make: other views follow from it."""
-        base, known = result._base, self.known
-        if base is None or base.numel() != result.numel() or base.dtype != result.dtype or not known.is_made(base):
+        known = self.known
+        if base.numel() != result.numel() or base.dtype != result.dtype or not known.is_made(base):
             return
         if not (base.is_contiguous() and result.is_contiguous()):
             return
@@ -481,25 +491,6 @@ class Recording(TorchFunctionMode):
             known.remember(base, Value(recipe))
         elif isinstance(value.source, Kept):
             value.become(recipe)
-
-    def _lent(self, tensor: Tensor, call: Call, result: Tensor) -> Value:
-        """Keep an argument for the recipe of a result."""
-        if self._is_copied(tensor, call, result):
-            return Value(Kept(copied(tensor), self.known.outer), bytes=self._lent_bytes(tensor, call, result))
-        value = self.known.lend(tensor, call)
-        if value.unread:
-            self.note_need(value, tensor)
-        return value
-
-    def _lent_bytes(self, tensor: Tensor, call: Call, result: Tensor) -> int:
-        return min(_bytes(tensor), tensor.nbytes) if self._is_copied(tensor, call, result) else _bytes(tensor)
-
-    def _is_copied(self, tensor: Tensor, call: Call, result: Tensor) -> bool:
-        """Whether a recipe gets a copy of an argument: the original is small, or others may change it unseen."""
-        small = _MUCH * _bytes(tensor) <= call.room(result)
-        if tensor.requires_grad:
-            return small and tensor.is_leaf and not any(tensor is vector for vector in call.vectors)
-        return small or not self.known.made.has(tensor)
 
 
 def is_running(frame: FrameType) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..saved import PLAIN, Kept
-from ..torch_internals import address
+from ..torch_internals import address, node_number
 from .values import Signs, Value
 
 
@@ -58,7 +58,8 @@ class Log:
     """The values of a forward pass whose tensors were kept at first."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[weakref.ref[Value], int, KeptTensor]] = []
+        # With the address of the storage, and the number of the node that made it.
+        self.entries: list[tuple[weakref.ref[Value | Kept], int, int, KeptTensor]] = []
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.parameter: weakref.ref[Tensor] | None = None
 
@@ -68,15 +69,17 @@ class Log:
             if type(argument) is nn.Parameter:  # isinstance takes a microsecond
                 self.parameter = weakref.ref(argument)
 
-    def keep(self, value: Value, tensor: Tensor, function: Callable[..., Any] | None) -> None:
-        if isinstance(tensor._base, nn.Parameter) or (
-            tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter))
-        ):
+    def keep(self, value: Value | Kept, tensor: Tensor, function: Callable[..., Any] | None) -> None:
+        node, base = tensor.grad_fn, tensor._base
+        if base is not None and isinstance(base, nn.Parameter):
             return
+        if node is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
+            return
+        made_by, number = ("input", -1) if node is None else (type(node).__name__, node_number(node))
         storage = tensor.untyped_storage()
-        made_by = type(tensor.grad_fn).__name__.partition("Backward")[0] if tensor.grad_fn is not None else "input"
-        kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter)
-        self.entries.append((weakref.ref(value), address(storage), kept))
+        name = getattr(function, "__name__", "")
+        kept = KeptTensor(storage.nbytes(), made_by.partition("Backward")[0], name, self.parameter)
+        self.entries.append((weakref.ref(value), address(storage), number, kept))
 
     def keep_other(self, kept: Kept, tensor: Tensor, function: Callable[..., Any] | None) -> None:
         """Note a kept tensor that has no value, if it is of a subclass of tensors."""
@@ -85,16 +88,18 @@ class Log:
             entry = KeptTensor(size, type(tensor).__name__, name, self.parameter, "a subclass of tensors")
             self.others.append((weakref.ref(kept), entry))
 
-    def kept(self, why: Callable[[Value], str]) -> list[KeptTensor]:
-        """The tensors kept at the end of the forward pass, one per storage. `why`: the reason to keep a value."""
+    def kept(self, why: Callable[[Value | Kept, int], str]) -> list[KeptTensor]:
+        """The tensors kept at the end of the forward pass, one per storage. `why`: see `Policy.why_kept`."""
         found: dict[int, KeptTensor] = {}
-        for reference, storage, kept in self.entries:
+        for reference, storage, node, kept in self.entries:
             value = reference()
-            if value is None or value.unread or not isinstance(value.source, (Kept, Signs)):
-                continue
-            if isinstance(value.source, Signs):
-                kept = kept._replace(bytes=value.source.bytes, kept_for=f"signs for {kept.kept_for}")
-            found.setdefault(storage, kept._replace(why=why(value)))
+            if isinstance(value, Value):
+                if value.unread or not isinstance(value.source, (Kept, Signs)):
+                    continue
+                if isinstance(value.source, Signs):
+                    kept = kept._replace(bytes=value.source.bytes, kept_for=f"signs for {kept.kept_for}")
+            if value is not None:
+                found.setdefault(storage, kept._replace(why=why(value, node)))
         return [*found.values(), *(entry for reference, entry in self.others if reference() is not None)]
 
 

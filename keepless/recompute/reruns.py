@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..saved import Kept
 from ..torch_internals import FakeTensor
-from .values import Again, Inside, Recipe, Value, laid_out
+from .calls import Inside
+from .values import Again, Recipe, Value, laid_out
 
 
 class RandomState:

@@ -33,7 +33,7 @@ class NotFollowed(Exception):
 
 
 class Find(Protocol):
-    """Returns the value of a tensor, or the tensor itself if the recipe is to keep it."""
+    """Returns the value of a tensor, or what the recipe is to keep of it."""
 
     def __call__(self, tensor: Tensor, lend: bool = False) -> Any: ...
 
@@ -57,27 +57,31 @@ _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBa
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
 
-def result_serves(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call saves its argument although its result would do for the gradient."""
-    if function is F.relu6:
-        return True
-    if function is F.leaky_relu:
-        return (args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0  # the signs stay
-    if function is F.hardtanh:
-        bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
-        return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)  # exact in every dtype
-    return False
+def _keeps_signs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a leaky ReLU's result has the signs of its argument."""
+    return bool((args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0)
 
 
-def reads_shape_only(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call with frozen weights saves its input although the gradient needs none of its values."""
-    if function in CONVOLUTIONS:
-        return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
-    if function is not F.batch_norm:
-        return False
-    given = _named(function, args, kwargs)
-    trained = any(vector is not None and vector.requires_grad for vector in map(given.get, ("weight", "bias")))
-    return not (given.get("training", False) or trained)
+def _has_exact_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the bounds of a hardtanh are exact in every dtype."""
+    bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
+    return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)
+
+
+def _has_frozen_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
+
+
+def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = _named(F.batch_norm, args, kwargs)
+    vectors = given.get("weight"), given.get("bias")
+    return not (given.get("training", False) or any(vector is not None and vector.requires_grad for vector in vectors))
+
+
+# Whether a call, given its arguments, saves its argument although its result would do for the gradient.
+RESULT_SERVES = {F.relu6: lambda args, kwargs: True, F.leaky_relu: _keeps_signs, F.hardtanh: _has_exact_bounds}
+# Whether a call saves its input although the gradient needs none of its values.
+READS_SHAPE_ONLY = dict.fromkeys(CONVOLUTIONS, _has_frozen_weight) | {F.batch_norm: _is_frozen_norm}
 
 
 def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
@@ -177,6 +181,8 @@ def _activation(function: Function) -> Rule:
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
+        if not (others or named):
+            return Again(function, (find(x),), fresh=True, can_overwrite=True)
         if any(isinstance(option, Tensor) for option in (*others, *named.values())):  # it may change later
             raise NotFollowed
         if not named.keys() <= known or not all(isinstance(other, bool) for other in others[position - 1 :]):

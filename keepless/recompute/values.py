@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from ..saved import Kept, check_version
-from ..torch_internals import FakeTensor, Hooks, at_end_of_backward, backward_runs, without_function_modes
+from ..torch_internals import (
+    FakeTensor,
+    Hooks,
+    StorageWeakRef,
+    at_end_of_backward,
+    backward_runs,
+    without_function_modes,
+)
 from .signs import Positive, pack_signs, unpack_signs
 
 
@@ -50,12 +57,15 @@ class Value:
         return not (self.readers or self.recipes or isinstance(self.source, Recipe))
 
     def add_reader(self) -> None:
-        values = [self]
+        self.readers += 1
+        if self.readers > 1 or not isinstance(self.source, Recipe):
+            return
+        values = [*self.source.inputs]  # no recursion: chains may be long
         while values:
             value = values.pop()
             value.readers += 1
             if value.readers == 1 and isinstance(value.source, Recipe):
-                values += value.source.inputs()
+                values += value.source.inputs
 
     def remove_reader(self) -> None:
         values = [self]
@@ -63,15 +73,15 @@ class Value:
             value = values.pop()
             value.readers -= 1
             if value.readers == 0 and isinstance(value.source, Recipe):
-                values += value.source.inputs()
+                values += value.source.inputs
 
     def become(self, recipe: "Recipe") -> None:
         """Forget the tensor, or another recipe: from now on this recipe computes it."""
         before, self.source = self.source, recipe
         if self.readers:
-            for value in recipe.inputs():
+            for value in recipe.inputs:
                 value.add_reader()
-            for value in before.inputs() if isinstance(before, Recipe) else ():
+            for value in before.inputs if isinstance(before, Recipe) else ():
                 value.remove_reader()
 
     def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
@@ -98,8 +108,8 @@ class Value:
         while values:
             value = values.pop()
             if isinstance(value.source, Recipe):
-                values += [other for other in value.source.inputs() if other not in seen]
-                seen.update(value.source.inputs())
+                values += [other for other in value.source.inputs if other not in seen]
+                seen.update(value.source.inputs)
             elif value.storage == storage:
                 return True
         return False
@@ -125,7 +135,6 @@ class Value:
         if tensor is None:
             source = self.source
             tensor = (yield from source.steps()) if isinstance(source, Recipe) else source.get()
-            self.version, self.stream = tensor._version, current_stream(tensor)
         else:
             check_version(tensor, self.version)  # a backward function may write over its input
             wait_for(self.stream, tensor)
@@ -171,7 +180,7 @@ def unread_bytes(values: Iterable[Value]) -> int:
         value = waiting.pop()
         if value.readers == value.sign_readers and value not in seen:
             seen.add(value)
-            waiting += value.source.inputs() if isinstance(value.source, Recipe) else ()
+            waiting += value.source.inputs if isinstance(value.source, Recipe) else ()
     return sum(value.bytes for value in seen if isinstance(value.source, Kept))
 
 
@@ -214,15 +223,27 @@ class Signs:
             return laid_out(tensor, self.like.stride)
 
 
+class Memory:
+    """A storage of the forward pass, until it is overwritten, and the values that are kept in it."""
+
+    __slots__ = ("earlier", "overwritten", "storage", "values")
+
+    def __init__(self, storage: StorageWeakRef):
+        self.storage = storage  # while it exists, no other storage gets the same address
+        self.values: list[weakref.ref[Value]] = []
+        self.overwritten = False
+        self.earlier: Memory | None = None  # of the same storage, which was not overwritten after all
+
+
 class Saved:
     """Saved in place of a tensor: its value, unless the tensor's memory is overwritten."""
 
-    __slots__ = ("__weakref__", "number", "overwritten", "reads_signs", "value")
+    __slots__ = ("__weakref__", "memory", "number", "reads_signs", "value")
 
-    def __init__(self, value: Value):
+    def __init__(self, value: Value, memory: Memory):
         self.value = value
+        self.memory = memory
         self.number = -1  # in the trace of a step, if there is one
-        self.overwritten = False
         self.reads_signs = False
         value.add_reader()
 
@@ -234,7 +255,7 @@ class Saved:
 
     def get(self) -> Tensor:
         """Return the tensor. Raises RuntimeError if it, or a tensor that it needs, was modified in place."""
-        if self.overwritten:
+        if self.memory.overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
         return self.value.get()
 
@@ -257,30 +278,27 @@ class Recipe:
     """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
 
     __slots__ = (
-        *("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function"),
+        *("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function", "inputs"),
         *("stream", "stride"),
     )
 
     def __init__(self, again: Again, like: Tensor):
         """`like`: the original tensor; the result gets its dtype and strides."""
-        self.function, arguments, self.fresh, self.can_overwrite, _ = again
-        self.arguments = tuple(arguments)
-        self.device = like.device.type
-        self.dtype = like.dtype
-        self.stride = like.stride()
+        self.function, self.arguments, self.fresh, self.can_overwrite, _ = again
+        self.device = "cpu" if like.is_cpu else like.device.type
+        self.dtype, self.stride = like.dtype, like.stride()
         self.stream = current_stream(like)
         self.autocast = autocast_of(self.device)
+        self.inputs = [argument for argument in again.arguments if isinstance(argument, Value)]
         self.depth = 1
-        for value in self.inputs():
+        for value in self.inputs:
             value.recipes += 1
-            self.depth = max(self.depth, 1 + value.depth)
+            if isinstance(value.source, Recipe):
+                self.depth = max(self.depth, 1 + value.source.depth)
 
     def __del__(self) -> None:
-        for value in self.inputs():
+        for value in self.inputs:
             value.recipes -= 1
-
-    def inputs(self) -> list[Value]:
-        return [argument for argument in self.arguments if isinstance(argument, Value)]
 
     def steps(self) -> Generator[Value, Any, Tensor]:
         """Compute the tensor: see `Value.steps`. RuntimeError if an argument was modified in place."""
@@ -294,51 +312,20 @@ class Recipe:
                 argument = argument.get()
             arguments.append(argument)
         wait_for(self.stream, *arguments)
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast_as(self.autocast, self.device):
-            return self.finished(self.function(*arguments, **options))
+        if torch.is_grad_enabled() or autocast_of(self.device) != self.autocast:
+            with torch.no_grad(), autocast_as(self.autocast, self.device):
+                return self.finished(self.function(*arguments, **options))
+        return self.finished(self.function(*arguments, **options))
 
     def finished(self, result: Tensor) -> Tensor:
-        return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
+        if result.dtype != self.dtype:
+            result = result.to(self.dtype)
+        return result if result.stride() == self.stride else laid_out(result, self.stride)
 
 
 def saved_value(packed: Any) -> Any:
     """The `Value` or `Kept` tensor that a node holds, if it is ours; None for an absent tensor."""
     return packed.value if isinstance(packed, Saved) else packed
-
-
-class Inside(NamedTuple):
-    """A tensor that a running call saves, and has made itself."""
-
-    value: Value
-    number: int  # among the tensors that the call saves
-    is_base: bool  # the saved tensor is a view of it
-
-
-class Call:
-    """The running call of a function, and the tensors that autograd has saved in it."""
-
-    __slots__ = (
-        *("args", "arguments", "before", "function", "inside", "kwargs", "positive", "random", "reads_shape_only"),
-        *("replaceable", "result_serves", "saves", "unsettled", "vectors"),
-    )
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.arguments = (*args, *kwargs.values())
-        self.before: Value | None = None  # value of the first argument, if the call overwrites it
-        self.result_serves = False  # its gradient could read the result instead of the argument that it saves
-        self.reads_shape_only = False  # its gradient needs its input's shape, not its values
-        self.positive: Positive | None = None  # its gradient only asks which values of the saved tensor are positive
-        self.replaceable: list[Saved] = []  # saved arguments that the result can stand for
-        self.vectors: list[Tensor] = []  # saved without a `Value`
-        self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
-        self.saves = 0  # number of tensors saved so far
-        self.inside: list[Inside] = []  # those that it may have made itself
-        self.random: Any = None  # state of the generator before the call, if it may be needed
-
-    def room(self, result: Tensor) -> int:
-        """Bytes that computing the call again can free."""
-        return result.nbytes + sum(part.value.bytes for part in self.inside)
 
 
 def _is_spare(argument: object) -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import re
 import zipfile
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ UNCHECKED = (
 )
 NOT_NEGATIVE = ("running_var", "num_batches_tracked", "exp_avg_sq", "step")  # ends of names
 TAR_MARK = slice(257, 262)  # bytes "ustar" of a tar archive
+_NESTING = (dict, list, tuple, set)
+_DEEPEST, _MOST_PARTS = 64, 2_000_000
 FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
 
@@ -35,7 +38,9 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
         if foreign is None:
             if zipped:
                 _check_bytes(path)
-            return torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            _check_nesting(content)
+            return content
     except pickle.UnpicklingError as error:
         damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
         found = FOREIGN_GLOBAL.search(str(error))
@@ -49,6 +54,20 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
             f"{name} is damaged or cannot be read ({error or type(error).__name__}); {if_damaged}"
         ) from error
     raise ValueError(f"{name} {foreign}: expected {expected}; {if_damaged}")
+
+
+def _check_nesting(content: object) -> None:
+    """ValueError for what cannot be walked through: a container within itself, or references that unfold endlessly."""
+    level, parts = [content], 0
+    for _ in range(_DEEPEST):
+        containers = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, _NESTING))
+        level = list(islice(chain.from_iterable(containers), _MOST_PARTS))
+        parts += len(level)
+        if not level:
+            return
+        if parts >= _MOST_PARTS:
+            break
+    raise ValueError(f"its containers are nested more than {_DEEPEST} deep, or hold {_MOST_PARTS:,} parts or more")
 
 
 def _foreign_kind(start: bytes) -> str | None:

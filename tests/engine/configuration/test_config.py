@@ -443,7 +443,7 @@ def test_every_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
 
 
 def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr("engine.configuration.command_line.world_size", lambda: 3)
     config = cfg.typed(composed("train_seg", "debug=smoke", "lr_schedule.warmup_epochs=5"), SegmentationRun)
     config.check_shares(processes=3)
     assert config.data.crops_per_minibatch == 6

@@ -1,0 +1,24 @@
+"""What is known of each function, looked up once."""
+
+from functools import lru_cache
+
+from .calls import Traits
+from .inplace_calls import writes
+from .opened_calls import CALL_OTHERS
+from .rules import EXPENSIVE, FOLLOWED, INSIDE, POSITIVE, RANDOM, READS_SHAPE_ONLY, RESULT_SERVES, Function
+
+
+@lru_cache(2**10)
+def traits_of(function: Function) -> Traits:
+    return Traits(
+        rule=FOLLOWED.get(function),
+        expensive=EXPENSIVE.get(function),
+        inside=INSIDE.get(function),
+        positive=POSITIVE.get(function),
+        result_serves=RESULT_SERVES.get(function),
+        reads_shape_only=READS_SHAPE_ONLY.get(function),
+        is_random=function in RANDOM,
+        is_opened=function in CALL_OTHERS and function not in FOLLOWED and function not in EXPENSIVE,
+        is_attribute=getattr(function, "__name__", "") == "__get__",
+        writes=writes(function),
+    )

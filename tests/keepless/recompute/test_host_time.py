@@ -1,0 +1,72 @@
+"""What a recording costs in Python, held by counts that do not depend on the machine."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import keepless
+from keepless import recompute_activations, report
+
+FOLDER = str(Path(keepless.__file__).parent)
+
+
+def counted(run: Callable[[], object]) -> Counter[str]:
+    """How often functions of this package are called, and the objects of recordings are made."""
+    counts: Counter[str] = Counter()
+
+    def see(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(FOLDER) and not code.co_name.startswith("<"):
+            counts["calls"] += 1
+            if code.co_name == "__init__":
+                counts[type(frame.f_locals["self"]).__name__] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return counts
+
+
+def blocks(count: int) -> nn.Sequential:
+    parts = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(count)]
+    return nn.Sequential(*parts)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_block_takes_by_rules(device):
+    """A block is a convolution, a norm and an activation. Fake tensors show what happens on a card."""
+    counts = []
+    for number in (2, 4):
+        with FakeTensorMode() if device == "cuda" else nullcontext(), torch.device(device):
+            network, x = recompute_activations(blocks(number)), torch.randn(2, 4, 8, 8)
+            counts.append(counted(partial(network, x)))
+    per_block = {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]}
+    assert per_block["Recipe"] == 2  # the norm's and the activation's
+    assert per_block["Saved"] == 3 and per_block["Value"] == 4  # beside those: of the convolution's result and the bias
+    assert per_block["Call"] == 5  # two of them the norm's own: its check of dimensions, its counter of minibatches
+    assert per_block["calls"] <= 200
+
+
+def test_a_pass_whose_plan_keeps_all_makes_no_recipe_and_no_value():
+    """Except for the network's input, which is kept as it is found."""
+    network = nn.Sequential(nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
+    recompute_activations(network, budget="1GiB")
+    x = torch.randn(2, 4, 64)
+    for _ in range(3):  # rehearsed, traced, and the plan corrected
+        network(x).sum().backward()
+    counts = counted(partial(network, x))
+    assert counts["Call"] == 5 and counts["Recipe"] == 0 and counts["Value"] == counts["Saved"] == 1
+    kept = report(network)
+    assert {line.why for line in kept.lines} == {"planned", "cannot be computed again"}
+    assert [line.made_by for line in kept.lines if line.why == "cannot be computed again"] == ["input"]
