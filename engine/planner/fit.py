@@ -37,7 +37,7 @@ from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import MOST_PIXELS, as_list, check_values
 from engine.schema.memory import Memory
-from engine.schema.network import OurNorm
+from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
@@ -77,7 +77,10 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
     As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
     """
-    if isinstance(config.norm, OurNorm) and config.norm.backend == "auto" and config.trainer.device != "cpu":
+    # Standard norms are two nodes of PyTorch's by default, which plans can repeat.
+    repeats_norms = config.trainer.recompute == "budget" and isinstance(config.norm, StandardNorm)
+    on_gpu = config.trainer.device != "cpu" and not repeats_norms
+    if on_gpu and isinstance(config.norm, OurNorm) and config.norm.backend == "auto":
         config = replace(config, norm=replace(config.norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
     network = network_of(config, classes)
