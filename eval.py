@@ -7,6 +7,8 @@
 On several devices: `torchrun --nproc-per-node N eval.py checkpoint=…`; every image is evaluated once.
 """
 
+import engine.start  # noqa: F401
+
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -47,7 +49,8 @@ def evaluate(values: DictConfig) -> dict:
     state = checkpoint.load(path)
     config = configuration_in(state, f"checkpoint {path}")
     refuse_other_tasks(options, config.task, f"checkpoint {path}")
-    results_file = Path(options.results) if options.results else options.default_results_file(config)
+    steps = state["step"], state.get("total_steps", state["step"])
+    results_file = Path(options.results) if options.results else options.default_results_file(config, *steps)
     options.apply_to(config)
     with (
         joined(options.device, config.trainer.timeout_seconds) as world,

@@ -7,6 +7,8 @@
 The same command continues a run that was stopped; several machines: docs/training.md.
 """
 
+import engine.start  # noqa: F401
+
 from functools import partial
 
 from omegaconf import DictConfig

@@ -101,12 +101,10 @@ def _file_list(root: Path, found: Sequence[tuple[str, tuple[int, int]]]) -> File
 def _files(folder: Path, name: str, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[int, int]]]:
     """(path below `folder`, (size, time)) of each file in the class folder `name`, sorted."""
     with limited(folder / name), os.scandir(folder / name) as entries:
-        found = [
-            (f"{name}/{entry.name}", _size_and_time(entry))
-            for entry in entries
-            if entry.name.lower().endswith(suffixes) and not entry.name.startswith(".")
-        ]
-    return sorted(found)
+        chosen = [e for e in entries if e.name.lower().endswith(suffixes) and not e.name.startswith(".")]
+        if folders := [entry.path for entry in chosen if entry.is_dir()]:
+            raise ValueError(f"{folders[0]} is a folder with an image's name: rename it")
+        return sorted((f"{name}/{entry.name}", _size_and_time(entry)) for entry in chosen)
 
 
 def _size_and_time(file: Path | os.DirEntry) -> tuple[int, int]:

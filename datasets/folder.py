@@ -1,6 +1,5 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
-import json
 import os
 from collections.abc import Mapping, Set
 from dataclasses import replace
@@ -15,12 +14,14 @@ from datasets.file_formats import PALETTE
 from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, drawn_images, first_of, list_files, read_list
 from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
+from datasets.text_files import read_json
 from datasets.time_limit import limited
 
 CLASSES = "classes.json"
 TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
 WITHHELD = "test"
 _IGNORED = 255  # unless the file says otherwise
+_LONGEST_NAME = 255  # of a class
 
 _LABELS = (*PHOTOGRAPHS, *OTHER_IMAGES)  # all but PNGs are refused by name, not overlooked
 _EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
@@ -45,11 +46,13 @@ def folder_classes(file: Path) -> ClassTable:
     ids, as PNGs with the classes' colours. ValueError for a file of another form.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
+        content = read_json(file)
         if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content["classes"]):
             raise ValueError('every class needs an object, such as {"name": "wood"}')
         if not isinstance(content.get("ignored", []), list):
             raise ValueError(f'"ignored" is {content["ignored"]}, expected a list of ids, such as [{_IGNORED}]')
+        if len(content["classes"]) > 256:
+            raise ValueError(f"the number of classes is {len(content['classes'])}, expected at most 256")
         entries, ignored = content["classes"], sorted(bytes(content.get("ignored", [_IGNORED])))
         keys = {*content} - {"classes", "ignored"} | {key for entry in entries for key in entry}
         if unknown := sorted(keys - {"name", "colour"}):
@@ -59,10 +62,12 @@ def folder_classes(file: Path) -> ClassTable:
         }
         ids = [number for number in range(len(entries)) if number not in ignored]
         names = tuple(str(entries[number]["name"]) for number in ids)
+        if long := [name for name in names if len(name) > _LONGEST_NAME]:
+            raise ValueError(f"a name has {len(long[0]):,} characters, expected at most {_LONGEST_NAME}")
         for what, values in (("names", names), ("colours", tuple(colours.values()))):
             if repeated := sorted({str(value) for value in values if values.count(value) > 1}):
                 raise ValueError(f"two {what} are {repeated[0]}, expected different ones")
-        if len(ids) not in TRAINED or len(entries) > 256:
+        if len(ids) not in TRAINED:
             raise ValueError(f"the number of classes that are not ignored is {len(ids)}, expected 2 to 253")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -113,7 +118,7 @@ def folder(
     way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {keys}folds=5 to draw train and val,"
     layout = replace(_LAYOUT, source=way)
     root = layout.top(root)
-    above, drawn = root / split, folds is not None and split in DRAWN
+    above, drawn = _below(root, split), folds is not None and split in DRAWN
     if drawn or ((root / "images").is_dir() and not (above / "images").is_dir()):
         above = root
     if drawn and not (root / "images").is_dir() and {*DRAWN} <= {*folder_splits(root)}:
@@ -152,6 +157,13 @@ def folder(
     levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
     decode = partial(_decode, table.label_colours, np.array(levels, np.uint8))
     return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
+
+
+def _below(root: Path, split: str) -> Path:
+    """The folder of a split. ValueError if it is not in `root`."""
+    if {"/", ".."} & {*Path(split).parts}:
+        raise ValueError(f"split {split!r} leads out of {root}: expected a folder or a list in it, such as train")
+    return root / split
 
 
 def _check_formats(folder: Path, names: Set[str]) -> None:

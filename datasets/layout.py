@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.segmentation import Files
+from datasets.text_files import read_text
 
 PHOTOGRAPHS = (".png", ".jpg", ".jpeg", ".bmp", ".jfif", ".tif", ".tiff", ".webp")  # of the user's own images
 OTHER_IMAGES = (".avif", ".gif", ".heic", ".heif")  # which no dataset reads
@@ -143,7 +144,9 @@ class Layout:
 
 
 def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
-    """{stem: path} of the files in `folder` with one of `suffixes`, sorted. ValueError if two files share a stem.
+    """{stem: path} of the files in `folder` with one of `suffixes`, sorted.
+
+    ValueError if two files share a stem, or a folder has one of the suffixes.
 
     `deep`: also files in its folders; their stems are paths below `folder`. Hidden files and folders do not count.
     """
@@ -153,6 +156,8 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dic
             suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
             if entry.name.startswith("."):
                 continue
+            if suffix is not None and entry.is_dir():
+                raise ValueError(f"{folder / entry.name} is a folder with an image's name: rename it")
             if deep and entry.is_dir():
                 inside = list_files(folder / entry.name, suffixes, deep)
                 found |= {f"{entry.name}/{stem}": path for stem, path in inside.items()}
@@ -170,8 +175,8 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dic
 def read_list(file: Path, of: str) -> list[str]:
     """The lines of a text file, stripped, without empty ones. ValueError if there are none, or it is no text."""
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [line.strip() for line in read_text(file).splitlines()]
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8, {of} per line") from None
     if not any(lines):
         raise ValueError(f"{file}: the list is empty; expected {of} per line")

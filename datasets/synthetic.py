@@ -15,6 +15,7 @@ from datasets.folder import CLASSES
 from datasets.layout import one_level_off
 from datasets.segmentation import SegmentationDataset
 from datasets.streets import draw_street
+from datasets.text_files import read_json
 from datasets.time_limit import limited
 
 IMAGES = {"train": 200, "val": 40}  # by default
@@ -52,7 +53,7 @@ def synthetic(
         raise ValueError(f"the synthetic dataset has not been drawn at {folder} yet; a training draws it")
     if not is_written:
         _write_once(folder, settings, own_images)
-    written = json.loads((folder / _MARKER).read_text())
+    written = read_json(folder / _MARKER)
     if written != settings:
         raise ValueError(
             f"{folder} holds synthetic streets written with {written}, expected {settings}. "

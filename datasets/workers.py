@@ -91,7 +91,7 @@ class Loader(DataLoader):
                 with limited():
                     item = next(items)
                 yield item
-        except Exception as error:  # also one of the dataset, or of a signal's handler; it is raised again
+        except BaseException as error:  # also one of the dataset, or of a signal's handler; it is raised again
             dead = []
             if isinstance(error, TimeoutError):
                 for worker in workers:  # a stopped worker never ends by itself, and PyTorch waits for it

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 T = TypeVar("T")
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,25 @@ def launched() -> bool:
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
+def world_size() -> int:
+    """Number of processes of this run. ValueError: half of what torchrun sets is in the environment."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    missing = [name for name in _OF_TORCHRUN if name not in os.environ]
+    if launched() and missing:
+        raise ValueError(
+            f"TORCHELASTIC_RUN_ID is set, as by torchrun, but not {', '.join(missing)}: start this with torchrun, or "
+            f"unset it"
+        )
+    size = int(os.environ["WORLD_SIZE"]) if launched() else 1
+    if os.environ.get("WORLD_SIZE", "1") != str(size):
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but torchrun did not start this process, which would train alone: "
+            f"use torchrun --nproc-per-node, or unset WORLD_SIZE"
+        )
+    return size
+
+
 @contextmanager
 def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[World]:
     """Join the process group and yield this process's world. An initialised process group is used as it is.
@@ -102,12 +122,14 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
         keys: prefix of the configuration keys device and timeout_seconds, for error messages.
 
     Raises:
-        ValueError: "cuda" without a CUDA device, or with fewer devices than processes on this machine.
+        ValueError: see `world_size`; or "cuda" without a CUDA device, or with fewer devices than processes on this
+            machine.
         ConnectionError: another process ended, or was not there within the timeout.
     """
     own = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0, f"{keys}device")
     if own.type == "cuda":
         torch.cuda.set_device(own)
+    world_size()  # checks the environment
     started = launched() and not dist.is_initialized()
     try:
         if started:

@@ -21,6 +21,7 @@ from engine.dataset import Dataset
 from engine.distributed import World, joined
 from engine.learner import Learner
 from engine.memory import keep_freed_memory
+from engine.output_files import write_file
 from engine.records.evaluated import Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
 from engine.records.utilisation import peak_flops, training_flops
@@ -228,7 +229,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
                 logger.warning(directory.notice)
             if run.resumed is None and world.first:
                 head = f"# {command}\n# {world.size} x {world.device.type}\n"
-                directory.config.write_text(head + configuration.yaml(config), "utf-8", "backslashreplace")
+                write_file(directory.config, head + configuration.yaml(config))
             with world.first_goes_ahead() as first:
                 if data.verify and first:
                     absent = verify_with_progress(run.train_set, run.console, data.on_error == "stop")

@@ -19,8 +19,8 @@ EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 ONE_REQUEST_SECONDS: dict[int, float] = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 1.0}
 
 
-class Preempted(Exception):
-    """The run stopped on request and can be resumed."""
+class Preempted(BaseException):
+    """The run stopped on request and can be resumed. Like KeyboardInterrupt, it passes every `except Exception`."""
 
 
 class StopRequest:

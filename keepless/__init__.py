@@ -9,6 +9,7 @@ from .version import __version__  # refuses a PyTorch that is too old, before an
 # isort: split
 from .budget.budget import plan
 from .conversion.convert import to_inplace, to_standard
+from .fit.fit import fit
 from .health import Extreme, layer_health
 from .losses import upsampled_cross_entropy
 from .norms.abn import ABN
@@ -52,6 +53,7 @@ __all__ = [
     "budget_state",
     "checking_repetitions",
     "create_coupling",
+    "fit",
     "from_released",
     "inplace_abn",
     "inplace_abn_sync",

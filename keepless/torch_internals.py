@@ -38,7 +38,12 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 try:
     from torch._ops import OpOverload, OpOverloadPacket  # what `torch.ops` gives
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules._functions import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
@@ -80,6 +85,9 @@ except (ImportError, AttributeError) as error:
 
 # The address of a storage's own object, by which storages are told apart while they live.
 address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+# What fake tensors raise where a program asks for their values.
+ASKS_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 

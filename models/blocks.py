@@ -134,17 +134,24 @@ class ResidualBlock(nn.Module):
     sum keeps neither operand, so a norm without activation keeps one buffer with every strategy.
 
     Args:
-        in_channels, channels, dilation: as in `IdentityResidualBlock`.
+        in_channels, channels, dilation, groups: as in `IdentityResidualBlock`.
         norm_act: number of channels -> norm followed by phi, see `without_activation`. It may write over its input.
         stride: of the first 3x3 convolution and of the projection.
     """
 
     def __init__(
-        self, in_channels: int, channels: Sequence[int], *, norm_act: NormAct, stride: int = 1, dilation: int = 1
+        self,
+        in_channels: int,
+        channels: Sequence[int],
+        *,
+        norm_act: NormAct,
+        stride: int = 1,
+        dilation: int = 1,
+        groups: int = 1,
     ):
         super().__init__()
         strides = (stride, 1) if len(channels) == 2 else (1, stride)
-        convs = _convolutions(in_channels, channels, strides=strides, dilation=dilation)
+        convs = _convolutions(in_channels, channels, strides=strides, dilation=dilation, groups=groups)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for number, conv in enumerate(convs, start=1):
             layers[f"conv{number}"] = conv

@@ -43,7 +43,7 @@ _CROP_INCHES, _DPI = 2.8, 130
 @dataclass
 class BrowseData(SegmentationRun):
     out: str = MISSING  # folder of the pages
-    count: int = key(16, above=0)  # crops
+    count: int = key(16, above=0, most=10_000)  # crops
     epoch: int = key(0, least=0)  # of the run, from 0
 
 

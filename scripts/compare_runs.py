@@ -26,6 +26,7 @@ from omegaconf import MISSING, DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.output_files import write_figure, write_file
+from engine.records.confusion_picture import with_literal_texts
 from engine.schema.keys import as_list, key
 from scripts.reports import charts
 from scripts.reports.markdown import conditions, table
@@ -173,7 +174,7 @@ def compare(values: DictConfig) -> Path:
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
     for folder, run in folders.items():
         run.write(folder)
-    write_figure(Path(f"{out}.png"), curves(groups), dpi=120)
+    write_figure(Path(f"{out}.png"), with_literal_texts(curves(groups)), dpi=120)
     write_file(Path(f"{out}.csv"), as_csv(groups))
     page = Path(f"{out}.md")
     write_file(page, report(groups, left_out, config.title, os.path.basename(f"{out}.png")))

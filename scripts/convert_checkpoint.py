@@ -92,7 +92,7 @@ def convert(values: DictConfig) -> list[str]:
         file = released.weights_in(content, source, name, options.scale)
         if options.format == "released":
             raise ValueError(f"{name} has the released layout already")
-        norm = StandardNorm()  # its eps and activation are the release's
+        norm = StandardNorm(activation="leaky_relu")  # its eps and activation are the release's
         tensors, lines = file.converted(), [f"input {source}", *file.remarks]
         if options.format == "checkpoint":
             lines += _write_checkpoint(options, file, source, output)

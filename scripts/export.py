@@ -83,8 +83,11 @@ def export(values: DictConfig) -> dict:
         loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()
         try:
             difference = largest_difference(loaded, found.network, options.size)
-        except RuntimeError as error:  # such as layers that keep float32 on purpose
-            raise ValueError(f"precision={options.precision}: the network cannot compute in it ({error})") from error
+        except RuntimeError as error:  # a pooling window depends on the size; reversible bodies keep float32
+            raise ValueError(
+                f"checkpoint={source}: the program fails at other sizes than it was made with, or in "
+                f"precision={options.precision} ({error}): give size=[HEIGHT,WIDTH], or precision=float32"
+            ) from error
         if not difference < LARGEST[options.precision]:
             raise ValueError(
                 f"checkpoint={source}: at other sizes than it was made with, the program's output differs by "

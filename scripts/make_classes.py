@@ -11,6 +11,7 @@ of every id, which show strays.
 """
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from engine.configuration.command_line import configured
 from engine.console import make_console, progress_bar, tracked
 from engine.output_files import write_file
 from engine.schema.data import FolderData
-from engine.schema.keys import group, key
+from engine.schema.keys import MOST_WORKERS, group, key
 from scripts.verify_data import class_table
 
 IGNORED = 255
@@ -39,7 +40,7 @@ IGNORED = 255
 @dataclass
 class MakeClasses:
     data: FolderData = group({"folder": FolderData})  # only root and timeout_seconds matter
-    workers: int | None = key(None, least=0)  # processes; null: one per core
+    workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
 
 
 def make_classes(values: DictConfig) -> Path:
@@ -52,7 +53,7 @@ def make_classes(values: DictConfig) -> Path:
         labels = folder_labels(config.data.root)
     root = f"data.root={config.data.root}"
     file = Path(str(config.data.root)) / CLASSES
-    if file.exists():
+    if os.path.lexists(file):  # also a link to nowhere
         raise ValueError(f"{root}: {file} is there already; to make it again, move it away")
     kinds, palettes, colours = set[str](), Palettes(), dict[int, tuple[int, ...]]()
     pixels, holding = Counter[int](), Counter[int]()

@@ -34,7 +34,7 @@ from engine.output_files import write_file
 from engine.records.provenance import provenance
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
-from engine.schema.keys import group, key
+from engine.schema.keys import MOST_WORKERS, group, key
 
 
 @dataclass
@@ -43,7 +43,7 @@ class VerifyData:
     data: Data = group({**SEGMENTATION_DATASETS, **CLASSIFICATION_DATASETS})
     splits: list[str] | None = None  # null: all
     out: str | None = None  # JSON file with all problems and counts
-    workers: int | None = key(None, least=0)  # processes; null: one per core
+    workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
 def check_split(
     config: Data, split: str, official_images: int | None, workers: int | None, console: Console
 ) -> SplitReport:
-    """Inspect a whole split, which may be incomplete."""
+    """Inspect a whole split, which may be incomplete. ValueError: there is no such folder."""
     dataset: SegmentationDataset | ClassificationDataset
     try:
         if isinstance(config, ClassificationData):
@@ -109,10 +109,12 @@ def check_split(
                 official_images = None
         else:
             assert isinstance(config, SegmentationData), config
-            dataset = assemble.dataset(config, split, strict=False, draw=True)
+            dataset = assemble.dataset(config, split, strict=False, draw=config.root is None)
         with counted(console, f"checking {dataset.name} {split}") as progress:
             found = inspect(dataset, workers, progress)
     except ValueError as error:
+        if config.root is not None and not Path(config.root).is_dir():
+            raise
         return SplitReport(split, 0, official_images, (), (Problem("split cannot be opened", str(error)),), None)
     problems = found.problems
     if official_images is not None and found.images != official_images:

@@ -27,6 +27,8 @@ _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
     schema.ResNetBody: bodies.ResNet,
     schema.ResNeXtBody: bodies.ResNeXt,
     schema.RevNetBody: bodies.RevNet,
+    schema.TimmBody: bodies.timm_body,
+    schema.TorchvisionBody: bodies.torchvision_body,
     schema.WiderResNetBody: bodies.WiderResNet,
 }
 
@@ -47,7 +49,9 @@ def norm_act(
 
 def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:
     """Build the body: images -> features, or logits if `classes` is above 0."""
-    return _BODIES[type(config)](norm, classes, config.output_stride, **options_of(config, "name", "output_stride"))
+    return _BODIES[type(config)](
+        norm, classes, config.output_stride, **options_of(config, "name", "output_stride", "weights")
+    )
 
 
 def options_of(config: schema.Norm | schema.Body | schema.Head, *others: str) -> dict[str, Any]:

@@ -1,19 +1,23 @@
 """Start a run from the weights in a file, `init.weights`."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.config import choice_with, group_from_plain
-from engine.schema.network import BODIES, NORMS, Norm, ReleasedNorm
-from engine.schema.training import TrainingRun
-from keepless import ABN, from_released
+from engine.configuration.config import choice_with, group_from_plain, plain
+from engine.schema.network import BODIES, NORMS, Body, Norm, ReleasedNorm, TorchvisionBody
+from engine.schema.training import LIBRARIES, TrainingRun
+from keepless import from_released
+from models.bodies import LibraryBody
 from models.checkpoints import released, torch_files
 from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name
-from models.checkpoints.torchvision_names import from_torchvision
+from models.checkpoints.published import PUBLISHED, downloaded, recognised_by_size
+from models.checkpoints.recognition import body_of, recognised
+from models.checkpoints.torchvision_names import from_library, from_torchvision, unwrapped
 
 
 class Weights(NamedTuple):
@@ -25,6 +29,7 @@ class Weights(NamedTuple):
     released_eps: float | None = None  # of released norms, whose scale is |weight| + eps
     remarks: tuple[str, ...] = ()  # for the report
     norm: Norm | None = None  # of the network; None: the file does not say
+    activation: str | None = None  # of the norms in training; None: unknown, or the remarks speak of it
     body: str | None = None  # the choice of configs/body; None: the file does not say, or it has no name
 
     def converted(self) -> Mapping[str, Tensor]:
@@ -43,7 +48,11 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     """
     init, is_released = config.init, isinstance(config.norm, ReleasedNorm)
     assert init.weights is not None
-    path = checkpoint.file_of(init.weights)
+    if init.weights == PUBLISHED:
+        assert isinstance(config.body, TorchvisionBody), "TrainingRun.check requires it"
+        path = downloaded(config.body.name, config.body.network)
+    else:
+        path = checkpoint.file_of(init.weights)
     name = f"init.weights={path}"
     if init.format is None:
         weights = of_checkpoint(checkpoint.read(path), path, name)
@@ -52,7 +61,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
         file = released.weights_in(content, path, name, init.scale, key="init.scale")
         weights = Weights(file.tensors, f"{path} (released)", released_eps=file.eps, remarks=file.remarks)
     else:
-        weights = _of_state_dict(path, name, init.format, network)
+        weights = _of_state_dict(path, name, init.format, network, config)
     if is_released and weights.released_eps is None:
         raise ValueError(
             f"{name} with norm=package: the released package cannot represent scales below its eps, so it cannot load "
@@ -67,9 +76,19 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
 
     body = "the body" if weights.body is None else f"the body (body={weights.body})"
     advice = f"Give {body}, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
-    report = load_by_name(
-        network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=weights.remarks
-    )
+    remarks = weights.remarks
+    if weights.activation not in (None, config.norm.activation):
+        remarks += (
+            f"norm.activation={config.norm.activation}: the weights were trained with {weights.activation}, so this is "
+            f"only a starting point; norm=std norm.activation={weights.activation} computes the same",
+        )
+    try:
+        report = load_by_name(
+            network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=remarks
+        )
+    except ValueError as error:
+        needed = _needed_body(tensors, config.body) if init.format in LIBRARIES else None
+        raise ValueError(f"{name} is of another network: give {needed}" if needed else str(error)) from error
     if weights.classes is None and any(map(is_of_classifier, report.matched)):
         remark = "the file does not name its classes: only their number was compared"
         return report._replace(remarks=(*report.remarks, remark))
@@ -82,7 +101,7 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         raise ValueError(
             f"{name} is not a checkpoint of this project: give init.format=standard_bn if it is a state dict with "
             f"standard batch normalisation under our names, init.format=released for a file of the in-place ABN "
-            f"release, init.format=torchvision for a ResNet of torchvision"
+            f"release, init.format=torchvision or timm for a file of these libraries"
         )
     state = checkpoint.checked(content, path)
     norm = group_from_plain(state["config"], "norm", NORMS, name)
@@ -93,38 +112,52 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         None if "unnamed_classes" in state else list(state["classes"]),
         norm.eps if isinstance(norm, ReleasedNorm) else None,
         norm=norm,
+        activation=norm.activation,
         body=choice_with(state["config"], "body", BODIES, but="output_stride"),
     )
 
 
-def _of_state_dict(path: Path, name: str, format: str, network: nn.Module) -> Weights:
+def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, config: TrainingRun) -> Weights:
     expected = "a state dict {name: tensor}"
     content = _foreign(torch_files.read(path, name, expected, "it may have to be copied again"), name)
-    tensors = content.get("state_dict", content) if isinstance(content, dict) else content
+    tensors = content
+    if isinstance(content, dict):
+        tensors = content.get("state_dict", content.get("model", content))  # "model": of torchvision's own scripts
     if not isinstance(tensors, dict) or not all(
         isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()
     ):
         raise ValueError(
             f"{name} with init.format={format}: expected a state dict {{name: tensor}}, possibly below the key "
-            f"state_dict"
+            f"state_dict or model"
         )
     if all(parameter.startswith("module.") for parameter in tensors):  # of DataParallel
         tensors = {parameter.removeprefix("module."): tensor for parameter, tensor in tensors.items()}
     remarks = torch_files.unchecked(path, name)
     if format == "standard_bn":
         return Weights(tensors, f"{path} (standard_bn)", remarks=remarks)
-    assert format == "torchvision", format
+    tensors, of_backbone = unwrapped(tensors)
+    source, remarks, body = f"{path} ({format})", remarks + of_backbone, getattr(network, "body", network)
+    if isinstance(body, LibraryBody):
+        return Weights(from_library(tensors, body.state_dict()), source, remarks=remarks + body.remarks)
     try:
-        tensors = from_torchvision(tensors)
+        return Weights(from_torchvision(tensors), source, remarks=remarks, activation="relu")
     except ValueError as error:
-        raise ValueError(f"{name} with init.format=torchvision: {error}") from error
-    activations = {module.activation for module in network.modules() if isinstance(module, ABN)}
-    remarks += tuple(
-        f"norm.activation={activation}: torchvision trained with relu, so this is only a starting point; "
-        f"norm=std norm.activation=relu computes the same"
-        for activation in sorted(activations - {"identity", "relu"})
-    )
-    return Weights(tensors, f"{path} (torchvision)", remarks=remarks)
+        needed = _needed_body(tensors, config.body)
+        advice = f"give {needed}" if needed else "body=torchvision or body=timm takes others"
+        raise ValueError(f"{name} with init.format={format}: {error}; {advice}") from error
+
+
+def _needed_body(tensors: Mapping[str, Tensor], body: Body) -> str | None:
+    """The choice of body that has such tensors; None if it is not known, or is `body`."""
+    with suppress(ValueError):  # of another library
+        kind, options, _ = recognised(body_of(tensors))
+        if body.name == kind and options.items() <= vars(body).items():
+            return None
+        keys = {**plain(BODIES[kind]()), **options}
+        if choice := choice_with({"body": keys}, "body", BODIES, but="output_stride"):
+            return f"body={choice}"
+    network = recognised_by_size(tensors)
+    return f"body=torchvision body.network={network}" if network not in (None, getattr(body, "network", None)) else None
 
 
 def _foreign(content: object, name: str) -> object:

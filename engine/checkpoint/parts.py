@@ -9,7 +9,7 @@ from torch import Tensor
 
 from models.checkpoints.torch_files import is_plain
 
-MOST_CLASSES = 65_535
+MOST_CLASSES, LONGEST_NAME = 65_535, 1_000
 
 
 def _are(entry_fits: Callable[[object], bool], least: int, most: int) -> Callable[[object], bool]:
@@ -20,7 +20,7 @@ def _are(entry_fits: Callable[[object], bool], least: int, most: int) -> Callabl
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str)
+    return isinstance(value, str) and len(value) <= LONGEST_NAME
 
 
 def _are_tensors(value: object) -> bool:
@@ -66,7 +66,7 @@ PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "task": (_is_name, "the name of its task"),
     "step": (partial(_is_number, most=math.inf), "a number of steps"),
     "config": (lambda value: isinstance(value, dict), "the dictionary of the run's configuration"),
-    "classes": (_are(_is_name, 1, MOST_CLASSES), f"1 to {MOST_CLASSES} names"),
+    "classes": (_are(_is_name, 1, MOST_CLASSES), f"1 to {MOST_CLASSES} names of at most {LONGEST_NAME} characters"),
     "network": (_are_tensors, "a dictionary {name: tensor}"),
     "ema": (_are_tensors, "a dictionary {name: tensor}"),
     "palette": (

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import platform
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -10,12 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
+from datasets.text_files import read_text
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.parts import OF_TRAINING
 from engine.configuration.config import fixed, of_checkpoint
 from engine.console import logger
+from engine.output_files import opened_file
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
 from engine.transfers import HostCopy
@@ -26,9 +29,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def new_run_path(dataset: str, norm: str, overrides: Sequence[str]) -> str:
-    """The folder of a run if none is given: TensorBoard lists runs by their folders."""
+    """The folder of a run if none is given: TensorBoard lists runs by folder. Microseconds tell them apart."""
     parts = ["runs", f"{dataset}-{norm}", *([named_after(overrides)] if overrides else [])]
-    return "/".join([*parts, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"])
+    return "/".join([*parts, f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"])
 
 
 class RunDirectory:
@@ -52,7 +55,7 @@ class RunDirectory:
         self._last_is_good = True  # or does not exist
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._saving: Future | None = None
-        self._lock: TextIO | None = None
+        self._lock: IO | None = None
         self._new: list[Path] = []  # folders that `lock` has made, from the innermost
 
     def start_saving(self, state: dict, best: bool = False) -> None:
@@ -96,19 +99,23 @@ class RunDirectory:
         self._new = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         self._check_places()
-        self._lock = open(self.lock_file, "w")
+        self._lock = opened_file(self.lock_file, "a")
         started_s, told = time.monotonic(), False
         while True:
             try:
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # data workers do not inherit it
+                self._lock.truncate(0)
+                self._lock.write(f"process {os.getpid()} on {platform.node()}")
+                self._lock.flush()
                 return
             except (BlockingIOError, PermissionError) as error:
+                other = f"another process ({read_text(self.lock_file)})"
                 if time.monotonic() - started_s > SECONDS_FOR_ANOTHER:
-                    raise self._error(": another process is training there; end it, or give another run_dir") from error
-            except OSError:  # a filesystem without locks
+                    raise self._error(f": {other} is training there; end it, or give another run_dir") from error
+            except OSError:  # a filesystem without locks, or a full one
                 return
             if not told:
-                logger.warning(f"another process is training in run_dir={self.path}: waiting for it to end")
+                logger.warning(f"{other} is training in run_dir={self.path}: waiting for it to end")
                 told = True
             time.sleep(0.2)
 

@@ -4,6 +4,7 @@ Hydra's own messages advise `+key=value`, which is refused here, and have five l
 """
 
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,11 @@ OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|m
 OPTIONS = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")
 OPTIONS_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--shell-completion", "-sc")
 SHOWING = ("--hydra-help", "--version", *OPTIONS_WITH_VALUE)  # instead of a run
+SHOWN = ("job", "hydra", "all")  # by --cfg
 # Configurations from elsewhere: Hydra checks them.
-ELSEWHERE = ("--config-dir", "--config-path", "--config-name", "-cd", "-cp", "-cn", "hydra.searchpath")
+FOLDER = ("--config-dir", "-cd")
+ELSEWHERE = (*FOLDER, "hydra.searchpath")
+OTHER_ROOTS = ("--config-path", "--config-name", "-cp", "-cn")
 MOST_NAMED = 5  # keys or choices in a message
 PARSER = OverridesParser.create()
 Compose = Callable[..., DictConfig]
@@ -40,6 +44,7 @@ def check_arguments(command: str, arguments: Sequence[str], schema: type[Schema]
     `compose(*overrides)`: the configuration that Hydra makes of them. Swept values are checked when each job starts.
     ValueError: the command does not take an argument; or see `typed`.
     """
+    _check_options(arguments)
     if any(argument.startswith(ELSEWHERE) for argument in arguments):
         return None
     words = [
@@ -53,6 +58,19 @@ def check_arguments(command: str, arguments: Sequence[str], schema: type[Schema]
     with _in_a_line():
         Arguments(command, words, schema, compose, sweeps).check()
         return None if sweeps or shows or of_hydra else typed(compose(*words), schema)
+
+
+def _check_options(arguments: Sequence[str]) -> None:
+    """Raise ValueError for options of Hydra that it would answer with more lines, or with a run."""
+    for argument, after in zip(arguments, [*arguments[1:], ""], strict=False):
+        option, equals, value = argument.partition("=")
+        value = value if equals else after
+        if option in OTHER_ROOTS:
+            raise ValueError(f"{option}: this command has one configuration; --config-dir DIR adds choices of your own")
+        if option in FOLDER and not os.path.isdir(value):
+            raise ValueError(f"{option} {value}: expected a folder with choices of your own, such as norm/mine.yaml")
+        if option in ("--cfg", "-c") and value not in SHOWN:
+            raise ValueError(f"{option} {value}: expected one of {', '.join(SHOWN)}")
 
 
 def chosen(command: str, arguments: Sequence[str], schema: type, compose: Compose) -> DictConfig:

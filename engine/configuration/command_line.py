@@ -27,13 +27,13 @@ from engine.configuration.choices import CONFIGS, groups_in
 from engine.configuration.config import register
 from engine.configuration.help import help_text
 from engine.console import logger, make_printing_safe
-from engine.distributed import launched
+from engine.distributed import launched, world_size
 from engine.memory import is_out_of_memory
 from engine.schema.keys import Keys, override
 from engine.stopping import EXIT_CODE, Preempted
 
 # ${per_process:2} in a configuration: twice the number of processes.
-OmegaConf.register_new_resolver("per_process", lambda count: count * int(os.environ.get("WORLD_SIZE", "1")))
+OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
 
 
 def declare(name: str, schema: type) -> None:

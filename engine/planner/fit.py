@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from datasets.cache import cache_folder
+from datasets.text_files import read_text
 from engine.assemble.classification import classified_split
 from engine.assemble.data import dataset, official_classes, official_images
 from engine.assemble.network import forward
@@ -23,7 +25,7 @@ from engine.assemble.training import learner_of
 from engine.configuration import config as configuration
 from engine.console import log_to, logger, make_console
 from engine.dataset import Dataset
-from engine.distributed import World, device_of
+from engine.distributed import World, device_of, world_size
 from engine.learner import Learner
 from engine.loop import Loss
 from engine.memory import peak_memory_mib
@@ -33,9 +35,9 @@ from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
 from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
-from engine.schema.keys import as_list
+from engine.schema.keys import MOST_PIXELS, as_list, check_values
 from engine.schema.memory import Memory
-from engine.schema.network import OurNorm
+from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
@@ -75,7 +77,10 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
     As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
     """
-    if isinstance(config.norm, OurNorm) and config.norm.backend == "auto" and config.trainer.device != "cpu":
+    # Standard norms are two nodes of PyTorch's by default, which plans can repeat.
+    repeats_norms = config.trainer.recompute == "budget" and isinstance(config.norm, StandardNorm)
+    on_gpu = config.trainer.device != "cpu" and not repeats_norms
+    if on_gpu and isinstance(config.norm, OurNorm) and config.norm.backend == "auto":
         config = replace(config, norm=replace(config.norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
     network = network_of(config, classes)
@@ -192,7 +197,7 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
         found = largest(lambda crops: peak(crops, size), available, fewest, step=1, power=1, most=most)
     else:
         smallest = share, _SMALLEST_CROP
-        found = largest(lambda side: peak(share, side), available, _SMALLEST_CROP, step=8, power=2)
+        found = largest(lambda side: peak(share, side), available, _SMALLEST_CROP, step=8, power=2, most=MOST_PIXELS)
     if found is None:
         raise ValueError(
             f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {smallest[0]} crops of "
@@ -215,7 +220,7 @@ def fitted(config: Config) -> Iterator[Config]:
 
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
-    memory, processes = config.memory, int(os.environ.get("WORLD_SIZE", 1))
+    memory, processes = config.memory, world_size()
     available = memory.available(processes)
     if available is None:
         yield config
@@ -269,12 +274,14 @@ def _begun(config: Config) -> Config | None:
     """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
     if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
         return None
-    before = configuration.read_yaml(Path(config.run_dir) / "config.yaml")
+    file = Path(config.run_dir) / "config.yaml"
+    name = "crops_per_minibatch" if config.memory.fit == "batch" else "crop_size"
+    found = re.search(rf"(?m)^  {name}: (\d{{1,9}})$", read_text(file))  # YAML of others may unfold without end
+    if found is None:
+        raise ValueError(f"{file} has no number data.{name}, as the configuration of a run has: restore it")
     chosen = deepcopy(config)
-    if config.memory.fit == "batch":
-        chosen.data.crops_per_minibatch = before["data.crops_per_minibatch"]
-    else:
-        chosen.data.crop_size = before["data.crop_size"]
+    setattr(chosen.data, name, int(found[1]))
+    check_values(chosen.data, f"{file}: data.")
     return chosen
 
 

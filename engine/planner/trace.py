@@ -16,11 +16,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from engine.distributed import World
 from engine.learner import Learner
 from engine.loop import Loss, accumulate_gradients
-from keepless.fit.made_tensors import Change, MadeTensors
+from keepless.fit.made_tensors import Change, MadeTensors, bytes_of_tensors
 from keepless.saved import SavedTensors
 from keepless.torch_internals import (
     FakeTensorMode,
-    address,
     backward_runs,
     next_node_number,
     node_number,
@@ -80,7 +79,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
             learner.step(1.0)
         kept = _kept(learner, loss, minibatch)
     at_peak, place = _at_peak(resident, made.changes, forward_ends, gradients)
-    return Trace(at_peak, place, kept, _bytes(network.parameters()), moved=host.bytes)
+    return Trace(at_peak, place, kept, bytes_of_tensors(network.parameters()), moved=host.bytes)
 
 
 def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
@@ -92,10 +91,10 @@ def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
     learner.optimizer.zero_grad()
     network.train()
     return {
-        "weights": _bytes([*network.parameters(), *network.buffers()]),
-        "average": 0 if learner.average is None else _bytes(learner.average.module.state_dict().values()),
-        "momentum": _bytes([value for state in learner.optimizer.state.values() for value in state.values()]),
-        "images": _bytes([minibatch["image"], minibatch["label"]]),
+        "weights": bytes_of_tensors([*network.parameters(), *network.buffers()]),
+        "average": 0 if learner.average is None else bytes_of_tensors(learner.average.module.state_dict().values()),
+        "momentum": bytes_of_tensors([value for state in learner.optimizer.state.values() for value in state.values()]),
+        "images": bytes_of_tensors([minibatch["image"], minibatch["label"]]),
     }
 
 
@@ -191,8 +190,3 @@ def _alive(changes: Iterable[Change]) -> dict[int, Change]:
         else:
             alive[change.number] = change
     return alive
-
-
-def _bytes(tensors: Iterable[object]) -> int:
-    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
-    return sum({address(storage): storage.nbytes() for storage in storages}.values())

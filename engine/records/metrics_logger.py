@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import NoneType
 from typing import Any, Protocol
 
 from matplotlib.figure import Figure
@@ -17,7 +18,9 @@ from rich.console import Console
 from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from datasets.text_files import parsed
 from engine.console import logger, printable, progress_bar
+from engine.output_files import opened_file, write_file
 from engine.records.evaluated import Evaluated, without_nan
 
 
@@ -233,7 +236,7 @@ class MetricsLogger:
         return "\n".join(f"{name:<9} {line}" for name, line in lines.items())
 
     def _record(self, record: dict) -> None:
-        with open(self.metrics_file, "a") as file:
+        with opened_file(self.metrics_file, "a") as file:
             file.write(json.dumps(without_nan(record)) + "\n")
         self.records += 1
 
@@ -244,9 +247,11 @@ class MetricsLogger:
         kept = []
         for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
             try:
-                record = json.loads(line)
+                record = parsed(line)
                 beyond = record["step"] > step or (record["kind"] == "val" and record["step"] == total_steps)
                 score = record[self.score] if record["kind"] == "val" else None
+                if type(record["step"]) is not int or not isinstance(score, (float, int, NoneType)):
+                    raise TypeError
             except (ValueError, KeyError, TypeError):  # the machine died while writing it
                 logger.info(f"{self.metrics_file}: dropped damaged line {number}")
                 continue
@@ -256,7 +261,7 @@ class MetricsLogger:
                     self.scores[record["step"]] = math.nan if score is None else score
         self.records = len(kept)
         partial = self.metrics_file.with_suffix(".partial")
-        partial.write_text("".join(kept))
+        write_file(partial, "".join(kept))
         partial.replace(self.metrics_file)
 
     def _miss_records(self, step: int, before: dict) -> None:

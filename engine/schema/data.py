@@ -7,7 +7,7 @@ from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
 from datasets.registry import FOR_SEGMENTATION
-from engine.schema.keys import by_name, key
+from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, by_name, key
 
 
 @dataclass
@@ -16,21 +16,21 @@ class Data:
     root: str | None = key(None, per_machine=True)  # the dataset's folder; null: the cache folder (synthetic only)
     train_split: str = "train"  # the split that is trained on
     val_split: str = "val"  # the split that is evaluated
-    crop_size: int = key(MISSING, above=0)  # pixels, square unless there is data.crop_aspect
+    crop_size: int = key(MISSING, above=0, most=MOST_PIXELS)  # pixels, square unless there is data.crop_aspect
     # The paper's number: global, over all processes and accumulation steps.
-    crops_per_minibatch: int = key(MISSING, above=0)
+    crops_per_minibatch: int = key(MISSING, above=0, most=1_000_000)
     # Mean of each colour channel, from 0 to 1: images are normalised by mean and std.
     mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1, entries=("red", "green", "blue"))
     # Standard deviation of each colour channel.
     std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1, entries=("red", "green", "blue"))
-    workers: int = key(2, least=0, per_machine=True)  # processes that read and augment images
+    workers: int = key(2, least=0, most=MOST_WORKERS, per_machine=True)  # processes that read and augment images
     # Check every file before the first step, unless unchanged since the last check.
     verify: bool = key(True, per_machine=True)
     # An unreadable image stops the run, or the next image replaces it, at most max_skipped times in a run.
     on_error: str = key("stop", one_of=("stop", "skip"), free_on_resume=True)
     max_skipped: int = key(100, least=0, free_on_resume=True)  # with data.on_error=skip: how many images a run may skip
     # The run stops if the workers deliver no minibatch in this time.
-    timeout_seconds: int = key(300, above=0, per_machine=True)
+    timeout_seconds: int = key(300, above=0, most=MOST_SECONDS, per_machine=True)
 
     def crop(self, size: int | None = None) -> tuple[int, int]:
         """(height, width) of a crop, or of one with another data.crop_size."""
@@ -130,7 +130,7 @@ class ClassUniformSampler(Sampler):
     name: str = "class_uniform"
     fraction: float = key(1.0, above=0, most=1)  # share of an epoch's crops drawn by class; the rest by image
     folder: str | None = key(None, per_machine=True)  # folder of the class index; null: the cache folder
-    positions: int = key(32, above=0)  # pixels that the index keeps per image and class
+    positions: int = key(32, above=0, most=MOST_PIXELS)  # pixels that the index keeps per image and class
 
 
 _WITH_OPTIONS = {"coco_stuff": CocoStuffData, "folder": FolderData}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from engine.schema.keys import key
+from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key
 from engine.schema.network import OurNorm, ReleasedNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
 from keepless.norms.backends import BACKENDS
@@ -74,7 +74,8 @@ class TrainedNetwork:
     resize: int | None = key(None, above=0, task=CLASSIFICATION)
     device: str = key("auto", one_of=DEVICES)  # auto: CUDA if there is a device
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
-    timeout_seconds: int | None = key(None, above=0)  # how long to wait for the next image; null: as in training
+    # How long to wait for the next image; null: as in training.
+    timeout_seconds: int | None = key(None, above=0, most=MOST_SECONDS)
     data: TrainedData = field(default_factory=TrainedData)
 
     def apply_to(self, config: TrainingRun) -> None:
@@ -96,7 +97,7 @@ class Evaluation(TrainedNetwork):
     overlays: str | None = key(None, task=SEGMENTATION)  # folder for pictures: image | ground truth | prediction
     overlay_images: int | None = key(None, above=0, task=SEGMENTATION)  # how many; null: all
     results: str | None = None  # JSON file; null: in the run's folder
-    workers: int = key(2, least=0)  # processes that read
+    workers: int = key(2, least=0, most=MOST_WORKERS)  # processes that read
     # Most images predicted at once; null: one (segmentation, where only images of equal size can be), or as in training
     # (classification; with ten crops of each, a tenth).
     batch_size: int | None = key(None, above=0)
@@ -125,11 +126,15 @@ class Evaluation(TrainedNetwork):
             kept["activation_param"] = ACTIVATION_PARAMS.get(str(self.activation), norm.activation_param)
         config.norm = StandardNorm(**{**kept, "name": "std", "activation": self.activation})
 
-    def default_results_file(self, config: TrainingRun) -> Path:
-        """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs."""
+    def default_results_file(self, config: TrainingRun, step: int, total_steps: int) -> Path:
+        """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs.
+
+        So does the name for a run that has not ended: its last checkpoint is of `step`, before `total_steps`.
+        """
         path, data = Path(self.checkpoint), config.data
         words = [
             *changed(path.stem, "last"),
+            *changed(step, total_steps if path.stem == "last" else step, "step{}"),
             *changed(self.data.split, data.val_split),
             *changed(resolved(self.data.root), resolved(data.root), "{0.name}"),
             *config.evaluation_words(self),

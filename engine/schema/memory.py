@@ -6,6 +6,8 @@ from engine.schema.keys import key
 from keepless.fit.device import CONTEXT, FRAGMENTATION, WORKSPACE
 from keepless.units import UNITS, bytes_of
 
+MOST_BYTES = 2**50
+
 
 @dataclass
 class Memory:
@@ -69,8 +71,9 @@ class Memory:
 
     def _bytes(self, name: str) -> int:
         text = getattr(self, name)
-        if (found := bytes_of(text)) is None:
-            raise ValueError(f"memory.{name}={text}: expected a number and one of {', '.join(UNITS)}, such as 12GiB")
+        if (found := bytes_of(text)) is None or found > MOST_BYTES:
+            limits = f"a number and one of {', '.join(UNITS)}, such as 12GiB; at most 1,048,576GiB"
+            raise ValueError(f"memory.{name}={text}: expected {limits}")
         return found
 
     def _parts(self, devices: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from models.bodies.stem import STEM_STRIDES
 from models.released_norm import RELEASED_ACTIVATIONS
 
 SYNC_GROUPS = ("world", "node")
+MOST_BLOCKS, MOST_CHANNELS = 1_000, 65_536
 
 
 @dataclass
@@ -18,7 +19,9 @@ class Norm:
     """Batch normalisation and activation."""
 
     name: str = MISSING
-    activation: str = "leaky_relu"  # leaky_relu, elu, identity, sigmoid or tanh; relu only with norms that keep x
+    # leaky_relu, elu, identity, sigmoid or tanh; relu only with norms that keep x. null: relu with weights that were
+    # trained with it (body=torchvision, body=timm, init.format=torchvision), else leaky_relu.
+    activation: str | None = None
     activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
     momentum: float = key(0.1, above=0, most=1)  # of the running statistics
     eps: float = key(1e-5, above=0)  # added to the variance
@@ -35,7 +38,8 @@ class OurNorm(Norm):
 
     def check(self) -> None:
         try:
-            check_activation(Activation(self.activation, self.activation_param), isinstance(self, InPlaceNorm))
+            activation = Activation(self.activation or "leaky_relu", self.activation_param)
+            check_activation(activation, isinstance(self, InPlaceNorm))
         except ValueError as error:
             raise ValueError(str(error).replace("activation", "norm.activation")) from None
 
@@ -71,7 +75,7 @@ class ReleasedNorm(Norm):
     name: str = "package"  # the released inplace_abn
 
     def check(self) -> None:
-        if self.activation not in RELEASED_ACTIVATIONS:
+        if self.activation is not None and self.activation not in RELEASED_ACTIVATIONS:
             raise ValueError(
                 f"norm.activation={self.activation} with norm=package: the released package has "
                 f"{', '.join(RELEASED_ACTIVATIONS)}; choose one of them, or norm=inplace"
@@ -93,8 +97,8 @@ class StemmedBody(Body):
     """A stem (mod1), then four stages (mod2 … mod5), or three with the CIFAR stem."""
 
     output_stride: int = key(8, one_of=(2, 4, 8, 16, 32))  # at most so many pixels per feature cell
-    structure: list[int] = key(MISSING, above=0)  # blocks or layers per stage
-    stem_channels: int = key(64, above=0)  # channels after the stem
+    structure: list[int] = key(MISSING, above=0, most=MOST_BLOCKS)  # blocks or layers per stage
+    stem_channels: int = key(64, above=0, most=MOST_CHANNELS)  # channels after the stem
     stem: str = key(MISSING, one_of=tuple(STEM_STRIDES))  # three 3x3 convolutions, one 7x7, or cifar: one of stride 1
 
     def check(self) -> None:
@@ -108,34 +112,37 @@ class StemmedBody(Body):
 @dataclass
 class ResNetBody(StemmedBody):
     name: str = "resnet"
-    structure: list[int] = key([3, 4, 6, 3], above=0)
-    base_channels: list[int] = key([64, 64, 256], above=0)  # of the first stage; two make basic blocks
+    structure: list[int] = key([3, 4, 6, 3], above=0, most=MOST_BLOCKS)
+    # Of the first stage; two make basic blocks.
+    base_channels: list[int] = key([64, 64, 256], above=0, most=MOST_CHANNELS)
+    groups: int = key(1, above=0, most=MOST_CHANNELS)  # of each bottleneck's 3x3 convolution
     stem: str = key("7x7", one_of=tuple(STEM_STRIDES))
 
 
 @dataclass
 class ResNeXtBody(StemmedBody):
     name: str = "resnext"
-    structure: list[int] = key([3, 4, 23, 3], above=0)
-    base_channels: list[int] = key([128, 128, 256], above=0)  # of the first stage's bottlenecks
-    groups: int = key(64, above=0)  # groups of each bottleneck's 3x3 convolution
+    structure: list[int] = key([3, 4, 23, 3], above=0, most=MOST_BLOCKS)
+    base_channels: list[int] = key([128, 128, 256], above=0, most=MOST_CHANNELS)  # of the first stage's bottlenecks
+    groups: int = key(64, above=0, most=MOST_CHANNELS)  # of each bottleneck's 3x3 convolution
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
 
 
 @dataclass
 class DenseNetBody(StemmedBody):
     name: str = "densenet"
-    structure: list[int] = key([6, 12, 64, 48], above=0)
-    growth: int = key(32, above=0)  # channels that each layer adds
+    structure: list[int] = key([6, 12, 64, 48], above=0, most=MOST_BLOCKS)
+    growth: int = key(32, above=0, most=MOST_CHANNELS)  # channels that each layer adds
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
+    stem_norm: bool = False  # a norm behind the stem's last convolution, as in DenseNet's paper
 
 
 @dataclass
 class RevNetBody(StemmedBody):
     name: str = "revnet"
     # Per stage, of the convolutions of a residual unit: two (3x3, 3x3) or three (a bottleneck of 1x1, 3x3, 1x1).
-    channels: list[list[int]] = key(MISSING, above=0)
-    stem_channels: int = key(MISSING, above=0)  # channels after the stem
+    channels: list[list[int]] = key(MISSING, above=0, most=MOST_CHANNELS)
+    stem_channels: int = key(MISSING, above=0, most=MOST_CHANNELS)  # channels after the stem
     stem: str = key("cifar", one_of=tuple(STEM_STRIDES))
     reversible: bool = True  # false: a pre-activation ResNet
     keep_activations: bool = False  # of a reversible body: compute the same from stored activations
@@ -155,11 +162,25 @@ class RevNetBody(StemmedBody):
 @dataclass
 class WiderResNetBody(Body):
     name: str = "wider_resnet"
-    structure: list[int] = key([3, 3, 6, 3, 1, 1], above=0)  # blocks in mod2 … mod7
-    channels: list[list[int]] = key(MISSING, above=0)  # of each block's convolutions, in mod2 … mod7
-    stem_channels: int = key(64, above=0)  # channels after the stem
+    structure: list[int] = key([3, 3, 6, 3, 1, 1], above=0, most=MOST_BLOCKS)  # blocks in mod2 … mod7
+    # Of each block's convolutions, in mod2 … mod7.
+    channels: list[list[int]] = key(MISSING, above=0, most=MOST_CHANNELS)
+    stem_channels: int = key(64, above=0, most=MOST_CHANNELS)  # channels after the stem
     downsampling: str = "stride"  # before mod4, mod5, mod6: stride (the A2 variant, for segmentation) or pool (plain)
     dropout: list[float] = key([0.0, 0.0, 0.0, 0.0, 0.3, 0.5], least=0, most=1)  # in mod2 … mod7
+
+
+@dataclass
+class TorchvisionBody(Body):
+    name: str = "torchvision"
+    network: str = MISSING  # its name there, such as resnet50, regnet_y_400mf or convnext_tiny
+    # A file of its weights, or published: the library's own, downloaded. Short for init.weights and init.format.
+    weights: str | None = None
+
+
+@dataclass
+class TimmBody(TorchvisionBody):
+    name: str = "timm"
 
 
 @dataclass
@@ -170,8 +191,8 @@ class Head:
 @dataclass
 class DeepLabV3Head(Head):
     name: str = "deeplabv3"
-    hidden_channels: int = key(256, above=0)  # of each branch
-    out_channels: int = key(256, above=0)  # features for the classifier
+    hidden_channels: int = key(256, above=0, most=MOST_CHANNELS)  # of each branch
+    out_channels: int = key(256, above=0, most=MOST_CHANNELS)  # features for the classifier
     dilations: list[int] = key([12, 24, 36], above=0)  # of the 3x3 branches, in feature cells
     # Sliding pooling window in evaluation; null: global pooling, as in training.
     pooling_size: list[int] | None = key(None, above=0, entries=("height", "width in feature cells"))
@@ -180,5 +201,7 @@ class DeepLabV3Head(Head):
 NORMS: dict[str, type[Norm]] = by_name(
     StandardNorm, CheckpointNorm, CheckpointXHatNorm, InPlaceNorm1, InPlaceNorm, ReleasedNorm
 )
-BODIES: dict[str, type[Body]] = by_name(ResNetBody, ResNeXtBody, DenseNetBody, RevNetBody, WiderResNetBody)
+BODIES: dict[str, type[Body]] = by_name(
+    ResNetBody, ResNeXtBody, DenseNetBody, RevNetBody, WiderResNetBody, TorchvisionBody, TimmBody
+)
 HEADS = by_name(DeepLabV3Head)

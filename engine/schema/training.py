@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.schema.data import Data
-from engine.schema.keys import as_list, group, key, override
+from engine.schema.keys import MOST_SECONDS, as_list, group, key, override
 from engine.schema.memory import Memory
-from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, ReleasedNorm
+from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, ReleasedNorm, StandardNorm, TorchvisionBody
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
+from models.bodies.library import LIBRARY_ACTIVATIONS
+from models.checkpoints.published import PUBLISHED
 from models.checkpoints.released import SCALES
 from models.recomputation import RECOMPUTE
 
 DEVICES = ("auto", "cpu", "cuda")
+LIBRARIES = ("torchvision", "timm")
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
@@ -47,19 +50,21 @@ class Trainer:
     ema_statistics_minibatches: int = key(0, least=0)
     smoke: bool = False  # only to see whether it runs: eager norms, for which nothing compiles, and no long warm-up
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
-    timeout_seconds: int = key(1800, above=0, per_machine=True)  # how long one process waits for another
+    # How long one process waits for another.
+    timeout_seconds: int = key(1800, above=0, most=MOST_SECONDS, per_machine=True)
 
 
 @dataclass
 class Init:
     """The initial weights; random without a file."""
 
-    # A checkpoint of this project, its run directory, or a file of init.format.
+    # A checkpoint of this project, its run directory, or a file of init.format. published: with body=torchvision or
+    # body=timm, the library's own weights, downloaded once.
     weights: str | None = None
     # Of a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names (or below
     # the key "state_dict", and with "module." before each); released: a checkpoint of the in-place ABN release;
-    # torchvision: the state dict of a ResNet.
-    format: str | None = key(None, one_of=("standard_bn", "released", "torchvision"))
+    # torchvision, timm: of body=torchvision or body=timm; or a ResNet, ResNeXt-50 or DenseNet for our bodies.
+    format: str | None = key(None, one_of=("standard_bn", "released", *LIBRARIES))
     # Of a released file: norms scale by |weight| + eps (released) or by weight (raw). null: known by the file's md5.
     scale: str | None = key(None, one_of=SCALES)
     part: str = key("network", one_of=("network", "body"))  # body: head and classifier start from random weights
@@ -103,8 +108,12 @@ class TrainingRun:
     memory: Memory = field(default_factory=Memory)
 
     def check(self) -> None:
-        """Check rules between groups. ValueError names the key, its value and the fix."""
+        """Fill in what groups imply for each other, and check rules between them.
+
+        ValueError names the key, its value and the fix.
+        """
         trainer = self.trainer
+        self._check_library()
         if trainer.epochs is None and trainer.steps is None:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
         if trainer.ema_decay == 1:
@@ -133,6 +142,36 @@ class TrainingRun:
         self._check_budget()
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
+
+    def _check_library(self) -> None:
+        """The weights and the activation of a network of torchvision or timm, and the norms that it can have."""
+        body, norm, init = self.body, self.norm, self.init
+        if isinstance(body, TorchvisionBody):
+            if body.weights is not None and init.weights is not None:
+                raise ValueError(f"body.weights={body.weights} and init.weights={init.weights}: give one of them")
+            if body.weights is not None:
+                init.weights, init.format, body.weights = body.weights, body.name, None
+            if not isinstance(norm, (StandardNorm, InPlaceNorm)):
+                instead = "norm=inplace" if isinstance(norm, ReleasedNorm) else "norm=std trainer.recompute=activations"
+                raise ValueError(
+                    f"norm={norm.name} with body={body.name}: its norms can be std, inplace or inplace_1; {instead} "
+                    f"keeps as little"
+                )
+        elif init.weights == PUBLISHED:
+            raise ValueError(f"init.weights={PUBLISHED} needs body=torchvision or body=timm, and body.network=NAME")
+        trained_with_relu = isinstance(body, TorchvisionBody) or init.format in LIBRARIES
+        if norm.activation is None and trained_with_relu and isinstance(norm, (InPlaceNorm, ReleasedNorm)):
+            raise ValueError(
+                f"norm={norm.name} with networks that were trained with ReLU, which cannot be inverted: norm=std "
+                f"trainer.recompute=activations keeps as little and changes nothing; norm.activation=leaky_relu "
+                f"replaces the ReLUs, and trained weights are then a starting point"
+            )
+        norm.activation = norm.activation or ("relu" if trained_with_relu else "leaky_relu")
+        if isinstance(body, TorchvisionBody) and norm.activation not in LIBRARY_ACTIVATIONS:
+            raise ValueError(
+                f"norm.activation={norm.activation} with body={body.name}: expected one of "
+                f"{', '.join(LIBRARY_ACTIVATIONS)}, in place of its ReLUs"
+            )
 
     def _check_budget(self) -> None:
         memory, recompute = self.memory, self.trainer.recompute

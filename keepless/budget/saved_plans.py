@@ -2,11 +2,13 @@
 
 import os
 import warnings
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import torch
 
 from ..recompute.rules import EXPENSIVE, FOLLOWED, Function
+from ..torch_internals import OpOverload, OpOverloadPacket
 from .step import Plan
 
 FORMAT = "keepless plans, version 1"
@@ -39,11 +41,15 @@ def dtype_of(text: str) -> torch.dtype:
 
 def function_name(function: Function) -> str:
     """A name that tells a function from all others that have rules."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return f"torch.ops.{function}"
     names = [str(getattr(function, name, function)) for name in ("__module__", "__qualname__", "__name__")]
     return " ".join(names)  # F.max_pool2d and its like have nothing but the last one for themselves
 
 
 def _function(name: str) -> Function:
+    if name.startswith("torch.ops."):
+        return attrgetter(name.removeprefix("torch.ops."))(torch.ops)
     return {function_name(function): function for function in (*FOLLOWED, *EXPENSIVE)}[name]
 
 

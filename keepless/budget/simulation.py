@@ -254,6 +254,8 @@ class _Run:
     def _read(self, number: int, value: int) -> None:
         """The backward pass reads a saved tensor, which is computed first."""
         kept, place = self.kept, self.place
+        if number in self.using:  # as users' backward functions do, which ask for their saved tensors one by one
+            self._leave(self.using.pop(number))
         pending = [value]
         while pending:
             other = pending.pop()

@@ -239,7 +239,7 @@ class NormsOnExample:
         calls = self.calls[layer]
         if not calls:
             raise ValueError("it was not called on the example")
-        own = _own_activation(layer)
+        own = own_activation(layer)
         check_batch_norm(layer, with_activation=own is not None)
         if own is not None and type(own) not in (*ACTIVATIONS, nn.Identity):
             raise ValueError(f"it includes {type(own).__name__}, an activation that an in-place layer does not compute")
@@ -258,7 +258,7 @@ class NormsOnExample:
         return Replacement(layer, new, f"{type(layer).__name__}{included}", merged=merged)
 
 
-def _own_activation(layer: nn.Module) -> nn.Module | None:
+def own_activation(layer: nn.Module) -> nn.Module | None:
     """The activation that timm's `BatchNormAct2d` applies to its result; None for other layers."""
     is_timms = (type(layer).__module__, type(layer).__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d")
     if not is_timms or type(layer.drop) is not nn.Identity or is_customised(layer.drop):

@@ -1,7 +1,7 @@
 """Count the memory of tensors, real or fake, while they exist."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,12 @@ class MadeTensors(TorchDispatchMode):
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         self.changes.append(Change(number, size, self.place()))
+
+
+def bytes_of_tensors(tensors: Iterable[object]) -> int:
+    """Bytes of the memory of tensors; memory that they share counts once. Other objects have none."""
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    return sum({address(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _storages(values: object) -> list[torch.UntypedStorage]:

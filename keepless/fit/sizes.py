@@ -1,7 +1,62 @@
-"""The largest example that fits."""
+"""Examples of other sizes, and the largest that fits."""
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..inputs import tensors_in
+from ..torch_internals import tree_map
+
+_SIDE = 32  # images and texts grow by so much: most networks halve images five times
+
+
+class Growth(NamedTuple):
+    """How an example grows."""
+
+    value: int  # its batch, or its first side or length
+    step: int  # by which it grows
+    power: int  # the bytes of a step grow about linearly with value ** power
+    resized: Callable[[int], Any]  # value -> an example of that size, of zeros
+    most: float = math.inf
+
+
+def growth(example: Any, along: str | None) -> Growth:
+    """How an example can grow.
+
+    `along`: None: not at all. "batch": dimension 0 of every tensor that has it in common with the first. "size": the
+    dimensions after channels, in proportion, of every tensor that ends with those of the first: the sides of images; of
+    integers, or tensors with two dimensions, the last one alone: the length of texts.
+    ValueError: `along` is another word, or the first tensor has no such dimension.
+    """
+    if along is None:
+        return Growth(1, 1, 1, lambda value: example, most=1)
+    first = next(iter(tensors_in(example)), None)
+    shape = () if first is None else tuple(first.shape)
+    if first is None or along not in ("batch", "size") or len(shape) < (1 if along == "batch" else 2):
+        raise ValueError(
+            f"grow={along!r} with an example of shape {shape}: expected 'batch', or 'size' of images or texts"
+        )
+    sides = shape[2:] if len(shape) > 2 and first.is_floating_point() else shape[1:]
+    step = min(_SIDE, math.gcd(*sides) & -math.gcd(*sides))  # a power of two
+
+    def resized(value: int) -> Any:
+        grown = tuple(max(step, side * value // sides[0] // step * step) for side in sides)
+
+        def like(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            before = tuple(leaf.shape)
+            if along == "size" and before[1:][-len(sides) :] == sides:
+                before = (*before[: -len(sides)], *grown)
+            elif along == "batch" and before[:1] == shape[:1]:
+                before = (value, *before[1:])
+            return leaf.new_zeros(before).requires_grad_(leaf.requires_grad)
+
+        return tree_map(like, example)
+
+    return Growth(shape[0], 1, 1, resized) if along == "batch" else Growth(sides[0], step, len(sides), resized)
 
 
 def largest(

@@ -268,7 +268,8 @@ class Recording(TorchFunctionMode):
                 version, call.before = target._version, known.value_of(target, None)
             self.log.call(call.arguments)
             if call.traits.is_random and self.policy.repeats_all:
-                call.random = random_state(next(filter(_is_tensor, call.arguments)))
+                given = tensors_in(call.arguments)
+                call.random = random_state(given[0]) if given else None
             if known.gone:
                 known.settle_gone()
             self.call = call
@@ -500,10 +501,6 @@ def is_running(frame: FrameType) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _is_tensor(argument: object) -> bool:
-    return isinstance(argument, Tensor)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -15,13 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..saved import Kept
-from ..torch_internals import (
-    FakeTensor,
-    dropped_share,
-    packed_by,
-    without_dispatch_modes,
-    without_function_modes,
-)
+from ..torch_internals import FakeTensor, dropped_share, packed_by, without_dispatch_modes, without_function_modes
 from .inplace_calls import INPLACE, may_overwrite
 from .nodes import normalised
 from .signs import positive, positive_or_nan
@@ -112,7 +106,7 @@ def _unless(function: Function, position: int, name: str) -> Rule:
     return rule
 
 
-def _random(function: Function) -> Rule:
+def random_again(function: Function) -> Rule:
     """Call a function once more, which draws the same random numbers."""
     again = _made(function)
 
@@ -126,7 +120,7 @@ def _random(function: Function) -> Rule:
 
 def _attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     share = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    return (_random if share else _made)(F.scaled_dot_product_attention)(find, args, kwargs, result)
+    return (random_again if share else _made)(F.scaled_dot_product_attention)(find, args, kwargs, result)
 
 
 def _is_aligned(argument: object) -> bool:
@@ -387,13 +381,18 @@ EXPENSIVE[torch.einsum] = _repeated(torch.einsum)  # which may only permute, and
 for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_sample):
     EXPENSIVE[_function] = _made(_function)
 EXPENSIVE[F.scaled_dot_product_attention] = _attention
-EXPENSIVE |= {torch.bernoulli: _random(torch.bernoulli), torch.rrelu: _random(torch.rrelu)}
+EXPENSIVE |= {torch.bernoulli: random_again(torch.bernoulli), torch.rrelu: random_again(torch.rrelu)}
 EXPENSIVE[F.cross_entropy] = _made(F.cross_entropy)
 for _function in (F.scaled_dot_product_attention, torch.rrelu, F.cross_entropy):
     INSIDE[_function] = EXPENSIVE[_function]
 for _function in (F.dropout, torch.dropout, F.alpha_dropout):
     INSIDE[_function] = _mask(_function)
-RANDOM = frozenset([F.dropout, torch.dropout, F.alpha_dropout, torch.bernoulli, torch.rrelu]) | {
-    F.scaled_dot_product_attention
+RANDOM: set[Function] = {
+    F.dropout,
+    torch.dropout,
+    F.alpha_dropout,
+    torch.bernoulli,
+    torch.rrelu,
+    F.scaled_dot_product_attention,
 }
 EXPENSIVE[F.embedding] = _unless(F.embedding, 3, "max_norm")

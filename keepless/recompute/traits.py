@@ -2,7 +2,9 @@
 
 from functools import lru_cache
 
+from ..torch_internals import OpOverload, OpOverloadPacket
 from .calls import Traits
+from .custom_operators import learn
 from .inplace_calls import writes
 from .opened_calls import CALL_OTHERS
 from .rules import EXPENSIVE, FOLLOWED, INSIDE, POSITIVE, RANDOM, READS_SHAPE_ONLY, RESULT_SERVES, Function
@@ -10,6 +12,8 @@ from .rules import EXPENSIVE, FOLLOWED, INSIDE, POSITIVE, RANDOM, READS_SHAPE_ON
 
 @lru_cache(2**10)
 def traits_of(function: Function) -> Traits:
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        learn(function)
     return Traits(
         rule=FOLLOWED.get(function),
         expensive=EXPENSIVE.get(function),

@@ -68,7 +68,8 @@ class DenseNet(Body):
         structure: layers in each of the four dense modules; with the CIFAR stem, three or four. DenseNet-121 has
             (6, 12, 24, 16), -169 (6, 12, 32, 32), -201 (6, 12, 48, 32) and -264 (6, 12, 64, 48).
         growth: channels that each layer adds.
-        stem: "3x3" (released), "7x7" or "cifar", see `build_stem`. No norm follows its last convolution.
+        stem: "3x3" (released), "7x7" or "cifar", see `build_stem`.
+        stem_norm: a norm follows the stem's last convolution, as in the paper and torchvision; released: False.
     """
 
     def __init__(
@@ -81,11 +82,12 @@ class DenseNet(Body):
         growth: int = 32,
         stem_channels: int = 64,
         stem: str = "3x3",
+        stem_norm: bool = False,
     ):
         super().__init__()
         strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
-        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=False)
+        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=stem_norm)
         in_channels = stem_channels
         for number, (layers, (stride, dilation)) in enumerate(zip(structure, strides, strict=True), start=2):
             if number > 2:

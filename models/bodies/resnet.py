@@ -24,6 +24,7 @@ class ResNet(Body):
         structure: blocks in each of the four stages; with the CIFAR stem, three or four.
         base_channels: channels of the convolutions in mod2's blocks, doubled in each later stage: two values (3x3, 3x3)
             or three (1x1, 3x3, 1x1).
+        groups: of the 3x3 convolution of a bottleneck, as in the original ResNeXt.
         stem: "7x7" (released), "3x3" or "cifar", see `build_stem`. A norm follows each of its convolutions.
     """
 
@@ -35,6 +36,7 @@ class ResNet(Body):
         *,
         structure: Sequence[int],
         base_channels: Sequence[int] = (64, 64, 256),
+        groups: int = 1,
         stem_channels: int = 64,
         stem: str = "7x7",
     ):
@@ -44,7 +46,7 @@ class ResNet(Body):
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=True)
         in_channels = stem_channels
         for index, (blocks, (stride, dilation)) in enumerate(zip(structure, strides, strict=True)):
-            block = partial(ResidualBlock, norm_act=norm_act, dilation=dilation)
+            block = partial(ResidualBlock, norm_act=norm_act, dilation=dilation, groups=groups)
             channels = [c * 2**index for c in base_channels]
             self.add_module(f"mod{index + 2}", residual_stage(block, in_channels, channels, blocks, stride=stride))
             in_channels = channels[-1]
@@ -56,6 +58,7 @@ class ResNet(Body):
         return self.classified(self.run_stages(images))  # the stem has stride 4, or 1 with CIFAR's
 
 
-resnet34 = partial(ResNet, structure=(3, 4, 6, 3), base_channels=(64, 64))  # 21,284,672 parameters without classifier
+resnet18 = partial(ResNet, structure=(2, 2, 2, 2), base_channels=(64, 64))  # 11,176,512 parameters without classifier
+resnet34 = partial(ResNet, structure=(3, 4, 6, 3), base_channels=(64, 64))  # 21,284,672
 resnet50 = partial(ResNet, structure=(3, 4, 6, 3))  # 23,508,032
 resnet101 = partial(ResNet, structure=(3, 4, 23, 3))  # 42,500,160

@@ -62,13 +62,14 @@ def _body(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
     first = tensors["mod1.conv1.weight"]
     stem = {"stem": "3x3" if "mod1.conv3.weight" in tensors else "7x7" if first.shape[-1] == 7 else "cifar"}
     if "mod2.convs3.0.conv.weight" in tensors:
-        return "densenet", {"growth": len(tensors["mod2.convs3.0.conv.weight"]), **stem}
+        last = f"mod1.bn{3 if stem['stem'] == '3x3' else 1}.running_mean"
+        growth = len(tensors["mod2.convs3.0.conv.weight"])
+        return "densenet", {"growth": growth, "stem_norm": last in tensors, **stem}
     widths = _widths(tensors, "mod2.block1")
-    options = {"base_channels": widths, **stem}
-    if "bn_out.running_mean" not in tensors:  # only pre-activation networks end in a norm
-        return "resnet", options
     grouped = tensors["mod2.block1.convs.conv2.weight"]  # (middle, first / groups, 3, 3)
-    return "resnext", {**options, "groups": widths[0] // grouped.shape[1]}
+    options = {"base_channels": widths, **stem, "groups": widths[0] // grouped.shape[1]}
+    is_preactivation = "bn_out.running_mean" in tensors  # only these networks end in a norm
+    return "resnext" if is_preactivation else "resnet", options
 
 
 def _widths(tensors: Mapping[str, Tensor], block: str) -> list[int]:

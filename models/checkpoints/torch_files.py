@@ -1,9 +1,11 @@
 """Read files of torch.save, and name other kinds of files."""
 
+import argparse
 import hashlib
 import pickle
 import re
 import zipfile
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -12,8 +14,11 @@ from torch import Tensor
 UNCHECKED = (
     "the file is in PyTorch's old format, which has no checksums: damage that leaves finite numbers goes unnoticed"
 )
+SAFETENSORS = ".safetensors"
 NOT_NEGATIVE = ("running_var", "num_batches_tracked", "exp_avg_sq", "step")  # ends of names
 TAR_MARK = slice(257, 262)  # bytes "ustar" of a tar archive
+_NESTING = (dict, list, tuple, set)
+_DEEPEST, _MOST_PARTS = 64, 2_000_000
 FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
 
@@ -33,9 +38,14 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
         zipped = start.startswith(b"PK")
         foreign = _foreign_kind(start)
         if foreign is None:
+            if path.suffix == SAFETENSORS:
+                return _read_safetensors(path)
             if zipped:
                 _check_bytes(path)
-            return torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([argparse.Namespace]):  # torchvision's and timm's scripts save theirs
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            _check_nesting(content)
+            return content
     except pickle.UnpicklingError as error:
         damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
         found = FOREIGN_GLOBAL.search(str(error))
@@ -49,6 +59,28 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
             f"{name} is damaged or cannot be read ({error or type(error).__name__}); {if_damaged}"
         ) from error
     raise ValueError(f"{name} {foreign}: expected {expected}; {if_damaged}")
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise ValueError("it needs the package safetensors: pip install safetensors") from error
+    return load_file(path)
+
+
+def _check_nesting(content: object) -> None:
+    """ValueError for what cannot be walked through: a container within itself, or references that unfold endlessly."""
+    level, parts = [content], 0
+    for _ in range(_DEEPEST):
+        containers = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, _NESTING))
+        level = list(islice(chain.from_iterable(containers), _MOST_PARTS))
+        parts += len(level)
+        if not level:
+            return
+        if parts >= _MOST_PARTS:
+            break
+    raise ValueError(f"its containers are nested more than {_DEEPEST} deep, or hold {_MOST_PARTS:,} parts or more")
 
 
 def _foreign_kind(start: bytes) -> str | None:
@@ -81,6 +113,8 @@ def unchecked(path: Path, name: str) -> tuple[str, ...]:
         if not found.startswith(hashed[1]):
             raise ValueError(f"{name} has the hash {found[:8]}, and {hashed[1]} in its name: download it again")
         return ()
+    if path.suffix == SAFETENSORS:
+        return (UNCHECKED.replace("the file is in PyTorch's old format, which has", f"{SAFETENSORS} files have"),)
     return () if has_checksums(path) else (UNCHECKED,)
 
 

@@ -1,32 +1,77 @@
-"""State dicts of torchvision's ResNets under our names; the networks compute the same."""
+"""State dicts of torchvision and timm under our names, and under those of their own networks' features."""
 
 import re
 from collections.abc import Mapping
 
 from torch import Tensor
 
-_RULES = (
-    (re.compile(r"^(conv1|bn1)\."), r"mod1.\1."),
-    (re.compile(r"\.downsample\.0\."), ".proj_conv."),
-    (re.compile(r"\.downsample\.1\."), ".proj_bn."),
-    (re.compile(r"^(layer\d+\.\d+)\.(conv|bn)(\d)\."), r"\1.convs.\2\3."),
-    (re.compile(r"^fc\."), "classifier.fc."),
+# The norm and convolution of a layer had other names when torchvision published its DenseNets.
+_OLD = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(?=[12]\.)")
+# Stages and blocks count from 1 and 0 there (layers of DenseNets from 1), from 2, 1 and 0 here.
+_RESNET = (
+    (r"^(conv1|bn1)\.", r"mod1.\1."),
+    (r"\.downsample\.0\.", ".proj_conv."),
+    (r"\.downsample\.1\.", ".proj_bn."),
+    (r"^(layer\d+\.\d+)\.(conv|bn)(\d)\.", r"\1.convs.\2\3."),
+    (r"^fc\.", "classifier.fc."),
+    (r"^layer(\d+)\.(\d+)\.", lambda match: f"mod{int(match[1]) + 1}.block{int(match[2]) + 1}."),
+)
+_DENSENET = (
+    (r"^features\.(conv|norm)0\.", r"mod1.\g<1>1."),
+    (r"^features\.norm5\.", "bn_out."),
+    (r"^features\.transition(\d)\.", lambda match: f"tra{int(match[1]) + 1}."),
+    (r"^features\.denseblock(\d)\.", lambda match: f"mod{int(match[1]) + 1}."),
+    (r"\.denselayer(\d+)\.(\w+)1\.", lambda match: f".convs1.{int(match[1]) - 1}.{match[2]}."),
+    (r"\.denselayer(\d+)\.(\w+)2\.", lambda match: f".convs3.{int(match[1]) - 1}.{match[2]}."),
+    (r"\.norm(1?)\.", r".bn\1."),
+    (r"^classifier\.", "classifier.fc."),
 )
 
 
-def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give the tensors of a torchvision ResNet the names in `models.bodies.ResNet`. The norms there need relu.
+def unwrapped(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The classification network's tensors in a state dict of torchvision or timm, and remarks about the others.
 
-    ValueError if the state dict is not of a torchvision ResNet.
+    Of a segmentation network these are the ones below `backbone.`; its head is another than ours.
     """
-    if "layer1.0.conv1.weight" not in state:
+    state = {_OLD.sub(r"\1", name): tensor for name, tensor in state.items()}
+    backbone = {name.removeprefix("backbone."): t for name, t in state.items() if name.startswith("backbone.")}
+    if not backbone:
+        return state, ()
+    if all(name[0].isdigit() for name in backbone):  # of torchvision's MobileNets
+        backbone = {f"features.{name}": tensor for name, tensor in backbone.items()}
+    heads = sorted({name.partition(".")[0] for name in state} - {"backbone"})
+    return backbone, (f"only its backbone: {', '.join(heads) or 'no other part'} is of another head",)
+
+
+def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give the tensors of a ResNet, ResNeXt or DenseNet the names in `models.bodies`. The norms there need relu.
+
+    ValueError if the state dict is not of such a network of torchvision or timm.
+    """
+    resnet, densenet = ("layer1.0.conv1.weight" in state, "features.denseblock1.denselayer1.conv1.weight" in state)
+    if not resnet and not densenet:
         found = ", ".join(list(state)[:3]) or "nothing"
-        raise ValueError(f"expected a state dict of torchvision's ResNet-34, 50 or 101, found {found}")
-    return {_renamed(name): tensor for name, tensor in state.items()}
+        raise ValueError(f"expected a state dict of a ResNet, ResNeXt or DenseNet, found {found}")
+    return {_renamed(name, _RESNET if resnet else _DENSENET): tensor for name, tensor in state.items()}
 
 
-def _renamed(name: str) -> str:
-    for pattern, replacement in _RULES:
-        name = pattern.sub(replacement, name)
-    # Stages and blocks count from 1 and 0 there, from 2 and 1 here.
-    return re.sub(r"^layer(\d+)\.(\d+)\.", lambda match: f"mod{int(match[1]) + 1}.block{int(match[2]) + 1}.", name)
+def from_library(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give a network's tensors the names of its features, `names`; what is not of its features becomes `classifier`."""
+    parts = {name.partition(".")[0] for name in names}
+    renamed = {}
+    for name, tensor in state.items():
+        flattened = name.replace(".", "_", 1)  # as timm names the stages of its features
+        if re.fullmatch(r"(fc|head|classifier|head\.fc|classifier\.1)\.(weight|bias)", name):
+            name = f"classifier.fc.{name.rpartition('.')[2]}"
+        elif flattened.partition(".")[0] in parts:
+            name = flattened
+        elif name.partition(".")[0] not in parts:
+            name = f"classifier.{name}"
+        renamed[name] = tensor
+    return renamed
+
+
+def _renamed(name: str, rules: tuple) -> str:
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name

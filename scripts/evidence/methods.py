@@ -21,7 +21,7 @@ from engine.schema.keys import key
 from keepless import recompute_activations
 from keepless.saved import kept_bytes
 from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
-from scripts.evidence import frame, frozen
+from scripts.evidence import configured, frame, frozen
 from scripts.evidence.measuring import (
     Elsewhere,
     compiled,
@@ -42,12 +42,16 @@ NETWORKS = (
     *("fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"),
     *("timm/densenet121", "timm/efficientnet_b0", "timm/mobilenetv4_conv_small", "timm/convnextv2_atto"),
     *("timm/vit_small_patch16_224", "smp/Unet-resnet34", "smp/FPN-resnet50", "smp/DeepLabV3Plus-mobilenet_v2"),
+    *(f"transformers/{name}" for name in configured.TRANSFORMERS),
+    *(f"diffusers/{name}" for name in configured.DIFFUSERS),
     *(f"frozen/{name}" for name in frozen.NETWORKS),
 )
 PACKAGES = {
     "": "torchvision",
     "timm": "timm",
     "smp": "segmentation_models_pytorch",
+    "transformers": "transformers",
+    "diffusers": "diffusers",
     "frozen": "torchvision",
 }  # by the part before the slash
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -70,7 +74,8 @@ BLOCK_NAMES = frozenset(
     Fire Inception InceptionA InceptionB InceptionC InceptionD InceptionE BasicBlock Bottleneck _DenseLayer
     InvertedResidual _InvertedResidual ResBottleneckBlock MBConv FusedMBConv CNBlock SwinTransformerBlock
     SwinTransformerBlockV2 EncoderBlock MaxVitLayer DenseLayer DepthwiseSeparableConv UniversalInvertedResidual
-    ConvNeXtBlock Block UnetDecoderBlock FPNBlock
+    ConvNeXtBlock Block UnetDecoderBlock FPNBlock GPT2Block BertLayer LlamaDecoderLayer ViTLayer WhisperEncoderLayer
+    WhisperDecoderLayer ResnetBlock2D BasicTransformerBlock
     """.split()
 )
 
@@ -85,6 +90,8 @@ def build(name: str, size: int) -> nn.Module:
         architecture, _, encoder = own.partition("-")
         models = importlib.import_module("segmentation_models_pytorch")
         return getattr(models, architecture)(encoder, encoder_weights=None, classes=19, **options)
+    if package in ("transformers", "diffusers"):
+        return configured.build(package, own)
     if package == "frozen":
         return frozen.NETWORKS[own]()
     return torchvision.models.get_model(own, weights=None, **options)

@@ -8,19 +8,25 @@ import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from datasets.text_files import parsed, read_json, read_text
+from engine.checkpoint.parts import LONGEST_NAME, MOST_CLASSES
 from engine.configuration import config as configuration
 from engine.configuration.help import as_text
+from engine.console import printable
 from engine.output_files import write_file
 from engine.schema.keys import named_after
 from engine.tasks import TASKS
+from scripts.reports.markdown import conditions
 
 _FOLDERS = ("data.root", "init.weights", "sampler.folder")  # keys whose values are of one machine
 
-DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(\.\d+)?")
 FROM_CONFUSION = ("precision", "recall", "F1")
+LONGEST_TEXT = 500  # characters, of what a page quotes from a file
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 OF_A_RUN = ("run_dir", "resume", "seed")  # keys in which runs of one configuration differ
 
@@ -55,13 +61,9 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder, self.name = folder, folder.resolve().name
-        self.results = json.loads((folder / "results.json").read_text())
-        known = [scores for scores in SCORES if scores.best in self.results]
-        if not known:
-            names = " or ".join(scores.best for scores in SCORES)
-            raise ValueError(f"it has no {names} in its results.json: expected a run of this project")
-        (self.scores,) = known
-        header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
+        self.results = read_json(folder / "results.json")
+        self.scores = _scores_of(self.results)
+        header, self.config = read_text(folder / "config.yaml").split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
         self.processes = int(self.config.split()[1])  # "# 2 x cpu"
         named = re.search(r"experiment=([\w/.-]+)", self.command)
@@ -71,11 +73,18 @@ class Run:
         self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
         self.others = {
-            path.stem.removeprefix("results_"): _hide_folders(json.loads(path.read_text()))
+            path.stem.removeprefix("results_"): _hide_folders(read_json(path))
             for path in sorted(folder.glob("results_*.json"))
         }
-        self.metrics = (folder / "metrics.jsonl").read_text()
-        self.records = [json.loads(line) for line in self.metrics.splitlines()]
+        if not all(_scores_of(results) == self.scores for results in self.others.values()):
+            raise ValueError("its evaluations are of different tasks")
+        self.metrics = read_text(folder / "metrics.jsonl")
+        self.records = [parsed(line) for line in self.metrics.splitlines()]
+        for record in self.records:
+            needed = ("step", *(("images_per_second", "peak_memory_mib") if record["kind"] == "train" else ()))
+            scored = [record[key] for key in ("loss", self.scores.best) if record.get(key) is not None]
+            if not _are_numbers(*map(record.get, needed), *scored):
+                raise ValueError(f"a record of step {record['step']} in its metrics.jsonl lacks a number")
         # Evaluated again on another device, or in other minibatches, a few pixels get other classes.
         if abs(self.records[-1].get(self.scores.best, math.inf) - self.results[self.scores.best]) > 1e-3:
             raise ValueError("its last record is not the evaluation in its results.json, so it has not ended")
@@ -152,6 +161,30 @@ class Run:
         write_file(folder / "metrics.jsonl", self.metrics)
 
 
+def _scores_of(results: Any) -> Scores:
+    """The names of the scores in a file of results. ValueError: no run of this project wrote it."""
+    known = [scores for scores in SCORES if isinstance(results, dict) and scores.best in results]
+    if not known:
+        bests = " or ".join(scores.best for scores in SCORES)
+        raise ValueError(f"it has no {bests} in its results.json: expected a run of this project")
+    (scores,), environment, confusion = known, results["environment"], results["confusion_matrix"]
+    names, shares = [*results[scores.of_classes]], [results[scores.second], *results[scores.of_classes].values()]
+    fits = {
+        "names of classes": len(names) <= MOST_CLASSES and all(len(name) <= LONGEST_NAME for name in names),
+        "a score": _are_numbers(results[scores.best], *(share for share in shares if share is not None), most=1),
+        "the confusion matrix": len(confusion) >= len(names) and {*map(len, confusion)} == {len(confusion)},
+        "a number of pixels or images": _are_numbers(results["images"], *chain(*confusion)),
+        "the environment": len(conditions(environment)) <= LONGEST_TEXT and isinstance(environment["hardware"], str),
+    }
+    if wrong := [what for what, fit in fits.items() if not fit]:
+        raise ValueError(f"{wrong[0]} in its results.json is not as a run of this project writes it")
+    return scores
+
+
+def _are_numbers(*values: object, most: float = 2**63) -> bool:
+    return all(type(value) in (int, float) and 0 <= value <= most for value in values)  # type: ignore[operator]
+
+
 def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
@@ -203,8 +236,9 @@ def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None)
                 continue
             try:
                 run = Run(path)
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError, FileNotFoundError) as error:
-                left_out[path] = f"it cannot be read ({type(error).__name__}: {error})".replace(f"{path}", path.name)
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, OSError) as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".replace(f"{path}", path.name).split())
+                left_out[path] = f"it cannot be read ({printable(reason)[:LONGEST_TEXT]})"
                 continue
             if own.setdefault(run.metrics, run).copied and not run.copied:
                 own[run.metrics] = run

@@ -131,11 +131,14 @@ WRONG_CLASSES = {
     '{"classes": [{"name": "a", "colour": [0, 0]}]}': "not enough values",
     '{"classes": [{"colour": [0, 0, 0]}]}': "KeyError: 'name'",
     '{"classes": [{"name": "a"}, {"name": "a"}]}': "two names are a, expected different ones",
+    f"{100_000 * '['}{100_000 * ']'}": "nested too deep",
+    json.dumps({"classes": [{"name": f"{number}"} for number in range(100_000)]}): "is 100000, expected at most 256",
+    json.dumps({"classes": [{"name": "a" * 2**20}, {"name": "b"}]}): "a name has 1,048,576 characters, expected at",
     '{"classes": [{"name": "a", "colour": [0, 0, 7]}, {"name": "b", "colour": [0, 0, 7]}]}': "two colours are",
 }
 
 
-@pytest.mark.parametrize("text", WRONG_CLASSES)
+@pytest.mark.parametrize("text", WRONG_CLASSES, ids=range(len(WRONG_CLASSES)))
 def test_a_wrong_list_of_classes_is_named_with_an_example(text, tmp_path):
     file = tmp_path / "classes.json"
     file.write_text(text)
@@ -349,6 +352,29 @@ def test_the_classes_are_written_that_the_labels_hold(root):
         ValueError, match=f"{label}: is a JPEG.*Labels are 8-bit PNGs.*again as PNG from your labelling"
     ):
         made(root)
+
+
+def test_nothing_outside_of_the_folder_is_read_or_written(root):
+    (root.parent / "flat").mkdir()
+    for split in ("../flat", str(root.parent / "flat"), "train/../../flat"):
+        with pytest.raises(ValueError, match=f"^split '{split}' leads out of {root}: expected a folder or a list in"):
+            folder(root, split)
+    (root / "classes.json").unlink()
+    (root / "classes.json").symlink_to(root.parent / "elsewhere.json")
+    with pytest.raises(ValueError, match="classes.json is there already; to make it again, move it away"):
+        make_classes(composed("make_classes", f"data.root={root}", "workers=0"))
+    assert not (root.parent / "elsewhere.json").exists()
+
+
+def test_a_folder_with_the_name_of_an_image_is_named(root):
+    (root / "train/images/0.jpg").mkdir()
+    with pytest.raises(ValueError, match=f"^{root}/train/images/0.jpg is a folder with an image's name: rename it"):
+        folder(root, "train")
+    classes = root.parent / "sorted"
+    for name in ("train/cat/0.jpg", "train/dog"):
+        (classes / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"^{classes}/train/cat/0.jpg is a folder with an image's name: rename it"):
+        image_folder(classes, "train")
 
 
 MASK = np.repeat(np.array([[0, 255]], np.uint8), 20, axis=1).repeat(24, axis=0)

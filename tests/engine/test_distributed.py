@@ -17,7 +17,7 @@ from engine import assemble
 from engine.assemble import training
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory
-from engine.distributed import World, node_group
+from engine.distributed import World, joined, node_group
 from engine.loop import train_step
 from engine.records.metrics_logger import MetricsLogger
 from engine.records.waits import DataWait
@@ -333,3 +333,18 @@ def test_synchronised_norms_get_the_group_that_was_asked_for(sync_group, group, 
     with pytest.raises(Made) as made:
         assemble.learner(config, make, Schedule(1, 1, None, None, 1), World())
     assert made.value.args == (group,)
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID is set, as by torchrun, but not RANK, WORLD_SIZE, "),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but torchrun did not start this process, which would train alone"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many, but torchrun did not start this process"),
+    ],
+)
+def test_half_of_the_environment_of_torchrun_is_refused(environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{message}"), joined("cpu", timeout_seconds=60):
+        pass

@@ -80,11 +80,10 @@ def segmenter(name: str, **options) -> nn.Module:
 def test_every_body_computes_the_same_at_other_sizes(name, task):
     network = segmenter(name) if task == "segmentation" else SMALL_BODIES[name](InPlaceABN, classes=len(CLASSES))
     made = predictor(network)
-    program = exported(made)
-    assert largest_difference(program.module(), made) < 1e-10
-    single, classes = exported(predictor(network, torch.float32)), exported(made, argmax=True)
-    assert largest_difference(single.module(), made.float()) < 1e-4
-    assert largest_difference(classes.module(), made.double()) < 1e-3
+    assert largest_difference(exported(made).module(), made) < 1e-10
+    made = made.float()
+    assert largest_difference(exported(made, argmax=True).module(), made) < 1e-3
+    assert largest_difference(exported(made).module(), made) < 1e-4
 
 
 @pytest.mark.slow
@@ -104,10 +103,11 @@ def test_half_precision_rounds_folded_weights_once():
 
 
 @pytest.mark.slow
-def test_a_network_with_a_window_is_exported_for_one_size():
-    body = SMALL_BODIES["resnet"](InPlaceABN, output_stride=8)
-    head = DeepLabV3(body.out_channels, hidden_channels=4, out_channels=6, pooling_size=(4, 5))
+def test_a_network_with_a_pooling_window_is_exported_for_one_size():
+    """The window is limited by its example's features, so the comparison at other sizes fails instead of the user's."""
+    body = SMALL_BODIES["resnet-cifar"](InPlaceABN, output_stride=4, structure=(1, 1, 1))
+    head = DeepLabV3(body.out_channels, hidden_channels=4, out_channels=6, pooling_size=(30, 31))
     made = predictor(SegmentationNetwork(body, head, len(CLASSES)))
-    with pytest.raises(ValueError, match="torch.export cannot follow the network for images of all sizes: "):
-        exported(made)
-    assert largest_difference(exported(made, size=(72, 40)).module(), made, size=(72, 40)) < 1e-10
+    with pytest.raises((RuntimeError, ValueError)):
+        largest_difference(exported(made).module(), made)
+    assert largest_difference(exported(made, size=(97, 131)).module(), made, size=(97, 131)) < 1e-10

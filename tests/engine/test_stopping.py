@@ -7,9 +7,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine import stopping
+from engine.checkpoint import files as checkpoint
 from engine.stopping import EXIT_CODE, Preempted, StopRequest
+from models.checkpoints import torch_files
 
 
 def handlers() -> list:
@@ -67,3 +70,10 @@ def test_before_the_first_step_a_request_is_answered_at_once():
         os.kill(os.getpid(), signal.SIGTERM)
         reached.append("the next line")
     assert stop.requested and not reached and stop.last_resort.finished.is_set()
+
+
+def test_a_request_while_a_checkpoint_is_read_says_nothing_of_damage(tmp_path, monkeypatch):
+    torch.save({"step": 1}, tmp_path / "last.pt")
+    monkeypatch.setattr(torch_files, "_check_bytes", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Preempted, match="^stopped before the first step$"), StopRequest(patience_seconds=60):
+        checkpoint.load(tmp_path / "last.pt")

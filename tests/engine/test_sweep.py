@@ -93,8 +93,8 @@ def test_a_sweep_of_which_a_job_failed_fails(swept):
         ("norm=glob(*)", r"norm=glob\(\*\): expected values with commas between them, as in seed=0,1,2"),
         ("run_dir=a=b seed=0,1", "(run_dir=a=b|mismatched input '=')"),
         (
-            "seed=0,1 --config-dir=a",
-            "-m with --config-dir=a: a sweep takes only key=value arguments; run_dir=FOLDER says where",
+            "seed=0,1 --config-dir=.",
+            "-m with --config-dir=.: a sweep takes only key=value arguments; run_dir=FOLDER says where",
         ),
         ("seed=0,1 run_dir=${hydra:job.name}", "-m with run_dir=.*: a sweep takes only key=value arguments"),
         ("seed=0,1 hydra.sweep.dir=a", "-m with hydra.sweep.dir=a: a sweep takes only key=value arguments"),

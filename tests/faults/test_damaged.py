@@ -167,6 +167,37 @@ def test_a_crafted_checkpoint_is_refused_or_continues_to_the_bit(tmp_path, whole
     assert all(torch.equal(ended["ema"][name], tensor) for name, tensor in expected["ema"].items())
 
 
+LINKS = ("log.txt", "metrics.partial", "results.json.partial", "results_confusion.png", ".lock")
+
+
+@pytest.mark.faults
+@pytest.mark.injects(
+    "foreign run directory", "a link out of it in the place of a file that is written; removed afterwards"
+)
+@pytest.mark.parametrize("name", LINKS)
+def test_nothing_is_written_through_a_link(tmp_path, whole, name):
+    run_dir, outside = killed_after(5, tmp_path / "run").run_dir, tmp_path / "outside"
+    (run_dir / name).unlink(missing_ok=True)
+    outside.write_text("precious")
+    (run_dir / name).symlink_to(outside)
+    Run(run_dir).fails(f"{run_dir / name} is a link to {outside}: expected a file; remove the link")
+    assert outside.read_text() == "precious"
+    (run_dir / name).unlink()
+    survived(run_dir, whole)
+
+
+@pytest.mark.faults
+@pytest.mark.injects("twice at once", "the same command is started again; the first is stopped meanwhile")
+def test_the_second_of_two_runs_names_the_first(tmp_path, whole):
+    first = Run(tmp_path / "run", inject=SLOWLY).until_step(2)
+    second = Run(tmp_path / "run")
+    second.until(lambda: "waiting for it to end" in second.output)
+    assert says(second.output, f"another process (process {first.process.pid} on ")
+    first.killed()
+    assert second.ends() == 0
+    survived(tmp_path / "run", whole)
+
+
 def files_of_a_megabyte() -> None:
     """From the fourth checkpoint on, a write of more fails as on a full disk."""
     limits = (2**20, resource.RLIM_INFINITY)

@@ -8,12 +8,18 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 import train_seg
 from datasets import WholeImages
 from engine.checkpoint import files as checkpoint
+from engine.learner import Learner
 from engine.records.metrics_logger import MetricsLogger
 from engine.stopping import EXIT_CODE
+from eval import evaluate
+from models.checkpoints import torch_files
+from scripts.compare_runs import Comparison, compare
 from tests.faults import runs
 from tests.faults.runs import (
     NAP,
@@ -29,6 +35,7 @@ from tests.faults.runs import (
     survived,
     waiting_after,
 )
+from tests.runs import composed
 
 
 @pytest.mark.faults
@@ -129,6 +136,49 @@ def test_asked_to_stop_before_the_first_step(tmp_path, whole, seed):
     if status == EXIT_CODE:
         assert says(run.output, "stopped before the first step; exit status 75: start it again with resume=auto")
     survived(tmp_path / "run", whole)
+
+
+def sends(number: signal.Signals, *_) -> None:
+    os.kill(os.getpid(), number)
+
+
+WHILE_RESUMING = [(torch_files, "_check_bytes", 1), (torch.serialization, "_load", 1), (torch.Tensor, "copy_", 20)]
+
+
+@pytest.mark.faults
+@pytest.mark.injects("preemption", "SIGTERM, SIGUSR1 or SIGINT while the only checkpoint is verified, read or loaded")
+@pytest.mark.parametrize("number", ASKING)
+@pytest.mark.parametrize("place", WHILE_RESUMING, ids=["verified", "read", "loaded"])
+def test_asked_to_stop_while_it_is_resumed(tmp_path, whole, number, place):
+    killed_after(5, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "previous.pt").unlink()
+    run = Run(tmp_path / "run", inject=partial(before_call, *place, partial(sends, number)))
+    assert run.ends() == EXIT_CODE and "damaged" not in run.output, run.output
+    survived(tmp_path / "run", whole)
+
+
+@pytest.mark.faults
+@pytest.mark.injects("preemption", "SIGTERM, SIGUSR1 or SIGINT in the first step")
+@pytest.mark.parametrize("number", ASKING)
+def test_asked_to_stop_in_the_first_step(tmp_path, whole, number):
+    run = Run(tmp_path / "run", inject=partial(before_call, Learner, "backward", 1, partial(sends, number)))
+    assert run.ends() == EXIT_CODE, run.output
+    runs.stopped(tmp_path / "run", run.output)
+    survived(tmp_path / "run", whole)
+
+
+@pytest.mark.faults
+@pytest.mark.injects(
+    "SIGKILL", "after the evaluation, before the last step; evaluated by eval.py and compared meanwhile"
+)
+def test_a_killed_run_that_was_evaluated_has_not_ended(tmp_path, whole):
+    run = killed_after(8, tmp_path / "run").run_dir
+    evaluate(composed("eval", f"checkpoint={run}", "workers=0", "device=cpu"))
+    step = checkpoint.load(last_of(run))["step"]
+    assert not (run / "results.json").exists() and (run / f"results_step{step}.json").exists()
+    with pytest.raises(ValueError, match=f"it has not ended .step {steps_of(run)[-1]}"):
+        compare(OmegaConf.structured(Comparison(runs=str(run), out=str(tmp_path / "report"))))
+    survived(run, whole)
 
 
 @pytest.mark.faults

@@ -5,11 +5,14 @@ Reports of whole trainings are in docs/results, where tests/test_docs.py makes t
 
 import csv
 import json
+import math
+import os
 import re
 import shlex
 import shutil
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -232,3 +235,61 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
     assert columns(page) == ["std"]
     assert "/cut off: it cannot be read (ValueError: its last record" in page
     assert "/unknown: it cannot be read (ValueError: it has no miou or top1 in its results.json: " in page
+
+
+def results_with(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def crafted(run: Path) -> None:
+        results = json.loads((run / "results.json").read_text())
+        change(results)
+        (run / "results.json").write_text(json.dumps(results))
+
+    return crafted
+
+
+def records_with(**changed: object) -> Callable[[Path], object]:
+    def crafted(run: Path) -> None:
+        first, *others = (run / "metrics.jsonl").read_text().splitlines()
+        (run / "metrics.jsonl").write_text("\n".join([json.dumps({**json.loads(first), **changed}), *others]))
+
+    return crafted
+
+
+def a_pipe(run: Path) -> None:
+    (run / "config.yaml").unlink()
+    os.mkfifo(run / "config.yaml")
+
+
+MANY = {f"class {number}": 0.5 for number in range(100_000)}
+CRAFTED = {
+    "text as score": results_with(lambda results: results.update(top5="x" * 10**6)),
+    "list as score": results_with(lambda results: results["accuracy"].update(cat=[1])),
+    "score of infinity": results_with(lambda results: results.update(top1=math.inf)),
+    "many classes": results_with(lambda results: results.update(accuracy=MANY)),
+    "class name of 1 MB": results_with(lambda results: results["accuracy"].update({"a" * 2**20: 0.5})),
+    "confusion of text": results_with(lambda results: results["confusion_matrix"][0].__setitem__(0, "1")),
+    "confusion of two sizes": results_with(lambda results: results["confusion_matrix"].append([1])),
+    "images of text": results_with(lambda results: results.update(images="7")),
+    "environment of lists": results_with(lambda results: results.update(environment=[])),
+    "hardware of 1 MB": results_with(lambda results: results["environment"].update(hardware="x" * 2**20)),
+    "deep results": lambda run: (run / "results.json").write_text(100_000 * "[" + 100_000 * "]"),
+    "list of results": lambda run: (run / "results.json").write_text("[1]"),
+    "speed of text": records_with(images_per_second="fast"),
+    "loss in a list": records_with(loss=[1.0]),
+    "deep record": lambda run: (run / "metrics.jsonl").write_text(100_000 * "[" + 100_000 * "]"),
+    "pipe": a_pipe,
+}
+
+
+@pytest.mark.injects("crafted results", "values of other types, sizes and nesting in files of a run", into="files")
+@pytest.mark.parametrize("crafted", CRAFTED)
+def test_a_crafted_run_is_left_out_in_a_line(tmp_path, crafted):
+    CRAFTED[crafted](copied(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"no run has ended \(.*/run: it cannot be read \(") as refused:
+        report(tmp_path / "report", tmp_path / "run")
+    assert len(str(refused.value)) < 1000 and "\n" not in str(refused.value)
+
+
+def test_names_that_are_not_utf8_are_written_as_escapes(tmp_path):
+    run = copied(tmp_path / "a\udcff")
+    results_with(lambda results: results.update(accuracy={"\udcff": 0.5}))(run)
+    assert "\\udcff" in report(tmp_path / "report", run)

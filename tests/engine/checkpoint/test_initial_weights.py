@@ -1,6 +1,8 @@
 """Fine-tuning: loaded tensors are exactly the file's, others are listed, and misfits are refused."""
 
 import copy
+from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.training import Init
 from keepless import ABN
 from models.bodies import resnext101
+from models.checkpoints import torch_files
 from models.checkpoints.released import load_released
 from tests import released_files
 from tests.runs import classification_config, run_config, same, without_counts
@@ -36,7 +39,7 @@ def network(*overrides: str, classes: int = 3, seed: int = 0):
 
 def initialise_from(network, path, classes, package: bool = False, **options):
     """`initialise` by the keys of `init` and the norm alone."""
-    norm = ReleasedNorm() if package else InPlaceNorm()
+    norm = (ReleasedNorm if package else InPlaceNorm)(activation="leaky_relu")
     return initialise(SimpleNamespace(init=Init(str(path), **options), norm=norm), network, classes)
 
 
@@ -273,16 +276,82 @@ def test_a_released_segmentation_network_starts_training_on_other_classes(tmp_pa
 
 @pytest.mark.parametrize("activation, warned", [("relu", False), ("leaky_relu", True)])
 def test_a_resnet_of_torchvision(tmp_path, activation, warned):
-    torch.save(torchvision.models.resnet34(weights=None, num_classes=5).state_dict(), tmp_path / "net.pth")
+    torch.save(torchvision.models.resnet18(weights=None).state_dict(), tmp_path / "net.pth")
     start = (f"init.weights={tmp_path / 'net.pth'}", "init.format=torchvision")
-    config = run_config("body=resnet34", "norm=std", f"norm.activation={activation}", *start)
+    config = run_config("body=resnet18", "norm=std", f"norm.activation={activation}", *start)
     tuned = assemble.segmentation_network(config, 3)
     report = initialise(config, tuned, CLASSES)
     assert {name.partition(".")[0] for name in report.new} == {"head", "cls"}
     assert set(report.skipped.values()) == {"it classifies whole images"}
-    assert (f"norm.activation={activation}: torchvision trained with relu" in str(report)) == warned
-    with pytest.raises(ValueError, match="does not fit the network"):
-        initialise(run_config("body=resnet50", *start), network("body=resnet50"), CLASSES)
+    assert (f"norm.activation={activation}: the weights were trained with relu" in str(report)) == warned
+    with pytest.raises(ValueError, match="net.pth is of another network: give body=resnet18"):
+        initialise(run_config("norm=std", *start), network("norm=std"), CLASSES)
+
+
+def wrapped(kind: str, state: dict, path: Path) -> Path:
+    """A file of a network's tensors as other programs write it."""
+    path = path / f"net.{'safetensors' if kind == 'safetensors' else 'pth'}"
+    if kind == "safetensors":
+        pytest.importorskip("safetensors.torch").save_file(state, path)
+    elif kind == "torchvision's scripts":
+        torch.save({"model": state, "epoch": 3, "args": Namespace(lr=0.1), "optimizer": {"state": {}}}, path)
+    elif kind == "timm's scripts":
+        state = {f"module.{name}": tensor for name, tensor in state.items()}
+        torch.save({"arch": "resnet18", "state_dict": state, "args": Namespace(lr=0.1)}, path)
+    else:
+        heads = dict.fromkeys(("classifier.0.convs.0.0.weight", "aux_classifier.0.weight"), torch.zeros(2))
+        torch.save({f"backbone.{name}": t for name, t in state.items() if not name.startswith("fc.")} | heads, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["torchvision's scripts", "timm's scripts", "a DeepLabV3", "safetensors"])
+@torch.no_grad()
+def test_files_as_people_have_them_give_our_and_torchvision_s_network_one_function(tmp_path, kind):
+    torch.manual_seed(0)
+    theirs = torchvision.models.resnet18(weights=None)
+    file, images, found = wrapped(kind, theirs.state_dict(), tmp_path), torch.randn(1, 3, 64, 64), []
+    keys = {
+        "body=resnet18": (f"init.weights={file}", "init.format=timm"),
+        "body=torchvision": ("body.network=resnet18", f"body.weights={file}"),
+    }
+    for body, start in keys.items():
+        config = run_config(body, "norm=std", "body.output_stride=32", *start)
+        assert (config.init.weights, config.norm.activation) == (str(file), "relu")
+        built = assemble.segmentation_network(config, 3)
+        report = initialise(config, built, CLASSES)
+        assert {name.partition(".")[0] for name in report.new} == {"head", "cls"} and len(report.matched) == 120
+        assert ("only its backbone: aux_classifier, classifier" in str(report)) == (kind == "a DeepLabV3")
+        found.append(built.body.eval()(images))
+    features = nn.Sequential(*list(theirs.eval().children())[:-2])(images)
+    torch.testing.assert_close(found, [features, features], rtol=1e-4, atol=1e-5)
+    wrong = run_config("body=torchvision", "body.network=resnet34", "norm=std", f"body.weights={file}")
+    needed = "of another network: give body=torchvision body.network=resnet18"
+    with pytest.raises(ValueError, match="does not fit" if kind == "a DeepLabV3" else needed):
+        initialise(wrong, assemble.segmentation_network(wrong, 3), CLASSES)
+
+
+def test_published_weights_are_downloaded_once_or_the_message_says_what_to_fetch(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    config = run_config("body=torchvision", "body.network=resnet18", "body.weights=published", "norm=std")
+    built = assemble.segmentation_network(config, 3)
+
+    def fails(url: str, path: str) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fails)
+    with pytest.raises(ValueError, match=r"resnet18-\w+.pth cannot be downloaded \(no network\): .* give the file"):
+        initialise(config, built, CLASSES)
+    fetched, state = [], torchvision.models.resnet18(weights=None).state_dict()
+
+    def succeeds(url: str, path: str) -> None:
+        fetched.append(url)
+        torch.save(state, path)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", succeeds)
+    monkeypatch.setattr(torch_files, "unchecked", lambda path, name: ())  # the name has the published file's hash
+    for _ in range(2):
+        initialise(config, built, CLASSES)
+    assert len(fetched) == 1 and torch.equal(built.body.conv1.weight, state["conv1.weight"])
 
 
 def test_a_classifier_from_any_checkpoint(tmp_path, trained):

@@ -19,6 +19,7 @@ from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as cfg
 from engine.schema.keys import deciding
 from engine.schema.segmentation import SegmentationRun
+from scripts.reports.runs import DATE
 from tests.runs import run_config, same, with_key
 
 
@@ -192,7 +193,8 @@ def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch):
             os._exit(0)
     assert os.WIFSTOPPED(os.waitpid(other, os.WUNTRACED)[1])
     monkeypatch.setattr("engine.checkpoint.run_directory.SECONDS_FOR_ANOTHER", 0.3)
-    with pytest.raises(ValueError, match="another process is training there; end it, or give another run_dir"):
+    named = rf"another process \(process {other} on .+\) is training there; end it, or give another run_dir"
+    with pytest.raises(ValueError, match=named):
         run.lock()
     monkeypatch.setattr("engine.checkpoint.run_directory.SECONDS_FOR_ANOTHER", 300)
     threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
@@ -237,10 +239,11 @@ FREE_ON_RESUME = {
 
 
 def test_a_folder_is_named_by_what_makes_its_run_another(tmp_path):
-    """Overrides of keys that a resumed run may change are left out. The date tells equal runs apart."""
+    """Overrides of keys that a resumed run may change are left out. The time tells equal runs apart."""
     given = ("norm=std", "+optim.lr=0.1", f"data.root={tmp_path}", "trainer.evaluate_images=2", "experiment=a/b")
     assert deciding(given, run_config()) == ["norm=std", "+optim.lr=0.1", "experiment=a/b"]
-    date = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"
+    date = DATE.pattern
+    assert len({new_run_path("streets", "std", []) for _ in range(3)}) == 3
     assert re.fullmatch(f"runs/streets-std/norm=std,experiment=a-b/{date}", new_run_path("streets", "std", given[::4]))
     assert re.fullmatch(f"runs/streets-std/{date}", new_run_path("streets", "std", []))
 

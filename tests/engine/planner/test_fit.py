@@ -98,6 +98,13 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     more = ("memory.budget=60MiB", "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
     with planner.fitted(planned(*run, *more)) as config:
         assert config.data.crops_per_minibatch == crops
+    kept = file.read_text()
+    unfolding = "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 41))
+    for text in ("a: &a [*a]", unfolding, "  crops_per_minibatch: 9999999", "  crops_per_minibatch: [1]"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"^{file}"), planner.fitted(planned(*run, *more)):
+            pass
+    file.write_text(kept)
     # Without memory.fit nothing is taken from the run.
     plain = ("memory.budget=60MiB", "data.crops_per_minibatch=2", "resume=auto", f"run_dir={tmp_path / 'run'}")
     with planner.fitted(planned(*run, *plain)) as config:

@@ -1,21 +1,23 @@
 """ResNet: it computes what torchvision's does, and what a conversion changes."""
 
+import re
 from functools import partial
 
 import pytest
 import torch
 import torchvision
 from torch import nn
-from torchvision.models import ResNet
+from torchvision.models import DenseNet, ResNet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
+from engine import assemble
 from keepless import ABN, InPlaceABN
 from keepless.conversion.convert import to_inplace
-from models import bodies
-from models.bodies import resnet34, resnet50
+from models.bodies import densenet264, resnet34, resnet50
 from models.checkpoints.loading import load_by_name
-from models.checkpoints.torchvision_names import from_torchvision
+from models.checkpoints.torchvision_names import from_torchvision, unwrapped
 from tests.bodies import small_resnet, trained
+from tests.runs import run_config
 
 RELU = partial(ABN, activation="relu")
 
@@ -62,16 +64,38 @@ def test_a_conversion_changes_the_activation_after_the_sum_too():
     torch.testing.assert_close(converted(images), leaky(images), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["resnet34", "resnet50", "resnet101"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnext50_32x4d", "densenet201"])
 def test_torchvision_s_names_and_shapes_become_ours(name):
     with torch.device("meta"):
-        theirs, ours = getattr(torchvision.models, name)(weights=None), getattr(bodies, name)(classes=1000)
+        theirs = getattr(torchvision.models, name)(weights=None)
+        ours = assemble.body(run_config(f"body={name}").body, ABN, classes=1000)
     found = {name: tensor.shape for name, tensor in from_torchvision(theirs.state_dict()).items()}
     assert found == {name: tensor.shape for name, tensor in ours.state_dict().items()}
 
 
+@torch.no_grad()
+def test_densenet_and_resnext_compute_what_torchvision_s_do():
+    """Narrow ones, in both modes; a DenseNet's file may have the names under which it was published."""
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    grouped = dict(structure=(1, 1, 1, 1), base_channels=(16, 16, 32), groups=4)
+    dense = dict(structure=(2, 1, 2, 1), growth=4, stem="7x7", stem_norm=True)
+    pairs = (
+        (DenseNet(growth_rate=4, block_config=(2, 1, 2, 1)), densenet264(RELU, classes=1000, **dense)),
+        (Narrow(Bottleneck, (1, 1, 1, 1), groups=4, width_per_group=32), resnet50(RELU, classes=1000, **grouped)),
+    )
+    for theirs, ours in pairs:
+        if isinstance(theirs, ResNet):
+            theirs.fc = nn.Linear(ours.out_channels, 1000)
+        state = trained(theirs).state_dict()
+        old = {re.sub(r"(denselayer\d+\.(norm|conv))(\d)", r"\1.\3", name): tensor for name, tensor in state.items()}
+        ours.double().load_state_dict(from_torchvision(unwrapped(old)[0]))
+        torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(ours.train()(images), theirs.train()(images), rtol=1e-9, atol=1e-9)
+
+
 def test_other_networks_are_refused():
     with torch.device("meta"):
-        dense = torchvision.models.densenet121(weights=None).state_dict()
-    with pytest.raises(ValueError, match="torchvision's ResNet-34, 50 or 101, found features.conv0.weight"):
-        from_torchvision(dense)
+        other = torchvision.models.mnasnet0_5(weights=None).state_dict()
+    with pytest.raises(ValueError, match="a ResNet, ResNeXt or DenseNet, found layers.0.weight"):
+        from_torchvision(other)

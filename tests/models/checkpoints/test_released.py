@@ -56,6 +56,7 @@ def test_names_and_shapes_of_the_released_networks(name):
     found = recognised(released.tensors)
     assert (found.kind, found.classes) == ("wider_resnet" if kind == "wider" else kind, 1000)
     expected = {OUR_NAMES.get(key, key): value for key, value in options.items() if key != "a2"}
+    expected |= {"resnet": {"groups": 1}, "densenet": {"stem_norm": False}}.get(kind, {})
     assert {key: value for key, value in found.options.items() if key != "stem"} == expected
     assert found.options.get("stem") == {"wider": None, "resnet": "7x7"}.get(kind, "3x3")
 

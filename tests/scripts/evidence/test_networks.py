@@ -170,11 +170,14 @@ def test_a_record_of_another_call_is_not_overwritten(monkeypatch, tmp_path):
         assert commits.split(", ") == expected
 
 
+OPTIONAL = ("timm", "smp", "transformers", "diffusers")
+
+
 def test_packages_that_are_not_installed_are_named(monkeypatch, tmp_path):
     names = faked(monkeypatch)
-    monkeypatch.setattr(methods, "PACKAGES", methods.PACKAGES | {"timm": "no_timm", "smp": "no_smp"})
+    monkeypatch.setattr(methods, "PACKAGES", methods.PACKAGES | {name: f"no_{name}" for name in OPTIONAL})
     with pytest.raises(ValueError, match=r"only=timm/densenet121: no_timm is not installed: pip install"):
         networks.run(composed("networks", f"out={tmp_path / 'a.json'}", "only=[timm/densenet121]"))
     text = networks.run(composed("networks", f"out={tmp_path / 'b.json'}")).read_text()
-    assert names == [name for name in NETWORKS if not name.startswith(("timm/", "smp/"))]
+    assert names == [name for name in NETWORKS if name.partition("/")[0] not in OPTIONAL]
     assert "- timm/densenet121, all methods: no_timm is not installed" in text

@@ -1,12 +1,18 @@
 """The benchmark of byte budgets: what it measures, and how it resumes. No test asserts a time."""
 
 import json
+from functools import partial
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine.configuration.command_line import composed
 from keepless.budget import search
+from keepless.budget.costs import peak_bytes
+from keepless.budget.simulation import simulate
+from keepless.budget.traced_step import traced_step
 from scripts.evidence import methods, networks_budget
 from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED
 from scripts.evidence.networks_budget import AS_BLOCKS, IN_TIME_OF_BLOCKS, pictures
@@ -66,3 +72,34 @@ def test_a_rival_that_fails_leaves_the_others(here, monkeypatch, tmp_path):
     result, _ = measured("networks_budget", networks_budget.run, tmp_path, *options)
     assert [entry["method"] for entry in result["left_out"]] == [BLOCKS]
     assert {PLAIN, RECOMPUTED, "the least"} <= {row["method"] for row in result["rows"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in methods.NETWORKS if name.startswith(("transformers/", "diffusers/"))]
+)
+def test_networks_of_texts_and_noise_repeat_no_more_than_their_checkpoints(name):
+    """A plan at the checkpoints' peak, counted in operations."""
+    if not methods.installed(name):
+        pytest.skip(f"{methods.package_of(name)} is not installed")
+    pixels = torch.randn(2, 3, 64, 64)
+    plain, checkpointed = (networks_budget.Trained(methods.random_network(name, 64)) for _ in range(2))
+    for block in methods.blocks_of(checkpointed):
+        block.forward = partial(methods._checkpointed, block.forward)
+
+    def step(network: nn.Module) -> None:
+        networks_budget.training_step(network, network, pixels)
+
+    step(plain), step(checkpointed)
+    theirs = peak_bytes(lambda: step(checkpointed), "cpu")
+    operations = []
+    for network in (plain, checkpointed):
+        with FlopCounterMode(display=False) as counter:
+            step(network)
+        operations.append(counter.get_total_flops())
+    traced, _ = traced_step(plain, (pixels,), {})
+    choices = search.frontier(traced, theirs)
+    ours = next(choice for choice in choices if choice.peak <= theirs)
+    readers = simulate(traced, ours.kept).readers
+    again = [value for value, kept, count in zip(traced.values, ours.kept, readers, strict=True) if not kept and count]
+    assert sum(value.operations for value in again) <= operations[1] - operations[0]

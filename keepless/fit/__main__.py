@@ -1,0 +1,78 @@
+"""What fits on a device, for the network of any project:
+
+    python -m keepless.fit MODULE:FUNCTION --device 12GiB --optimizer momentum --autocast bfloat16 --plot memory.png
+    python -m keepless.fit MODULE:FUNCTION --device 24GiB --grow batch --time 1.15
+
+FUNCTION takes nothing, and returns a network and an example of its input: a tensor, a tuple of arguments, or a
+dictionary of keyword arguments. It is called under torch.device("meta"), where tensors have no values and take no
+memory; if it cannot run there, e.g. because it reads weights, it is called once more without.
+"""
+
+import argparse
+import importlib
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from .device import OPTIMIZERS
+from .fit import Fit, fit
+
+
+def main(given: list[str]) -> Fit:
+    """Print what fits. ValueError: an argument is wrong, or nothing fits. ImportError: a picture needs matplotlib."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m keepless.fit", description=__doc__, formatter_class=raw)
+    parser.add_argument("function", metavar="MODULE:FUNCTION")
+    parser.add_argument("--device", required=True, help="its memory, such as 12GiB")
+    names = ", ".join(OPTIMIZERS)
+    parser.add_argument("--optimizer", default="adamw", help=f"{names}, or bytes of its states per value (adamw)")
+    parser.add_argument(
+        "--autocast", choices=("bfloat16", "float16"), help="dtype of torch.autocast around the network"
+    )
+    parser.add_argument("--grow", choices=("batch", "size"), help="find the largest batch, or images or texts")
+    parser.add_argument(
+        "--time", type=float, help="with --grow: the most time that a budget may cost, in plain steps (1.15)"
+    )
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory of the step over time")
+    options = parser.parse_args(given)
+    if options.plot:
+        from . import picture  # noqa: F401  # where matplotlib is missing, this says so at once
+    network, example = _made(options.function)
+    optimizer = float(options.optimizer) if options.optimizer[0].isdigit() else options.optimizer
+    device = next((parameter.device.type for parameter in network.parameters()), "cpu").replace("meta", "cpu")
+    with torch.autocast(device, getattr(torch, options.autocast)) if options.autocast else nullcontext():
+        found = fit(network, example, options.device, optimizer=optimizer, grow=options.grow, time=options.time)
+    print(found)
+    if options.plot:
+        found.plot(options.plot)
+    return found
+
+
+def _made(name: str) -> tuple[nn.Module, Any]:
+    """What the function MODULE:FUNCTION returns. ValueError: there is none, or it returns something else."""
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}; expected MODULE:FUNCTION, found from this folder") from error
+    try:
+        with torch.device("meta"):
+            made = function()
+    except RuntimeError:  # what meta tensors raise where their values are needed
+        made = function()
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]
+        raise ValueError(
+            f"{name} returns {', '.join(kinds)}: expected a network (nn.Module), and an example of its input"
+        )
+    return made
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, ImportError, OSError) as error:
+        sys.exit(f"python -m keepless.fit: {error}")

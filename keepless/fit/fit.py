@@ -1,0 +1,134 @@
+"""What fits on a device, for any network: a table, a line of code and a picture."""
+
+import math
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..budget.budget import arguments_of
+from ..budget.costs import stood_for
+from ..budget.rehearsal import on_fakes
+from ..inputs import check_has_forward, check_module
+from ..saved import size_text
+from ..torch_internals import ASKS_FOR_VALUES
+from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors
+from .sizes import growth
+from .steps import CHECKPOINTED, PLAIN, PLANNED, RECOMPUTED, Steps, Way, size_of
+
+_TIME = 1.15
+
+
+class Fit(NamedTuple):
+    """What fits on a device: print it. Bytes are those of tensors; times are estimated."""
+
+    device: int | str  # as given
+    available: int  # bytes of it for tensors
+    weights: int  # bytes of parameters and buffers
+    gradients: int  # bytes
+    states: int  # bytes, of the optimiser
+    ways: list[Way]
+    line: str  # what to write for the most values, or else for the least time
+
+    def __repr__(self) -> str:  # what notebooks show
+        return str(self)
+
+    def __str__(self) -> str:
+        cells = [("", "example", "memory", "", "time")]
+        for way in self.ways:
+            verdict = "fits" if way.fits else "too much"
+            cells.append((way.name, size_of(way.shape), size_text(way.peak), verdict, f"{way.time:.2f}"))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+        left = f"{self.device} leave {size_text(self.available)} for tensors: less {CONTEXT} for CUDA, {WORKSPACE} for "
+        held = ", ".join(f"{name} {size_text(size)}" for name, size in self.parts().items())
+        return "\n".join([f"{left}convolutions, {FRAGMENTATION:.0%} of the rest", held, *rows, self.line])
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of what is there in every step."""
+        return {"weights": self.weights, "gradients": self.gradients, "optimiser": self.states}
+
+    def plot(self, file: str | Path) -> None:
+        """Draw the memory of the step over time, as PNG or whatever the file's name ends with. Needs matplotlib."""
+        from .picture import draw
+
+        draw(self.ways, self.parts(), self.available, file)
+
+
+def fit(
+    network: nn.Module,
+    example: Any,
+    device: int | str,
+    *,
+    optimizer: str | float = "adamw",
+    grow: str | None = None,
+    time: float | None = None,
+) -> Fit:
+    """Count what a training step of a network takes, and find what of it fits on a device.
+
+    Four ways are compared: the network as it is; `recompute_activations(network)`; with the budget that the device
+    leaves; and PyTorch's checkpoints of repeated blocks (`keepless.fit.counted.repeated_blocks`). A copy runs on fake
+    tensors: nothing is computed or changed, and the network may be larger than this machine, made under
+    `torch.device("meta")`. Autocast counts if this is called inside it.
+
+    Bytes are exact: weights, gradients, the optimiser's states, the example, and all tensors of the forward and
+    backward pass, which starts from the loss if the network returns one. A loss outside counts the gradients of the
+    outputs. Operators are those of the network's device, a CPU's for meta tensors; memory inside them is what is taken
+    off for convolutions. Times are estimated by the rates of this machine's CUDA device, or of recent cards.
+
+    Args:
+        network: any that runs on fake tensors; it is counted in training mode.
+        example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+        device: its memory, such as "12GiB" or a number of bytes.
+        optimizer: "sgd", "momentum", "adam", "adamw", "none", or bytes of its states for each trained value.
+        grow: find the largest example that fits: "batch": the most in dimension 0; "size": the largest sides of images,
+            or the longest texts; see `keepless.fit.sizes.growth`.
+        time: with `grow`: how long a step within a budget may take, as a multiple of the plain step's; by default 1.15.
+
+    Raises:
+        ValueError: an argument is not valid; the network asks for values of tensors; nothing fits.
+        Exception: whatever the network raises.
+    """
+    check_module(network, "fit")
+    check_has_forward(network, "fit")
+    if time is not None and (grow is None or time < 1):
+        raise ValueError(f"time={time} with grow={grow!r}: expected at least 1.0, with grow='batch' or 'size'")
+    available, longest = bytes_for_tensors(device), math.inf if grow is None else time or _TIME
+    stands_for = stood_for.set(torch.device("cuda"))
+    try:
+        with on_fakes(network, *arguments_of(example)) as (copied, *given), torch.enable_grad():
+            steps = Steps(copied, growth(given, grow), available, optimizer, longest)
+            ways = steps.ways()
+    except ASKS_FOR_VALUES as error:
+        raise ValueError(
+            f"the network asks for values of tensors ({error}), which a step on fake tensors does not have: leave out "
+            f"what reads them, such as x.item(), x[mask] or `if x.sum() > 0`; keepless.plan runs real steps"
+        ) from error
+    finally:
+        stood_for.reset(stands_for)
+    line = _line(steps, ways, device)
+    return Fit(device, available, steps.weights, steps.gradients, steps.states, ways, line)
+
+
+def _line(steps: Steps, ways: list[Way], device: int | str) -> str:
+    """See `Fit.line`. ValueError: nothing fits."""
+    fitting = [way for way in ways if way.fits and way.time <= steps.time]
+    if not fitting:
+        least = min(ways, key=attrgetter("peak"))
+        raise ValueError(
+            f"device={device}: nothing fits; a step on {size_of(least.shape)} takes at least {size_text(least.peak)} "
+            f"({least.name}), and {size_text(steps.available)} are left for tensors"
+        )
+    best = max(fitting, key=lambda way: (math.prod(way.shape), -way.time))
+    left = steps.available - best.held
+    budget = f'"{left >> 20}MiB"' if left >> 20 else left
+    kinds = " and ".join(sorted({type(block).__name__ for block in steps.blocks}))
+    code = {
+        PLAIN: "as it is",
+        RECOMPUTED: "keepless.recompute_activations(network)",
+        PLANNED: f"keepless.recompute_activations(network, budget={budget})",
+        CHECKPOINTED: f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) for each {kinds}",
+    }
+    return f"{size_of(best.shape)}: {code[best.name]}"

@@ -1,0 +1,170 @@
+"""The steps of a network on fake tensors, run in several ways on examples of several sizes."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..budget.execution import ByPlan
+from ..budget.search import Choice, frontier
+from ..budget.simulation import plain_peak
+from ..budget.traced_step import traced_step
+from ..inputs import tensors_in
+from ..recompute.recording import Recording
+from .counted import Counted, counted, repeated_blocks
+from .device import optimizer_bytes
+from .made_tensors import bytes_of_tensors
+from .sizes import Growth, largest
+
+PLAIN, RECOMPUTED, PLANNED, CHECKPOINTED = "plain", "recomputed", "within a budget", "checkpointed"
+_TRIES = 8  # plans for one example, until what is counted fits
+
+
+class Way(NamedTuple):
+    """A way to run the step on an example. Bytes are those of all tensors."""
+
+    name: str
+    shape: tuple[int, ...]  # of the example's first tensor
+    held: int  # bytes before and after the step: weights, gradients, the optimiser's states, the example
+    peak: int  # bytes, of this step or of the optimiser's
+    fits: bool
+    time: float  # as a multiple of the plain step's on this example
+    levels: list[tuple[float, int]]  # such multiples since the step began, and bytes
+
+
+def size_of(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+class _Plans(NamedTuple):
+    """The plans of a step within the limit of time."""
+
+    run: Callable[[Choice], Counted]
+    choices: list[Choice]  # by decreasing peak
+    least: Counted  # the step by the last
+
+
+class Steps:
+    """The steps of a network on fake tensors. Values are those of a `Growth`, which stand for examples.
+
+    Args:
+        available: bytes for tensors.
+        time: how long a step may take by a plan, as a multiple of the plain step's.
+    """
+
+    def __init__(self, network: nn.Module, growing: Growth, available: int, optimizer: str | float, time: float):
+        self.network, self.growing, self.available, self.time = network, growing, available, time
+        if not network.training:
+            network.train()
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self.weights = bytes_of_tensors([*network.parameters(), *network.buffers()])
+        self.gradients = bytes_of_tensors(trained)
+        values = sum(parameter.numel() for parameter in trained)
+        self.states, self.temporary = optimizer_bytes(optimizer, values, self.gradients)
+        self.blocks = repeated_blocks(network)
+        self.way, self.count, self.plans = cache(self._way), cache(self._count), cache(self._plans)
+
+    def ways(self) -> list[Way]:
+        """Each way on the largest example that fits, or on the smallest that was tried."""
+        found, value = [], self.growing.value
+        for name in (PLAIN, RECOMPUTED, PLANNED, *([CHECKPOINTED] if self.blocks else [])):
+            value = self.largest(name, value)
+            found.append(self.way(name, value))
+        return found
+
+    def largest(self, name: str, begin: int) -> int:
+        """See `ways`. ValueError: the network does not run on a larger example."""
+        growing, value = self.growing, begin
+        while not self.way(name, value).fits and value > growing.step:
+            smaller = max(growing.step, value // 2 // growing.step * growing.step)
+            try:
+                self.way(name, smaller)
+            except ValueError:  # e.g. nothing is left to normalise
+                return value
+            value = smaller
+
+        def peak(value: int) -> int:
+            if name == PLANNED:  # what its fastest plan takes is what there is
+                return self.held(value) + max(self.plans(value).least.peak, self.temporary)
+            return self.way(name, value).peak
+
+        return largest(peak, self.available, value, *growing[1:3], most=growing.most) or value
+
+    def _way(self, name: str, value: int) -> Way:
+        plain, count, held = self.count(PLAIN, value), self.count(name, value), self.held(value)
+        peak = held + max(count.peak, self.temporary)
+        levels = [(seconds / plain.seconds, held + level) for seconds, level in count.levels]
+        time = count.seconds / plain.seconds
+        return Way(name, self.shape(value), held, peak, peak <= self.available, time, levels)
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        return next((tuple(tensor.shape) for tensor in tensors_in(self.growing.resized(value))), ())
+
+    def held(self, value: int) -> int:
+        example = bytes_of_tensors(tensors_in(self.growing.resized(value)))
+        return self.weights + self.gradients + self.states + example
+
+    def _count(self, name: str, value: int) -> Counted:
+        if name == PLANNED:
+            return self._planned(value)
+        if name == RECOMPUTED:
+            return self._run(value, Recording(inputs=tensors_in(self.growing.resized(value))))
+        if name == PLAIN:
+            return self._run(value)
+        for block in self.blocks:
+            run = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            vars(block)["forward"] = run
+        try:
+            return self._run(value)
+        finally:
+            for block in self.blocks:
+                del vars(block)["forward"]
+
+    def _run(self, value: int, context: AbstractContextManager[object] | None = None) -> Counted:
+        args, kwargs = self.growing.resized(value)
+
+        def forward() -> object:
+            with context or nullcontext():
+                return self.network(*args, **kwargs)
+
+        try:
+            return counted(forward)
+        except Exception as error:  # a network may raise anything
+            if value == self.growing.value:
+                raise
+            raise ValueError(f"the network does not run on {size_of(self.shape(value))}: {error}") from error
+
+    def _planned(self, value: int) -> Counted:
+        """By the fastest plan that fits; if none does, by that with the least peak within the limit of time."""
+        limit = self.available - self.held(value)
+        if self.count(PLAIN, value).peak <= limit:
+            return self.count(PLAIN, value)
+        plans = self.plans(value)
+        for choice in [choice for choice in plans.choices if choice.peak <= limit][:_TRIES]:
+            if (found := plans.run(choice)).peak <= limit:
+                return found
+        return plans.least
+
+    def _plans(self, value: int) -> _Plans:
+        plain, example = self.count(PLAIN, value), self.growing.resized(value)
+        step, _ = traced_step(self.network, *example)
+        unseen = plain.peak - plain_peak(step)  # tensors inside calls
+        choices = [choice._replace(peak=choice.peak + unseen) for choice in frontier(step)]
+
+        def run(choice: Choice) -> Counted:
+            return self._run(value, Recording(ByPlan([choice.plan(step)]), inputs=tensors_in(example)))
+
+        longest = (self.time - 1) * plain.seconds
+        while True:
+            choices = [choice for choice in choices if choice.seconds <= longest] or choices[:1]
+            least = run(choices[-1])
+            late = least.seconds - self.time * plain.seconds
+            if late <= 0 or len(choices) == 1:
+                return _Plans(run, choices, least)
+            longest = choices[-1].seconds - late

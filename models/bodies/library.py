@@ -1,0 +1,283 @@
+"""Networks of torchvision and timm as bodies: under their own names, dilated, with our norms."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keepless import ABN, InPlaceABN
+from keepless.conversion.convert import to_inplace
+from keepless.conversion.example import own_activation
+from keepless.conversion.replacements import like
+from keepless.norms.report import ConversionReport
+from keepless.torch_internals import with_dispatch_modes_off
+from models.blocks import NormAct
+from models.bodies.body import Body
+from models.initialisation import initialise
+from models.recomputation import run_blocks
+
+LIBRARY_ACTIVATIONS = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU}
+SIDE = 64  # pixels of the example that a new body runs on
+_HEADS = ("avgpool", "classifier", "fc", "flatten", "head", "heads")  # of torchvision's networks
+_OF_THE_LAYER = ("num_features", "eps", "affine", "track_running_stats", "activation", "activation_param")
+_RELU = partial(ABN, activation="relu")
+
+
+class LibraryBody(Body):
+    """The features of a classification network of another library: its modules run one after the other.
+
+    Parameters keep their names and shapes, so the library's weights fit. With standard norms and ReLU, features are the
+    library's. Other norms' activations replace its ReLUs; other activations stay. In-place norms are used where
+    `to_inplace` can, standard ones elsewhere, each with the eps that it had. Images are padded with zeros to a multiple
+    of the output stride if the network would round sizes down.
+
+    Args (in addition to `Body`):
+        make: () -> the modules by name, in the order in which they run.
+        title: of the network, for messages.
+        norm_act: makes `ABN` or `InPlaceABN` with an activation of LIBRARY_ACTIVATIONS.
+        output_stride: strided convolutions beyond it become dilated ones. Every second, fourth, … cell then has the
+            strided network's features, unless the network averages over all cells (squeeze and excitation).
+
+    Attributes:
+        remarks: how the network, or the images that it expects, differ from the library's and ours.
+
+    ValueError: the modules do not run in this order, or stride by other layers than convolutions.
+    """
+
+    def __init__(
+        self,
+        norm_act: NormAct,
+        classes: int,
+        output_stride: int,
+        *,
+        make: Callable[[], Mapping[str, nn.Module]],
+        title: str,
+    ):
+        super().__init__()
+        here = torch.empty(0)
+        # Constructors and examples compute with values, which fake and meta tensors lack.
+        with with_dispatch_modes_off(), torch.device("cpu"):
+            layers = make()
+            for name, layer in layers.items():
+                self.add_module(name, layer)
+            self.order = tuple(layers)
+            self.classifier, self.rounds_up = None, True
+            channels, self.output_stride = self._dilate(torch.zeros(1, 3, SIDE, SIDE), output_stride, title)
+            with torch.no_grad():
+                odd = self.eval()(torch.zeros(1, 3, SIDE - 1, SIDE - 1))
+            self.rounds_up = odd.shape[2] == SIDE // self.output_stride
+            self.remarks = _exchange_activations(self, norm_act) + _exchange_norms(self.train(), norm_act)
+            self.add_classifier(channels, classes)
+            if self.classifier is not None:
+                initialise(self.classifier)
+        if type(here) is not Tensor or here.is_meta:
+            _forget_values(self)
+        else:
+            self.to(here.device)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        if not self.rounds_up:
+            height, width = images.shape[2:]
+            images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
+        if self.recompute == "none":
+            return self.classified(_run([getattr(self, name) for name in self.order], images))
+        parts = self._parts()
+        blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
+        first, end = blocks[0], blocks[-1] + 1
+        (x,) = run_blocks(parts[first:end], _run(parts[:first], images), self.recompute)
+        return self.classified(_run(parts[end:], x))
+
+    def _parts(self) -> list[nn.Module]:
+        """The blocks, and the single layers before and after them, in the order in which they run."""
+        return [part for name in self.order for part in _parts(getattr(self, name))]
+
+    @torch.no_grad()
+    def _dilate(self, x: Tensor, output_stride: int, title: str) -> tuple[int, int]:
+        """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride."""
+        dilation, pooling = 1, ""
+        try:
+            for part in self.eval()._parts():
+                y = part(x)
+                stride = x.shape[-1] // y.shape[-1] if SIDE > output_stride * y.shape[-1] else 1
+                if dilation * stride > 1:
+                    _dilate(part, dilation, dilation * stride)
+                    y, dilation = part(x), dilation * stride
+                if SIDE > output_stride * y.shape[-1]:
+                    pooling = pooling or type(part).__name__
+                x = y
+            channels, cells = x.shape[1], x.shape[3]
+        except Exception as error:  # a module may raise anything
+            raise ValueError(
+                f"{title} does not run its {', '.join(self.order)} one after the other ({type(error).__name__}): "
+                f"expected a network of convolutions, such as resnet50 or convnext_tiny"
+            ) from error
+        stride, remainder = divmod(SIDE, cells)
+        if remainder:
+            raise ValueError(f"{title} has {cells} cells for {SIDE} pixels: expected a network that halves exactly")
+        if pooling:
+            ours = ", or the body densenet121 of this project" if "densenet" in title else ""
+            raise ValueError(
+                f"{title} cannot be dilated to output_stride={output_stride}, because its {pooling} strides without a "
+                f"convolution: give output_stride={stride}{ours}"
+            )
+        return channels, stride
+
+
+def torchvision_body(
+    norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 32, *, network: str
+) -> LibraryBody:
+    """A classification network of torchvision, such as resnet50. ValueError: see `LibraryBody`."""
+    from torchvision import models
+
+    _check_name(network, models.list_models(models), "torchvision")
+
+    def make() -> dict[str, nn.Module]:
+        whole = models.get_model(network, weights=None)
+        layers = dict(takewhile(lambda entry: entry[0] not in _HEADS, whole.named_children()))
+        return layers | ({"relu": nn.ReLU()} if isinstance(whole, models.DenseNet) else {})  # a function there
+
+    return LibraryBody(norm_act, classes, output_stride, make=make, title=f"torchvision's {network}")
+
+
+def timm_body(norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 32, *, network: str) -> LibraryBody:
+    """The last features of a network of timm, by `features_only=True`. ValueError as for `torchvision_body`."""
+    try:
+        import timm
+    except ImportError as error:
+        raise ValueError(f"body=timm needs timm ({error}): pip install timm, or give body=torchvision") from error
+    _check_name(network, timm.list_models(), "timm")
+    title = f"timm's {network}"
+
+    def make() -> dict[str, nn.Module]:
+        whole: Any = timm.create_model(network, features_only=True, out_indices=(-1,)).eval()
+        layers, example = dict(whole.named_children()), torch.ones(1, 3, SIDE, SIDE)
+        with torch.no_grad():
+            *_, features = whole(example)
+            if not torch.equal(_run(list(layers.values()), example), features):
+                raise ValueError(f"{title} does not run its {', '.join(layers)} one after the other")
+        return layers
+
+    body = LibraryBody(norm_act, classes, output_stride, make=make, title=title)
+    published = timm.get_pretrained_cfg(network)
+    if published is not None and published.mean != timm.data.IMAGENET_DEFAULT_MEAN:
+        body.remarks += (f"published weights need images of mean {published.mean} and deviation {published.std}",)
+    return body
+
+
+def _check_name(network: str, known: Sequence[str], library: str) -> None:
+    if network not in known:
+        nearest = ", ".join(difflib.get_close_matches(network, known, n=5, cutoff=0))
+        raise ValueError(f"network={network}: {library} has no such network; the nearest are {nearest}")
+
+
+def _run(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """A module that runs its children in order as these; one that holds single layers stays whole."""
+    children = list(module.children())
+    in_order = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    if not in_order or not any(child._modules for child in children):
+        return [module]
+    return [part for child in children for part in _parts(child)]
+
+
+def _dilate(part: nn.Module, before: int, after: int) -> None:
+    """Dilate a part whose input has dilation `before`, and which strides by `after` / `before`, which becomes 1.
+
+    A strided convolution reads the same cells as before, so it is dilated as its input is; those after it more.
+    """
+    dilation = before
+    for conv in part.modules():
+        if not isinstance(conv, nn.Conv2d):
+            continue
+        strided = conv.stride != (1, 1) and after > before
+        if strided:
+            conv.stride = (1, 1)
+        by = before if strided else dilation
+        dilation = after if strided else dilation
+        if any(side % 2 == 0 for side in conv.kernel_size):
+            conv.padding = "same"
+        elif not isinstance(conv.padding, str):
+            conv.padding = tuple(by * padding for padding in conv.padding)
+        conv.dilation = tuple(by * own for own in conv.dilation)
+
+
+def _exchange_activations(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
+    """Replace ReLUs by the activation that `norm_act` gives its norms. Returns remarks."""
+    norm: Any = norm_act(1)
+    replaced = 0
+    for parent in list(body.modules()) if norm.activation != "relu" else ():
+        for name, child in parent.named_children():
+            if type(child) is nn.ReLU:
+                activation = LIBRARY_ACTIVATIONS[norm.activation](norm.activation_param, inplace=child.inplace)
+                setattr(parent, name, activation)
+                replaced += 1
+    if not replaced:
+        return ()
+    return (f"{replaced} ReLUs became {norm.activation}({norm.activation_param}), so trained weights only start there",)
+
+
+class _WithActivation(ABN):
+    """A norm without activation, and a module for it, as in timm."""
+
+    act: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+def _exchange_norms(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
+    """Replace batch normalisations by norms with the options of `norm_act`'s, see `LibraryBody`. Returns remarks."""
+    made = norm_act(1)
+    if type(made) not in (ABN, InPlaceABN):
+        raise ValueError(f"norm_act made a {type(made).__name__}: a network of another library needs ABN or InPlaceABN")
+    reports: list[ConversionReport] = []
+    if isinstance(made, InPlaceABN):
+        to_inplace(body, example=torch.zeros(2, 3, SIDE, SIDE), report=reports.append)
+    for parent in list(body.modules()):
+        for name, norm in parent.named_children():
+            act = own_activation(norm)
+            if type(norm) is InPlaceABN:
+                new: ABN = like(norm, InPlaceABN, **_options(made, InPlaceABN))
+            elif type(norm) is nn.BatchNorm2d or act is not None:
+                new = like(norm, _WithActivation if act else ABN, activation="identity", **_options(made, ABN))
+                if act is not None:
+                    new.act = act
+            else:
+                continue
+            if not new.learn_scale:
+                new.weight = None
+            setattr(parent, name, new)
+    counts = [(len(report.replaced), len(report.replaced) + len(report.kept)) for report in reports]
+    return tuple(
+        f"{replaced} of {norms} norms are in place; elsewhere it would be wrong or save nothing"
+        for replaced, norms in counts
+    )
+
+
+def _options(norm: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
+    """The options of a norm that a network's layers of class `cls` take over."""
+    return {name: getattr(norm, name) for name in inspect.signature(cls).parameters if name not in _OF_THE_LAYER}
+
+
+def _forget_values(network: nn.Module) -> None:
+    """Replace all tensors by ones of the default device, and of the fake mode that may be active."""
+    for module in network.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                new = torch.empty(value.shape, dtype=value.dtype)
+                module._parameters[name] = nn.Parameter(new, value.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)

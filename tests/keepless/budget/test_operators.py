@@ -1,0 +1,89 @@
+"""Custom operators that declare to write over nothing are repeated as one call, with equal gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from keepless.budget.budget import traced_step
+from keepless.budget.costs import peak_bytes
+from keepless.budget.execution import ByPlan
+from keepless.budget.saved_plans import plan_from_plain, plan_to_plain
+from keepless.budget.search import Choice
+from keepless.budget.simulation import plain_peak, simulate
+from keepless.recompute.custom_operators import learn
+from keepless.recompute.recording import Recording
+from keepless.recompute.rules import EXPENSIVE, INSIDE, RANDOM
+
+
+@torch.library.custom_op("keepless_tests::noisy_square", mutates_args=())
+def noisy_square(x: Tensor) -> Tensor:
+    return torch.rand_like(x).addcmul_(x, x)
+
+
+@torch.library.custom_op("keepless_tests::counted", mutates_args=("calls",))
+def counted(x: Tensor, calls: Tensor) -> Tensor:
+    calls += 1
+    return x * calls
+
+
+def _save_both(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[0], output)
+    ctx.shape = inputs[0].shape  # an attribute
+
+
+noisy_square.register_fake(torch.empty_like)
+noisy_square.register_autograd(
+    lambda ctx, gradient: gradient.view(ctx.shape) * ctx.saved_tensors[0] * ctx.saved_tensors[1],
+    setup_context=_save_both,
+)
+
+
+class Operators(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.ops.keepless_tests.noisy_square(layer(x))
+        return x.square().mean()
+
+
+def gradients(network: nn.Module, x: Tensor, policy: ByPlan | None = None) -> list[Tensor]:
+    torch.manual_seed(1)
+    network.zero_grad(set_to_none=False)
+    if policy is None:
+        loss = network(x)
+    else:
+        with Recording(policy, inputs=[x]):
+            loss = network(x)
+    loss.backward()
+    return [*(parameter.grad for parameter in network.parameters()), loss.detach()]
+
+
+def test_an_operator_is_repeated_with_its_random_numbers_and_what_it_saves():
+    torch.manual_seed(0)
+    network, x = Operators(), torch.randn(800, 64)
+    expected = gradients(copy.deepcopy(network), x)
+    gradients(network, x)
+    step, _ = traced_step(network, (x,), {})
+    of_operator = [value.call >= 0 and "noisy" in str(step.calls[value.call][0]) for value in step.values]
+    kept = [not operator for operator in of_operator]
+    peak = simulate(step, kept).peak
+    plan = plan_from_plain(plan_to_plain(Choice(peak, 0.0, tuple(kept)).plan(step)))
+    assert len(plan.again) == 8 and plan.calls == step.calls
+    assert all(map(torch.equal, gradients(network, x, ByPlan([plan])), expected))
+    measured = peak_bytes(lambda: gradients(network, x, ByPlan([plan])), "cpu")
+    assert measured == pytest.approx(peak, rel=0.02) and peak < 0.8 * plain_peak(step)
+
+
+def test_only_operators_that_write_over_nothing_have_a_rule():
+    """Nor do those of PyTorch, which has functions for them."""
+    mine = torch.ops.keepless_tests
+    others = {mine.counted, torch.ops.aten.dropout, torch.ops.profiler._record_function_enter_new}
+    for operator in (mine.noisy_square, mine.noisy_square.default, *others):
+        learn(operator)
+    assert {mine.noisy_square, mine.noisy_square.default} <= EXPENSIVE.keys() & INSIDE.keys() & RANDOM
+    assert not others & EXPENSIVE.keys()

@@ -1,0 +1,286 @@
+"""`keepless.fit`: exact bytes, the largest examples, and what its command prints."""
+
+import subprocess
+import sys
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+
+import keepless
+from keepless import plan, recompute_activations
+from keepless.budget.costs import peak_bytes
+from keepless.fit import __main__ as command
+from keepless.fit.counted import Loss, repeated_blocks
+from keepless.fit.device import CONTEXT, FRAGMENTATION, OPTIMIZERS, WORKSPACE, bytes_for_tensors, optimizer_bytes
+from keepless.fit.fit import Fit, fit
+from keepless.fit.made_tensors import MadeTensors, bytes_of_tensors
+from keepless.fit.sizes import growth
+from keepless.fit.steps import Way
+from keepless.torch_internals import FakeTensorMode
+from keepless.units import bytes_of
+from tests.runs import REPOSITORY
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class Blocks(nn.Module):
+    def __init__(self, number: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Convolutions(nn.Sequential):
+    """Takes images and, after the network, labels of their size."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Conv2d(i, 8, 3, padding=1), nn.SiLU()) for i in (3, 8, 8)))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def device_for(tensors: int) -> int:
+    """The smallest device that leaves so many bytes for tensors."""
+    device = bytes_of(CONTEXT) + bytes_of(WORKSPACE) + int(tensors / (1 - FRAGMENTATION)) - 3
+    return next(size for size in range(device, device + 9) if bytes_for_tensors(size) >= tensors)
+
+
+def ways(found: Fit) -> dict[str, Way]:
+    return {way.name: way for way in found.ways}
+
+
+def step_of(forward, x: Tensor) -> None:
+    outputs = forward(x)
+    loss = Loss.apply(outputs)
+    loss.backward(torch.empty_like(loss))
+
+
+def test_bytes_are_those_of_real_steps():
+    network, x = Blocks(), torch.randn(512, 64)
+    found = ways(fit(network, x, "2GiB"))
+    assert all(parameter.grad is None for parameter in network.parameters())
+    weights = bytes_of_tensors(network.parameters())
+    for way in found.values():
+        assert way.held == 4 * weights + x.nbytes  # and gradients, and AdamW's two states
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tracker = MemTracker()
+    tracker.track_external(network, x)
+    with tracker:
+        step_of(network, x)
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert found["plain"].peak == peak + 2 * weights == plan(network, x, [1.0]).plain + found["plain"].held
+    for block in network.blocks:
+        block.plain, block.forward = block.forward, partial(checkpoint, block.forward, use_reentrant=False)
+    with MadeTensors() as made:
+        step_of(network, x)
+    assert found["checkpointed"].peak == made.peak + found["plain"].held
+    for block in network.blocks:
+        block.forward = block.plain
+    recompute_activations(network)
+    with MadeTensors() as made:
+        step_of(network, x)
+    assert found["recomputed"].peak == made.peak + found["plain"].held
+    assert found["plain"].time == 1 < found["recomputed"].time < found["checkpointed"].time
+    assert max(level for _, level in found["plain"].levels) == found["plain"].peak
+
+
+def test_the_line_trains_within_what_the_device_leaves():
+    network, x = Blocks(2), torch.randn(16384, 64)
+    plain, recomputed = (ways(fit(network, x, "2GiB"))[name].peak for name in ("plain", "recomputed"))
+    found = fit(network, x, device_for((recomputed + plain) // 2))
+    planned = ways(found)["within a budget"]
+    assert not ways(found)["plain"].fits and planned.fits and planned.peak <= found.available
+    assert found.line.startswith('16384 x 64: keepless.recompute_activations(network, budget="')
+    eval(found.line.partition(": ")[2], {"keepless": keepless, "network": network})
+    for _ in range(3):
+        step_of(network, x)
+    budget = found.available - planned.held
+    assert budget - 2**20 < bytes_of(found.line.split('"')[1]) <= budget
+    assert peak_bytes(lambda: step_of(network, x), "cpu") <= 1.03 * budget
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "none"])
+def test_optimisers_take_what_those_of_torch_take(name):
+    makers = {
+        "sgd": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
+        "momentum": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    parameters = [nn.Parameter(torch.randn(100, size)) for size in (3, 70)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = makers[name](parameters, foreach=True)
+    optimizer.step()
+    states = [state for of_one in optimizer.state.values() for key, state in of_one.items() if key != "step"]
+    with MadeTensors() as made:
+        optimizer.step()
+    assert optimizer_bytes(name, 7300, 4 * 7300) == (sum(state.nbytes for state in states), made.peak)
+    assert optimizer_bytes(2.5, 7300, 4 * 7300) == (18250, 0)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    network, x = Blocks(2), torch.randn(12, 512, 64)
+    device = device_for(fit(network, x, "2GiB").ways[0].peak)
+    found = ways(fit(network, torch.randn(29, 512, 64), device, grow="batch", time=1.3))
+    assert found["plain"].shape == (12, 512, 64) and found["plain"].time == 1.0
+
+    def fits(name: str, batch: int) -> bool:
+        try:
+            return ways(fit(network, torch.randn(batch, 512, 64), device))[name].fits
+        except ValueError:  # nothing does
+            return False
+
+    for name in ("recomputed", "within a budget"):
+        batch = found[name].shape[0]
+        assert batch > 12 and found[name].fits and fits(name, batch) and not fits(name, batch + 1)
+    assert found["within a budget"].shape[0] > found["recomputed"].shape[0]
+    assert 1 < found["within a budget"].time <= 1.3
+
+
+def test_images_and_their_labels_grow_together():
+    network, example = Convolutions(), (torch.randn(2, 3, 64, 96), torch.zeros(2, 64, 96, dtype=torch.long))
+    device = device_for(int(4.5 * fit(network, example, "2GiB").ways[0].peak))
+    found = ways(fit(network, example, device, grow="size", optimizer="sgd"))
+    assert found["plain"].shape == (2, 3, 128, 192)
+
+
+def test_texts_grow_in_length_and_batches_in_all_tensors_that_have_it():
+    example = (
+        (),
+        {"input_ids": torch.zeros(2, 48, dtype=torch.long), "mask": torch.ones(2, 48), "heads": torch.ones(8)},
+    )
+    longer = growth(example, "size")
+    assert (longer.value, longer.step, longer.power) == (48, 16, 1)
+    assert [tuple(one.shape) for one in longer.resized(80)[1].values()] == [(2, 80), (2, 80), (8,)]
+    assert [tuple(one.shape) for one in growth(example, "batch").resized(5)[1].values()] == [(5, 48), (5, 48), (8,)]
+
+
+def test_a_network_larger_than_any_machine_is_planned():
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(2**17, 2**17, bias=False), nn.GELU()) for _ in range(4)]
+        network, x = nn.Sequential(*layers), torch.zeros(8, 2**17)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fit(network, x, "2000GiB", optimizer=2)
+    assert (found.weights, found.states) == (2**38, 2**37)
+    with FakeTensorMode():
+        assert fit(nn.Linear(2**17, 2**17), torch.zeros(8, 2**17), "2000GiB").weights == 2**36 + 2**19
+
+
+class Outputs(NamedTuple):
+    logits: Tensor
+
+
+class Asking(nn.Linear):
+    def forward(self, x: Tensor) -> Outputs:
+        return Outputs(super().forward(x if x.sum() > 0 else -x))
+
+
+def test_blocks_are_repeated_classes_or_else_sequentials():
+    assert repeated_blocks(network := Blocks()) == list(network.blocks)
+    assert repeated_blocks(network := Convolutions()) == list(network)
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    layer = nn.TransformerEncoderLayer(8, 2, 8)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    assert repeated_blocks(nn.Sequential(encoder)) == list(encoder.layers)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"device": "12"}, "device='12': expected its memory, such as '12GiB'"),
+        ({"device": "1GiB"}, "of which CUDA takes 0.5GiB and convolutions 0.7GiB"),
+        ({"device": "1.25GiB", "x": torch.randn(2**20, 64)}, "nothing fits; a step on 1048576 x 64 takes at least"),
+        ({"optimizer": "lion"}, "optimizer='lion': expected one of none, sgd, momentum, adam, adamw, or bytes"),
+        ({"time": 1.2}, "time=1.2 with grow=None: expected at least 1.0, with grow='batch' or 'size'"),
+        ({"grow": "size", "x": torch.randn(64)}, r"grow='size' with an example of shape \(64,\): expected 'batch'"),
+        ({"grow": "size"}, "the network does not run on 8 x 128: .* must have same reduction dim"),
+        ({"network": Asking(64, 64)}, "asks for values of tensors .*: leave out what reads them"),
+        ({"network": Blocks().requires_grad_(False)}, "no output of the network needs a gradient"),
+        ({"network": Blocks}, "fit got the class Blocks: expected an object"),
+    ],
+)
+def test_what_is_wrong_is_said(options, message):
+    given = {"network": Blocks(), "x": torch.randn(8, 64), "device": "2GiB"} | options
+    with pytest.raises(ValueError, match=message) as caught:
+        fit(given.pop("network"), given.pop("x"), given.pop("device"), **given)
+    assert "\n" not in str(caught.value)
+
+
+MODULE = """
+import torch
+def example():
+    network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()).bfloat16()
+    return network, torch.zeros(2**16, 64, dtype=torch.bfloat16)
+def asks():
+    return torch.nn.Linear(2, int(torch.ones(1).item())), (torch.zeros(3, 2),)
+def alone():
+    return torch.nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "my_networks.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("my_networks", None)
+
+
+def test_the_command_prints_and_draws_what_fits(module, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    path = f"{REPOSITORY}"
+    given = ["my_networks:example", "--device", "2GiB", "--optimizer", "4"]
+    run = [sys.executable, "-W", "error:::runpy", "-m", "keepless.fit", *given, "--plot", "memory.png"]
+    done = subprocess.run(run, cwd=module, env={"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
+    assert (module / "memory.png").read_bytes().startswith(b"\x89PNG")
+    found = command.main(given)
+    assert capsys.readouterr().out == done.stdout == f"{found}\n"
+    assert found.states == 4 * 64 * 65 and found.weights == 2 * 64 * 65
+
+
+def test_functions_that_need_values_are_called_without_meta(module, capsys):
+    assert command.main(["my_networks:asks", "--device", "2GiB", "--autocast", "bfloat16"]).weights == 12
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("nowhere:example", "nowhere:example: No module named 'nowhere'; expected MODULE:FUNCTION"),
+        ("my_networks:nothing", "my_networks:nothing: .* has no attribute 'nothing'; expected MODULE:FUNCTION"),
+        ("my_networks", "my_networks: .*; expected MODULE:FUNCTION"),
+        ("my_networks:alone", "my_networks:alone returns Linear: expected a network .* and an example of its input"),
+    ],
+)
+def test_wrong_functions_are_named(module, given, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        command.main([given, "--device", "2GiB"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_picture_needs_matplotlib(module, monkeypatch):
+    monkeypatch.delitem(sys.modules, "keepless.fit.picture", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="a picture needs matplotlib .*: pip install matplotlib"):
+        command.main(["my_networks:example", "--device", "2GiB", "--plot", "memory.png"])

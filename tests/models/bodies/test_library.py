@@ -1,0 +1,237 @@
+"""Networks of torchvision and timm as bodies: their features, dilated, with every norm that their weights allow."""
+
+import copy
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine import assemble
+from keepless import ABN, CheckpointedABN, InPlaceABN
+from models.bodies import timm_body, torchvision_body
+from models.recomputation import RECOMPUTE, choose_recomputation
+from tests.bodies import trained
+from tests.runs import run_config
+
+LAST = {  # fifteen networks, and the module of torchvision that makes their features
+    **dict.fromkeys(("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2"), "layer4"),
+    **dict.fromkeys(("mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large", "efficientnet_b0"), "features"),
+    **dict.fromkeys(("convnext_tiny", "densenet121", "vgg11_bn"), "features"),
+    **dict.fromkeys(("regnet_x_400mf", "regnet_y_400mf"), "trunk_output"),
+    **{"shufflenet_v2_x1_0": "conv5", "mnasnet0_5": "layers"},
+}
+QUICK = ("resnet18", "mobilenet_v3_small", "regnet_x_400mf")
+UNDILATED = ("densenet121", "vgg11_bn")
+NORMS = ("std", "inplace norm.activation=leaky_relu", "inplace_1 norm.activation=elu", "std norm.activation=leaky_relu")
+TIMMS = ("resnet18", "resnet26d", "mobilenetv3_small_050", "efficientnet_b0", "convnext_atto", "regnetx_002")
+LEAKY, IN_PLACE = partial(ABN, activation="leaky_relu"), partial(InPlaceABN, backend="eager")
+
+
+def some_slow(names, quick=QUICK):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def with_activations(network: nn.Module, activation: type[nn.Module]) -> nn.Module:
+    for parent in list(network.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.ReLU:
+                setattr(parent, name, activation())
+    return network
+
+
+def library_features(network: nn.Module, name: str, images: torch.Tensor) -> torch.Tensor:
+    """What the library's own module computes, without our code."""
+    found = []
+    hook = network.get_submodule(LAST[name]).register_forward_hook(lambda *call: found.append(call[-1]))
+    network(images)
+    hook.remove()
+    return found[0].relu() if name == "densenet121" else found[0]
+
+
+@pytest.mark.parametrize("name", some_slow(LAST))
+@torch.no_grad()
+def test_features_are_torchvision_s(name):
+    """In float32 and float64, with standard norms; and with in-place ones, of the network with leaky ReLUs."""
+    torch.manual_seed(0)
+    theirs = trained(torchvision.models.get_model(name, weights=None))
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    expected = library_features(theirs, name, images)
+    body = torchvision_body(network=name).double().eval()
+    classifier = {key for key in theirs.state_dict() if key not in body.state_dict()}
+    assert all(key.startswith(("fc.", "classifier.")) for key in classifier)
+    weights = {key: tensor for key, tensor in theirs.state_dict().items() if key not in classifier}
+    body.load_state_dict(weights)
+    assert body.out_channels == expected.shape[1] and body.output_stride == 32 and expected.std() > 0
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(body(images), expected, rtol=0, atol=1e-10 * scale)
+    single = body.float()(images.float())
+    torch.testing.assert_close(single, expected.float(), rtol=0, atol=1e-5 * scale)
+
+    leaky = library_features(with_activations(theirs, partial(nn.LeakyReLU, 0.01)), name, images)
+    for norm in () if name == "densenet121" else (LEAKY, IN_PLACE):  # its last ReLU is a function in torchvision
+        body = torchvision_body(norm, network=name).double().eval()
+        body.load_state_dict(weights)
+        torch.testing.assert_close(body(images), leaky, rtol=0, atol=1e-10 * leaky.abs().max().item())
+
+
+class FirstCell(nn.Module):
+    """In place of global pooling, whose mean over more cells is another one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, :1, :1]
+
+
+def without_pooling(body: nn.Module) -> nn.Module:
+    for parent in list(body.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.AdaptiveAvgPool2d):
+                setattr(parent, name, FirstCell())
+    return body
+
+
+def check_dilation(build, output_strides: tuple[int, ...], first: int = 0) -> None:
+    """Every cell of the strided network is one of the dilated network's."""
+    torch.manual_seed(0)
+    strided = without_pooling(trained(build()))
+    images = torch.randn(1, 3, 96, 64, dtype=torch.float64)
+    expected = strided(images)
+    for output_stride in output_strides:
+        factor = 32 // output_stride
+        dilated = without_pooling(build(output_stride=output_stride).double().eval())
+        dilated.load_state_dict(strided.state_dict())
+        features = dilated(images)
+        assert dilated.output_stride == output_stride and features.shape[2:] == (3 * factor, 2 * factor)
+        found = features[:, :, first * (factor == 4) :: factor, first * (factor == 4) :: factor]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * expected.abs().max().item())
+        assert dilated(images[:, :, :67, :45]).shape[2:] == (-(-67 // output_stride), -(-45 // output_stride))
+
+
+@pytest.mark.parametrize("name", some_slow([name for name in LAST if name not in UNDILATED]))
+@torch.no_grad()
+def test_a_dilated_network_has_the_strided_one_s_features(name):
+    """ConvNeXt's 2x2 convolutions read the cells around, so the strided network's cells are between others."""
+    check_dilation(partial(torchvision_body, network=name), (8, 16), first=int(name.startswith("convnext")))
+
+
+NUMBERED = [
+    pytest.param(name, number, marks=() if name in QUICK else pytest.mark.slow) for number, name in enumerate(LAST)
+]
+
+
+@pytest.mark.parametrize("name, number", NUMBERED)
+def test_every_network_composes_steps_and_evaluates(name, number):
+    """With each norm and each way to recompute in turn; recomputed gradients are those of stored activations."""
+    norm, recompute = NORMS[number % len(NORMS)], RECOMPUTE[number % len(RECOMPUTE)]
+    stride = 32 if name in UNDILATED else 16
+    keys = ("body=torchvision", f"body.network={name}", f"body.output_stride={stride}", "trainer.smoke=true")
+    config = run_config(*keys, *f"norm={norm}".split(), f"trainer.recompute={recompute}")
+    torch.manual_seed(0)
+    network = assemble.segmentation_network(config, 3)
+    stored = copy.deepcopy(network) if recompute in ("blocks", "sqrt") else None
+    images, random = torch.randn(2, 3, 64, 64), torch.get_rng_state()
+    network(images).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+    if stored is not None:
+        choose_recomputation(stored, stored.body, "none")
+        torch.set_rng_state(random)
+        stored(images).square().mean().backward()
+        for ours, theirs in zip(network.parameters(), stored.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * theirs.grad.abs().max().item())
+        for ours, theirs in zip(network.buffers(), stored.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    torch.optim.SGD(network.parameters(), lr=1e-4).step()
+    assert network.eval()(torch.randn(1, 3, 67, 45)).shape == (1, 3, 67, 45)
+    again = assemble.segmentation_network(config, 3)
+    again.load_state_dict(network.state_dict())
+
+
+def test_norms_take_the_options_of_the_run_and_keep_their_eps():
+    options = dict(momentum=0.3, backend="eager", sync=True)
+    std = torchvision_body(partial(ABN, activation="relu", **options), network="mobilenet_v3_small")
+    inplace = torchvision_body(partial(InPlaceABN, variant="I", **options), network="mobilenet_v3_small")
+    for body, kinds in ((std, {ABN}), (inplace, {ABN, InPlaceABN})):
+        norms = [module for module in body.modules() if isinstance(module, (ABN, nn.BatchNorm2d))]
+        assert {type(norm) for norm in norms} == kinds and len(norms) == 34
+        assert {(norm.eps, norm.momentum, norm.backend, norm.sync) for norm in norms} == {(1e-3, 0.3, "eager", True)}
+    assert {norm.variant for norm in norms if isinstance(norm, InPlaceABN)} == {"I"}
+    assert inplace.remarks == (
+        "14 ReLUs became leaky_relu(0.01), so trained weights only start there",
+        "10 of 34 norms are in place; elsewhere it would be wrong or save nothing",
+    )
+    assert std.remarks == ()
+    unscaled = torchvision_body(partial(ABN, activation="relu", learn_scale=False), network="mobilenet_v3_small")
+    assert not any(key.endswith("1.weight") and "bn" in key for key in dict(unscaled.named_parameters()))
+    assert sum(norm.weight is None for norm in unscaled.modules() if isinstance(norm, ABN)) == 34
+
+
+@pytest.mark.parametrize("name", some_slow(("regnet_x_400mf", "convnext_tiny", "resnet50")))
+def test_it_can_be_planned_and_classify(name):
+    """Under fake tensors, where RegNet's constructor could not compute its widths."""
+    with FakeTensorMode():
+        body = torchvision_body(IN_PLACE, classes=7, output_stride=8, network=name)
+        logits = body(torch.randn(2, 3, 64, 64))
+        logits.sum().backward()
+    assert logits.shape == (2, 7) and all(p.grad.shape == p.shape for p in body.parameters())
+    with torch.device("meta"):
+        assert all(tensor.is_meta for tensor in torchvision_body(network=name).state_dict().values())
+
+
+@pytest.mark.parametrize(
+    "network, options, message",
+    [
+        ("resnet51", {}, "network=resnet51: torchvision has no such network; the nearest are resnet"),
+        (
+            "densenet121",
+            dict(output_stride=8),
+            "_Transition strides without a convolution: give output_stride=32, or",
+        ),
+        (
+            "googlenet",
+            {},
+            "googlenet does not run its conv1, .* aux2 one .*: expected a network",
+        ),
+        ("squeezenet1_1", {}, "squeezenet1_1 has 3 cells for 64 pixels"),
+        (
+            "resnet18",
+            dict(norm_act=partial(CheckpointedABN, activation="relu")),
+            "CheckpointedABN: .* ABN or In",
+        ),
+    ],
+)
+def test_networks_and_options_that_cannot_be_are_refused(network, options, message):
+    with pytest.raises(ValueError, match=message):
+        torchvision_body(network=network, **options)
+
+
+@pytest.mark.parametrize("name", TIMMS)
+@torch.no_grad()
+def test_features_are_timm_s(name):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    theirs = trained(timm.create_model(name, features_only=True, out_indices=(-1,)))
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    (expected,) = theirs(images)
+    body = timm_body(network=name).double().eval()
+    body.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(body(images), expected, rtol=0, atol=1e-10 * expected.abs().max().item())
+    assert all(isinstance(norm, ABN) for norm in body.modules() if isinstance(norm, nn.BatchNorm2d | ABN))
+    with torch.enable_grad():
+        inplace = timm_body(IN_PLACE, network=name)
+        inplace.recompute = "blocks"
+        inplace(images.float()).mean().backward()
+    leaky = timm_body(LEAKY, network=name).double().eval()
+    leaky.load_state_dict(theirs.state_dict())
+    inplace.double().eval().load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(inplace(images), leaky(images), rtol=1e-10, atol=1e-10)
+    if name in ("resnet18", "convnext_atto", "regnetx_002"):  # the others average cells: over all, or in shortcuts
+        check_dilation(partial(timm_body, network=name), (8, 16), first=int(name.startswith("convnext")))
+
+
+def test_without_timm_its_body_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ValueError, match="body=timm needs timm .*pip install timm, or give body=torchvision"):
+        timm_body(network="resnet18")
