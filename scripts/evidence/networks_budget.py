@@ -164,8 +164,8 @@ def _draw(axes: Axes, found: Rows, **labels: Any) -> None:
     x, y = zip(*sorted(ours), strict=True) if ours else ((), ())
     charts.lines(axes, [charts.Series("recompute_activations, with budgets", y, x, charts.BLUE, ".-")])
     rivals = [
-        charts.Series(label, [_times(found, method, PLAIN)], [_peak(found, method)], *style)
-        for method, (label, *style) in STYLES.items()
+        charts.Series(label, [_times(found, method, PLAIN)], [_peak(found, method)], colour, marker)
+        for method, (label, colour, marker) in STYLES.items()
         if method in found
     ]
     charts.points(axes, rivals, **labels)
