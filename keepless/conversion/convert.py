@@ -1,8 +1,7 @@
 """Convert whole networks from standard to in-place layers and back, like `nn.SyncBatchNorm.convert_sync_batchnorm`.
 
 In eval mode all our layers are batch normalisation with the raw weight, so outputs do not change, for any sign of
-gamma. Parameters and buffers stay the same objects, so optimizers keep working; under the same names, so checkpoints do
-too, except where `to_standard` says otherwise.
+gamma. Parameters and buffers stay the same objects, so optimizers keep working; names change in `to_standard` only.
 """
 
 from collections.abc import Callable
@@ -90,9 +89,7 @@ def to_standard(module: Network, *, report: Callable[[ConversionReport], object]
 
     The standard `ABN` remains, under the old names, where PyTorch has no such module: for a fused `backend`, for a norm
     merged with an activation that acts elsewhere too, and where the number of dimensions is unknown (a single layer,
-    convolutions of several kinds, linear layers of as many channels).
-
-    Arguments and result as in `to_inplace`.
+    convolutions of several kinds, linear layers of as many channels). Arguments and result as in `to_inplace`.
     """
     check_module(module, "to_standard")
     tree = CallOrder(module)

@@ -91,10 +91,7 @@ def own_to_standard(tree: CallOrder, layer: ABN, kind: type[nn.Module] | None) -
 
 
 def kinds_of(tree: CallOrder) -> dict[ABN, type[nn.Module]]:
-    """PyTorch's norm for each of our layers, if all convolutions have as many dimensions.
-
-    A linear layer with as many channels may also be the one before a norm.
-    """
+    """PyTorch's norm for each layer of ours, if convolutions, and linear layers of as many channels, agree on one."""
     found = {norm for norm, kinds in KINDS if any(isinstance(module, kinds) for module in tree.names)}
     linear = {module.out_features for module in tree.names if isinstance(module, nn.Linear)}
     layers = [layer for layer in tree.names if isinstance(layer, ABN)]
@@ -171,12 +168,10 @@ def inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[str
 
 
 def _activation_of(layer: ABN) -> nn.Module:
-    param = layer.activation_param
-    if layer.activation in ("sigmoid", "tanh"):
-        return nn.Sigmoid() if layer.activation == "sigmoid" else nn.Tanh()
-    if layer.activation == "relu":
-        return nn.ReLU(inplace=True)
-    return nn.ELU(param, inplace=True) if layer.activation == "elu" else nn.LeakyReLU(param, inplace=True)
+    name, param = layer.activation, layer.activation_param
+    if name in ("leaky_relu", "elu"):
+        return nn.ELU(param, inplace=True) if name == "elu" else nn.LeakyReLU(param, inplace=True)
+    return {"relu": nn.ReLU(inplace=True), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}[name]
 
 
 def _slope_for_relu(relu_slope: float | None) -> float:
