@@ -10,7 +10,7 @@ from ..norms.abn import ABN
 from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
 from ..norms.statistics import BATCH_NORMS
 from ..torch_internals import BatchNormBase, LazyNormBase
-from .activated import hand_over, hands_over
+from .activated import MergedActivation, hand_over, hands_over
 from .call_order import CallOrder, Place, is_customised
 
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -76,17 +76,19 @@ def own_to_standard(tree: CallOrder, layer: ABN, kind: type[nn.Module] | None) -
     """PyTorch's norm, of a `kind`, and activation for one of our layers; or `ABN`, or None if it is one."""
     check_plain(layer, OWN_LAYERS)
     before, kind = f"{type(layer).__name__}({layer.activation})", nn.SyncBatchNorm if layer.sync else kind
-    if kind is None or layer.backend not in ("auto", "eager") or hands_over(layer):
+    left = MergedActivation if hands_over(layer) else nn.Identity  # by `to_inplace`, behind the layer
+    free = tree.following.get(tree.places[layer][0], [])[:1] if len(tree.places[layer]) == 1 else []
+    if any(type(p.module) is not left or is_customised(p.module) or len(tree.places[p.module]) > 1 for p in free):
+        free = []
+    if kind is None or layer.backend not in ("auto", "eager") or (hands_over(layer) and not free):
         return None if type(layer) is ABN else Replacement(layer, like(layer, ABN), before)
     norm = like(layer, kind, **({"process_group": layer.group} if layer.sync else {}))
-    if layer.activation == "identity":
-        return Replacement(layer, norm, before, after=kind.__name__)
     activation = _activation_of(layer).train(layer.training)
     after = f"{kind.__name__} + {type(activation).__name__}"
-    for place in tree.following.get(tree.places[layer][0], [])[:1] if len(tree.places[layer]) == 1 else ():
-        module = place.module
-        if type(module) is nn.Identity and not is_customised(module) and len(tree.places[module]) == 1:
-            return Replacement(layer, norm, before, (place, activation), after=after)
+    if free:
+        return Replacement(layer, norm, before, (free[0], activation), after=after)
+    if layer.activation == "identity":
+        return Replacement(layer, norm, before, after=kind.__name__)
     return Replacement(layer, nn.Sequential(norm, activation).train(layer.training), before, after=after)
 
 
@@ -171,7 +173,7 @@ def _activation_of(layer: ABN) -> nn.Module:
     name, param = layer.activation, layer.activation_param
     if name in ("leaky_relu", "elu"):
         return nn.ELU(param, inplace=True) if name == "elu" else nn.LeakyReLU(param, inplace=True)
-    return {"relu": nn.ReLU(inplace=True), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}[name]
+    return {"relu": nn.ReLU(inplace=True), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}.get(name, nn.Identity())
 
 
 def _slope_for_relu(relu_slope: float | None) -> float:
@@ -189,7 +191,7 @@ def like(layer: nn.Module, cls: type[Layer], **options: Any) -> Layer:
     for name in TENSORS:
         setattr(new, name, getattr(layer, name))
     new._non_persistent_buffers_set |= layer._non_persistent_buffers_set
-    if hands_over(layer):
+    if isinstance(new, ABN) and hands_over(layer):
         new.register_forward_hook(hand_over)
     return new.train(layer.training)
 

@@ -139,16 +139,17 @@ def test_to_standard_leaves_pytorchs_modules_only(norm, build):
     assert_same_training(network, reference, x)
 
 
+@pytest.mark.parametrize("by_example", [False, True])
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
-def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims):
+def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims, by_example):
     """With every name, activation and parameter; its pickle names nothing of ours."""
     make = nn.Linear if dims == 0 else partial((nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1], kernel_size=1)
     norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims]
     acts = [nn.LeakyReLU(0.2, inplace=True), nn.ELU(0.7, inplace=True), nn.Sigmoid(), nn.Tanh(), nn.Identity()]
-    network = nn.Sequential(*(nn.Sequential(make(C, C), norm(C, eps=1e-3), act) for act in acts))
+    network = nn.Sequential(*(nn.Sequential(make(C, C), norm(C, eps=1e-3), act) for act in acts), make(C, C))
     trained(network).double().eval()
     reference, state, x = copy.deepcopy(network), state_of(network), torch.randn(5, C, *(3,) * dims).double()
-    network, report = converted(to_standard, to_inplace(network))
+    network, report = converted(to_standard, to_inplace(network, example=x if by_example else None))
     assert len(report.replaced) == 5 and report.replaced["0.1"].endswith(f"-> {norm.__name__} + LeakyReLU")
     assert str(network) == str(reference) and state_of(network) == state
     assert b"keepless" not in pickle.dumps(network)
