@@ -104,6 +104,7 @@ def test_bytes_are_those_of_real_steps():
     assert max(level for _, level in found["plain"].levels) == found["plain"].peak
 
 
+@pytest.mark.slow
 def test_the_line_trains_within_what_the_device_leaves():
     network, x = Blocks(2), torch.randn(16384, 64)
     plain, recomputed = (ways(fit(network, x, "2GiB"))[name].peak for name in ("plain", "recomputed"))
@@ -139,6 +140,7 @@ def test_optimisers_take_what_those_of_torch_take(name):
     assert optimizer_bytes(2.5, 7300, 4 * 7300) == (18250, 0)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not():
     network, x = Blocks(2), torch.randn(12, 512, 64)
     device = device_for(fit(network, x, "2GiB").ways[0].peak)
