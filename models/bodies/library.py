@@ -89,13 +89,13 @@ class LibraryBody(Body):
             images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
         if self.recompute == "none":
             return self.classified(_run([getattr(self, name) for name in self.order], images))
-        parts = self._parts()
+        parts = self.parts()
         blocks = [index for index, part in enumerate(parts) if not _is_layer(part)] or [0]
         first, end = blocks[0], blocks[-1] + 1
         (x,) = run_blocks(parts[first:end], _run(parts[:first], images), self.recompute)
         return self.classified(_run(parts[end:], x))
 
-    def _parts(self) -> list[nn.Module]:
+    def parts(self) -> list[nn.Module]:
         """The blocks, and the single layers before and after them, in the order in which they run."""
         return [part for name in self.order for part in _parts(getattr(self, name))]
 
@@ -104,7 +104,7 @@ class LibraryBody(Body):
         """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride."""
         dilation, pooling = 1, ""
         try:
-            for part in self.eval()._parts():
+            for part in self.eval().parts():
                 y = part(x)
                 stride = x.shape[-1] // y.shape[-1] if SIDE > output_stride * y.shape[-1] else 1
                 if dilation * stride > 1:
