@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from engine.predictors import Predictor
-from keepless.torch_internals import NormBase
+from keepless.torch_internals import ASSERT_SCALAR, NormBase
 
 _EXAMPLE = 2, 72, 88  # N, H, W
 _OTHERS = (1, 97, 131), (3, 64, 40)  # odd and even
@@ -113,7 +113,7 @@ def largest_difference(
 
 
 def _drop_equalities(module: GraphModule) -> None:
-    for node in module.graph.find_nodes(op="call_function", target=_ATEN._assert_scalar.default):
+    for node in module.graph.find_nodes(op="call_function", target=ASSERT_SCALAR):
         condition = node.args[0]
         while isinstance(condition, Node) and condition.target is torch.sym_not:
             condition = condition.args[0]

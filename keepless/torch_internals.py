@@ -55,6 +55,7 @@ try:
     from torch.utils._python_dispatch import _disable_current_modes as with_dispatch_modes_off
     from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+    ASSERT_SCALAR = torch.ops.aten._assert_scalar.default  # a guard of exported programs
     # Whether a tensor has a storage, which sparse and batched ones lack.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
     # Of this thread. PyTorch's is_in_torch_dispatch_mode is of all, and stays true where modes of threads overlap.
@@ -178,6 +179,11 @@ def _reading(node: Any, name: str) -> tuple[Any, list[Any]]:
 def dropped_share(node: Any) -> float | None:
     """The probability with which a dropout node drops values."""
     return getattr(node, "_saved_p", None)
+
+
+def declared_results(overload: OpOverload) -> list[Any]:
+    """The results in an operator's schema."""
+    return list(overload._schema.returns)
 
 
 def written_arguments(operator: OpOverload) -> list[tuple[int, str]]:

@@ -165,14 +165,17 @@ class ResidualBlock(nn.Module):
     def activation(self) -> Activation:
         """phi, read from the first norm, so that it follows changes of the norms' activation."""
         first: Any = self.convs.bn1
-        return Activation(first.activation, first.activation_param)
+        return Activation(getattr(first, "activation", "identity"), getattr(first, "activation_param", 0.01))
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride))."""
         shortcut = x
         if self.proj_conv is not None and self.proj_bn is not None:
             shortcut = self.proj_bn(self.proj_conv(x))
-        return activate_(self.activation, self.convs(x) + shortcut)  # phi overwrites the sum, a new tensor
+        y, first = self.convs(x) + shortcut, self.convs.bn1
+        if isinstance(first, nn.Sequential):  # PyTorch's norm and phi, of `to_standard`
+            return first[1](y)
+        return activate_(self.activation, y)  # phi overwrites the sum, a new tensor
 
 
 def without_activation(norm_act: NormAct) -> NormAct:

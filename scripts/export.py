@@ -74,7 +74,8 @@ def export(values: DictConfig) -> dict:
     about = metadata(found, options)
     writable_folder("output", output.parent)
     if options.format == "state_dict":
-        checkpoint.write_alone(output, to_standard_bn(found.network.network.state_dict()))
+        part = "ema" if options.averaged and "ema" in found.state else "network"
+        checkpoint.write_alone(output, to_standard_bn(found.state[part]))
         write_file(output.with_suffix(".json"), about)
     else:
         precision = getattr(torch, options.precision)

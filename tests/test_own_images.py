@@ -1,13 +1,17 @@
-"""From people's own images and masks to predictions, by the commands of docs/data.md."""
+"""From people's own images and masks to predictions and an exported network, by the commands of docs/tour.md."""
 
 import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torchvision
 
 from datasets.camvid import camvid_classes
 from engine import assemble, planner
@@ -16,12 +20,14 @@ from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
 from scripts import plan_memory
 from scripts.browse_data import browse
+from scripts.export import export
 from scripts.make_classes import make_classes
 from scripts.predict import predict
 from scripts.verify_data import verify_data
 from tests import trees
 from tests.datasets import classification_trees
 from tests.runs import REPOSITORY, classification_config, composed, run_config, same
+from tests.test_commands import BLOCK
 from train_seg import train
 
 COMMANDS = {
@@ -31,8 +37,10 @@ COMMANDS = {
     "train_seg": train,
     "eval": evaluate,
     "predict": predict,
+    "export": export,
 }
-SMALL = ("data.crop_size=32", "data.workers=0", "debug=smoke", "trainer.device=cpu")
+TOUR = REPOSITORY / "docs" / "tour.md"
+SMALL = ("data.crop_size=32", "data.workers=0", "debug=smoke", "trainer.device=cpu", "norm.backend=eager")
 MORE = {
     "make_classes": ("workers=0",),
     "verify_data": ("workers=0",),
@@ -40,6 +48,7 @@ MORE = {
     "train_seg": SMALL,
     "eval": ("device=cpu", "workers=0"),
     "predict": ("device=cpu",),
+    "export": (),
 }
 
 
@@ -55,26 +64,29 @@ def under_other_names(camvid: Path, root: Path) -> None:
 
 def walk(folder: Path) -> list[tuple[str, list[str], bool]]:
     """The commands of the walk, their keys with paths in `folder`, and whether the text says that one resumes."""
-    text = (REPOSITORY / "docs" / "data.md").read_text()
-    (block,) = [block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "make_classes" in block]
     commands = []
-    for line in block.splitlines():
-        words = shlex.split(line, comments=True)
-        name = words[2 if words[1] == "-m" else 1].removeprefix("scripts.").removesuffix(".py")
-        keys = [re.sub(r"\b([A-Z]+2?)\b", rf"{folder}/\1", word) for word in words if "=" in word]
-        commands.append((name, keys, "resume=auto" in line))
+    for language, block in BLOCK.findall(TOUR.read_text()):
+        for line in () if language else block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[0] == "python":  # not TensorBoard
+                name = words[2 if words[1] == "-m" else 1].removeprefix("scripts.").removesuffix(".py")
+                keys = [re.sub(r"=([A-Z]+2?)\b", rf"={folder}/\1", word) for word in words if "=" in word]
+                commands.append((name, keys, "resume=auto" in line))
     return commands
 
 
-def test_the_walk_of_the_documentation_from_own_images_to_predictions(tmp_path, capsys):
+@pytest.mark.parametrize("exported", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_command_of_the_tour(exported, tmp_path, capsys):
     """On CamVid's files under other names: trained and evaluated equal to data=camvid to the digit."""
     camvid, own = trees.camvid_folders(tmp_path / "camvid"), tmp_path / "DIR"
     under_other_names(camvid, own)
     shutil.copytree(own / "test" / "images", tmp_path / "IMAGES")
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "FILE")
     results = []
     for name, keys, resumes in walk(tmp_path):
         if name == "plan_memory":
-            plan_memory.plan(composed("train_seg", *keys, *SMALL), SegmentationRun)
+            plan_memory.plan(composed("train_seg", *keys, *SMALL, "memory.fit=null"), SegmentationRun)
+        if name == "plan_memory" or (name == "export" and not exported):
             continue
         results.append(COMMANDS[name](composed(name, *dict.fromkeys((*keys, *MORE[name])))))
         if resumes:
@@ -86,9 +98,10 @@ def test_the_walk_of_the_documentation_from_own_images_to_predictions(tmp_path, 
             names = [*camvid_classes().names, "unlabelled"]
             named = {"classes": [{"name": name} for name in names], "ignored": [11]}
             (own / "classes.json").write_text(json.dumps(named))
-    _, verified, pages, tried, trained, tuned, evaluated, predicted = results
+    _, verified, pages, tried, trained, tuned, evaluated, predicted, *_ = results
     assert [(report.split, report.problems) for report in verified] == [("train", ()), ("val", ()), ("test", ())]
     assert len(pages) == 1 and len(predicted) == 2 and (tmp_path / "PICTURES").is_dir()
+    assert "data:image" in (tmp_path / "REPORT.html").read_text()
     kinds = {
         path.parent.relative_to(tmp_path / "PREDICTED").parts[0] for path in tmp_path.rglob("PREDICTED/*/**/*.png")
     }
@@ -102,7 +115,12 @@ def test_the_walk_of_the_documentation_from_own_images_to_predictions(tmp_path, 
         assert trained[part] == official[part], part
     states = [checkpoint.load(tmp_path / run / "checkpoints" / "last.pt") for run in ("RUN", "official", "RUN2")]
     assert same(*(state["network"] for state in states[:2])) and states[0]["classes"] == states[1]["classes"]
-    assert states[2]["config"]["sampler"]["name"] == "class_uniform"
+    assert states[2]["config"]["body"]["structure"] == [2, 2, 2, 2]
+    if exported:
+        (code,) = re.findall(r"```python\n(.*?)```", TOUR.read_text(), re.DOTALL)
+        command = [sys.executable, "-I", "-W", "ignore", "-c", code]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert ended.returncode == 0 and "'sky': '" in ended.stdout, ended.stderr
 
 
 def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):

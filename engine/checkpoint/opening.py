@@ -46,7 +46,7 @@ class Opened(NamedTuple):
 
 
 def open_network(checkpoint: str | Path, options: Prediction | None = None) -> Segmenter | Classifier:
-    """Open a trained network to predict any images. Its norms are standard ones, which compute the same.
+    """Open a trained network to predict any images. Its norms are PyTorch's, which compute the same.
 
     Args:
         checkpoint: a file of this project, or a run directory, whose last checkpoint is taken; or a file of the

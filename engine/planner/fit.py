@@ -77,11 +77,10 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
     As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
     """
-    # Standard norms are two nodes of PyTorch's by default, which plans can repeat.
-    repeats_norms = config.trainer.recompute == "budget" and isinstance(config.norm, StandardNorm)
-    on_gpu = config.trainer.device != "cpu" and not repeats_norms
-    if on_gpu and isinstance(config.norm, OurNorm) and config.norm.backend == "auto":
-        config = replace(config, norm=replace(config.norm, backend="compiled"))
+    norm = config.norm
+    if isinstance(norm, OurNorm) and norm.backend == "auto" and config.trainer.device != "cpu":
+        if norm.sync or not isinstance(norm, StandardNorm):  # which is two of PyTorch's operators
+            config = replace(config, norm=replace(norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
     network = network_of(config, classes)
     if config.trainer.channels_last:

@@ -1,7 +1,7 @@
 """Convert whole networks from standard to in-place layers and back, like `nn.SyncBatchNorm.convert_sync_batchnorm`.
 
 In eval mode all our layers are batch normalisation with the raw weight, so outputs do not change, for any sign of
-gamma. Parameters and buffers stay the same objects under the same names, so optimizers and checkpoints keep working.
+gamma. Parameters and buffers stay the same objects, so optimizers keep working; names change in `to_standard` only.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..inputs import Network, check_module
 from ..norms.abn import ABN
 from ..norms.backends.activations import Activation
-from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
+from ..norms.inplace_abn import InPlaceABN
 from ..norms.report import ConversionReport, log_report
 from ..torch_internals import BatchNormBase
 from .activated import MergedActivation, hand_over
 from .call_order import CallOrder
 from .example import NormsOnExample
-from .replacements import Replacement, batch_norm_to_inplace, check_plain, like, own_to_inplace
+from .replacements import Replacement, batch_norm_to_inplace, kinds_of, own_to_inplace, own_to_standard
 
 
 def to_inplace(
@@ -78,20 +78,28 @@ def to_inplace(
 
 
 def to_standard(module: Network, *, report: Callable[[ConversionReport], object] = log_report) -> Network:
-    """Replace every in-place and checkpointed layer by the standard `ABN`; arguments and result as in `to_inplace`.
+    """Replace every layer of ours by PyTorch's batch normalisation and activation; the contrary of `to_inplace`.
 
-    `ABN` has the state dict of PyTorch's batch normalisation. Modules that `to_inplace` merged stay merged.
+    A network of PyTorch's modules then needs nothing of this package, e.g. to be unpickled. A layer becomes a
+    BatchNorm1d, 2d or 3d, as the convolutions of the network tell, or SyncBatchNorm, which needs CUDA to synchronise.
+    Where an nn.Identity follows it in an nn.Sequential, as `to_inplace` leaves one, the activation takes its place, and
+    the names in the state dict stay. Elsewhere the layer becomes nn.Sequential(norm, activation): `bn.weight` is then
+    `bn.0.weight`, so load older state dicts before. Parameters stay the same objects. With `learn_scale=False` the
+    norm's weight is None. Code that reads a layer's attributes, such as `bn.activation`, does not find them any more.
+
+    The standard `ABN` remains, under the old names, where PyTorch has no such module: for a fused `backend`, for a norm
+    merged with an activation that acts elsewhere too, and where the number of dimensions is unknown (a single layer,
+    convolutions of several kinds, linear layers of as many channels). Arguments and result as in `to_inplace`.
     """
     check_module(module, "to_standard")
+    tree = CallOrder(module)
+    kinds = kinds_of(tree)
 
     def replacement_of(layer: nn.Module) -> Replacement | None:
-        """The standard layer for one that saves memory; None for other modules."""
-        if not isinstance(layer, ABN) or type(layer) is ABN:
-            return None
-        check_plain(layer, OWN_LAYERS)
-        return Replacement(layer, like(layer, ABN), f"{type(layer).__name__}({layer.activation})")
+        """The standard layers for one of ours; None for other modules."""
+        return own_to_standard(tree, layer, kinds.get(layer)) if isinstance(layer, ABN) else None
 
-    return _convert(module, CallOrder(module), replacement_of, report)
+    return _convert(module, tree, replacement_of, report)
 
 
 def _convert(
@@ -112,12 +120,13 @@ def _convert(
         if replacement is not None:
             replacements.append(replacement)
             new = replacement.new
-            result.replaced[name] = f"{replacement.before} -> {type(new).__name__}({new.activation})"
-    for old, new, _, emptied, merged in replacements:
+            after = replacement.after or f"{type(new).__name__}({new.activation})"
+            result.replaced[name] = f"{replacement.before} -> {after}"
+    for old, new, _, behind, merged, _ in replacements:
         for parent, name in tree.places[old]:
             parent.add_module(name, new)
-        if emptied is not None:
-            emptied.parent.add_module(emptied.name, nn.Identity().train(emptied.module.training))
+        if behind is not None:
+            behind[0].parent.add_module(behind[0].name, behind[1])
         if merged:
             new.register_forward_hook(hand_over)
         if old is module:
@@ -131,8 +140,9 @@ def _merge(tree: CallOrder, replacements: list[Replacement]) -> None:
     """Put a `MergedActivation` wherever an activation is registered that new layers include, or tell the one there."""
     stand_ins: dict[nn.Module, MergedActivation] = {}
     for replacement in replacements:
-        included = Activation(replacement.new.activation, replacement.new.activation_param)
         for activation in replacement.merged:
+            new = cast(ABN, replacement.new)
+            included = Activation(new.activation, new.activation_param)
             for parent, name in tree.places[activation]:
                 if isinstance(parent, MergedActivation):
                     stand_in = parent

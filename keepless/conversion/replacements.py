@@ -1,7 +1,7 @@
 """The layers that replace norms, chosen by the module tree. A ValueError says why a norm cannot be replaced."""
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -10,21 +10,30 @@ from ..norms.abn import ABN
 from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
 from ..norms.statistics import BATCH_NORMS
 from ..torch_internals import BatchNormBase, LazyNormBase
-from .activated import hand_over, hands_over
+from .activated import MergedActivation, hand_over, hands_over
 from .call_order import CallOrder, Place, is_customised
 
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their input, or a view of it
+KINDS: tuple[
+    tuple[type[nn.Module], tuple[type[nn.Module], ...]], ...
+] = (  # norms, and convolutions of as many dimensions
+    (nn.BatchNorm1d, (nn.Conv1d, nn.ConvTranspose1d)),
+    (nn.BatchNorm2d, (nn.Conv2d, nn.ConvTranspose2d)),
+    (nn.BatchNorm3d, (nn.Conv3d, nn.ConvTranspose3d)),
+)
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class Replacement(NamedTuple):
     """A layer and what replaces it."""
 
     old: nn.Module
-    new: ABN
+    new: nn.Module
     before: str  # the replaced layers, for the report
-    emptied: Place | None = None  # of an activation that the new layer includes, which needs no module any more
+    behind: tuple[Place, nn.Module] | None = None  # what goes to the place behind the layer: an activation, or none
     merged: tuple[nn.Module, ...] = ()  # activations that the new layer includes, but that may have other inputs too
+    after: str = ""  # PyTorch's layers in place of one of ours, for the report
 
 
 def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Replacement:
@@ -57,8 +66,39 @@ def batch_norm_to_inplace(tree: CallOrder, layer: BatchNormBase, relu_slope: flo
     name, param = inplace_activation(activation, relu_slope)
     new = batch_norm_like(layer, InPlaceABN, name, param)
     _check_output_is_left_alone(following[index + 1 :])
-    emptied = None if type(activation) is nn.Identity else following[index]
+    emptied = None
+    if type(activation) is not nn.Identity:
+        emptied = following[index], nn.Identity().train(activation.training)
     return Replacement(layer, new, f"{type(layer).__name__} + {type(activation).__name__}", emptied)
+
+
+def own_to_standard(tree: CallOrder, layer: ABN, kind: type[nn.Module] | None) -> Replacement | None:
+    """PyTorch's norm, of a `kind`, and activation for one of our layers; or `ABN`, or None if it is one."""
+    check_plain(layer, OWN_LAYERS)
+    before, kind = f"{type(layer).__name__}({layer.activation})", nn.SyncBatchNorm if layer.sync else kind
+    left = MergedActivation if hands_over(layer) else nn.Identity  # by `to_inplace`, behind the layer
+    free = tree.following.get(tree.places[layer][0], [])[:1] if len(tree.places[layer]) == 1 else []
+    if any(type(p.module) is not left or is_customised(p.module) or len(tree.places[p.module]) > 1 for p in free):
+        free = []
+    if kind is None or layer.backend not in ("auto", "eager") or (hands_over(layer) and not free):
+        return None if type(layer) is ABN else Replacement(layer, like(layer, ABN), before)
+    norm = like(layer, kind, **({"process_group": layer.group} if layer.sync else {}))
+    activation = _activation_of(layer).train(layer.training)
+    after = f"{kind.__name__} + {type(activation).__name__}"
+    if free:
+        return Replacement(layer, norm, before, (free[0], activation), after=after)
+    if layer.activation == "identity":
+        return Replacement(layer, norm, before, after=kind.__name__)
+    return Replacement(layer, nn.Sequential(norm, activation).train(layer.training), before, after=after)
+
+
+def kinds_of(tree: CallOrder) -> dict[ABN, type[nn.Module]]:
+    """PyTorch's norm for each layer of ours, if convolutions, and linear layers of as many channels, agree on one."""
+    found = {norm for norm, kinds in KINDS if any(isinstance(module, kinds) for module in tree.names)}
+    linear = {module.out_features for module in tree.names if isinstance(module, nn.Linear)}
+    layers = [layer for layer in tree.names if isinstance(layer, ABN)]
+    kinds = {layer: found | ({nn.BatchNorm1d} if layer.num_features in linear else set()) for layer in layers}
+    return {layer: next(iter(of_layer)) for layer, of_layer in kinds.items() if len(of_layer) == 1}
 
 
 def check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...], with_activation: bool = False) -> None:
@@ -129,21 +169,29 @@ def inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[str
     )
 
 
+def _activation_of(layer: ABN) -> nn.Module:
+    name, param = layer.activation, layer.activation_param
+    if name in ("leaky_relu", "elu"):
+        return nn.ELU(param, inplace=True) if name == "elu" else nn.LeakyReLU(param, inplace=True)
+    return {"relu": nn.ReLU(inplace=True), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}.get(name, nn.Identity())
+
+
 def _slope_for_relu(relu_slope: float | None) -> float:
     if relu_slope is None:
         raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, but changes the outputs")
     return relu_slope
 
 
-def like(layer: nn.Module, cls: type[ABN], **options: Any) -> ABN:
+def like(layer: nn.Module, cls: type[Layer], **options: Any) -> Layer:
     """A layer of class `cls` with the Parameters, buffers and (unless given) options of another layer."""
-    given = {name: getattr(layer, name) for name in inspect.signature(cls).parameters if hasattr(layer, name)}
+    names = [name for name in inspect.signature(cls).parameters if name not in TENSORS]
+    given = {name: getattr(layer, name) for name in names if hasattr(layer, name)}
     with torch.device("meta"):  # the constructor's tensors are replaced below
         new = cls(**(given | options))
     for name in TENSORS:
         setattr(new, name, getattr(layer, name))
     new._non_persistent_buffers_set |= layer._non_persistent_buffers_set
-    if hands_over(layer):
+    if isinstance(new, ABN) and hands_over(layer):
         new.register_forward_hook(hand_over)
     return new.train(layer.training)
 

@@ -1,6 +1,6 @@
 """Custom operators of `torch.ops` that may be repeated as one call, by what their schemas declare."""
 
-from ..torch_internals import OpOverload, OpOverloadPacket, written_arguments
+from ..torch_internals import OpOverload, OpOverloadPacket, declared_results, written_arguments
 from .rules import EXPENSIVE, INSIDE, RANDOM, random_again
 
 _NOT_REPEATED = {"aten", "keepless", "prim", "prims"}  # namespaces: their functions have rules of their own
@@ -19,8 +19,7 @@ def learn(operator: OpOverload | OpOverloadPacket) -> None:
 
 
 def _declares_one_new_tensor(overload: OpOverload) -> bool:
-    results = overload._schema.returns
     if overload.namespace in _NOT_REPEATED or any(part in overload.namespace for part in _COMMUNICATE):
         return False
-    is_new = [str(result.type) == "Tensor" and result.alias_info is None for result in results]
+    is_new = [str(result.type) == "Tensor" and result.alias_info is None for result in declared_results(overload)]
     return is_new == [True] and not written_arguments(overload)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import ABN, InPlaceABN
+from keepless.conversion.activated import MergedActivation
 from keepless.conversion.convert import to_inplace
 from keepless.conversion.example import own_activation
 from keepless.conversion.replacements import like
@@ -88,13 +89,13 @@ class LibraryBody(Body):
             images = F.pad(images, (0, -width % self.output_stride, 0, -height % self.output_stride))
         if self.recompute == "none":
             return self.classified(_run([getattr(self, name) for name in self.order], images))
-        parts = self._parts()
-        blocks = [index for index, part in enumerate(parts) if part._modules] or [0]
+        parts = self.parts()
+        blocks = [index for index, part in enumerate(parts) if not _is_layer(part)] or [0]
         first, end = blocks[0], blocks[-1] + 1
         (x,) = run_blocks(parts[first:end], _run(parts[:first], images), self.recompute)
         return self.classified(_run(parts[end:], x))
 
-    def _parts(self) -> list[nn.Module]:
+    def parts(self) -> list[nn.Module]:
         """The blocks, and the single layers before and after them, in the order in which they run."""
         return [part for name in self.order for part in _parts(getattr(self, name))]
 
@@ -103,7 +104,7 @@ class LibraryBody(Body):
         """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride."""
         dilation, pooling = 1, ""
         try:
-            for part in self.eval()._parts():
+            for part in self.eval().parts():
                 y = part(x)
                 stride = x.shape[-1] // y.shape[-1] if SIDE > output_stride * y.shape[-1] else 1
                 if dilation * stride > 1:
@@ -187,9 +188,14 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     """A module that runs its children in order as these; one that holds single layers stays whole."""
     children = list(module.children())
     in_order = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    if not in_order or not any(child._modules for child in children):
+    if not in_order or all(map(_is_layer, children)):
         return [module]
     return [part for child in children for part in _parts(child)]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is no block. A norm in place hands its output to the `MergedActivation` behind it."""
+    return not module._modules or isinstance(module, MergedActivation)
 
 
 def _dilate(part: nn.Module, before: int, after: int) -> None:

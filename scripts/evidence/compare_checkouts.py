@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import MISSING, DictConfig
+from PIL import Image
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -72,6 +73,9 @@ def read(file: Path) -> object:
         return torch.load(file, map_location="cpu", weights_only=True)
     if file.suffix in (".json", ".jsonl") and file.name != "classes.json":
         return list(map(json.loads, file.read_text().splitlines()))
+    if file.suffix == ".png":  # its pixels: how they are compressed is no result
+        image = Image.open(file)
+        return hashlib.sha256(repr((image.mode, image.size, image.getpalette())).encode() + image.tobytes()).hexdigest()
     return file.read_text().splitlines() if file.suffix == ".yaml" else hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -126,7 +126,11 @@ COLUMNS: Columns = [
     ("to plain", lambda row: frame.relative_time(row, PLAIN)),
     ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
 ]
-STYLES = {RECOMPUTED: (charts.SKY, "o"), BLOCKS: (charts.VERMILION, "s"), BUDGET: (charts.GREEN, "v")}
+STYLES = {
+    RECOMPUTED: ("recompute_activations, without", charts.SKY, "o"),
+    BLOCKS: (BLOCKS, charts.VERMILION, "s"),
+    BUDGET: (BUDGET, charts.GREEN, "v"),
+}
 
 
 def pictures(result: dict) -> dict[str, Figure]:
@@ -158,10 +162,10 @@ def _draw(axes: Axes, found: Rows, **labels: Any) -> None:
     """Peak against time of a network's budgets and their rivals."""
     ours = [(_peak(found, method), _times(found, method, PLAIN)) for method in found if "budget" in found[method]]
     x, y = zip(*sorted(ours), strict=True) if ours else ((), ())
-    charts.lines(axes, [charts.Series("budgets", y, x, charts.BLUE, ".-")])
+    charts.lines(axes, [charts.Series("recompute_activations, with budgets", y, x, charts.BLUE, ".-")])
     rivals = [
-        charts.Series(method, [_times(found, method, PLAIN)], [_peak(found, method)], *style)
-        for method, style in STYLES.items()
+        charts.Series(label, [_times(found, method, PLAIN)], [_peak(found, method)], colour, marker)
+        for method, (label, colour, marker) in STYLES.items()
         if method in found
     ]
     charts.points(axes, rivals, **labels)
@@ -170,7 +174,7 @@ def _draw(axes: Axes, found: Rows, **labels: Any) -> None:
 def _alone(found: Rows, title: str) -> Figure:
     """The picture for the README: budgets on their own, each rival named beside its point."""
     figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
-    _draw(axes, found, title=title, xlabel="peak memory of the step, to plain", ylabel="time of the step, to plain")
+    _draw(axes, found, title=title, xlabel="peak memory, relative to plain PyTorch", ylabel="time, relative")
     axes.plot(1, 1, "*", color=charts.BLACK, markersize=9, label="plain PyTorch")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
     axes.set(xlim=(0.2, 1.05), ylim=(0.95, 1.4))

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 import re
 from functools import partial
 from itertools import cycle
@@ -86,14 +87,8 @@ def gradients(network: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [z, *torch.autograd.grad(z, [x, *network.parameters()], dz)]
 
 
-TO_INPLACE = [(to_inplace, norm) for norm in NORMS if not norm.startswith("inplace")]
-TO_STANDARD = [(to_standard, norm) for norm in NORMS if not norm.startswith("std")]
-
-
-@pytest.mark.parametrize("way, build", list(zip([*TO_INPLACE, *TO_STANDARD], cycle(NETWORKS))))
-def test_networks_of_ours_keep_their_outputs_and_gradients(way, build):
-    convert, norm = way
-    expected = InPlaceABN if convert is to_inplace else ABN
+@pytest.mark.parametrize("norm, build", list(zip([norm for norm in NORMS if "inplace" not in norm], cycle(NETWORKS))))
+def test_networks_of_ours_keep_their_outputs_and_gradients(norm, build):
     torch.manual_seed(0)
     network = trained(build(NORMS[norm]))
     layers = [name for name, module in network.named_modules() if isinstance(module, ABN)]
@@ -101,20 +96,81 @@ def test_networks_of_ours_keep_their_outputs_and_gradients(way, build):
     before = network.eval()(x)
     reference, state = copy.deepcopy(network), state_of(network)
 
-    result, report = converted(convert, network)
+    result, report = converted(to_inplace, network)
     assert result is network and state_of(network) == state and not report.kept
     for name in layers:
-        layer = network.get_submodule(name)
-        assert type(layer) is expected
-        assert not layer.training and layer.sync == (norm == "inplace-sync")
-        original = reference.get_submodule(name)
-        assert (name in report.replaced) == (type(layer) is not type(original))
+        layer, original = network.get_submodule(name), reference.get_submodule(name)
+        assert type(layer) is InPlaceABN and name in report.replaced and not layer.training
         assert layer.extra_repr().startswith(original.extra_repr().split(", variant")[0].split(", store")[0])
     torch.testing.assert_close(network(x), before, rtol=0, atol=1e-6)
+    assert_same_training(network, reference, x)
+
+
+def assert_same_training(network: nn.Module, reference: nn.Module, x: torch.Tensor) -> None:
     x = x.double()
     theirs, ours = gradients(reference.double().train(), x), gradients(network.double().train(), x)
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
     torch.testing.assert_close(list(network.buffers()), list(reference.buffers()))
+
+
+@pytest.mark.parametrize("norm, build", list(zip(NORMS, cycle(NETWORKS))))
+def test_to_standard_leaves_pytorchs_modules_only(norm, build):
+    """In evaluation equal to the bit in float64; the Parameters stay, under `bn.0.weight` for `bn.weight`."""
+    torch.manual_seed(0)
+    network = trained(build(NORMS[norm])).double().eval()
+    reference, (state, _) = copy.deepcopy(network), state_of(network)
+    x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
+    with torch.no_grad():
+        before = network(x)
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, ABN)}
+    result, report = converted(to_standard, network)
+    assert result is network and not report.kept and list(report.replaced) == list(layers)
+    assert not [module for module in network.modules() if type(module).__module__.startswith("keepless")]
+    kind = "SyncBatchNorm" if norm == "inplace-sync" else "BatchNorm2d"
+    assert {type(module).__name__ for module in network.modules() if "BatchNorm" in type(module).__name__} == {kind}
+    renamed = {}
+    for name, identity in state.items():
+        layer, _, tensor = name.rpartition(".")
+        with_activation = layer in layers and layers[layer].activation != "identity"
+        renamed[f"{layer}.0.{tensor}" if with_activation else name] = identity
+    assert state_of(network)[0] == renamed
+    with torch.no_grad():
+        assert torch.equal(network(x), before)
+    assert_same_training(network, reference, x)
+
+
+@pytest.mark.parametrize("by_example", [False, True])
+@pytest.mark.parametrize("dims", [0, 1, 2, 3])
+def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims, by_example):
+    """With every name, activation and parameter; its pickle names nothing of ours."""
+    make = nn.Linear if dims == 0 else partial((nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1], kernel_size=1)
+    norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims]
+    acts = [nn.LeakyReLU(0.2, inplace=True), nn.ELU(0.7, inplace=True), nn.Sigmoid(), nn.Tanh(), nn.Identity()]
+    network = nn.Sequential(*(nn.Sequential(make(C, C), norm(C, eps=1e-3), act) for act in acts), make(C, C))
+    trained(network).double().eval()
+    reference, state, x = copy.deepcopy(network), state_of(network), torch.randn(5, C, *(3,) * dims).double()
+    network, report = converted(to_standard, to_inplace(network, example=x if by_example else None))
+    assert len(report.replaced) == 5 and report.replaced["0.1"].endswith(f"-> {norm.__name__} + LeakyReLU")
+    assert str(network) == str(reference) and state_of(network) == state
+    assert b"keepless" not in pickle.dumps(network)
+    assert torch.equal(network(x), reference(x))
+
+
+def test_what_only_ours_computes_stays_ours():
+    """Fused layers, and where the number of dimensions is unknown."""
+    fused = InPlaceABN(C, backend="compiled")
+    for layers in (
+        [nn.Conv2d(C, C, 1), fused],
+        [nn.Conv2d(C, C, 1), nn.Conv1d(C, C, 1), InPlaceABN(C)],
+        [nn.Conv2d(C, C, 1), nn.Flatten(), nn.Linear(C, C), ABN(C)],
+        [nn.Flatten(), CheckpointedABN(C)],
+    ):
+        network, report = converted(to_standard, nn.Sequential(*layers))
+        assert type(network[-1]) is ABN and network[-1].backend == layers[-1].backend and not report.kept
+    one, identity = InPlaceABN(C), nn.Identity()
+    network, _ = converted(to_standard, nn.Sequential(nn.Conv2d(C, C, 1), one, identity, one, identity))
+    assert network[1] is network[3] and [type(module) for module in network[1]] == [nn.BatchNorm2d, nn.LeakyReLU]
+    assert network[2] is network[4] is identity
 
 
 def test_layers_that_need_no_conversion_are_left_as_they_are():
@@ -192,9 +248,9 @@ def test_pytorch_layers_in_a_sequential(kind, activation):
 def test_the_process_group_goes_along():
     group = object()  # nothing is exchanged here
     network = nn.Sequential(nn.SyncBatchNorm(C, process_group=group), act())
-    for convert in (to_inplace, to_standard):
-        layer = convert(network)[0]
-        assert layer.sync and layer.group is group
+    layer = to_inplace(network)[0]
+    assert layer.sync and layer.group is group
+    assert to_standard(network)[0].process_group is group
 
 
 def bn() -> nn.BatchNorm2d:

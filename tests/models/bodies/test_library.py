@@ -149,6 +149,22 @@ def test_every_network_composes_steps_and_evaluates(name, number):
     again.load_state_dict(network.state_dict())
 
 
+@pytest.mark.slow
+def test_blocks_begin_and_end_with_tensors_and_compile():
+    """An in-place norm and its activation are one block: in the stem of ResNets, at the start of MobileNets."""
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for name in ("resnet18", "mobilenet_v3_small"):
+        standard, body = (torchvision_body(norm, network=name) for norm in (LEAKY, IN_PLACE))
+        assert [type(part) for part in body._parts()][4:] == [type(part) for part in standard._parts()][4:]
+        assert len(body._parts()) == len(standard._parts())
+    body = torchvision_body(IN_PLACE, network="resnet18").double()
+    expected = body(images)
+    body.recompute = "blocks"
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(body, backend="aot_eager", fullgraph=True)(images), expected)
+
+
 def test_norms_take_the_options_of_the_run_and_keep_their_eps():
     options = dict(momentum=0.3, backend="eager", sync=True)
     std = torchvision_body(partial(ABN, activation="relu", **options), network="mobilenet_v3_small")
