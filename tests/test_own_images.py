@@ -75,8 +75,8 @@ def walk(folder: Path) -> list[tuple[str, list[str], bool]]:
     return commands
 
 
-@pytest.mark.parametrize("exported", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_command_of_the_tour(exported, tmp_path, capsys):
+@pytest.mark.slow
+def test_every_command_of_the_tour(tmp_path, capsys):
     """On CamVid's files under other names: trained and evaluated equal to data=camvid to the digit."""
     camvid, own = trees.camvid_folders(tmp_path / "camvid"), tmp_path / "DIR"
     under_other_names(camvid, own)
@@ -86,7 +86,6 @@ def test_every_command_of_the_tour(exported, tmp_path, capsys):
     for name, keys, resumes in walk(tmp_path):
         if name == "plan_memory":
             plan_memory.plan(composed("train_seg", *keys, *SMALL, "memory.fit=null"), SegmentationRun)
-        if name == "plan_memory" or (name == "export" and not exported):
             continue
         results.append(COMMANDS[name](composed(name, *dict.fromkeys((*keys, *MORE[name])))))
         if resumes:
@@ -116,11 +115,10 @@ def test_every_command_of_the_tour(exported, tmp_path, capsys):
     states = [checkpoint.load(tmp_path / run / "checkpoints" / "last.pt") for run in ("RUN", "official", "RUN2")]
     assert same(*(state["network"] for state in states[:2])) and states[0]["classes"] == states[1]["classes"]
     assert states[2]["config"]["body"]["structure"] == [2, 2, 2, 2]
-    if exported:
-        (code,) = re.findall(r"```python\n(.*?)```", TOUR.read_text(), re.DOTALL)
-        command = [sys.executable, "-I", "-W", "ignore", "-c", code]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-        assert ended.returncode == 0 and "'sky': '" in ended.stdout, ended.stderr
+    (code,) = re.findall(r"```python\n(.*?)```", TOUR.read_text(), re.DOTALL)
+    command = [sys.executable, "-I", "-W", "ignore", "-c", code]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0 and "'sky': '" in ended.stdout, ended.stderr
 
 
 def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):
