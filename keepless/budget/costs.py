@@ -114,7 +114,7 @@ def call_of(
     arguments: list[Any] = []
     for one in (*args, *kwargs.values()):
         if isinstance(one, (list, tuple)):
-            one = tuple(one)
+            one = tuple(one) if isinstance(one, list) else one
             if any(isinstance(item, Tensor) for item in one) and not lists:
                 return None
         if not all(map(is_ordinary, tensors_in(one))):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..inputs import tensors_in
+from ..norms.bn_act import is_fused, is_node
 from ..recompute.calls import Call
 from ..recompute.rules import EXPENSIVE, FOLLOWED, INSIDE, NotFollowed, Rule
 from ..recompute.signs import unpacking_bytes
@@ -251,12 +252,12 @@ class StepTrace:
             event, extra = len(self.events), 0
             if call.inside:  # of which the events of its nodes tell the rest
                 event, extra = self._began, result.nbytes
-            else:
+            if not call.inside or is_node(result.grad_fn):
                 self._backward[node_number(result.grad_fn)] = measured
             self.events.insert(event, (Event.BUSY, extra))
             self._busy.append(_Busy(measured, event, [len(self.values)]))
-        if isinstance(result, FakeTensor):
-            self._is_fake = True
+        self._is_fake |= isinstance(result, FakeTensor)
+        if isinstance(result, FakeTensor) or is_fused(result.grad_fn, call.args):  # and then compiled just now
             seconds = estimated_seconds(function, call.arguments, result)
         elif function in FOLLOWED and self.estimates is None:  # by another function than the network's
             key = (function, result.shape, result.dtype)
@@ -266,12 +267,12 @@ class StepTrace:
         return Costs(seconds, 0, operations_of(function, call.arguments, result))
 
     def _measured_call(self, call: Call, result: Tensor, lists: bool = False) -> MeasuredCall | None:
-        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing.
+        """The call, if it can be measured on other tensors: it draws no numbers, writes over nothing, compiles nothing.
 
         `lists`: its arguments may be lists of tensors.
         """
         tensors = [one for one in call.arguments if isinstance(one, Tensor)]
-        if self.estimates is None and isinstance(result, FakeTensor):
+        if (self.estimates is None and isinstance(result, FakeTensor)) or is_fused(result.grad_fn, call.args):
             return None
         if "dropout" in getattr(call.function, "__name__", "") or any(one is result for one in tensors):
             return None

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..torch_internals import NormBase, backward_runs, is_exporting
 from .backends import EagerBackend, backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
-from .bn_act import BatchNormActivation, NormArguments, Strategy, is_misread, statistics_dtype
+from .bn_act import BatchNormActivation, NormArguments, Strategy, is_misread, norm_and_activation, statistics_dtype
 from .loading import warn_if_released
 from .synchronisation import refuse_jointly, synchronised_group
 
@@ -153,7 +154,10 @@ class ABN(NormBase):
             return activate_(activation, y)
         arguments = NormArguments(use_batch, momentum, self.eps, activation, group)
         strategy = strategy or Strategy(keep="x", backend=self.backend)
-        return BatchNormActivation.apply(x, weight, bias, running_mean, running_var, arguments, strategy)
+        given = (x, weight, bias, running_mean, running_var, arguments, strategy)
+        if has_torch_function_unary(x) and group is None and not strategy.overwrite_input:
+            return handle_torch_function(norm_and_activation, (x,), *given)  # recordings see one call
+        return BatchNormActivation.apply(*given)
 
     def strategy(self) -> Strategy | None:
         """How to compute z; None for PyTorch's batch normalisation and activation, which are two autograd nodes."""

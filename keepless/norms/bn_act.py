@@ -1,5 +1,6 @@
 """BN + activation as one autograd node. Strategies differ in the tensors that it keeps for the backward pass."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeGuard
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..torch_internals import node_class
-from .backends import Affine, BackwardInputs, Running, backend_for, floored
+from .backends import Affine, BackwardInputs, EagerBackend, Running, backend_for, floored
 from .backends.activations import Activation
 from .synchronisation import gathered_moments, joint_sums
 
@@ -111,6 +112,19 @@ class BatchNormActivation(torch.autograd.Function):
         return (_backward_once if differentiable else _backward)(ctx, dz)
 
 
+def norm_and_activation(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    arguments: NormArguments,
+    strategy: Strategy,
+) -> Tensor:
+    """`BatchNormActivation` as function modes see it: one call."""
+    return BatchNormActivation.apply(x, weight, bias, running_mean, running_var, arguments, strategy)
+
+
 def _backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:
     """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
     kept, ctx.kept = ctx.kept or kept_by(ctx), None
@@ -137,6 +151,11 @@ _backward_once = once_differentiable(_backward)
 def is_node(value: object) -> TypeGuard[BatchNormActivationBackward]:
     """Whether a value is a `BatchNormActivation` node."""
     return isinstance(value, node_class(BatchNormActivation))
+
+
+def is_fused(node: object, inputs: Sequence[Tensor]) -> bool:
+    """Whether a value is a node that computes in fused kernels. `inputs`: of the node."""
+    return is_node(node) and not isinstance(backend_for(node.strategy.backend, inputs[0]), EagerBackend)
 
 
 def kept_by(node: BatchNormActivationBackward) -> BackwardInputs:

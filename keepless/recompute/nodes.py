@@ -1,15 +1,16 @@
 """How to repeat results that follow from autograd's nodes: views, copies, and norms with nodes of their own."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..norms.bn_act import BatchNormActivationBackward, is_node, recompute_output
+from ..norms.bn_act import BatchNormActivationBackward, is_node, norm_and_activation, recompute_output
 from ..saved import Kept, is_ordinary
 from ..torch_internals import FakeTensor, is_synchronised_norm, packed_by_function
 from .calls import Call
-from .values import Again, Value, laid_out, saved_value, unread_bytes
+from .values import Again, ShapeOnly, Value, laid_out, saved_value, unread_bytes
 
 _NODES = frozenset(["BatchNormActivationBackward", "SyncBatchNormBackward"]) | {
     f"{name}Backward0" for name in ("ToCopy", "Clone", "UnsafeView")
@@ -60,6 +61,20 @@ def _checkpointed_output(node: BatchNormActivationBackward, kept: Tensor | None)
     The node finds `kept` by itself; as an argument it counts as needed, and is computed before if it is not kept.
     """
     return recompute_output(node)
+
+
+def layer_again(find: Callable[[Tensor], Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    """A rule: repeat a layer of ours. Running statistics that have moved stay as they are."""
+    x, weight, bias, mean, var, arguments, strategy = args
+    moved = arguments.use_batch_statistics
+    affine = [None if one is None else find(one) for one in (weight, bias)]
+    running = [None if one is None else ShapeOnly(one) if moved else find(one) for one in (mean, var)]
+    return Again(_layer_again, [find(x), *affine, *running, arguments, strategy], fresh=True)
+
+
+def _layer_again(*given: Any) -> Tensor:
+    ready: Any = [one.get() if isinstance(one, ShapeOnly) else one for one in given]
+    return norm_and_activation(*ready)
 
 
 def _of_view(known: Registry, tensor: Tensor, call: Call | None) -> Again | None:

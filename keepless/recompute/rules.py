@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..norms.bn_act import norm_and_activation
 from ..saved import Kept
 from ..torch_internals import FakeTensor, dropped_share, packed_by, without_dispatch_modes, without_function_modes
 from .inplace_calls import INPLACE, may_overwrite
-from .nodes import normalised
+from .nodes import layer_again, normalised
 from .signs import positive, positive_or_nan
 from .values import Again, ShapeOnly, Value, saved_value
 
@@ -382,8 +383,8 @@ for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_samp
     EXPENSIVE[_function] = _made(_function)
 EXPENSIVE[F.scaled_dot_product_attention] = _attention
 EXPENSIVE |= {torch.bernoulli: random_again(torch.bernoulli), torch.rrelu: random_again(torch.rrelu)}
-EXPENSIVE[F.cross_entropy] = _made(F.cross_entropy)
-for _function in (F.scaled_dot_product_attention, torch.rrelu, F.cross_entropy):
+EXPENSIVE |= {F.cross_entropy: _made(F.cross_entropy), norm_and_activation: layer_again}
+for _function in (F.scaled_dot_product_attention, torch.rrelu, F.cross_entropy, norm_and_activation):
     INSIDE[_function] = EXPENSIVE[_function]
 for _function in (F.dropout, torch.dropout, F.alpha_dropout):
     INSIDE[_function] = _mask(_function)

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import keepless
-from keepless import recompute_activations, report
+from keepless import InPlaceABN, recompute_activations, report
 
 FOLDER = str(Path(keepless.__file__).parent)
 
@@ -56,6 +56,17 @@ def test_what_a_block_takes_by_rules(device):
     assert per_block["Saved"] == 3 and per_block["Value"] == 4  # beside those: of the convolution's result and the bias
     assert per_block["Call"] == 5  # two of them the norm's own: its check of dimensions, its counter of minibatches
     assert per_block["calls"] <= 200
+
+
+def test_a_layer_of_ours_is_one_call_of_a_recording():
+    """Beside it there are the convolution, and questions that the layer asks of its input."""
+    counts = []
+    for number in (2, 4):
+        parts = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), InPlaceABN(4)) for _ in range(number)]
+        network, x = recompute_activations(nn.Sequential(*parts)), torch.randn(2, 4, 8, 8)
+        counts.append(counted(partial(network, x)))
+    assert (counts[1]["Call"] - counts[0]["Call"]) / 2 <= 14
+    assert (counts[1]["calls"] - counts[0]["calls"]) / 2 <= 250
 
 
 def test_a_pass_whose_plan_keeps_all_makes_no_recipe_and_no_value():
