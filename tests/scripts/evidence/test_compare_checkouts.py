@@ -9,6 +9,7 @@ from tests.runs import composed
 TRAINING = """
 import json, sys, torch
 from pathlib import Path
+from PIL import Image
 
 run_dir = Path(next(word.partition("=")[2] for word in sys.argv if word.startswith("run_dir=")))
 run_dir.mkdir()
@@ -17,7 +18,7 @@ run_dir.mkdir()
 (run_dir / "metrics.jsonl").write_text(json.dumps({"loss": 0.5, "images_per_second": hash(__file__)}))
 (run_dir / "config.yaml").write_text(f"# {run_dir}")
 torch.save({"network": {"w": torch.zeros(2, dtype=torch.bfloat16)}, "step": 1}, run_dir / "last.pt")
-(run_dir / "picture.png").write_bytes(b"pixels")
+Image.new("L", (2, 2), 7).save(run_dir / "picture.png", compress_level=9)
 """
 
 
@@ -27,11 +28,15 @@ EDITS = {  # of the training: (its new text, the difference that it makes, if an
     "0.25": ("0.25000000000000006", "results.json.0.miou: 0.25 → 0.25000000000000006"),
     '"step": 1': ('"step": 1.0', "last.pt.step: 1 → 1.0"),
     "# {": ("#  {", "config.yaml.0: '# DIR/run' → '#  DIR/run'"),
-    "pixels": ("others", "picture.png: "),
+    "compress_level=9": ("compress_level=0", None),
+    ", 7)": (", 8)", "picture.png: "),
 }
 
 
-@pytest.mark.parametrize("edits", [{"0.5,": EDITS["0.5,"]}, EDITS], ids=["equal", "different"])
+EQUAL = {before: edit for before, edit in EDITS.items() if edit[1] is None}
+
+
+@pytest.mark.parametrize("edits", [EQUAL, EDITS], ids=["equal", "different"])
 def test_one_differing_bit_is_named(tmp_path, monkeypatch, edits):
     """Wherever the checkouts lie. -0.0 is not 0.0, and 1 is not 1.0."""
     changed = TRAINING

@@ -93,6 +93,7 @@ def test_small_angles_are_exact():
         assert angle(other, torch.tensor([1.0, 0.0])) == pytest.approx(degrees, rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_restored_and_stored_networks_train_side_by_side(tmp_path):
     cifar10_python(tmp_path / "cifar")
     options = [f"root={tmp_path / 'cifar'}", "steps=3", "every=2", "images=6", "test_images=2"]
