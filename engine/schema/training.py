@@ -38,7 +38,7 @@ class Trainer:
     tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
     channels_last: bool = True  # memory format of activations; false: contiguous
     # activations: see `recompute_activations`; budget: compute as many activations again as memory.budget requires.
-    # Checkpointing of the body's blocks: keep their inputs (blocks), or those of every sqrt(L)-th of L blocks (sqrt),
+    # Checkpointing of the body's blocks: keep each block's input (blocks), or every sqrt(L)-th of L inputs (sqrt),
     # and compute the rest again in the backward pass.
     recompute: str = key("none", one_of=(*RECOMPUTE, "budget"), free_on_resume=True)
     compile: bool = False  # the training's forward and backward pass by torch.compile, as one graph

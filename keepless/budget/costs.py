@@ -67,7 +67,7 @@ class MeasuredCall(NamedTuple):
 
     @property
     def trained(self) -> int:
-        """Bytes of those that need gradients."""
+        """Bytes of the arguments that need gradients."""
         specs = filter(_is_spec, tree_leaves(self.arguments, is_leaf=_is_spec))
         return sum(one.size for one in specs if one.requires_grad)
 
@@ -298,7 +298,7 @@ class _Rates(NamedTuple):
 
 @cache
 def _rates(device: torch.device, dtype: torch.dtype) -> _Rates:
-    """Measured by a copy and a matrix product; those of recent cards for a device that is not at hand."""
+    """Measured by a copy and a matrix product; typical of recent cards if the device is not at hand."""
     is_cuda = device.type == "cuda"
     if not (is_cuda and torch.cuda.is_available() or device.type == "cpu"):
         return _Rates(1e12, 1e14 if dtype.itemsize <= 2 else 2e13)

@@ -66,7 +66,7 @@ def traced_step(
 
 
 def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs that a training's backward pass starts from: without those that a loss among them is computed from.
+    """The outputs where backward starts: if one of them is a loss, the outputs that it is computed from are left out.
 
     A loss has no dimensions. Networks of Hugging Face return theirs together with the logits.
     """

@@ -14,7 +14,7 @@ from ..inputs import tensors_in
 from ..torch_internals import OpOverload
 from .made_tensors import MadeTensors
 
-# Attention of CPUs, whose operators begin with the arguments of those that PyTorch counts.
+# PyTorch counts CUDA's flash attention; the CPU's operators begin with the same arguments.
 _FLASH = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) for end in ("", "_backward")}
 

@@ -22,7 +22,7 @@ _TIME = 1.15
 
 
 class Fit(NamedTuple):
-    """What fits on a device: print it. Bytes are those of tensors; times are estimated."""
+    """What fits on a device: print it. Bytes count tensors; times are estimated."""
 
     device: int | str  # as given
     available: int  # bytes of it for tensors
@@ -66,7 +66,7 @@ def fit(
     grow: str | None = None,
     time: float | None = None,
 ) -> Fit:
-    """Count what a training step of a network takes, and find what of it fits on a device.
+    """Count the memory of a training step, and find the largest one that fits on a device.
 
     Four ways are compared: the network as it is; `recompute_activations(network)`; with the budget that the device
     leaves; and PyTorch's checkpoints of repeated blocks (`keepless.fit.counted.repeated_blocks`). A copy runs on fake

@@ -25,7 +25,7 @@ _TRIES = 8  # plans for one example, until what is counted fits
 
 
 class Way(NamedTuple):
-    """A way to run the step on an example. Bytes are those of all tensors."""
+    """A way to run the step on an example. Bytes count all tensors."""
 
     name: str
     shape: tuple[int, ...]  # of the example's first tensor
@@ -49,7 +49,7 @@ class _Plans(NamedTuple):
 
 
 class Steps:
-    """The steps of a network on fake tensors. Values are those of a `Growth`, which stand for examples.
+    """The steps of a network on fake tensors. A value of a `Growth` stands for an example.
 
     Args:
         available: bytes for tensors.

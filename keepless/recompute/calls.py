@@ -49,7 +49,7 @@ class Call:
         self.parameters: dict[int, Kept] = {}  # leaves saved without a `Value`, by id
         self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
         self.saves = 0  # number of tensors saved so far
-        self.inside: list[Inside] = []  # those that it may have made itself
+        self.inside: list[Inside] = []  # tensors saved inside the call, which it may have made itself
         self.random: Any = None  # state of the generator before the call, if it may be needed
 
     def room(self, result: Tensor) -> int:
