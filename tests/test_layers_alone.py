@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 MISSING = ("hydra", "omegaconf", "rich", "hypothesis", "cv2", "matplotlib", "torchvision", "tensorboard", "PIL", "timm")
@@ -31,6 +33,7 @@ def collected(missing: tuple[str, ...], where: str) -> set[str]:
     return set(re.findall(r"^tests/\S+::.*$", found.stdout, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_every_gpu_test_of_the_layers_is_collected_without_the_packages_of_trainings():
     found = collected(MISSING, "tests")
     assert found == collected(("unknown",), "tests/keepless")

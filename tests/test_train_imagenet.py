@@ -121,6 +121,7 @@ def trained_and_evaluated_by_a_rank(rank: int, run_dir: str) -> dict:
     return evaluate(composed("eval", *options))
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_evaluate_together(tmp_path):
     """Each of the 1,000 images is evaluated once."""
     pair = Ranks(2, tmp_path)

@@ -27,9 +27,10 @@ def device(request, monkeypatch) -> str:
 @pytest.mark.parametrize(
     "cells, size, chosen",
     [
-        ((2, 5), (9, 19), {"fraction": 0.25}),
+        pytest.param((2, 5), (9, 19), {"fraction": 0.25}, marks=pytest.mark.slow),
         ((3, 2), (8, 9), {"reduction": "mean", "weight": torch.tensor([0.1, 2.0, 0.5]), "align_corners": True}),
-        ((4, 5), (4, 5), {}),
+        ((4, 5), (4, 5), {"fraction": 0.25}),
+        pytest.param((4, 5), (4, 5), {}, marks=pytest.mark.slow),
         ((7, 6), (3, 4), {}),
     ],
 )

@@ -18,6 +18,7 @@ def shares(result: dict, sampling: str) -> list[float]:
     return [count / pixels for count in seen["pixels"]] + [count / crops for count in seen["crops"]]
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_drawn_streets_are_measured_again(tmp_path):
     """Within a tolerance: another version of OpenCV draws and scales differently."""
     committed = json.loads((RESULTS / "class_shares_synthetic.json").read_text())

@@ -103,8 +103,8 @@ def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool
 @pytest.mark.parametrize(
     "held, old, links",
     [
-        ("nothing", None, True),
-        ("last", 2, False),
+        pytest.param("nothing", None, True, marks=pytest.mark.slow),
+        pytest.param("last", 2, False, marks=pytest.mark.slow),
         ("last and previous", 2, True),
         pytest.param("last and previous", 2, False, marks=pytest.mark.slow),
         pytest.param("damaged last and previous", 1, True, marks=pytest.mark.slow),

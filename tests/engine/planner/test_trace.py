@@ -45,9 +45,9 @@ def tracked(config) -> dict[str, int]:
     [
         "norm=std",
         "norm=inplace",
-        "norm=std optim=adamw",
+        pytest.param("norm=std optim=adamw", marks=pytest.mark.slow),
         "norm=std trainer.recompute=blocks",
-        "norm=inplace trainer.precision=bfloat16",
+        pytest.param("norm=inplace trainer.precision=bfloat16", marks=pytest.mark.slow),
         "norm=inplace body=revnet_tiny",
         *(pytest.param(f"norm={norm} trainer.precision=bfloat16", marks=pytest.mark.slow) for norm in NORMS[:4]),
         pytest.param("norm=std trainer.recompute=activations", marks=pytest.mark.slow),

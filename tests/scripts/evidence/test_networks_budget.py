@@ -59,6 +59,7 @@ def test_networks_without_plans_are_refused_and_no_picture_is_drawn_of_nothing(t
     assert pictures({"rows": []}) == {}
 
 
+@pytest.mark.slow
 def test_a_rival_that_fails_leaves_the_others(here, monkeypatch, tmp_path):
     forward_of = methods.forward_of
 

@@ -26,6 +26,7 @@ IN_PLACE = "RevNet-104, inplace, reversible"
 CASES = ("ResNeXt-101, std, stored", f"{IN_PLACE}, float32", f"{IN_PLACE}, bfloat16")
 
 
+@pytest.mark.slow
 def test_table_1_counts_what_theory_says_and_the_page_shows_it(monkeypatch, tmp_path):
     """A whole run on tiny networks."""
     monkeypatch.setattr(reversible_costs, "DEPTHS", (2, 8))
@@ -106,6 +107,7 @@ def test_restored_and_stored_networks_train_side_by_side(tmp_path):
     assert "root=DIR" in text
 
 
+@pytest.mark.slow
 def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(tmp_path):
     """In the order of steps, to the end; a network without reversible blocks is refused."""
     cifar10_python(tmp_path / "cifar")
