@@ -24,7 +24,7 @@ class Ahead(PlansByShape):
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.policy = super().of_pass(network, (x,), {})
-        return peak_bytes(step or (lambda: network(x).square().mean().backward()), "cpu")
+        return peak_bytes(step or (lambda: network(x).square().mean().backward()), x.device)
 
     def of_pass(self, module, args, kwargs):
         return self.policy

@@ -1,6 +1,7 @@
 """What is computed again on a CUDA device: seen on fake tensors, which need none; and on a device, if there is one."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -151,6 +152,28 @@ def test_under_deterministic_algorithms_gradients_are_equal_to_the_bit(dtype, de
     x = torch.randn(8, 3, 64, 64, device="cuda", dtype=dtype)
     expected = cuda_gradients(copy.deepcopy(plain), x)
     assert all(map(torch.equal, cuda_gradients(recompute_activations(plain), x), expected))
+
+
+@pytest.mark.parametrize("around", ["nothing", "autocast", "save_on_cpu", "frozen"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_gradients_are_equal_to_the_bit(device, around, deterministic):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.LeakyReLU(0.1), nn.Dropout(0.3), nn.Conv2d(32, 32, 3)]
+    plain = nn.Sequential(*layers, nn.BatchNorm2d(32), nn.SiLU(), nn.Conv2d(32, 4, 1)).to(device)
+    if around == "frozen":
+        plain[4].requires_grad_(False)
+    x, found = torch.randn(4, 3, 24, 24, device=device), []
+    contexts = {
+        "autocast": lambda: torch.autocast(device, torch.bfloat16),
+        "save_on_cpu": lambda: torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"),
+    }
+    for network in (copy.deepcopy(plain), recompute_activations(plain)):
+        torch.manual_seed(1)
+        with contexts.get(around, nullcontext)():
+            loss = network(x).float().square().mean()
+        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        found.append(torch.autograd.grad(loss, parameters))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
