@@ -28,6 +28,7 @@ from engine.assemble.data import evaluation_loader, loader, options_of, order_of
 from engine.assemble.network import body, norm_act
 from engine.distributed import World
 from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
+from engine.schema.training import TrainingRun
 from models.recomputation import choose_recomputation
 
 
@@ -77,7 +78,7 @@ def classification_network(
 
 
 def classified_crops(
-    config: ClassificationRun, dataset: ClassificationDataset, total_steps: int, world: World, start_step: int = 0
+    config: TrainingRun, dataset: ClassificationDataset, total_steps: int, world: World, start_step: int = 0
 ) -> Loader:
     """This rank's share of a minibatch of training crops for each step from `start_step` to `total_steps`.
 

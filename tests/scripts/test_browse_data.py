@@ -12,6 +12,7 @@ from engine.distributed import World
 from scripts import browse_data
 from scripts.browse_data import BrowseData, browse, legend, sheet, training_crops
 from tests import trees
+from tests.datasets import classification_trees
 from tests.runs import composed, run_config
 
 JITTER = tuple(f"data.colour_jitter.{name}=0.3" for name in ("brightness", "contrast", "saturation", "hue"))
@@ -45,6 +46,29 @@ def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
         else:
             assert f", drawn for {dataset.classes[crop.label[crop.pixel]]}, " in facts
     assert {"mirrored" in crop.title for crop in shown} == {True, False}
+
+
+def test_shows_the_crops_of_a_classification_beside_whole_images(tmp_path):
+    root = classification_trees.imagenet(tmp_path / "data")
+    overrides = ("data=imagenet", f"data.root={root}", "seed=3", "data.crop_size=30", "data.crops_per_minibatch=3")
+    values = composed("browse_data", *overrides, "data.workers=0", f"out={tmp_path / 'pages'}", "count=3", "epoch=1")
+    config = configuration.typed(values, BrowseData)
+    dataset = browse_data.training_split(config.data)
+    shown = list(training_crops(config, dataset, make_console()))
+    first = minibatches_per_epoch(len(dataset), 3)
+    (seen,) = assemble.classified_crops(config, dataset, first + 1, World(), first)
+    for number, crop in enumerate(shown):
+        assert np.array_equal(crop.image, seen["image"][number].permute(1, 2, 0)) and crop.epoch == 1
+        name, of_class = crop.title.split("\n")
+        assert name == seen["name"][number] and of_class == dataset.classes[seen["label"][number]]
+        (image,) = [dataset.image(place) for place in range(len(dataset)) if dataset.image_name(place) == name]
+        rows, columns = ((30 - 30 * length // max(image.shape[:2])) // 2 for length in image.shape[:2])
+        inner = crop.beside[rows : 30 - rows, columns : 30 - columns]
+        assert np.abs(inner.mean((0, 1)) - image.mean((0, 1))).max() < 10  # the whole image, on white
+        assert (crop.beside[:rows] == 255).all() and (crop.beside[:, :columns] == 255).all()
+    assert [path.name for path in browse(values)] == ["page_000.png"]
+    with pytest.raises(ValueError, match="sampler=class_uniform is for segmentation"):
+        configuration.typed(composed("browse_data", *overrides, "sampler=class_uniform", "out=x"), BrowseData)
 
 
 def test_writes_pages_of_eight_and_says_of_which_epochs(tmp_path, monkeypatch):
