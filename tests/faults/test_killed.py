@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import train_seg
+import engine.run
 from datasets import WholeImages
 from engine.checkpoint import files as checkpoint
 from engine.learner import Learner
@@ -121,7 +121,7 @@ def test_a_classification_is_asked_to_stop(tmp_path, whole_of, number, workers):
 
 
 def slow_check() -> None:
-    before_call(train_seg, "verify", None, runs.sleeps_for_ever)
+    before_call(engine.run, "verify", None, runs.sleeps_for_ever)
 
 
 @pytest.mark.faults
