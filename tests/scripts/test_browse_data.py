@@ -13,7 +13,7 @@ from scripts import browse_data
 from scripts.browse_data import BrowseData, browse, legend, sheet, training_crops
 from tests import trees
 from tests.datasets import classification_trees
-from tests.runs import composed, run_config
+from tests.runs import classification_config, composed, run_config
 
 JITTER = tuple(f"data.colour_jitter.{name}=0.3" for name in ("brightness", "contrast", "saturation", "hue"))
 # Labels are noise: scales of 1 and above keep every pixel visible.
@@ -48,27 +48,53 @@ def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
     assert {"mirrored" in crop.title for crop in shown} == {True, False}
 
 
-def test_shows_the_crops_of_a_classification_beside_whole_images(tmp_path):
-    root = classification_trees.imagenet(tmp_path / "data")
-    overrides = ("data=imagenet", f"data.root={root}", "seed=3", "data.crop_size=30", "data.crops_per_minibatch=3")
-    values = composed("browse_data", *overrides, "data.workers=0", f"out={tmp_path / 'pages'}", "count=3", "epoch=1")
-    config = configuration.typed(values, BrowseData)
-    dataset = browse_data.training_split(config.data)
-    shown = list(training_crops(config, dataset, make_console()))
-    first = minibatches_per_epoch(len(dataset), 3)
-    (seen,) = assemble.classified_crops(config, dataset, first + 1, World(), first)
+@pytest.mark.parametrize(
+    "data, options", [("image_folder", ("data.resize=40",)), ("cifar10", ("data.val_split=test",))]
+)
+def test_shows_the_crops_of_a_classification_beside_their_images(tmp_path, data, options):
+    """Images of several sizes in files, and in memory."""
+    root = tmp_path / "data"
+    (classification_trees.cifar_folders if data == "cifar10" else classification_trees.imagenet)(root)
+    small = ("data.crop_size=32", "data.crops_per_minibatch=4", "data.workers=0", "seed=3")
+    overrides = (f"data={data}", f"data.root={root}", *small, *options)
+    run = classification_config(*overrides)
+    dataset, _ = assemble.classified_splits(run.data)
+    steps_per_epoch = minibatches_per_epoch(len(dataset), 4)
+    seen = [*assemble.classified_crops(run, dataset, 4 * steps_per_epoch, World())][2 * steps_per_epoch :]
+    browsed = composed("browse_data", *overrides, f"out={tmp_path / 'pages'}", "epoch=2", "count=7")
+    shown = list(training_crops(configuration.typed(browsed, BrowseData), dataset, make_console()))
     for number, crop in enumerate(shown):
-        assert np.array_equal(crop.image, seen["image"][number].permute(1, 2, 0)) and crop.epoch == 1
-        name, of_class = crop.title.split("\n")
-        assert name == seen["name"][number] and of_class == dataset.classes[seen["label"][number]]
-        (image,) = [dataset.image(place) for place in range(len(dataset)) if dataset.image_name(place) == name]
-        rows, columns = ((30 - 30 * length // max(image.shape[:2])) // 2 for length in image.shape[:2])
-        inner = crop.beside[rows : 30 - rows, columns : 30 - columns]
-        assert np.abs(inner.mean((0, 1)) - image.mean((0, 1))).max() < 10  # the whole image, on white
-        assert (crop.beside[:rows] == 255).all() and (crop.beside[:, :columns] == 255).all()
-    assert [path.name for path in browse(values)] == ["page_000.png"]
+        minibatch, place = seen[number // 4], number % 4
+        assert np.array_equal(crop.image, minibatch["image"][place].permute(1, 2, 0))
+        name, label = minibatch["name"][place], dataset.classes[minibatch["label"][place]]
+        assert crop.title == f"{name}\n{label}" and name.startswith(label)
+        original = cv2.imread(str(next(root.rglob(f"train/{name}"))))[..., ::-1]
+        height, width = (32 * length // max(original.shape[:2]) for length in original.shape[:2])
+        top, left = (32 - height) // 2, (32 - width) // 2
+        inside = crop.beside[top : top + height, left : left + width].astype(int)
+        usual = cv2.resize(original, (width, height), interpolation=cv2.INTER_AREA)
+        assert crop.beside.shape == (32, 32, 3) and (crop.beside == 255).all(axis=2).sum() >= 32**2 - height * width
+        assert abs(inside - usual).mean() < 4
+    assert len(shown) == 8 and len(browse(browsed)) == 1
     with pytest.raises(ValueError, match="sampler=class_uniform is for segmentation"):
         configuration.typed(composed("browse_data", *overrides, "sampler=class_uniform", "out=x"), BrowseData)
+
+
+def test_the_image_that_takes_the_place_of_an_unreadable_one_is_shown(tmp_path):
+    keys = ("data.on_error=skip", "data.workers=0", "count=8", f"out={tmp_path / 'pages'}")
+    streets = trees.camvid_folders(tmp_path / "streets")
+    photographs = classification_trees.imagenet(tmp_path / "photographs")
+    for data, root in (("camvid", streets), ("image_folder", photographs)):
+        damaged = next(
+            path for path in sorted(root.rglob("*")) if path.suffix in (".png", ".JPEG") and "train" in str(path)
+        )
+        damaged.write_bytes(b"damaged")
+        crops = CROPS if data == "camvid" else ("data.crop_size=32", "data.resize=40", "data.crops_per_minibatch=4")
+        config = composed("browse_data", f"data={data}", f"data.root={root}", *crops, *keys)
+        config = configuration.typed(config, BrowseData)
+        dataset = browse_data.training_split(config.data)
+        titles = [crop.title for crop in training_crops(config, dataset, make_console())]
+        assert len(titles) == 8 and not any(title.startswith(damaged.name) for title in titles)
 
 
 def test_writes_pages_of_eight_and_says_of_which_epochs(tmp_path, monkeypatch):
