@@ -50,7 +50,8 @@ class ByPlan:
     def why_kept(self, value: Value | Kept, node: int) -> str:
         if not self.plans:
             return "no plan"
-        call = self.planned.get(node, value.number if isinstance(value, Value) else -1)
+        number = value.number if isinstance(value, Value) and self.trace is None else -1  # a trace has its own numbers
+        call = self.planned.get(node, number)
         return "planned" if call in self.plans[0].kept else "cannot be computed again"
 
     def decide(self, recording: Recording, rule: Rule, call: Call, result: Tensor) -> None:
@@ -58,8 +59,10 @@ class ByPlan:
         is_computed = self.is_computed_again(call.function, result)
         inside = bool(self.plans) and self.call in self.plans[0].inside
         is_read = call.replaceable or result._base is not None or known.find(result) is not None
-        if is_computed is False and trace is None and not (inside or is_read):
+        stays = is_computed is False and trace is None and not (inside or is_read)
+        if stays or trace is not None:
             self.planned[node_number(result.grad_fn)] = self.call
+        if stays:
             return
         is_open = is_computed is None and self.guard is not None
         again = whole = bundle = None
