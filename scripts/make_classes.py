@@ -85,14 +85,14 @@ def make_classes(values: DictConfig) -> Path:
         counts = (np.array([of[value] for value in values_of.values()]) for of in (pixels, holding))
         console.print(class_table(f"ids in the labels ({len(labels)})", names, *counts))
     ids = {number: colours.get(value) for number, value in values_of.items() if number != ignored}
-    if (smoothed := len(ids) > TRAINED[-1] or (not in_colours and has_smoothed_edges(pixels))) or len(
-        ids
-    ) not in TRAINED:
+    smoothed = not in_colours and has_smoothed_edges(pixels)
+    if smoothed or len(ids) not in TRAINED:
         without = "" if in_colours else f", not counting {IGNORED}, which is ignored"
-        likely = ". Smoothed (antialiased) edges make values of their own: export the labels without them" * smoothed
+        found, expected = ("values", "one per class") if smoothed else ("classes", f"{TRAINED[0]} to {TRAINED[-1]}")
+        likely = ". Smoothed (antialiased) edges make values of their own: export the labels without them"
         raise ValueError(
-            f"{root}: the number of classes in the labels is {len(ids)}{without}; expected {TRAINED[0]} to "
-            f"{TRAINED[-1]}{likely}"
+            f"{root}: the number of {found} in the labels is {len(ids)}{without}; expected {expected}"
+            f"{likely if smoothed or len(ids) > TRAINED[-1] else ''}"
         )
     write_file(file, written(ids, [] if in_colours else [IGNORED]))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)

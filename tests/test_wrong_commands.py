@@ -166,6 +166,11 @@ def test_some_wrong_commands_say_how_to_write_them(monkeypatch, capsys):
     check(SOME, monkeypatch, capsys)
 
 
+def test_half_of_the_environment_of_torchrun_names_no_key(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert message("train_seg.py debug=smoke", monkeypatch).startswith("error: WORLD_SIZE=2, but torchrun did not ")
+
+
 @pytest.mark.parametrize("command", RIGHT)
 def test_right_commands_are_not_refused(command):
     module, *arguments = shlex.split(command)

@@ -88,6 +88,9 @@ def _in_a_line() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         reason = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         about, key = re.split(r"\n    full_key|\nTo append", str(reason))[0], getattr(reason, "full_key", "")
+        _, of_resolver, own = about.partition("ValueError raised while resolving interpolation: ")
+        if of_resolver:  # such as ${per_process:…}, which counts processes: the key is not to blame
+            about, key = own, ""
         raise ValueError(f"{key}: " * bool(key) + " ".join(about.split())) from error
 
 
