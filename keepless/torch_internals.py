@@ -320,6 +320,17 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def engine_adds() -> bool:
+    """In a dispatch mode of an addition: whether the backward pass itself adds gradients, or a node not of Python."""
+    frame = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__"
+        or frame.f_globals.get("__name__", "").startswith(("torch._compile", "torch._dynamo", "torch.utils."))
+    ):
+        frame = frame.f_back  # type: ignore[assignment]
+    return backward_runs() and (frame is None or frame.f_code.co_name == "_engine_run_backward")
+
+
 def scaler_skips_steps(optimizer: torch.optim.Optimizer) -> None:
     """Let GradScaler skip a step with infinite gradients. Otherwise it calls a fused optimizer for it too."""
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused optimizers

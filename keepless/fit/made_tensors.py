@@ -2,12 +2,22 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..torch_internals import OpOverload, TorchDispatchMode, address, tree_leaves
+from ..torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    address,
+    backward_runs,
+    engine_adds,
+    node_number,
+    running_node,
+    tree_leaves,
+)
 
 
 class Change(NamedTuple):
@@ -22,6 +32,9 @@ class MadeTensors(TorchDispatchMode):
     """Context that counts the bytes of the tensors made in it, real or fake, for as long as they exist.
 
     Tensors that autograd and checkpointing keep for the backward pass count too.
+
+    Where branches meet, a backward pass adds a gradient into the memory of the other one if nothing else holds that.
+    Under a context like this one it makes a new tensor instead. That is counted as it is without the context.
     """
 
     def __init__(self, place: Callable[[], str] = str):
@@ -31,7 +44,9 @@ class MadeTensors(TorchDispatchMode):
         self.changes: list[Change] = []  # every allocation and release, in order
         self.place = place
         self.numbers: dict[int, int] = {}  # of allocations, by address
+        self.nodes: dict[int, object] = {}  # of the backward pass that made them, by address
         self.references: dict[int, weakref.ref] = {}  # by address
+        self._sum: _Sum | None = None
 
     def __torch_dispatch__(
         self,
@@ -41,29 +56,65 @@ class MadeTensors(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         given = set(map(address, _storages((args, kwargs))))
+        peak, self._sum = self.peak, None
         result = function(*args, **(kwargs or {}))
         for storage in _storages(result):
             if address(storage) not in given and address(storage) not in self.references:
                 self._add(storage)
+        if function is torch.ops.aten.add.Tensor and engine_adds() and self._could_be_in_place(args[0], result):
+            gradient, total = map(address, _storages([args[0], result]))
+            self._sum = _Sum(gradient, total, len(self.changes), peak)
         return result
 
     def number(self, tensor: Tensor) -> int | None:
         """The number of a tensor's memory, if it was made in this context and still exists."""
         return self.numbers.get(address(tensor.untyped_storage()))
 
+    def _could_be_in_place(self, gradient: Tensor, result: Any) -> bool:
+        """Whether autograd adds to the gradient in place outside of modes, if nothing else holds it."""
+        place = address(gradient.untyped_storage())
+        if place not in self.numbers or torch.is_grad_enabled():
+            return False
+        node = running_node()
+        following = getattr(node, "next_functions", ())
+        if self.nodes[place] == _name(node) and len(set(following)) == len(following):
+            return False  # an addition in a node
+        is_alike = (gradient.shape, gradient.dtype) == (result.shape, result.dtype)
+        return is_alike and torch.ops.aten.is_non_overlapping_and_dense(gradient)
+
     def _add(self, storage: torch.UntypedStorage) -> None:
         place, size, number = address(storage), storage.nbytes(), len(self.changes)
-
-        def freed(_: object) -> None:
-            del self.references[place], self.numbers[place]
-            self.bytes -= size
-            self.changes.append(Change(number, -size, self.place()))
-
-        self.references[place] = weakref.ref(storage, freed)
+        self.references[place] = weakref.ref(storage, partial(self._freed, place))
         self.numbers[place] = number
+        self.nodes[place] = _name(running_node()) if backward_runs() else None
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         self.changes.append(Change(number, size, self.place()))
+
+    def _freed(self, place: int, _: object) -> None:
+        number, added = self.numbers.pop(place), self._sum
+        del self.references[place], self.nodes[place]
+        if added is not None and added.gradient == place and added.changes == len(self.changes):
+            self.bytes -= self.changes.pop().bytes
+            self.peak, self.numbers[added.result] = added.peak, number
+        else:
+            size = self.changes[number].bytes
+            self.bytes -= size
+            self.changes.append(Change(number, -size, self.place()))
+
+
+class _Sum(NamedTuple):
+    """An addition that has just made a tensor, and would be in place if nothing else holds its first argument."""
+
+    gradient: int  # its address
+    result: int  # its address
+    changes: int  # so far
+    peak: int  # before it
+
+
+def _name(node: Any) -> object:
+    """What tells nodes of a backward pass apart, without keeping them."""
+    return None if node is None else node_number(node)
 
 
 def bytes_of_tensors(tensors: Iterable[object]) -> int:

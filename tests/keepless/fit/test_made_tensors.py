@@ -1,0 +1,87 @@
+"""Bytes of tensors in a backward pass, judged by PyTorch's profiler of the same step without the context."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keepless.budget.costs import peak_bytes
+from keepless.fit.made_tensors import MadeTensors
+
+Kept = list[Tensor]
+
+
+def head(h: Tensor) -> Tensor:
+    """Saves little, and gives `h` a gradient of its size."""
+    return F.conv2d(h, torch.ones(1, 16, 1, 1)).square().mean()
+
+
+def branches(h: Tensor, _: Kept) -> Tensor:  # as in a pyramid of convolutions: gradients meet at its input
+    return torch.stack([head(h) for _ in range(5)]).sum()
+
+
+def residual(h: Tensor, _: Kept) -> Tensor:
+    for _ in range(3):
+        h = h + F.conv2d(h, torch.ones(16, 16, 1, 1))
+    return head(h)
+
+
+def product(h: Tensor, _: Kept) -> Tensor:  # one node gives both gradients
+    return head(h * h)
+
+
+def expanded(h: Tensor, _: Kept) -> Tensor:  # a gradient that cannot be written to
+    return h.sum() + head(h) + h.sum()
+
+
+def aliased(h: Tensor, _: Kept) -> Tensor:  # the sum gives one gradient to both
+    return head((h + 1.0) + h) + head(h)
+
+
+def held_by_a_hook(h: Tensor, kept: Kept) -> Tensor:
+    other = h * 3.0
+    other.register_hook(kept.append)
+    return head(other) + head(h) + head(h * 2.0)
+
+
+def held_at_the_sum(h: Tensor, kept: Kept) -> Tensor:
+    branch = h.view_as(h)
+    branch.register_hook(kept.append)
+    return head(h) + head(h) + head(branch)
+
+
+class _Adds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient + torch.ones_like(gradient)  # of Python: always a new tensor
+
+
+def function_of_python(h: Tensor, _: Kept) -> Tensor:
+    return head(_Adds.apply(h)) + head(_Adds.apply(h))
+
+
+NETWORKS = [branches, residual, product, expanded, aliased, held_by_a_hook, held_at_the_sum, function_of_python]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_gradients_that_meet_take_the_memory_that_they_take_without_the_context(
+    network: Callable[[Tensor, Kept], Tensor],
+):
+    x, kept = torch.randn(8, 16, 64, 64, requires_grad=True), Kept()
+
+    def step() -> None:
+        network(x * 2.0, kept).backward()
+        x.grad = None
+        kept.clear()
+
+    step()
+    with MadeTensors() as made:
+        step()
+    assert made.bytes == 0
+    assert made.peak == pytest.approx(peak_bytes(step, "cpu"), abs=200)  # scalars
