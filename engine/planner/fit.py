@@ -98,12 +98,12 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
 
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, offloaded: bool = False) -> Trace:
-    """The memory of one device in a step on crops of `crop_size`. With several devices, DDP also holds all gradients.
+    """The memory of one device in a step on crops of `crop_size`. With several devices, DDP holds all gradients.
 
     `offloaded`: see `engine.planner.trace.traced`.
     """
-    trace = _kept(Trace, config, crops, crop_size, lambda make: traced(make, offloaded), offloaded)
-    return replace(trace, at_peak=trace.at_peak | {"gradients": trace.parameters}) if devices > 1 else trace
+    options = offloaded, devices > 1
+    return _kept(Trace, config, crops, crop_size, lambda make: traced(make, *options), options)
 
 
 def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
@@ -142,14 +142,14 @@ def _kept(
     crops: int,
     crop_size: int,
     make: Callable[..., Kept],
-    offloaded: bool = False,
+    options: tuple[bool, ...] = (),
 ) -> Kept:
     """A trace or a room from the cache folder; a new one is made and written there."""
     keys = configuration.flat(configuration.plain(config))
     used = ("norm.", "body.", "head.", "loss.", "optim.", "trainer.")
     network = {name: value for name, value in keys.items() if name.startswith(used)}
     shape, budget = [crops, *config.data.crop(crop_size)], config.memory.activation_bytes()
-    step = [kind.__name__, network, config.task, classes_of(config.data), *shape, budget, offloaded]
+    step = [kind.__name__, network, config.task, classes_of(config.data), *shape, budget, *options]
     about = [*step, torch.__version__, _code()]
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     file = cache_folder() / "traces" / f"{name}.json"

@@ -53,11 +53,12 @@ class Trace:
         return sum(self.at_peak.values())
 
 
-def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = False) -> Trace:
+def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = False, in_buckets: bool = False) -> Trace:
     """Trace the second step of a training, when momentum exists.
 
     `make` is called under fake tensors. It returns a learner, a loss, and the minibatch of this process.
     `offloaded`: saved tensors lie in the host's memory (`torch.autograd.graph.save_on_cpu`).
+    `in_buckets`: DDP holds memory for all gradients throughout (`gradient_as_bucket_view=True`), and copies each there.
     """
     with FakeTensors():
         learner, loss, minibatch = make()
@@ -78,8 +79,12 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
             learner.gradient_norm()
             learner.step(1.0)
         kept = _kept(learner, loss, minibatch)
-    at_peak, place = _at_peak(resident, made.changes, forward_ends, gradients)
-    return Trace(at_peak, place, kept, bytes_of_tensors(network.parameters()), moved=host.bytes)
+    changes, parameters = made.changes, bytes_of_tensors(network.parameters())
+    if in_buckets and learner.accumulation_steps == 1:  # otherwise they are copied only with the last micro-batch
+        changes = _copied_at_once(changes, gradients)  # the forward pass makes none
+    at_peak, place = _at_peak(resident, changes, forward_ends, gradients)
+    at_peak["gradients"] += parameters if in_buckets else 0
+    return Trace(at_peak, place, kept, parameters, moved=host.bytes)
 
 
 def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
@@ -179,6 +184,22 @@ def _at_peak(
         kind = "gradients" if number in gradients else "activations" if number in after_forward else "temporary"
         at_peak[kind] += change.bytes
     return at_peak, changes[moment].place
+
+
+def _copied_at_once(changes: list[Change], gradients: Set[int | None]) -> list[Change]:
+    """The changes if each gradient is freed before the next tensor is made that is not one."""
+    found: list[Change] = []
+    copied: list[Change] = []
+    for change in changes:
+        if change.number not in gradients:
+            if change.bytes > 0:
+                found += [one._replace(bytes=-one.bytes) for one in copied]
+                copied.clear()
+            found.append(change)
+        elif change.bytes > 0:
+            found.append(change)
+            copied.append(change)
+    return found
 
 
 def _alive(changes: Iterable[Change]) -> dict[int, Change]:

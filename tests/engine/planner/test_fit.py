@@ -81,7 +81,7 @@ def test_what_fits_is_the_most_that_fits():
     peaks = [planner.step_memory(config, share + more, size, devices=2).peak for more in (0, 1)]
     assert peaks[0] <= 40 * 2**20 < peaks[1]
     one, two = (planner.step_memory(config, share, size, devices) for devices in (1, 2))
-    assert one.at_peak["gradients"] < two.at_peak["gradients"] == two.parameters  # DDP holds all throughout
+    assert one.at_peak["gradients"] < two.parameters <= two.at_peak["gradients"]  # DDP holds all throughout
     inplace = planner.fitting(planned(FLAT, "memory.budget=40MiB", "memory.fit=batch", "norm=inplace"), devices=2)
     assert inplace.data.crops_per_minibatch > 1.3 * chosen.data.crops_per_minibatch
 

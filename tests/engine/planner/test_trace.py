@@ -6,11 +6,12 @@ import weakref
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.distributed import World
 from engine.loop import accumulate_gradients
 from engine.planner.fit import fake_step
-from engine.planner.trace import FakeTensors, traced
+from engine.planner.trace import FakeTensors, begun, traced
 from keepless.fit.made_tensors import MadeTensors
 from keepless.saved import kept_bytes
 from scripts.evidence.measuring import peak_bytes
@@ -141,3 +142,47 @@ def test_a_plan_of_fused_norms_has_no_tensor_in_between(strategy, frozen):
             dz = torch.empty_like(z)
             z.backward(dz)
         assert 3 * z.nbytes <= made.peak < 3.01 * z.nbytes  # z, dL/dz, dL/dx
+
+
+def in_buckets(config, crops: int, size: int):
+    """Traces of a step on one device, and on one of several."""
+    return [traced(lambda: fake_step(config, crops, size), in_buckets=several) for several in (False, True)]
+
+
+def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
+    """The real step is of one process in a group of one, in which DDP has the same buckets."""
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "body.structure=[1,1,1,1]", "norm=std")
+    _, trace = in_buckets(config, CROPS, SIZE)
+    learner, loss, minibatch = fake_step(config, CROPS, SIZE)
+    begun(learner, minibatch)
+
+    def step() -> None:
+        accumulate_gradients(learner, loss, minibatch, CROPS, World())
+        learner.optimizer.zero_grad()
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        trained = DistributedDataParallel(learner.network, gradient_as_bucket_view=True, broadcast_buffers=False)
+        learner.forward = learner.forward.through(trained)
+        step()
+        step()  # which rebuilds the buckets
+        measured = peak_bytes(step, "cpu") + trace.parameters
+    finally:
+        torch.distributed.destroy_process_group()
+    planned = sum(trace.at_peak[kind] for kind in ("gradients", "activations", "temporary"))
+    assert trace.at_peak["gradients"] >= trace.parameters
+    assert 0.9 < planned / measured <= 1
+
+
+def test_with_several_devices_another_moment_can_be_the_peak():
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "body.structure=[1,1,1,1]", "norm=std")
+    alone, several = in_buckets(config, 2, 64)
+    assert (alone.place, several.place) == ("optimizer", "forward")
+    assert several.peak > alone.peak - alone.at_peak["gradients"] + alone.parameters
+
+
+def test_accumulated_gradients_lie_beside_the_buckets():
+    """DDP copies them with the last micro-batch."""
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "trainer.accumulation_steps=2")
+    alone, several = in_buckets(config, CROPS, 64)
+    assert several.peak == alone.peak + alone.parameters
