@@ -49,7 +49,8 @@ def test_the_planner_is_calibrated_on_table_3():
 
 
 def test_memory_is_linear_in_crops():
-    assert all(abs(row["error"]) <= 0.062 for row in RECORD["cards"])
+    for row in RECORD["cards"]:  # within a budget, plans are discrete
+        assert abs(row["error"]) <= (0.062 if "=budget" in row["combination"] else 0.009), row
     line = {"base": 10**9, "each": 10**9}
     for gigabytes, crops in ((0.5, 0), (1, 0), (2, 1), (2.999, 1), (3, 2)):
         assert crops_on(line, gigabytes) == crops
