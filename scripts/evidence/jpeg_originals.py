@@ -1,17 +1,18 @@
 """Measure how much accuracy JPEG copies of CIFAR-10 cost, on images whose original pixels are known:
 
     python -m scripts.evidence.jpeg_originals root=DIR originals=FILE.npz networks=[RUN_DIR/weights.pt] out=FILE.json
-    python -m scripts.evidence.jpeg_originals root=DIR originals=FILE.npz folds=2 steps=100 out=FILE.json
+    python -m scripts.evidence.jpeg_originals root=DIR originals=FILE.npz folds=2 qualities=[50] out=FILE.json
     python -m scripts.evidence.jpeg_originals measure=false out=FILE.json
 
 Networks that were trained on the copies classify the test images as originals and as copies. The experiment, in `steps`
-steps, is also trained and tested on the originals and on the same images' copies, for each of `folds` parts that are
-left out for testing. `originals`: {train,test}_images, uint8 (N, 32, 32, 3), {train,test}_labels, and
-{train,test}_names: the copies, such as "test/cat/0000.jpg".
+steps, is also trained and tested on the originals, on the same images' copies, and on originals compressed to each of
+`qualities`, for each of `folds` parts that are left out for testing. FILE.json is written again after each training:
+the same command continues a run that was stopped. `originals`: {train,test}_images, uint8 (N, 32, 32, 3),
+{train,test}_labels, and {train,test}_names: the copies, such as "test/cat/0000.jpg".
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -26,11 +27,12 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint import trained_forward
 from engine.configuration import config as configuration
 from engine.configuration.command_line import composed
+from engine.records.provenance import provenance
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key, override
 from engine.tasks import TASKS
 from scripts.evidence import frame
-from scripts.evidence.jpeg_quality import save_records
+from scripts.evidence.jpeg_quality import TRAINING_FILES, check_qualities, compressed, save_records
 from scripts.evidence.measuring import PRECISIONS
 from scripts.reports.markdown import Columns, columns
 
@@ -43,14 +45,17 @@ class OriginalsArguments(frame.Arguments):
     root: str | None = None  # the JPEG copies, in any form that data=cifar10 takes
     originals: str = ""  # the original pixels of some of them
     networks: list[str] = field(default_factory=list)  # checkpoints of networks trained on the copies
-    experiment: str = "cifar10/resnet14"  # trained on originals and on copies
+    recipe: str = "cifar10/resnet14"  # the experiment that is trained on originals and on copies
     steps: int = key(600, above=0)  # of each training
-    folds: int = key(5, least=0)  # pairs of trainings; 0: none
+    folds: int = key(5, least=0)  # one training of each kind per fold; 0: none
+    qualities: list[int] = field(default_factory=list)  # 1 to 100: also train on originals compressed to each of these
     precision: str = key("bfloat16", one_of=tuple(PRECISIONS))  # of networks and trainings
+    compile: bool = False  # the trainings, by torch.compile
 
     def check(self) -> None:
         if self.folds == 1:
             raise ValueError("folds=1 leaves no images to train on: expected 0, or at least 2")
+        check_qualities(self.qualities)
 
 
 class Pairs(NamedTuple):
@@ -66,17 +71,27 @@ def measure(arguments: OriginalsArguments, clock: frame.Clock) -> Iterator[dict]
     if not Path(arguments.originals).is_file():
         raise ValueError(f"originals={arguments.originals}: expected a .npz file with the original pixels")
     pairs = {split: _pairs(arguments, split) for split in SPLITS}
-    found: dict = {"images": {split: len(pairs[split].labels) for split in SPLITS}}
-    found["errors"] = _errors(np.concatenate([pair.copies.astype(float) - pair.originals for pair in pairs.values()]))
-    found["networks"] = [_network_on(Path(file), arguments, pairs["test"]) for file in arguments.networks]
-    found["trainings"] = []
-    yield dict(found)
+    own = provenance()
+    found = frame.begun(arguments, own)
+    environment = own | {"commit": frame.commits(found, own)}
+    before_s = found.get("seconds", 0)
+    if not found:
+        found["images"] = {split: len(pairs[split].labels) for split in SPLITS}
+        differences = np.concatenate([pair.copies.astype(float) - pair.originals for pair in pairs.values()])
+        found["errors"] = _errors(differences)
+        found["networks"] = [_network_on(Path(file), arguments, pairs["test"]) for file in arguments.networks]
+        found["trainings"] = []
     everything = Pairs(*(np.concatenate(parts) for parts in zip(*pairs.values(), strict=True)))
+    kinds = {"originals": everything.originals, "copies": everything.copies}
+    kinds |= {f"quality {quality}": compressed(everything.originals, quality) for quality in arguments.qualities}
+    done = {(row["fold"], row["images"]) for row in found["trainings"]}
     for fold in range(arguments.folds):
-        scores = {kind: _trained_on(arguments, everything, kind, fold) for kind in ("originals", "copies")}
-        found["trainings"].append({"fold": fold, **scores})
-        clock.report(f"fold {fold}: originals {scores['originals']:.2%}, copies {scores['copies']:.2%}")
-        yield dict(found)
+        for kind in [kind for kind in kinds if (fold, kind) not in done]:
+            yield found | {"environment": environment, "seconds": round(before_s + clock.seconds, 1)}
+            top1 = _trained_on(arguments, kinds[kind], everything.labels, fold)
+            found["trainings"].append({"fold": fold, "images": kind, "top1": top1})
+            clock.report(f"fold {fold}, {kind}: {top1:.2%}")
+    yield found | {"environment": environment, "seconds": round(before_s + clock.seconds, 1)}
 
 
 def _pairs(arguments: OriginalsArguments, split: str) -> Pairs:
@@ -122,19 +137,23 @@ def _network_on(path: Path, arguments: OriginalsArguments, pairs: Pairs) -> dict
     return {"network": path.parent.name, **scores, "standard_error": float(gain.std() / len(gain) ** 0.5)}
 
 
-def _trained_on(arguments: OriginalsArguments, pairs: Pairs, kind: str, fold: int) -> float:
-    """Top-1 accuracy on the fold that the training has not seen; the folds are the same for both kinds."""
-    shuffled = np.random.default_rng(0).permutation(len(pairs.labels))
-    tested = np.zeros(len(shuffled), bool)
-    tested[np.array_split(shuffled, arguments.folds)[fold]] = True
-    pixels = getattr(pairs, kind)
+def _trained_on(arguments: OriginalsArguments, pixels: np.ndarray, labels: np.ndarray, fold: int) -> float:
+    """Top-1 accuracy on the fold that the training has not seen; the folds are the same for every kind of image."""
+    parts = np.array_split(np.random.default_rng(0).permutation(len(labels)), arguments.folds)
+    tested = parts.pop(fold)
+    trained = np.sort(np.concatenate(parts))
+    trained = trained[: len(trained) // TRAINING_FILES * TRAINING_FILES]  # each file has as many images
     with tempfile.TemporaryDirectory() as folder:
-        for split, chosen in {"train": ~tested, "test": tested}.items():
-            save_records(Path(folder), split, pixels[chosen], pairs.labels[chosen])
-        keys = f"experiment={arguments.experiment}", f"trainer.steps={arguments.steps}", "trainer.epochs=null"
-        recipe = f"trainer.precision={arguments.precision}", f"seed={fold}"
+        for split, chosen in {"train": trained, "test": np.sort(tested)}.items():
+            save_records(Path(folder), split, pixels[chosen], labels[chosen])
+        keys = f"experiment={arguments.recipe}", f"trainer.steps={arguments.steps}", "trainer.epochs=null"
+        settings = f"trainer.precision={arguments.precision}", f"trainer.compile={arguments.compile}", f"seed={fold}"
         folders = override("data.root", folder), override("run_dir", f"{folder}/run")
-        return train_imagenet.train(composed("train_imagenet", *keys, *recipe, *folders))["top1"]
+        values = composed("train_imagenet", *keys, *settings, *folders)
+        if values.lr_schedule.get("steps"):  # of the experiment's own length
+            own = composed("train_imagenet", keys[0]).trainer.steps
+            values.lr_schedule.steps = [step * arguments.steps // own for step in values.lr_schedule.steps]
+        return train_imagenet.train(values)["top1"]
 
 
 def _percent(name: str) -> str:
@@ -147,7 +166,6 @@ NETWORK: Columns = [
     ("copies", _percent("copies")),
     ("gain, points", lambda row: f"{100 * (row['originals'] - row['copies']):.1f} ± {100 * row['standard_error']:.1f}"),
 ]
-TRAINING: Columns = [("fold", "{fold}"), ("originals", _percent("originals")), ("copies", _percent("copies"))]
 
 
 def page(result: dict, name: str) -> str:
@@ -164,15 +182,30 @@ def page(result: dict, name: str) -> str:
 def _trainings(rows: list[dict], arguments: dict) -> list[str]:
     if not rows:
         return []
-    gains = [100 * (row["originals"] - row["copies"]) for row in rows]
-    spread = f" ± {stdev(gains) / len(gains) ** 0.5:.1f}" if len(gains) > 1 else ""
+    folds: dict[int, dict[str, float]] = {}
+    for row in rows:
+        folds.setdefault(row["fold"], {})[row["images"]] = row["top1"]
+    kinds = list(dict.fromkeys(row["images"] for row in rows))
+    table: Columns = [("fold", "{fold}"), *((kind, f"{{{kind}}}") for kind in kinds)]
+    cells = [
+        {"fold": fold} | {kind: f"{top1[kind]:.2%}" if kind in top1 else "" for kind in kinds}
+        for fold, top1 in folds.items()
+    ]
     return [
         "## Trained on originals, or on copies",
-        f"`experiment={arguments['experiment']}`, {arguments['steps']} steps, on all images whose originals are known, "
-        f"except for one of {arguments['folds']} folds, on which it is tested. Both trainings of a row have the same "
-        f"images, folds and seed. Originals give {mean(gains):.1f}{spread} points more.",
-        columns(rows, TRAINING),
+        f"`experiment={arguments['recipe']}`, {arguments['steps']} steps, on all images whose originals are known, "
+        f"except for one of {arguments['folds']} folds, on which it is tested. The trainings of a row have the same "
+        f"images, folds and seed. *copies* are the files of CIFAR-10 as JPEG.",
+        columns(cells, table),
+        "\n".join(f"- {_gain(folds.values(), kind)}" for kind in kinds if kind != "originals"),
     ]
+
+
+def _gain(folds: Iterable[dict[str, float]], kind: str) -> str:
+    """How many points originals give more than images of another kind, in the folds that have both."""
+    gains = [100 * (fold["originals"] - fold[kind]) for fold in folds if kind in fold]
+    spread = f" ± {stdev(gains) / len(gains) ** 0.5:.1f} (standard error over folds)" if len(gains) > 1 else ""
+    return f"Originals give {mean(gains):.1f}{spread} points more than {kind}."
 
 
 run, main = frame.benchmark("jpeg_originals", OriginalsArguments, measure, page)

@@ -25,6 +25,7 @@ from scripts.evidence import frame
 from scripts.reports.markdown import Columns, columns
 
 EXPERIMENT = "cifar10/preact_resnet32"
+TRAINING_FILES = 5  # of CIFAR-10's binary form
 
 
 @dataclass
@@ -34,8 +35,14 @@ class QualityArguments(frame.Arguments):
     seed: int = key(0, least=0)  # of every training
 
     def check(self) -> None:
-        if not self.qualities or not all(1 <= quality <= 100 for quality in self.qualities):
-            raise ValueError(f"qualities={self.qualities}: expected numbers from 1 to 100")
+        if not self.qualities:
+            raise ValueError("qualities=[]: expected at least one")
+        check_qualities(self.qualities)
+
+
+def check_qualities(qualities: list[int]) -> None:
+    if not all(1 <= quality <= 100 for quality in qualities):
+        raise ValueError(f"qualities={qualities}: expected numbers from 1 to 100")
 
 
 def measure(arguments: QualityArguments, clock: frame.Clock) -> Iterator[dict]:
@@ -58,7 +65,7 @@ def _save_copies(root: str | None, folder: Path, quality: int) -> float:
     for split in ("train", "test"):
         images = cifar10(root, split)
         assert images.pixels is not None
-        copies = np.stack([_copy(pixels, quality) for pixels in images.pixels])
+        copies = compressed(images.pixels, quality)
         errors.append(np.square(copies.astype(np.float32) - images.pixels).mean((1, 2, 3)))
         save_records(folder, split, copies, images.labels)
     return round(float(np.concatenate(errors).mean()), 2)
@@ -67,16 +74,23 @@ def _save_copies(root: str | None, folder: Path, quality: int) -> float:
 def save_records(folder: Path, split: str, pixels: np.ndarray, labels: np.ndarray) -> None:
     """Write images, uint8 (N, 3, 32, 32), in CIFAR-10's binary form: five files for "train", one for "test"."""
     records = np.column_stack([labels.astype(np.uint8), pixels.reshape(len(pixels), -1)])
-    names = ["test_batch.bin"] if split == "test" else [f"data_batch_{number}.bin" for number in range(1, 6)]
+    names = (
+        ["test_batch.bin"]
+        if split == "test"
+        else [f"data_batch_{number}.bin" for number in range(1, TRAINING_FILES + 1)]
+    )
     for name, part in zip(names, np.array_split(records, len(names)), strict=True):
         part.tofile(folder / name)
 
 
-def _copy(pixels: np.ndarray, quality: int) -> np.ndarray:
-    """An image, uint8 (3, 32, 32), after compression."""
-    file = BytesIO()
-    Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=quality, subsampling="4:2:0")
-    return np.asarray(Image.open(file)).transpose(2, 0, 1)
+def compressed(images: np.ndarray, quality: int) -> np.ndarray:
+    """Images, uint8 (N, 3, H, W), after JPEG compression with colours at half the resolution."""
+    copies = np.empty_like(images)
+    for copy, pixels in zip(copies, images, strict=True):
+        file = BytesIO()
+        Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=quality, subsampling="4:2:0")
+        copy[:] = np.asarray(Image.open(file)).transpose(2, 0, 1)
+    return copies
 
 
 COLUMNS: Columns = [
