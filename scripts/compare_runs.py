@@ -70,8 +70,8 @@ class Group(NamedTuple):
 
 
 def all_scores(runs: Iterable[Run]) -> list[tuple[str, str]]:
-    """(score, class) of all runs."""
-    return list(dict.fromkeys(key for run in runs for key in run.percent))
+    """(score, class) of all runs. Classes that do not occur have no score."""
+    return list(dict.fromkeys(key for run in runs for key, share in run.percent.items() if share is not None))
 
 
 def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:

@@ -48,7 +48,6 @@ PAGES = {  # by the beginning of the record's name: record, its name -> the page
     "networks": networks.page,
     "restored": reconstruction_error.page,
     "reversible": reversible.page,
-    "revnet": reconstruction_error.page,
     "training": training.page,
 }
 SLOW_BLOCKS = {"bodies", "recomputation"}  # they trace whole networks

@@ -92,7 +92,7 @@ TITLES = {
 }
 
 PAPER = (INPLACE_2, INPLACE_1, CHECKPOINTING_C, CHECKPOINTING_B)
-OF_THE_PAPER = "In the paper they rise in this order, and the last is almost twice in-place I's."
+OF_THE_PAPER = f"In the paper, overheads rise in this order, and {CHECKPOINTING_B} has almost twice that of in-place I."
 
 COLOURS = {
     STANDARD: charts.BLACK,
@@ -106,10 +106,24 @@ COLOURS = {
 }
 
 
+STEPS = (
+    "BN + ACT (+ CONV): time and memory of every strategy",
+    "For those who choose a norm: what normalisation, activation and the convolution after them take in a step, and "
+    "keep for the backward pass. It is the paper's Figure 4, with its strategies (Figure 2) and their rivals.",
+)
+HOST = (
+    "Host time of BN + ACT",
+    "For those who train small tensors, or on a fast device: the time of a layer in Python and in operators' dispatch.",
+)
+
+
 def page(result: dict, name: str) -> str:
+    title, about = HOST if all(row["group"].startswith("host") for row in result["rows"]) else STEPS
     return frame.page_text(
         "abn",
         result,
+        title=title,
+        about=about,
         device=frame.DEVICES[result["arguments"]["device"]],
         sections=sections_of(result["rows"], result["left_out"], name),
     )
@@ -122,7 +136,10 @@ def sections_of(rows: list[dict], left_out: list[dict], name: str) -> list[str]:
         sections.append(REPLAYS)
     if _shapes(rows):
         about = "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:"
-        picture = f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({name}.png)"
+        picture = (
+            f"![time of a forward and backward pass of each strategy]({name}.png)\n"
+            "*Numbers above bars: time relative to standard.*"
+        )
         sections.append(section("Summary", about, summary(rows), picture))
     for title, cells in by_kind(by_cell(rows)).items():
         own = [row for cell in cells for row in cell.values()]
@@ -147,7 +164,8 @@ def summary(rows: list[dict]) -> str:
         ratio = statistics.median(row["ratio"] for row in found)
         return f"{ratio:.2f}, {round(found[0]['saved_buffers'])} kept"
 
-    return table(["strategy", *kinds], ([name, *(entry(name, cells) for cells in kinds.values())] for name in COLOURS))
+    lines = ([name, *(entry(name, cells) for cells in kinds.values())] for name in COLOURS)
+    return table(["strategy", *kinds], (line for line in lines if any(line[1:])))
 
 
 def _size(row: dict) -> str:
@@ -171,9 +189,9 @@ COLUMNS: Columns = [
     ("strategy", "{strategy}"),
     ("backend", lambda row: row["backend"] or ""),
     ("ms", "{median_ms:.3f}"),
-    ("to standard", _ratio),
+    ("/ standard", _ratio),
     ("saved MiB", lambda row: mib(row["saved_bytes"], 2)),
-    ("to standard", _saved_to_standard),
+    ("/ standard", _saved_to_standard),
     ("buffers", _buffers),
     ("peak MiB", lambda row: mib(row["peak_bytes"], 2)),
 ]
@@ -183,7 +201,7 @@ REPLAYS = (
 )
 OF_REPLAYS: Columns = [
     ("replayed ms", lambda row: f"{row['replay_ms']:.3f}" if _replayed(row) else ""),
-    ("to standard", lambda row: f"{row['replay_ratio']:.2f}" if "replay_ratio" in row else ""),
+    ("/ standard", lambda row: f"{row['replay_ratio']:.2f}" if "replay_ratio" in row else ""),
 ]
 
 

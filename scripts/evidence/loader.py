@@ -233,7 +233,7 @@ COLUMNS: Columns = [
     ("pipeline", "{pipeline}"),
     ("ms", "{median_ms:.3g}"),
     ("crops/s per core", lambda row: f"{1e3 / row['median_ms']:.1f}"),
-    ("time to ours", lambda row: frame.relative_time(row, OURS)),
+    ("time / ours", lambda row: frame.relative_time(row, OURS)),
 ]
 
 

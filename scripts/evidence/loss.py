@@ -97,9 +97,9 @@ def measured(arguments: LossArguments, classes: int, stride: int, name: str) -> 
 COLUMNS: Columns = [
     ("", "{way}"),
     ("peak, MiB", lambda row: mib(row["peak_bytes"])),
-    ("to whole logits", lambda row: f"{row['peak_bytes'] / row['beside'][PLAIN]['peak_bytes']:.3f}"),
+    ("/ whole logits", lambda row: f"{row['peak_bytes'] / row['beside'][PLAIN]['peak_bytes']:.3f}"),
     ("ms", lambda row: f"{statistics.median(row['times_ms']):.0f}"),
-    ("time to whole logits", lambda row: frame.relative_time(row, PLAIN)),
+    ("time / whole logits", lambda row: frame.relative_time(row, PLAIN)),
     ("gradient's error", lambda row: f"{row['error']:.0e}"),
 ]
 

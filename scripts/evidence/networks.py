@@ -82,9 +82,9 @@ def _summary(networks: dict[str, Rows]) -> str:
     shown: Columns = [
         ("method", str),
         ("networks", lambda method: str(len(having[method]))),
-        ("kept to plain", partial(bytes_, "kept_bytes")),
-        ("peak to plain", partial(bytes_, "peak_bytes")),
-        ("time to plain", lambda method: _range(time_ratio(rows, method, PLAIN).median for rows in having[method])),
+        ("kept / plain", partial(bytes_, "kept_bytes")),
+        ("peak / plain", partial(bytes_, "peak_bytes")),
+        ("time / plain", lambda method: _range(time_ratio(rows, method, PLAIN).median for rows in having[method])),
     ]
     return columns(filter(having.get, having), shown)
 
@@ -116,11 +116,11 @@ COLUMNS: Columns = [
     ("network", lambda row: row["network"] if row["method"] == PLAIN else ""),
     ("method", "{method}"),
     ("kept, MiB", lambda row: mib(row["kept_bytes"])),
-    ("to plain", partial(_bytes_to_plain, "kept_bytes")),
+    ("/ plain", partial(_bytes_to_plain, "kept_bytes")),
     ("peak, MiB", lambda row: mib(row["peak_bytes"])),
-    ("to plain", partial(_bytes_to_plain, "peak_bytes")),
+    ("/ plain", partial(_bytes_to_plain, "peak_bytes")),
     ("step, ms", lambda row: f"{statistics.median(row['times_ms']):.0f}"),
-    ("to plain", lambda row: frame.relative_time(row, PLAIN)),
+    ("/ plain", lambda row: frame.relative_time(row, PLAIN)),
     ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
     ("outputs", lambda row: {True: "equal", False: "differ", None: ""}[row.get("same_outputs")]),
 ]

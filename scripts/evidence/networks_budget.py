@@ -93,10 +93,10 @@ def _comparison(networks: dict[str, Rows]) -> str:
             )
             medians = f"{ours:.2f} of the plain time, with *{rival}* {theirs:.2f} (medians of {len(names)} networks)"
             ahead = f"{len(names) - len(behind)} of {len(names)}"
-            not_ahead = ", ".join(f"{name} (peak {x:.2f}, time {y:.2f} of its)" for name, (x, y) in behind.items())
+            not_ahead = ", ".join(f"{name} (peak {x:.2f}, time {y:.2f})" for name, (x, y) in behind.items())
             lines.append(
-                f"- With the {asked}, a step takes {medians}. No higher a peak in no longer a time: {ahead}; not: "
-                f"{not_ahead or 'none'}."
+                f"- With the {asked}, a step takes {medians}. Neither peak nor time is above the rival's in {ahead}. "
+                f"The others, relative to the rival: {not_ahead or 'none'}."
             )
     shares = [_peak(rows, IN_TIME_OF_BLOCKS) for rows in networks.values() if IN_TIME_OF_BLOCKS in rows]
     if shares:
@@ -121,13 +121,13 @@ COLUMNS: Columns = [
     ("method or budget", "{method}"),
     ("planned, MiB", lambda row: mib(row.get("planned_bytes"))),
     ("peak, MiB", lambda row: mib(row["peak_bytes"])),
-    ("to plain", _share),
+    ("/ plain", _share),
     ("step, ms", lambda row: f"{statistics.median(row['times_ms']):.0f}"),
-    ("to plain", lambda row: frame.relative_time(row, PLAIN)),
+    ("/ plain", lambda row: frame.relative_time(row, PLAIN)),
     ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
 ]
 STYLES = {
-    RECOMPUTED: ("recompute_activations, without", charts.SKY, "o"),
+    RECOMPUTED: ("recompute_activations without a budget", charts.SKY, "o"),
     BLOCKS: (BLOCKS, charts.VERMILION, "s"),
     BUDGET: (BUDGET, charts.GREEN, "v"),
 }
@@ -145,15 +145,17 @@ def pictures(result: dict) -> dict[str, Figure]:
     for axes in panels[len(networks) :]:
         axes.set_visible(False)
     for axes in panels[::4]:
-        axes.set(ylabel="time to plain", ylim=(0.8, 1.6))
+        axes.set(ylabel="time, relative to plain", ylim=(0.8, 1.6))
     for axes in panels[max(0, len(networks) - 4) : len(networks)]:  # the lowest of each column
-        axes.set(xlabel="peak to plain")
+        axes.set(xlabel="peak, relative to plain")
         axes.tick_params(labelbottom=True)
     charts.legend(figure, columns=4)
     figures = {"": figure}
     if ON_THE_FRONT_PAGE in networks:
         images, size, device = (result["arguments"][name] for name in ("images", "image_size", "device"))
-        title = f"A training step of {ON_THE_FRONT_PAGE} on {images} images of {size} x {size} ({device})"
+        title = (
+            f"A training step of {ON_THE_FRONT_PAGE} on {images} images of {size} x {size}, on {frame.DEVICES[device]}"
+        )
         figures[f"_{ON_THE_FRONT_PAGE}"] = _alone(networks[ON_THE_FRONT_PAGE], title)
     return figures
 
@@ -162,7 +164,7 @@ def _draw(axes: Axes, found: Rows, **labels: Any) -> None:
     """Peak against time of a network's budgets and their rivals."""
     ours = [(_peak(found, method), _times(found, method, PLAIN)) for method in found if "budget" in found[method]]
     x, y = zip(*sorted(ours), strict=True) if ours else ((), ())
-    charts.lines(axes, [charts.Series("recompute_activations, with budgets", y, x, charts.BLUE, ".-")])
+    charts.lines(axes, [charts.Series("recompute_activations with budgets", y, x, charts.BLUE, ".-")])
     rivals = [
         charts.Series(label, [_times(found, method, PLAIN)], [_peak(found, method)], colour, marker)
         for method, (label, colour, marker) in STYLES.items()
@@ -174,7 +176,13 @@ def _draw(axes: Axes, found: Rows, **labels: Any) -> None:
 def _alone(found: Rows, title: str) -> Figure:
     """The picture for the README: budgets on their own, each rival named beside its point."""
     figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
-    _draw(axes, found, title=title, xlabel="peak memory, relative to plain PyTorch", ylabel="time, relative")
+    _draw(
+        axes,
+        found,
+        title=title,
+        xlabel="peak memory, relative to plain PyTorch",
+        ylabel="time, relative to plain PyTorch",
+    )
     axes.plot(1, 1, "*", color=charts.BLACK, markersize=9, label="plain PyTorch")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
     axes.set(xlim=(0.2, 1.05), ylim=(0.95, 1.4))

@@ -97,9 +97,9 @@ def _relative_to_standard(rows: list[dict]) -> list[dict]:
 STEPS: Columns = [
     ("RevNet-38", lambda rows: "{norm}, {layout}, {precision}".format_map(rows[FORWARD])),
     *((f"{name}, ms", lambda rows, name=name: f"{statistics.median(rows[name]['times_ms']):.0f}") for name in VARIANTS),
-    ("once to stored", lambda rows: f"{time_ratio(rows, 'once', 'stored'):.2f}"),
+    ("once / stored", lambda rows: f"{time_ratio(rows, 'once', 'stored'):.2f}"),
     ("one more forward pass", lambda rows: f"{1 + time_ratio(rows, FORWARD, 'stored').median:.2f}"),
-    ("twice to once", lambda rows: f"{time_ratio(rows, 'twice', 'once'):.2f}"),
+    ("twice / once", lambda rows: f"{time_ratio(rows, 'twice', 'once'):.2f}"),
 ]
 ACTIVATIONS: Columns = [
     ("network", "{network}"),
@@ -113,7 +113,7 @@ DEPTHS: Columns = [
     ("method", "{method}"),
     ("kept, MiB", lambda row: mib(row["kept_bytes"], 2)),
     ("peak, MiB", lambda row: mib(row["peak_bytes"], 2)),
-    ("operations to naive", "{to_naive:.2f}"),
+    ("operations / naive", "{to_naive:.2f}"),
 ]
 SEGMENTATION: Columns = [
     ("with a DeepLabV3 head, output stride 8", "{case}"),
@@ -124,7 +124,7 @@ SEGMENTATION_STEPS: Columns = [
     ("RevNet-104", "{norm}"),
     ("stored, ms", lambda row: f"{statistics.median(row['stored']):.0f}"),
     ("once, ms", lambda row: f"{statistics.median(row['once']):.0f}"),
-    ("once to stored", lambda row: f"{ratio_of(row['once'], row['stored']):.2f}"),
+    ("once / stored", lambda row: f"{ratio_of(row['once'], row['stored']):.2f}"),
     ("angle, float32", "{angle_float32:.4f}"),
     ("angle, bfloat16", "{angle_bfloat16:.2f} (stored: {angle_bfloat16_stored:.2f})"),
 ]
@@ -132,7 +132,7 @@ BUDGET: Columns = [
     ("method", "{method}"),
     ("kept, MiB", lambda row: mib(row["kept_bytes"])),
     ("peak, MiB", lambda row: mib(row["peak_bytes"])),
-    ("time to standard", "{to_standard:.2f}"),
+    ("time / standard", "{to_standard:.2f}"),
 ]
 COLOURS = {"naive": "C7", "blocks": "C1", "sqrt": "C4", "recursive": "C2", "reversible": "C0"}
 
@@ -152,7 +152,7 @@ def depth_chart(rows: list[dict]) -> Figure:
     shown = [
         ("kept for the backward pass, MiB", "log", lambda row: row["kept_bytes"] / MIB),
         ("peak of a step, MiB", "log", lambda row: row["peak_bytes"] / MIB),
-        ("operations to naive", "linear", lambda row: row["to_naive"]),
+        ("operations, relative to naive", "linear", lambda row: row["to_naive"]),
     ]
     for axes, (title, scale, value) in zip(panels, shown, strict=True):
         lines = []
@@ -160,7 +160,9 @@ def depth_chart(rows: list[dict]) -> Figure:
             own = [row for row in rows if row["method"] == method]
             lines.append(charts.Series(method, list(map(value, own)), [row["units"] for row in own], colour, "o-"))
         charts.lines(axes, lines, title=title, xlabel="units", yscale=scale)
+        units = sorted({row["units"] for row in rows})
         axes.set_xscale("log", base=2)
+        axes.set_xticks(units, [str(count) for count in units])
     charts.legend(figure, columns=5)
     return figure
 
@@ -175,7 +177,9 @@ def budget_chart(rows: list[dict]) -> Figure:
         style = "s" if "inplace" in method else "o"
         x, y = [row["peak_bytes"] / MIB], [row["to_standard"].median]
         shown.append(charts.Series(method, y, x, colour, style, [method]))
-    charts.points(axes, shown, xscale="log", xlabel="peak of a step, MiB", ylabel="time of a step to standard")
+    charts.points(
+        axes, shown, xscale="log", xlabel="peak of a step, MiB", ylabel="time of a step, relative to ResNet-110, std"
+    )
     least, most = axes.get_xlim()
     axes.set_xlim(least / 1.2, 2.5 * most)  # room for the names
     return figure

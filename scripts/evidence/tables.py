@@ -5,10 +5,10 @@
     python -m scripts.evidence.tables plan=docs/results/memory_plan.json
 
 `runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, between
-its lines "tables start" and "tables end", and a figure for every table with runs. A run counts for an experiment if it
-has the same configuration, apart from precision, compilation and memory format, which are printed beside its score;
-other runs are listed with the keys that they changed. `plan`, a record of scripts.evidence.plan_experiments, gives the
-planned memory.
+its lines "tables start" and "tables end". A run counts for an experiment if it has the same configuration, apart from
+precision, compilation and memory format, which are printed beside its score; other runs are listed with the keys that
+they changed. `plan`, a record of scripts.evidence.plan_experiments, gives the planned memory. For curves, compare the
+runs with scripts.compare_runs.
 """
 
 import itertools
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from engine.configuration import config as configuration
@@ -29,7 +28,7 @@ from engine.output_files import write_file
 from engine.schema.keys import key
 from scripts.evidence import frame
 from scripts.evidence.frame import GIB, MIB
-from scripts.reports import charts, papers
+from scripts.reports import papers
 from scripts.reports.markdown import table
 from scripts.reports.runs import Run, found_runs
 
@@ -90,12 +89,7 @@ def write(values: DictConfig) -> Path:
     tables = rows_of(runs, planned)
     shown = {run.folder for rows in tables.values() for run in runs_of(rows)}
     left_out |= {run.folder: "it is of no experiment" for run in runs if run.folder not in shown}
-    pictures = {}
-    for name, rows in tables.items():
-        if runs_of(rows):
-            pictures[name] = f"table_{name}.png"
-            charts.save(chart(rows), out / pictures[name])
-    text = as_markdown(tables, pictures, left_out, out)
+    text = as_markdown(tables, left_out, out)
     write_file(page, f"{before}{START}\n{text}\n{END}{after}")
     return page
 
@@ -152,7 +146,7 @@ def runs_of(rows: list[Row]) -> list[Run]:
     return list({run.folder: run for run in own}.values())
 
 
-def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out: dict[Path, str], out: Path) -> str:
+def as_markdown(tables: dict[str, list[Row]], left_out: dict[Path, str], out: Path) -> str:
     """All tables. `left_out`: run directories that are in none, and why. Links are relative to the folder `out`."""
     lines: list[str] = []
     for name, rows in tables.items():
@@ -175,7 +169,6 @@ def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out
                 lines.append(f"- {_link(run, out)}, with `{' '.join(changed)}`: {score}")
         if runs := runs_of(rows):
             lines += ["", *(_provenance(run, out) for run in runs)]
-            lines += ["", f"![validation score over steps, and scores of classes]({pictures[name]})"]
     if left_out:
         lines += ["", "### Run directories that are in no table", ""]
         lines += [f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items()]
@@ -275,39 +268,6 @@ def _provenance(run: Run, out: Path) -> str:
     seed, on = run.typed.seed, f"; {run.processes} processes" if run.processes > 1 else ""
     hardware, commit = environment["hardware"], environment["commit"]
     return f"- {_link(run, out)}: seed {seed}; {hardware}{on}; {versions}; commit {commit}"
-
-
-def chart(rows: list[Row]) -> Figure:
-    """Validation scores over steps, with the published score of each row, beside the last checkpoint's of each class.
-
-    Runs of other folders are drawn below.
-    """
-    groups: dict[tuple[str, tuple[str, ...]], list[Run]] = {}
-    for run in runs_of(rows):
-        groups.setdefault((run.folder.parent.name, tuple(run.classes)), []).append(run)
-    goals = {runs[0].folder: _published_score(row) for row in rows for runs in row.runs.values()}
-    figure, panels = charts.panels(len(groups), 2, (12, 4.2 * len(groups)), width_ratios=(1, 2))
-    for left, right, ((_, classes), own) in zip(panels[::2], panels[1::2], groups.items(), strict=True):
-        scores, curves, bars = own[0].scores, [], []
-        for number, run in enumerate(own):
-            label, (steps, values) = f"{run.folder.parent.name}/{run.name}", run.curve("val", scores.best)
-            of_classes = run.results[scores.of_classes]
-            style, colour = "o-" if len(steps) > 2 else "o", f"C{number}"  # two evaluations are no curve
-            curves.append(charts.Series(label, [100 * value for value in values], steps, colour, style))
-            bars.append(charts.Series(label, [100 * (of_classes[name] or 0) for name in classes], colour=colour))
-            if goal := goals.get(run.folder):
-                curves.append(charts.Series(f"published, {goal:.2f} %", [goal] * 2, [0, steps[-1]], colour, ":"))
-        charts.lines(left, curves, xlabel="steps", ylabel=f"validation {scores.best_title} %")
-        left.legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
-        about = f"{scores.class_title} of each class, %"
-        charts.bars(right, classes, bars, rotation=60, ylabel=about)
-        right.tick_params(axis="x", labelsize=7)
-    return figure
-
-
-def _published_score(row: Row) -> float | None:
-    """The score in the table of the paper that a training of this row ends at, if one was published."""
-    return next((entry.percent for entry in papers.published(row.experiment) if entry.file == "results"), None)
 
 
 @configured("tables", Tables)

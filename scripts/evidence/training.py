@@ -207,7 +207,7 @@ def _switches(result: dict) -> str:
     shown: Columns = [
         ("switch", lambda row: code(row["switch"])),
         ("step, ms", median_ms),
-        ("time to default", lambda row: "1" if row is default else spread(row, default)),
+        ("time / default", lambda row: "1" if row is default else spread(row, default)),
         ("saved, MiB", lambda row: frame.mib(row["saved_bytes"])),
         ("peak, MiB", lambda row: frame.mib(row["peak_bytes"])),
         ("process, MiB", lambda row: f"{row['process_mib'][0]:.0f}"),

@@ -9,6 +9,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
+from matplotlib.ticker import LogFormatter
 from matplotlib.transforms import BboxBase
 
 from engine.output_files import write_figure
@@ -16,6 +17,7 @@ from engine.output_files import write_figure
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
 SKY, BLUE, PURPLE, GREEN = "#56B4E9", "#0072B2", "#CC79A7", "#009E73"
+NAME_OF_A_POINT = "name of a point"  # matplotlib's gid of these texts, which `save` moves
 
 
 class Series(NamedTuple):
@@ -78,7 +80,7 @@ def points(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
         for text, x, y in zip(series.texts, series.x, series.y, strict=False):
             if text:
                 axes.plot(x, y, series.style, color=series.colour, markeredgecolor=BLACK)
-                axes.annotate(text, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+                axes.annotate(text, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, gid=NAME_OF_A_POINT)
     _finish(axes, "both", labels)
 
 
@@ -87,7 +89,8 @@ def save(figure: Figure, file: Path, dpi: int = 110) -> None:
     figure.draw_without_rendering()
     taken: list[BboxBase] = []
     for axes in figure.axes:
-        for name in (text for text in axes.texts if isinstance(text, Annotation)):
+        for name in (text for text in axes.texts if text.get_gid() == NAME_OF_A_POINT):
+            assert isinstance(name, Annotation)
             for right, up in ((5, 4), (5, -11), (-5, 4), (-5, -11)):
                 name.xyann = right, up
                 name.set_horizontalalignment("left" if right > 0 else "right")
@@ -102,6 +105,10 @@ def _finish(axes: Axes, grid: Literal["x", "y", "both"], labels: Mapping[str, An
     axes.set(**labels)
     axes.grid(axis=grid, alpha=0.3)
     axes.set_axisbelow(True)
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":  # 20 and 100 instead of powers of ten
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axes.spines[["top", "right"]].set_visible(False)
 
 

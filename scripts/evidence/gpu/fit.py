@@ -163,7 +163,7 @@ FITS: Columns = [
     ("device", "{limit}"),
     ("cuDNN's benchmark", lambda row: "on" if row["benchmark"] else "off"),
     ("largest", lambda row: f"{row['found']} crops" if row["what"] == "batch" else f"{row['found']} pixels"),
-    ("to standard", "{ratio}"),
+    ("/ standard", "{ratio}"),
     ("planned, GiB", lambda row: f"{row['planned_bytes'] / GIB:.2f}"),
     ("allocated, GiB", lambda row: f"{row['allocated_bytes'] / GIB:.2f}"),
     ("reserved, GiB", lambda row: f"{row['reserved_bytes'] / GIB:.2f}"),

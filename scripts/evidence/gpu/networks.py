@@ -230,9 +230,9 @@ COLUMNS: Columns = [
     ("planned, MiB", lambda row: mib(row.get("planned_bytes"))),
     ("peak, MiB", lambda row: mib(row.get("peak_bytes"))),
     ("off plan", lambda row: "" if off_plan(row) is None else f"{off_plan(row):+.1%}"),
-    ("to plain", lambda row: f"{row['peak']:.2f}" if "peak" in row else ""),
+    ("/ plain", lambda row: f"{row['peak']:.2f}" if "peak" in row else ""),
     ("step, ms", lambda row: row.get("reason") or f"{statistics.median(row['times_ms']):.1f}"),
-    ("to plain", lambda row: f"{row['time']:.2f}" if "time" in row else ""),
+    ("/ plain", lambda row: f"{row['time']:.2f}" if "time" in row else ""),
 ]
 
 
@@ -254,7 +254,7 @@ def sections(rows: Rows) -> Iterator[str]:
 
 def pictures(rows: Rows) -> Mapping[str, Figure]:
     measured = [row for row in with_ratios(rows) if "time" in row]
-    values = {"peak to plain": lambda row: row["peak"], "time to plain": lambda row: row["time"]}
+    values = {"peak / plain": lambda row: row["peak"], "time / plain": lambda row: row["time"]}
     return bars(measured, "network", "method", values)
 
 
