@@ -68,7 +68,7 @@ class BatchNormActivation(torch.autograd.Function):
         gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype(x))
         beta = bias.contiguous() if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype(x))
         values = x if is_packed(x) else x.contiguous()
-        out = values if strategy.overwrite_input and values is x else None
+        overwrite = strategy.overwrite_input and values is x
         # To keep x_hat, compute it first: batch normalisation without scale, shift or activation.
         affine = Affine(gamma, beta, activation, strategy.gamma_floor if use_batch_statistics else 0.0)
         affine = first = affine if backend.floors else affine.explicit()
@@ -77,16 +77,17 @@ class BatchNormActivation(torch.autograd.Function):
 
         if not use_batch_statistics:
             assert running_mean is not None and running_var is not None
-            z, mean, invstd = backend.forward_frozen(values, first, eps, running_mean, running_var, out)
+            z, mean, invstd = backend.forward_frozen(values, first, eps, running_mean, running_var, overwrite)
         elif group is None:
-            z, mean, invstd = backend.forward(values, first, eps, Running(running_mean, running_var, momentum), out)
+            running = Running(running_mean, running_var, momentum)
+            z, mean, invstd = backend.forward(values, first, eps, running, overwrite)
         else:
             count = values.numel() // values.shape[1]
             local = backend.moments(values) if count > 1 else (torch.zeros_like(beta),) * 2
             gathered = gathered_moments(*local, count, group)
             running = Running(running_mean, running_var, momentum)
             mean, invstd, ctx.count = backend.joint_statistics(gathered, beta.dtype, eps, running)
-            z = backend.normalise(values, mean, invstd, first, out)
+            z = backend.normalise(values, mean, invstd, first, overwrite)
 
         if strategy.keep == "x_hat":
             x_hat = z
@@ -97,7 +98,7 @@ class BatchNormActivation(torch.autograd.Function):
             ctx.save_for_backward(values, gamma, beta, invstd, mean if use_batch_statistics else mean.clone())
         else:
             if strategy.overwrite_input:
-                z = z if out is not None else x.copy_(z)
+                z = z if overwrite else x.copy_(z)
                 ctx.mark_dirty(z)
             ctx.save_for_backward(z, gamma, beta, invstd)
         ctx.arguments, ctx.strategy, ctx.kept = arguments, strategy, None
