@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..torch_internals import node_class
-from .backends import Affine, BackwardInputs, EagerBackend, Running, backend_for, floored
+from .backends import backend_for
 from .backends.activations import Activation
+from .backends.eager import EagerBackend
+from .backends.interface import Affine, BackwardInputs, Running, floored
 from .synchronisation import gathered_moments, joint_sums
 
 
