@@ -62,7 +62,7 @@ def batch_norm_to_inplace(tree: CallOrder, layer: BatchNormBase, relu_slope: flo
     index = _activation_index(following, relu_slope)
     activation = following[index].module
     name, param = inplace_activation(activation, relu_slope)
-    new = batch_norm_like(layer, InPlaceABN, name, param)
+    new = inplace_like(layer, name, param)
     _check_output_is_left_alone(following[index + 1 :])
     emptied = None
     if type(activation) is not nn.Identity:
@@ -194,11 +194,11 @@ def like(layer: nn.Module, cls: type[Layer], **options: Any) -> Layer:
     return new.train(layer.training)
 
 
-def batch_norm_like(layer: nn.Module, cls: type[ABN], activation: str, param: float) -> ABN:
-    """A layer of class `cls` with the Parameters, buffers and options of one of PyTorch's, and an activation."""
+def inplace_like(layer: BatchNormBase, activation: str, param: float) -> InPlaceABN:
+    """An in-place layer with the Parameters, buffers and options of one of PyTorch's, and an activation."""
     return like(
         layer,
-        cls,
+        InPlaceABN,
         activation=activation,
         activation_param=param,
         sync=isinstance(layer, nn.SyncBatchNorm),

@@ -1,7 +1,7 @@
 """BN + activation as one autograd node. Strategies differ in the tensors that it keeps for the backward pass."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -115,17 +115,9 @@ class BatchNormActivation(torch.autograd.Function):
         return (_backward_once if differentiable else _backward)(ctx, dz)
 
 
-def norm_and_activation(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    arguments: NormArguments,
-    strategy: Strategy,
-) -> Tensor:
-    """`BatchNormActivation` as function modes see it: one call."""
-    return BatchNormActivation.apply(x, weight, bias, running_mean, running_var, arguments, strategy)
+def norm_and_activation(*arguments: Any) -> Tensor:
+    """`BatchNormActivation.apply`, as function modes see it: one call."""
+    return BatchNormActivation.apply(*arguments)
 
 
 def _backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:
