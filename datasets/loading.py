@@ -46,7 +46,7 @@ class _Items(Dataset):
 
 
 @dataclass(eq=False)
-class TrainingCrops(_Items):
+class _Crops(Dataset):
     """Augmented crops. Keys come from a sampler: (epoch, index) or a `Draw`.
 
     A crop depends only on the seed and its key, not on the number of workers or on earlier reads. `skip_unreadable`: if
@@ -54,17 +54,49 @@ class TrainingCrops(_Items):
     `MAX_SKIPPED` unreadable images in a row raise ValueError.
     """
 
-    dataset: SegmentationDataset
-    transform: TrainingTransform
+    dataset: Any
+    transform: Any
     seed: int
     skip_unreadable: bool = False
 
+    def __len__(self) -> int:
+        return len(self.dataset)
+
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
-        """{"image": uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str, "skipped": str}
+        """{"image": uint8 tensor (3, h, w) RGB, "label": see the class, "name": str, "skipped": str}
 
         "skipped" has one line for each unreadable image that this crop replaces.
         """
-        return readable(self._crop, Draw(*key), len(self), self.skip_unreadable)
+        draw = Draw(*key)
+        skipped: list[str] = []
+        while True:
+            try:
+                return {**self._crop(draw), "skipped": "\n".join(skipped)}
+            except ValueError as error:
+                if not self.skip_unreadable:
+                    raise
+                if len(skipped) == MAX_SKIPPED:
+                    raise ValueError(
+                        f"{MAX_SKIPPED + 1} images in a row cannot be read: too many to skip, so check that the folder "
+                        f"and its disk are there; the last one: {error}"
+                    ) from error
+                skipped.append(" ".join(str(error).split()))
+                draw = draw._replace(image=(draw.image + 1) % len(self), class_id=None, pixel=None)
+
+    def _crop(self, draw: Draw) -> dict:
+        raise NotImplementedError
+
+    def _rng(self, draw: Draw) -> np.random.Generator:
+        # (epoch, index) keys have no place: they draw an image at most once per epoch.
+        place = [] if draw.place is None else [draw.place]
+        return np.random.default_rng([self.seed, draw.epoch, draw.image, *place])
+
+
+class TrainingCrops(_Crops):
+    """Crops of images with labels of pixels. "label": uint8 tensor (h, w) of train ids."""
+
+    dataset: SegmentationDataset
+    transform: TrainingTransform
 
     def _crop(self, draw: Draw) -> dict:
         image, label = self.transform(*self.dataset.undecoded(draw.image), self._rng(draw), draw.pixel)
@@ -81,32 +113,16 @@ class TrainingCrops(_Items):
         draw = Draw(*key)
         return self.transform.draw(size, self._rng(draw), draw.pixel)
 
-    def _rng(self, draw: Draw) -> np.random.Generator:
-        # (epoch, index) keys have no place: they draw an image at most once per epoch.
-        place = [] if draw.place is None else [draw.place]
-        return np.random.default_rng([self.seed, draw.epoch, draw.image, *place])
 
+class ClassificationCrops(_Crops):
+    """Crops of images in files. "label": int."""
 
-def readable(crop: Callable[[Draw], dict], draw: Draw, images: int, skip_unreadable: bool) -> dict:
-    """`crop(draw)` with "skipped", a line for each unreadable image that it replaces.
+    dataset: ClassificationDataset
+    transform: RandomResizedCrop | ResizedRandomCrop
 
-    With `skip_unreadable`, the next readable one of all `images` replaces an image that cannot be read. ValueError if
-    more than `MAX_SKIPPED` in a row cannot; without it, if the image cannot.
-    """
-    skipped: list[str] = []
-    while True:
-        try:
-            return {**crop(draw), "skipped": "\n".join(skipped)}
-        except ValueError as error:
-            if not skip_unreadable:
-                raise
-            if len(skipped) == MAX_SKIPPED:
-                raise ValueError(
-                    f"{MAX_SKIPPED + 1} images in a row cannot be read: too many to skip, so check that the folder "
-                    f"and its disk are there; the last one: {error}"
-                ) from error
-            skipped.append(" ".join(str(error).split()))
-            draw = draw._replace(image=(draw.image + 1) % images, class_id=None, pixel=None)
+    def _crop(self, draw: Draw) -> dict:
+        image = self.transform(self.dataset.image(draw.image), self._rng(draw))
+        return _item(self.dataset, image, draw.image)
 
 
 @dataclass(eq=False)
@@ -134,31 +150,6 @@ def _channels_first(image: np.ndarray) -> torch.Tensor:
     planes = np.empty((3, *image.shape[:2]), np.uint8)
     cv2.split(image, list(planes))  # several times faster than numpy's copy of the transposed array
     return torch.from_numpy(planes)
-
-
-@dataclass(eq=False)
-class ClassificationCrops(_Items):
-    """Augmented crops of images in files. Keys come from a sampler: (epoch, index).
-
-    A crop depends only on the seed and its key, not on the number of workers or on earlier reads. `skip_unreadable`:
-    see `TrainingCrops`.
-    """
-
-    dataset: ClassificationDataset
-    transform: RandomResizedCrop | ResizedRandomCrop
-    seed: int
-    skip_unreadable: bool = False
-
-    def __getitem__(self, key: tuple[int, int]) -> dict:
-        """{"image": uint8 tensor (3, h, w) RGB, "label": int, "name": str, "skipped": str}
-
-        "skipped" has one line for each unreadable image that this crop replaces.
-        """
-        return readable(self._crop, Draw(*key), len(self), self.skip_unreadable)
-
-    def _crop(self, draw: Draw) -> dict:
-        rng = np.random.default_rng([self.seed, draw.epoch, draw.image])
-        return _item(self.dataset, self.transform(self.dataset.image(draw.image), rng), draw.image)
 
 
 @dataclass(eq=False)

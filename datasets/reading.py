@@ -144,11 +144,6 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
     return {number // 3: tuple(chunk[8 + number :][:3]) for number in range(0, len(chunk) - 12, 3)}
 
 
-def decode_instance_classes(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
-    """Decode the classes, uint8 (H, W), from an instance file with values 256 * class + instance number."""
-    return (decode_uint16(file)[window] // 256).astype(np.uint8)
-
-
 def decode_uint16(file: Path | Stored) -> np.ndarray:
     """Decode an instance file to uint16 (H, W). ValueError if it holds anything else."""
     path, data = checked_png(file)

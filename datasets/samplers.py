@@ -68,11 +68,8 @@ class ShuffledMinibatches(_Minibatches):
     """The paper's uniform sampling: every epoch shuffles all images. Keys are (epoch, index)."""
 
     def keys(self, epoch: int) -> list[tuple[int, int]]:
-        return [(epoch, index) for index in self.order(epoch)]
-
-    def order(self, epoch: int) -> list[int]:
-        """The epoch's permutation of all images."""
-        return _generator(self.seed, epoch, stream=0).permutation(self.images).tolist()
+        order = _generator(self.seed, epoch, stream=0).permutation(self.images).tolist()
+        return [(epoch, index) for index in order]
 
 
 class ClassUniformMinibatches(_Minibatches):

@@ -3,11 +3,8 @@
 import os
 from pathlib import Path
 
-import numpy as np
-
 from datasets.class_table import ClassTable, rgb
-from datasets.layout import Layout, list_files
-from datasets.reading import Stored, Window, decode_instance_classes, decode_label
+from datasets.layout import Layout
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
 from datasets.text_files import read_json
 from datasets.time_limit import limited
@@ -74,8 +71,7 @@ def vistas_classes(config: Path) -> ClassTable:
 def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """One Vistas split: "train" (18000 images), "val" (2000) or "test" (5000, without labels), in either folder style.
 
-    Labels are the palette indices in `labels`; an image without a file there takes its label from the 16-bit file in
-    `instances`. Predictions are positions in the config file's list, as PNGs with its palette.
+    Labels are palette indices. Predictions are positions in the config file's list, as PNGs with its palette.
     ValueError if the split is unknown, a folder, the config file or all images are missing, the data is v2.0, or an
     image has no label (without `strict`: no image has one).
     """
@@ -90,22 +86,10 @@ def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
     else:
-        labels = _labels(root, folder)
+        versioned = folder / "v1.2"
+        if not versioned.is_dir() and not (folder / "labels").is_dir() and (folder / "v2.0").is_dir():
+            raise _LAYOUT.error(f"vistas: {folder} has only labels of Mapillary Vistas v2.0; expected v1.2", root)
+        labels = _LAYOUT.files(root, (versioned if versioned.is_dir() else folder) / "labels", (".png",))
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
         files = _LAYOUT.pair(images, labels, root, looked_for, strict)
-    return SegmentationDataset("vistas", split, files, table, decode_label=_decode)
-
-
-def _labels(root: Path, folder: Path) -> dict[str, Path]:
-    versioned = folder / "v1.2"
-    if not versioned.is_dir() and not (folder / "labels").is_dir() and (folder / "v2.0").is_dir():
-        raise _LAYOUT.error(f"vistas: {folder} has only labels of Mapillary Vistas v2.0; expected v1.2", root)
-    parent = versioned if versioned.is_dir() else folder
-    kinds = [parent / "instances", parent / "labels"]  # files in `labels` take precedence
-    if not any(kind.is_dir() for kind in kinds):
-        raise _LAYOUT.error(f"vistas: the folder {kinds[1]} is missing", root)
-    return {name: path for kind in kinds if kind.is_dir() for name, path in list_files(kind, (".png",)).items()}
-
-
-def _decode(file: Stored, window: Window) -> np.ndarray:
-    return (decode_instance_classes if file.path.parent.name == "instances" else decode_label)(file, window)
+    return SegmentationDataset("vistas", split, files, table)

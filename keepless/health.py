@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .inputs import check_module
-from .norms.backends import Affine, Running, backend_for
+from .norms.backends import backend_for
 from .norms.backends.activations import Activation, invert_activation
-from .norms.backends.interface import per_channel
+from .norms.backends.interface import Affine, Running, per_channel
 from .norms.bn_act import is_packed
 from .norms.inplace_abn import InPlaceABN
 from .reversible.drift import drift

@@ -15,12 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..inputs import tensors_in
 from ..norms.abn import ABN
-from ..norms.inplace_abn import InPlaceABN
 from ..torch_internals import BatchNormBase, StorageWeakRef, tree_map, without_function_modes
 from . import replacements
 from .activated import METADATA
 from .call_order import CallOrder, is_customised
-from .replacements import Replacement, batch_norm_like, check_batch_norm, inplace_activation
+from .replacements import Replacement, check_batch_norm, inplace_activation, inplace_like
 
 Example = Tensor | tuple[Any, ...]
 Storage = StorageWeakRef | None  # None for a tensor without one, e.g. a sparse one
@@ -250,7 +249,7 @@ class NormsOnExample:
         name, param = inplace_activation(activation, relu_slope)
         if any(inplace_activation(other, relu_slope) != (name, param) for other in merged):
             raise ValueError(f"different activations follow its calls: {', '.join(_names(merged))}")
-        new = batch_norm_like(layer, InPlaceABN, name, param)
+        new = inplace_like(layer, name, param)
         if name == "identity":
             _check_readers_of_identity(calls)
         _check_output_is_left_alone(calls)

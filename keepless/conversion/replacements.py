@@ -15,13 +15,11 @@ from .call_order import CallOrder, Place, is_customised
 
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their input, or a view of it
-KINDS: tuple[
-    tuple[type[nn.Module], tuple[type[nn.Module], ...]], ...
-] = (  # norms, and convolutions of as many dimensions
-    (nn.BatchNorm1d, (nn.Conv1d, nn.ConvTranspose1d)),
-    (nn.BatchNorm2d, (nn.Conv2d, nn.ConvTranspose2d)),
-    (nn.BatchNorm3d, (nn.Conv3d, nn.ConvTranspose3d)),
-)
+KINDS: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {  # norms, and convolutions of as many dimensions
+    nn.BatchNorm1d: (nn.Conv1d, nn.ConvTranspose1d),
+    nn.BatchNorm2d: (nn.Conv2d, nn.ConvTranspose2d),
+    nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
+}
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
@@ -64,7 +62,7 @@ def batch_norm_to_inplace(tree: CallOrder, layer: BatchNormBase, relu_slope: flo
     index = _activation_index(following, relu_slope)
     activation = following[index].module
     name, param = inplace_activation(activation, relu_slope)
-    new = batch_norm_like(layer, InPlaceABN, name, param)
+    new = inplace_like(layer, name, param)
     _check_output_is_left_alone(following[index + 1 :])
     emptied = None
     if type(activation) is not nn.Identity:
@@ -94,7 +92,7 @@ def own_to_standard(tree: CallOrder, layer: ABN, kind: type[nn.Module] | None) -
 
 def kinds_of(tree: CallOrder) -> dict[ABN, type[nn.Module]]:
     """PyTorch's norm for each layer of ours, if convolutions, and linear layers of as many channels, agree on one."""
-    found = {norm for norm, kinds in KINDS if any(isinstance(module, kinds) for module in tree.names)}
+    found = {norm for norm, kinds in KINDS.items() if any(isinstance(module, kinds) for module in tree.names)}
     linear = {module.out_features for module in tree.names if isinstance(module, nn.Linear)}
     layers = [layer for layer in tree.names if isinstance(layer, ABN)]
     kinds = {layer: found | ({nn.BatchNorm1d} if layer.num_features in linear else set()) for layer in layers}
@@ -196,11 +194,11 @@ def like(layer: nn.Module, cls: type[Layer], **options: Any) -> Layer:
     return new.train(layer.training)
 
 
-def batch_norm_like(layer: nn.Module, cls: type[ABN], activation: str, param: float) -> ABN:
-    """A layer of class `cls` with the Parameters, buffers and options of one of PyTorch's, and an activation."""
+def inplace_like(layer: BatchNormBase, activation: str, param: float) -> InPlaceABN:
+    """An in-place layer with the Parameters, buffers and options of one of PyTorch's, and an activation."""
     return like(
         layer,
-        cls,
+        InPlaceABN,
         activation=activation,
         activation_param=param,
         sync=isinstance(layer, nn.SyncBatchNorm),

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..torch_internals import NormBase, backward_runs, is_exporting
-from .backends import EagerBackend, backend_for, check_backend
+from .backends import backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
+from .backends.eager import EagerBackend
 from .bn_act import BatchNormActivation, NormArguments, Strategy, is_misread, norm_and_activation, statistics_dtype
 from .loading import warn_if_released
 from .synchronisation import refuse_jointly, synchronised_group

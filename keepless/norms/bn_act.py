@@ -1,7 +1,7 @@
 """BN + activation as one autograd node. Strategies differ in the tensors that it keeps for the backward pass."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..torch_internals import node_class
-from .backends import Affine, BackwardInputs, EagerBackend, Running, backend_for, floored
+from .backends import backend_for
 from .backends.activations import Activation
+from .backends.eager import EagerBackend
+from .backends.interface import Affine, BackwardInputs, Running, floored
 from .synchronisation import gathered_moments, joint_sums
 
 
@@ -68,7 +70,7 @@ class BatchNormActivation(torch.autograd.Function):
         gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype(x))
         beta = bias.contiguous() if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype(x))
         values = x if is_packed(x) else x.contiguous()
-        out = values if strategy.overwrite_input and values is x else None
+        overwrite = strategy.overwrite_input and values is x
         # To keep x_hat, compute it first: batch normalisation without scale, shift or activation.
         affine = Affine(gamma, beta, activation, strategy.gamma_floor if use_batch_statistics else 0.0)
         affine = first = affine if backend.floors else affine.explicit()
@@ -77,16 +79,17 @@ class BatchNormActivation(torch.autograd.Function):
 
         if not use_batch_statistics:
             assert running_mean is not None and running_var is not None
-            z, mean, invstd = backend.forward_frozen(values, first, eps, running_mean, running_var, out)
+            z, mean, invstd = backend.forward_frozen(values, first, eps, running_mean, running_var, overwrite)
         elif group is None:
-            z, mean, invstd = backend.forward(values, first, eps, Running(running_mean, running_var, momentum), out)
+            running = Running(running_mean, running_var, momentum)
+            z, mean, invstd = backend.forward(values, first, eps, running, overwrite)
         else:
             count = values.numel() // values.shape[1]
             local = backend.moments(values) if count > 1 else (torch.zeros_like(beta),) * 2
             gathered = gathered_moments(*local, count, group)
             running = Running(running_mean, running_var, momentum)
             mean, invstd, ctx.count = backend.joint_statistics(gathered, beta.dtype, eps, running)
-            z = backend.normalise(values, mean, invstd, first, out)
+            z = backend.normalise(values, mean, invstd, first, overwrite)
 
         if strategy.keep == "x_hat":
             x_hat = z
@@ -97,7 +100,7 @@ class BatchNormActivation(torch.autograd.Function):
             ctx.save_for_backward(values, gamma, beta, invstd, mean if use_batch_statistics else mean.clone())
         else:
             if strategy.overwrite_input:
-                z = z if out is not None else x.copy_(z)
+                z = z if overwrite else x.copy_(z)
                 ctx.mark_dirty(z)
             ctx.save_for_backward(z, gamma, beta, invstd)
         ctx.arguments, ctx.strategy, ctx.kept = arguments, strategy, None
@@ -112,17 +115,9 @@ class BatchNormActivation(torch.autograd.Function):
         return (_backward_once if differentiable else _backward)(ctx, dz)
 
 
-def norm_and_activation(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    arguments: NormArguments,
-    strategy: Strategy,
-) -> Tensor:
-    """`BatchNormActivation` as function modes see it: one call."""
-    return BatchNormActivation.apply(x, weight, bias, running_mean, running_var, arguments, strategy)
+def norm_and_activation(*arguments: Any) -> Tensor:
+    """`BatchNormActivation.apply`, as function modes see it: one call."""
+    return BatchNormActivation.apply(*arguments)
 
 
 def _backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..inputs import Network, check_module
 from ..torch_internals import InstanceNormBase
 from .abn import ABN
-from .backends import floored
+from .backends.interface import floored
 from .bn_act import Strategy
 from .checkpointed_abn import CheckpointedABN
 from .report import ConversionReport, log_report

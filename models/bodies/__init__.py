@@ -3,8 +3,7 @@
 from models.bodies.body import Body
 from models.bodies.densenet import DenseNet, densenet264
 from models.bodies.library import LibraryBody, timm_body, torchvision_body
-from models.bodies.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
-from models.bodies.resnext import ResNeXt, resnext101, resnext152
+from models.bodies.resnet import ResNet, ResNeXt, resnet18, resnet34, resnet50, resnet101, resnext101, resnext152
 from models.bodies.revnet import (
     RevNet,
     preact_resnet101,

@@ -1,4 +1,4 @@
-"""ResNet with post-activation blocks (He et al., 2016), with the names of the in-place ABN release."""
+"""ResNet (He et al., 2016), and the in-place ABN paper's ResNeXt (sections 4.1 and 4.2), with the release's names."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,26 +6,31 @@ from functools import partial
 from torch import Tensor
 
 from keepless import InPlaceABN
-from models.blocks import NormAct, ResidualBlock, residual_stage
+from models.blocks import IdentityResidualBlock, NormAct, ResidualBlock, residual_stage
 from models.bodies.body import Body
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
 
 
 class ResNet(Body):
-    """A stem (mod1) and stages of post-activation residual blocks (mod2, mod3, …).
+    """A stem (mod1), stages of residual blocks (mod2, mod3, …) and, with `preactivation`, a final norm (bn_out).
 
-    The function of torchvision's ResNets, whose stride is also on the 3x3 convolution; ABN with relu has their norms.
+    Without, the function of torchvision's ResNets, whose stride is also on the 3x3 convolution; ABN with relu has their
+    norms.
 
     Args (in addition to `Body`):
-        norm_act: the norm must have an attribute `activation`, see `models.blocks.without_activation`.
-        output_stride: stages are dilated from their first block on, as in the release. Features differ a little,
-            because the strided 3x3 convolution of a stage is not dilated.
+        norm_act: without `preactivation` the norm must have an attribute `activation`, see
+            `models.blocks.without_activation`.
+        output_stride: stages are dilated from their first block on, as in the release. With `preactivation` every
+            second or fourth cell has the strided network's features. Otherwise features differ a little, because the
+            strided 3x3 convolution of a stage is not dilated.
         structure: blocks in each of the four stages; with the CIFAR stem, three or four.
         base_channels: channels of the convolutions in mod2's blocks, doubled in each later stage: two values (3x3, 3x3)
             or three (1x1, 3x3, 1x1).
-        groups: of the 3x3 convolution of a bottleneck, as in the original ResNeXt.
-        stem: "7x7" (released), "3x3" or "cifar", see `build_stem`. A norm follows each of its convolutions.
+        groups: of the 3x3 convolution of a bottleneck (cardinality); divides its channels.
+        stem: "7x7", "3x3" or "cifar", see `build_stem`. A norm follows each of its convolutions, except, with
+            `preactivation`, the last.
+        preactivation: blocks are `IdentityResidualBlock`s instead of `ResidualBlock`s.
     """
 
     def __init__(
@@ -39,26 +44,34 @@ class ResNet(Body):
         groups: int = 1,
         stem_channels: int = 64,
         stem: str = "7x7",
+        preactivation: bool = False,
     ):
         super().__init__()
         strides, self.output_stride = downsampling(structure, stem, output_stride)
         self.stages = len(structure)
-        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=True)
-        in_channels = stem_channels
+        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=not preactivation)
+        in_channels, kind = stem_channels, IdentityResidualBlock if preactivation else ResidualBlock
         for index, (blocks, (stride, dilation)) in enumerate(zip(structure, strides, strict=True)):
-            block = partial(ResidualBlock, norm_act=norm_act, dilation=dilation, groups=groups)
+            block = partial(kind, norm_act=norm_act, dilation=dilation, groups=groups)
             channels = [c * 2**index for c in base_channels]
             self.add_module(f"mod{index + 2}", residual_stage(block, in_channels, channels, blocks, stride=stride))
             in_channels = channels[-1]
+        self.bn_out = norm_act(in_channels) if preactivation else None
         self.add_classifier(in_channels, classes)
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        return self.classified(self.run_stages(images))  # the stem has stride 4, or 1 with CIFAR's
+        x = self.run_stages(images)  # the stem has stride 4, or 1 with CIFAR's
+        return self.classified(x if self.bn_out is None else self.bn_out(x))
 
 
 resnet18 = partial(ResNet, structure=(2, 2, 2, 2), base_channels=(64, 64))  # 11,176,512 parameters without classifier
 resnet34 = partial(ResNet, structure=(3, 4, 6, 3), base_channels=(64, 64))  # 21,284,672
 resnet50 = partial(ResNet, structure=(3, 4, 6, 3))  # 23,508,032
 resnet101 = partial(ResNet, structure=(3, 4, 23, 3))  # 42,500,160
+
+# The paper does not say which stem its ResNeXts used. The released checkpoints have the 3x3 one, hence the default.
+ResNeXt = partial(ResNet, groups=64, base_channels=(128, 128, 256), stem="3x3", preactivation=True)
+resnext101 = partial(ResNeXt, structure=(3, 4, 23, 3))  # 40,853,312 parameters without classifier
+resnext152 = partial(ResNeXt, structure=(3, 8, 36, 3))  # 56,110,912

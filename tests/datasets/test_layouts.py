@@ -112,8 +112,6 @@ def test_missing_folders_are_named_with_what_is_there_the_layout_and_the_fix(kin
     aside = root.parent / "aside"
     if kind == "coco_stuff":
         shutil.rmtree(root / "stuffthingmaps")
-    if kind == "vistas":
-        shutil.rmtree(root / "training" / "instances")
     for folder in (labels, images):
         what = f"no labels for split 'train', looked for {folder}/*.png and "
         if kind != "coco_stuff" or folder == images:
@@ -134,8 +132,6 @@ def test_missing_folders_are_named_with_what_is_there_the_layout_and_the_fix(kin
 
 def test_files_without_counterparts_are_named(kind, root):
     """Training needs complete data. A check names all of them, unless no image has its label."""
-    if kind == "vistas":
-        shutil.rmtree(root / "training" / "instances")  # they would be read where a label is missing
     first, second, *others = opened(kind, root).files
     count = 2 + len(others)
     first.label.unlink()

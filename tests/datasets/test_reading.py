@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets.reading import decode_image, decode_instance_classes, decode_label, decode_uint16, read_size
+from datasets.reading import decode_image, decode_label, decode_uint16, read_size
 from tests.datasets.classification_trees import encoded
 
 HEIGHT, WIDTH = 75, 53
@@ -73,20 +73,17 @@ def image_of(kind: str, folder: Path) -> Path:
     return saved(folder / name, Image.fromarray(photograph()).convert(mode), **options)
 
 
-@pytest.mark.parametrize("kind", [*IMAGES, *LABELS, "instances"])
+@pytest.mark.parametrize("kind", [*IMAGES, *LABELS])
 def test_a_window_is_that_of_the_whole(kind, tmp_path, capfd):
     if kind in IMAGES:
         path, decode = image_of(kind, tmp_path), decode_image
         expected = decode(path)
         assert expected.shape == (HEIGHT, WIDTH, 3) and read_size(path) == (WIDTH, HEIGHT)
-    elif kind in LABELS:
+    else:
         image, options = LABELS[kind]
         path, decode = saved(tmp_path / "x.png", image, **options), decode_label
         expected = np.asarray(image)
         assert np.array_equal(decode(path), expected)
-    else:
-        path, decode, expected = tmp_path / "x.png", decode_instance_classes, labels()
-        cv2.imwrite(str(path), expected.astype(np.uint16) * 256 + 17)
     for window in WINDOWS:
         assert np.array_equal(decode(path, window), expected[window]), window
     assert capfd.readouterr().err == ""  # where libraries complain about rows below the window
@@ -138,7 +135,7 @@ def test_files_that_are_no_image_are_named(content, complaint, about_size, tmp_p
             assert str(error.value).startswith(f"{path}: {expected}")
 
 
-@pytest.mark.parametrize("decode", [decode_label, decode_uint16, decode_instance_classes])
+@pytest.mark.parametrize("decode", [decode_label, decode_uint16])
 def test_a_jpeg_is_no_label(decode, tmp_path):
     """Nearly all its values would be valid ids, but the wrong ones."""
     path = saved(tmp_path / "x.jpg", Image.fromarray(labels())).rename(tmp_path / "x.png")

@@ -1,10 +1,9 @@
 import json
-import shutil
 
 import numpy as np
 import pytest
 
-from datasets import verify, vistas
+from datasets import vistas
 from tests import trees
 
 
@@ -48,33 +47,6 @@ def test_labels_that_are_not_evaluated_need_not_be_the_last(vistas_root):
     _, raw = trees.pair(0, list(range(66)), trees.VISTAS_SIZES[0])
     assert set(dataset[0].label[raw == 3]) == {255} and set(dataset[0].label[raw == 4]) == {3}
     assert dataset.table.official(np.array([[2, 3, 63]], np.uint8)).tolist() == [[2, 4, 64]]
-
-
-@pytest.mark.parametrize("versioned", [False, True])
-def test_instances_give_the_same_labels_where_labels_are_missing(tmp_path, versioned):
-    root = trees.vistas(tmp_path / "vistas", versioned)
-    expected = labels(root, "train")
-    folder = root / "training" / ("v1.2" if versioned else ".")
-    (folder / "labels" / "street-000000000000001.png").unlink()
-    assert all(map(np.array_equal, labels(root, "train"), expected))
-    shutil.rmtree(folder / "labels")
-    assert all(map(np.array_equal, labels(root, "train"), expected))
-    verify(vistas(root, "train"), workers=0)
-
-
-def test_bits_tell_labels_from_instances(vistas_root):
-    """A file in the wrong folder is refused, not misread."""
-    label = vistas_root / "training" / "labels" / "street-000000000000000.png"
-    instances = vistas_root / "training" / "instances" / label.name
-    wide = instances.read_bytes()
-    instances.write_bytes(label.read_bytes())
-    label.write_bytes(wide)
-    with pytest.raises(ValueError, match=r"labels/street.*uint16; expected a label with one 8-bit class id"):
-        vistas(vistas_root, "train")[0]
-    label.unlink()
-    trees.write(instances, np.zeros((30, 40), np.uint8))
-    with pytest.raises(ValueError, match=r"instances/street.*uint8; expected instances with one 16-bit value"):
-        vistas(vistas_root, "train")[0]
 
 
 @pytest.mark.parametrize(

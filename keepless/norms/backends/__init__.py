@@ -12,22 +12,9 @@ from ...torch_internals import FakeTensor, dispatch_modes_on
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
 from .fused_shapes import FusedShapes
-from .interface import Affine, Backend, BackwardInputs, Running, floored
+from .interface import Backend
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
-
-__all__ = [
-    "BACKENDS",
-    "Affine",
-    "Backend",
-    "BackwardInputs",
-    "EagerBackend",
-    "Running",
-    "backend_for",
-    "check_backend",
-    "floored",
-    "triton_launches",
-]
 
 
 def check_backend(name: str) -> None:

@@ -30,34 +30,29 @@ class CompiledBackend(Backend):
             return run(formulas.moments, Settings(axis), blocks)
         return moments_by_operator(x, UNTRACKED)
 
-    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
-        x = _filled(out, x)
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
         blocks, axis = as_blocks(x)
         settings, scale = Settings(axis, affine.activation), affine.gamma * invstd
-        if out is None:
+        if not overwrite:
             return from_blocks(run(formulas.normalise, settings, blocks, mean, scale, affine.beta), x)
         run(formulas.normalise_, settings, blocks, mean, scale, affine.beta)
-        return out
+        return x
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         if torch.compiler.is_compiling() or x.is_contiguous():
-            x = _filled(out, x)
             blocks, axis = as_blocks(x)
             settings = Settings(axis, affine.activation, eps)
-            if out is None:
-                z, mean, var, invstd = run(formulas.forward, settings, blocks, affine.gamma, affine.beta)
-                out = from_blocks(z, x)
-            else:
-                _, mean, var, invstd = run(formulas.forward_, settings, blocks, affine.gamma, affine.beta)
+            formula = formulas.forward_ if overwrite else formulas.forward
+            z, mean, var, invstd = run(formula, settings, blocks, affine.gamma, affine.beta)
             running.update(mean, var, x.numel() // x.shape[1])
-            return out, mean, invstd
+            return x if z is None else from_blocks(z, x), mean, invstd
         if x.numel() <= 2 * FEW_CHANNELS_LAST * torch.get_num_threads():
-            return EagerBackend().forward(x, affine, eps, running, out)
+            return EagerBackend().forward(x, affine, eps, running, overwrite)
         mean, var = moments_by_operator(x, running)  # faster than a compiled channels_last loop
         invstd = torch.rsqrt(var + eps)
-        return self.normalise(x, mean, invstd, affine, out), mean, invstd
+        return self.normalise(x, mean, invstd, affine, overwrite), mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         settings, *tensors = _kept_and_dz(kept, dz)
@@ -174,13 +169,6 @@ def _compiled(
         "size_asserts": False,  # Dynamo already guards the sizes; asserting them again costs microseconds
     }
     return torch.compile(specialised, dynamic=True, fullgraph=True, options=options)
-
-
-def _filled(out: Tensor | None, x: Tensor) -> Tensor:
-    """x, copied into `out` if that is given and not x itself."""
-    if out is None or out is x:
-        return x
-    return out.copy_(x)
 
 
 def _kept_and_dz(

@@ -12,20 +12,20 @@ class EagerBackend(Backend):
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return moments_by_operator(x, UNTRACKED)
 
-    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
         # The operator takes a variance in eval mode; eps is already in invstd.
-        z, _, _ = _batch_norm(x, affine, Running(mean, invstd.square().reciprocal()), False, 0.0, out)
+        z, _, _ = _batch_norm(x, affine, Running(mean, invstd.square().reciprocal()), False, 0.0, overwrite)
         return z
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _batch_norm(x, affine, running, True, eps, out)
+        return _batch_norm(x, affine, running, True, eps, overwrite)
 
     def forward_frozen(
-        self, x: Tensor, affine: Affine, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, mean: Tensor, var: Tensor, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        z, _, _ = _batch_norm(x, affine, Running(mean, var), False, eps, out)
+        z, _, _ = _batch_norm(x, affine, Running(mean, var), False, eps, overwrite)
         return z, mean, (var + eps).rsqrt_()
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,12 +79,12 @@ def moments_by_operator(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
 
 
 def _batch_norm(
-    x: Tensor, affine: Affine, running: Running, training: bool, eps: float, out: Tensor | None
+    x: Tensor, affine: Affine, running: Running, training: bool, eps: float, overwrite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """z by PyTorch's own operator, with the minibatch's mean and invstd if `training`."""
     gamma, beta, activation, _ = affine
     channels = x.shape[1] if training else 0
-    buffers = None if out is None else (out, gamma.new_empty(channels), gamma.new_empty(channels))
+    buffers = None if not overwrite else (x, gamma.new_empty(channels), gamma.new_empty(channels))
     y, mean, invstd = torch.native_batch_norm(
         x, gamma, beta, running.mean, running.var, training, running.momentum, eps, out=buffers
     )

@@ -15,8 +15,8 @@ class FusedShapes(Backend):
         mean, var = x.new_empty((2, x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
         return mean, var
 
-    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
-        return torch.empty_like(x) if out is None else out
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
+        return x if overwrite else torch.empty_like(x)
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         return torch.empty_like(kept.beta), torch.empty_like(kept.beta)

@@ -2,7 +2,8 @@
 
 Tensors with a value per pixel (x, z, dz, dx and the kept one) are (N, C, *spatial) and share one dtype and one packed
 memory format, contiguous or channels_last. Vectors are (C,). Vectors and arithmetic are float32, or float64 for float64
-tensors. No function records a graph, or changes arguments other than `out` and the running statistics.
+tensors. No function records a graph, or changes arguments other than the running statistics and, with
+`overwrite`, x: z is then written over it.
 """
 
 from typing import NamedTuple
@@ -87,8 +88,8 @@ class Backend:
         """Mean and biased variance per channel, without the cancellation of E[x^2] - E[x]^2."""
         raise NotImplementedError
 
-    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
-        """z = phi(gamma * (x - mean) * invstd + beta), in the memory format of x; written to `out` (may be x)."""
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
+        """z = phi(gamma * (x - mean) * invstd + beta), in the memory format of x."""
         raise NotImplementedError
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,13 +101,13 @@ class Backend:
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z, mean and invstd of the minibatch; updates the running statistics (with the unbiased variance)."""
         mean, var = self.moments(x)
         running.update(mean, var, x.numel() // x.shape[1])
         invstd = torch.rsqrt(var + eps)
-        return self.normalise(x, mean, invstd, affine, out), mean, invstd
+        return self.normalise(x, mean, invstd, affine, overwrite), mean, invstd
 
     def joint_statistics(
         self, gathered: Tensor, dtype: torch.dtype, eps: float, running: Running
@@ -127,11 +128,11 @@ class Backend:
         return mean, torch.rsqrt(var + eps), total
 
     def forward_frozen(
-        self, x: Tensor, affine: Affine, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, mean: Tensor, var: Tensor, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z, mean and invstd from running statistics. The mean is the running mean itself."""
         invstd = (var + eps).rsqrt_()
-        return self.normalise(x, mean, invstd, affine, out), mean, invstd
+        return self.normalise(x, mean, invstd, affine, overwrite), mean, invstd
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dL/dx, dL/dgamma, dL/dbeta for minibatch statistics."""

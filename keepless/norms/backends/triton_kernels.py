@@ -640,27 +640,27 @@ class TritonBackend(Backend):
         launch(tensors, (float(momentum), float(eps)))
         return mean, invstd, total
 
-    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
         gamma, beta, activation, floor = affine
-        z = torch.empty_like(x) if out is None else out
+        z = x if overwrite else torch.empty_like(x)
         tiling, launch = _normalise_alone(_key(x), activation.name)
         floats = (0.0, 0.0, floor, float(activation.param), tiling.channel_elements)
         launch((x, z, mean, invstd, gamma, beta, None, None, None), floats)
         return z
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         running_mean, running_var, momentum = running
         if running_mean is None or running_var is None:
             running_mean = running_var = None
         elif not (running_mean.is_contiguous() and running_var.is_contiguous()):
-            return super().forward(x, affine, eps, running, out)
+            return super().forward(x, affine, eps, running, overwrite)
         gamma, beta, activation, floor = affine
         prepared = _forward_pass(_key(x), activation.name, running_mean is not None)
         partials = beta.new_empty(prepared.partials)
         mean, invstd = torch.empty_like(beta), torch.empty_like(beta)  # two storages: the mean may be freed first
-        z = torch.empty_like(x) if out is None else out
+        z = x if overwrite else torch.empty_like(x)
         prepared.first((x, partials))
         floats = (float(momentum), float(eps), floor, float(activation.param), prepared.tiling.channel_elements)
         prepared.second((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)

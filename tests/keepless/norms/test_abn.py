@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from keepless.norms import abn as abn_module
-from keepless.norms.backends import floored
+from keepless.norms.backends.interface import floored
 from keepless.norms.bn_act import Strategy
 from keepless.saved import saved_for_backward
 from tests.norms import IN_PLACE, OVERWRITING, STRATEGIES

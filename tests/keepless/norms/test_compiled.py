@@ -106,16 +106,16 @@ def test_traced_into_an_outer_graph(layout):
     """One graph without breaks (fullgraph), with and without writing z over x."""
     x, dz, gamma, beta, _ = case(SHAPE, dtype=torch.float64, memory_format=LAYOUTS[layout])
 
-    def step(backend, x, dz, gamma, beta, out):
-        z, mean, invstd = backend.forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED, out=out)
+    def step(backend, x, dz, gamma, beta, overwrite):
+        z, mean, invstd = backend.forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED, overwrite)
         kept = BackwardInputs(z, True, beta, gamma.reciprocal(), gamma, beta, invstd, LEAKY)
         return z, *backend.backward(kept, dz)
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    expected = step(EAGER, x, dz, gamma, beta, None)
-    torch.testing.assert_close(compiled(CompiledBackend(), x, dz, gamma, beta, None), expected)
+    expected = step(EAGER, x, dz, gamma, beta, False)
+    torch.testing.assert_close(compiled(CompiledBackend(), x, dz, gamma, beta, False), expected)
     overwritten = x.clone()
-    torch.testing.assert_close(compiled(CompiledBackend(), overwritten, dz, gamma, beta, overwritten), expected)
+    torch.testing.assert_close(compiled(CompiledBackend(), overwritten, dz, gamma, beta, True), expected)
     torch.testing.assert_close(overwritten, expected[0])
 
 
@@ -164,7 +164,7 @@ def test_writes_over_the_input(compiler):
     """z is in x, and x's version changes, so an earlier operation that kept x raises in its backward pass."""
     x, _, gamma, beta, _ = case(SHAPE)
     expected, version = EAGER.forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED), x._version
-    result = CompiledBackend().forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED, out=x)
+    result = CompiledBackend().forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED, overwrite=True)
     assert result[0] is x and x._version > version
     torch.testing.assert_close(result, expected)
 

@@ -169,8 +169,8 @@ def test_writes_over_its_input(backend, device, many_parts, memory_format):
     affine = Affine(gamma, beta, activation)
     wanted, mean, invstd = backend.forward(x, affine, 1e-5, UNTRACKED)
     for write in (
-        lambda out: backend.forward(out, affine, 1e-5, UNTRACKED, out=out)[0],
-        lambda out: backend.normalise(out, mean, invstd, affine, out=out),
+        lambda x: backend.forward(x, affine, 1e-5, UNTRACKED, overwrite=True)[0],
+        lambda x: backend.normalise(x, mean, invstd, affine, overwrite=True),
     ):
         out = x.clone(memory_format=torch.preserve_format)
         assert write(out) is out
