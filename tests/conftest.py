@@ -79,3 +79,28 @@ def freed_memory():
     gc.collect()
     if kept:  # glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+@pytest.fixture(scope="module")
+def ranks(request, tmp_path_factory):
+    """Processes that run functions of a module together: its WORLD_SIZE."""
+    from tests.ranks import Ranks  # which imports the engine
+
+    started = Ranks(request.module.WORLD_SIZE, tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def double():
+    """New tensors are in float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

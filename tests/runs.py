@@ -43,6 +43,10 @@ def one_epoch(steps: int) -> Schedule:
     return Schedule(steps, steps_per_epoch=steps, evaluate_every=None, checkpoint_every=steps, log_every=steps)
 
 
+NARROW_A2 = (  # a body with dropout
+    *("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8"),
+    "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]",
+)
 # The same for train_imagenet.py: drawn shapes.
 SHORT_SHAPES = (
     *("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8", "norm.backend=eager"),

@@ -62,13 +62,6 @@ def difference(weights: Weights, others: Weights) -> float:
     return ((moved(weights) - moved(others)).norm() / moved(others).norm()).item()
 
 
-def test_float16_scales_the_loss_and_keeps_the_scale(tmp_path, plain):
-    state = trained(tmp_path, "trainer.precision=float16")
-    assert state["scaler"]["scale"] > 1
-    assert all(weight.dtype == torch.float32 for weight in state["network"].values() if weight.is_floating_point())
-    assert not all(torch.equal(state["network"][name], weight) for name, weight in plain.items())
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
@@ -86,15 +79,6 @@ def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
         learner.step(learner.gradient_norm().item())
         values.append(weight.tolist())
     assert values == [100 * [1.0], 100 * [0.0], 100 * [-1.5]]
-
-
-def test_the_memory_format_changes_the_rounding_only(tmp_path):
-    """Of one step: further ones amplify it."""
-    expected = trained(tmp_path / "channels_last", "trainer.steps=1")["network"]
-    weights = trained(tmp_path / "contiguous", "trainer.channels_last=false", "trainer.steps=1")["network"]
-    kernel = weights["body.mod2.block1.convs.conv2.weight"]
-    assert kernel.is_contiguous() and not kernel.is_contiguous(memory_format=torch.channels_last)
-    assert difference(weights, expected) < 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -133,25 +117,21 @@ def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch
     assert difference(state["network"], expected) < 1e-2
 
 
-@pytest.mark.parametrize("recompute, norm", [("blocks", "inplace"), ("activations", "std")])
-def test_recomputation_of_parts_changes_no_bit(tmp_path, in_parts, recompute, norm):
-    found = trained(tmp_path, *IN_PARTS, f"norm={norm}", f"trainer.recompute={recompute}")["network"]
-    assert all(torch.equal(found[name], weight) for name, weight in in_parts(norm).items())
+def test_recomputed_activations_of_parts_change_no_bit(tmp_path, in_parts):
+    found = trained(tmp_path, *IN_PARTS, "norm=std", "trainer.recompute=activations")["network"]
+    assert all(torch.equal(found[name], weight) for name, weight in in_parts("std").items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "norm, recompute", [("inplace", "none"), ("std", "none"), ("inplace", "sqrt"), ("checkpoint", "blocks")]
 )
-def test_compiled_by_inductor_it_trains_the_same(tmp_path, norm, recompute):
-    torch.set_default_dtype(torch.float64)  # in float32, rounding becomes visible after a few steps
-    try:
-        expected = trained(tmp_path / "eager", f"norm={norm}")["network"]
-        state = trained(tmp_path / "compiled", f"norm={norm}", f"trainer.recompute={recompute}", "trainer.compile=true")
-        assert state["network"]["cls.weight"].dtype == torch.float64
-        assert difference(state["network"], expected) < 1e-9
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_compiled_by_inductor_it_trains_the_same(tmp_path, double, norm, recompute):
+    """In float64: in float32, rounding becomes visible after a few steps."""
+    expected = trained(tmp_path / "eager", f"norm={norm}")["network"]
+    state = trained(tmp_path / "compiled", f"norm={norm}", f"trainer.recompute={recompute}", "trainer.compile=true")
+    assert state["network"]["cls.weight"].dtype == torch.float64
+    assert difference(state["network"], expected) < 1e-9
 
 
 def test_the_average_is_kept_evaluated_and_has_statistics_of_its_own(tmp_path):
@@ -167,14 +147,6 @@ def test_the_average_is_kept_evaluated_and_has_statistics_of_its_own(tmp_path):
     last = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
     again = evaluate(composed("eval", last, "workers=0", "device=cpu", f"results={tmp_path / 'again.json'}"))
     assert again["confusion_matrix"] == results["confusion_matrix"], "the saved weights must be the scored ones"
-
-
-def test_clipping_bounds_what_a_step_changes(tmp_path):
-    plain_sgd = ("optim.lr=1", "optim.momentum=0", "optim.weight_decay=0", "trainer.steps=1")
-    state = trained(tmp_path, *plain_sgd, "optim.max_gradient_norm=1e-3")
-    assert moved(state["network"]).norm().item() == pytest.approx(1e-3, rel=1e-2)
-    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert record["kind"] == "train" and record["gradient_norm"] > 0.1  # before clipping
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])

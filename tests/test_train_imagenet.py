@@ -37,7 +37,7 @@ from tests.datasets import classification_trees
 from tests.faults.runs import before_call, steps_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
-from tests.runs import SHORT_SHAPES, classification_config, composed, same
+from tests.runs import NARROW_A2, SHORT_SHAPES, classification_config, composed, same
 from train_imagenet import train
 
 MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")
@@ -133,17 +133,14 @@ def test_two_processes_train_and_evaluate_together(tmp_path):
     assert all(result["confusion_matrix"] == alone["confusion_matrix"] for result in together)
 
 
-WIDER_CHANNELS = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
         ("body=revnet_tiny", "norm=inplace", "trainer.precision=bfloat16", "trainer.accumulation_steps=2", *MEAN_IMAGE),
         ("body=densenet264", "body.structure=[1,1,1,1]", "body.growth=4", "body.stem=cifar", "body.stem_channels=8"),
         (
-            *("body=wider_resnet38", "body.structure=[1,1,1,1,1,1]", WIDER_CHANNELS),
-            *("norm=std", "norm.activation=relu", "trainer.precision=float16", "trainer.recompute=sqrt"),
+            *("body=wider_resnet38", *NARROW_A2[1:], "norm=std", "norm.activation=relu"),
+            *("trainer.precision=float16", "trainer.recompute=sqrt"),
         ),
     ],
     ids=lambda overrides: overrides[0],
@@ -160,6 +157,8 @@ def test_switches_and_bodies_train(tmp_path, overrides, monkeypatch):
     short = [option for option in SHORT_SHAPES if not option.startswith("body")]
     assert train(composed("train_imagenet", *short, *options))["images"] == 24
     assert [count > 0 for count in checked] == [overrides[0] == "body=revnet_tiny"] * 2 + [False]
+    scaler = checkpoint.load(last(tmp_path)).get("scaler", {"scale": 0.0})
+    assert (scaler["scale"] > 1) == ("trainer.precision=float16" in overrides)
 
 
 REVERSIBLE = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[8,8],[8,8],[8,8]]", "body.stem_channels=8")

@@ -98,7 +98,8 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")  # what decoders print would break the progress bar
 
 
-def test_finds_sizes_ids_and_files_without_counterparts_in_one_pass(camvid_folders, cityscapes_root):
+def test_finds_sizes_and_ids_in_one_pass(camvid_folders, cityscapes_root):
+    """tests/datasets/test_layouts.py has files without counterparts."""
     labels, images = camvid_folders / "train" / "labels", camvid_folders / "train" / "images"
     trees.write(labels / "0001TP_000000.png", np.zeros((12, 20), np.uint8))
     label = np.zeros((24, 40), np.uint8)
@@ -113,12 +114,8 @@ def test_finds_sizes_ids_and_files_without_counterparts_in_one_pass(camvid_folde
     for read in (dataset.__getitem__, dataset.undecoded):
         with pytest.raises(ValueError, match=f"^{differ}; expected the same size. Restore"):
             read(0)
-    (labels / "0001TP_000002.png").unlink()
-    (images / "0001TP_000003.jpg").unlink()
-    problems = inspect(camvid(camvid_folders, "train", strict=False), workers=0).problems
+    problems = inspect(dataset, workers=0).problems
     assert [(kind, message.partition(":")[0]) for kind, message in problems] == [
-        ("image without label", str(images / "0001TP_000002.jpg")),
-        ("label without image", str(labels / "0001TP_000003.png")),
         ("sizes differ", str(labels / "0001TP_000000.png")),
         ("unknown ids", str(labels / "0001TP_000001.png")),
     ]

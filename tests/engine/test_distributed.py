@@ -25,19 +25,10 @@ from engine.schedule import Schedule
 from engine.stopping import Preempted
 from eval import evaluate
 from keepless import ABN, renew_statistics
-from tests.ranks import Ranks
-from tests.runs import SHORT, composed, one_epoch, run_config, same
+from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
 from train_seg import train
 
-SIZE = 3
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """Three, so that shares can differ, a machine can have some of them, and sums depend on their order."""
-    started = Ranks(SIZE, tmp_path_factory.mktemp("ranks"))
-    yield started
-    started.stop()
+WORLD_SIZE = 3  # so that shares can differ, a machine can have some of them, and sums depend on their order
 
 
 def this_world() -> World:
@@ -132,8 +123,8 @@ def test_parts_of_the_shares_step_as_those_of_the_whole_minibatch(ranks, norm, r
     In the backward pass of checkpointed blocks, norms exchange their statistics again, while gradients leave.
     """
     parts = 2
-    order = torch.arange(2 * SIZE * parts)
-    together = order.view(SIZE, parts, -1).transpose(0, 1).flatten()
+    order = torch.arange(2 * WORLD_SIZE * parts)
+    together = order.view(WORLD_SIZE, parts, -1).transpose(0, 1).flatten()
     assert together.tolist() != order.tolist()
     found = ranks.run(steps, norm, order.tolist(), parts, (f"trainer.recompute={recompute}",))
     assert_equal_to_rounding(found, steps(0, norm, together.tolist(), parts))
@@ -151,8 +142,8 @@ def waits(rank: int, slow_part: str, shared: Path) -> tuple[float, float]:
 
     Only rank 0, which something takes ten seconds, moves it, and only once the others have their gradients.
     """
-    world, clock = this_world(), dist.FileStore(str(shared), SIZE)
-    config = run_config(*SHORT, "norm.sync=false", f"data.crops_per_minibatch={2 * SIZE}")
+    world, clock = this_world(), dist.FileStore(str(shared), WORLD_SIZE)
+    config = run_config(*SHORT, "norm.sync=false", f"data.crops_per_minibatch={2 * WORLD_SIZE}")
     learner = assemble.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), world)
     first = next(learner.network.parameters())  # its gradient is the last
     first.register_post_accumulate_grad_hook(lambda _: clock.add("ready", 1) and None)
@@ -160,7 +151,7 @@ def waits(rank: int, slow_part: str, shared: Path) -> tuple[float, float]:
     def takes_ten_seconds(*_) -> None:
         if rank == 0:
             started_s = time.monotonic()
-            while clock.add("ready", 0) < SIZE - 1:
+            while clock.add("ready", 0) < WORLD_SIZE - 1:
                 assert time.monotonic() < started_s + 120, "the other ranks hang"
                 time.sleep(0.01)
             clock.add("seconds", 10)
@@ -176,7 +167,7 @@ def waits(rank: int, slow_part: str, shared: Path) -> tuple[float, float]:
         patch.setattr("engine.records.waits.time", SimpleNamespace(perf_counter=lambda: float(clock.add("seconds", 0))))
         waiting = DataWait(minibatches())
         minibatch = next(iter(waiting))
-        train_step(learner, assemble.loss(config.loss, ignore_index=255), minibatch, 2 * SIZE, world)
+        train_step(learner, assemble.loss(config.loss, ignore_index=255), minibatch, 2 * WORLD_SIZE, world)
     return waiting.seconds, learner.exchange.seconds
 
 
@@ -189,7 +180,7 @@ def test_a_straggler_shows_in_the_waits(ranks, tmp_path, slow_part, slow_data_s)
 def test_parts_have_the_norms_of_unsynchronised_processes(ranks):
     """As docs/training.md advises for fewer devices. Only running statistics differ: every part updates them."""
     order, options = list(range(12)), ("norm.sync=false",)
-    alone = steps(0, "inplace", order, SIZE, options)
+    alone = steps(0, "inplace", order, WORLD_SIZE, options)
     expected = {name: tensor for name, tensor in alone.items() if "running_" not in name and "num_b" not in name}
     assert_equal_to_rounding(ranks.run(steps, "inplace", order, 1, options), expected)
 
@@ -205,7 +196,7 @@ def renewed(rank: int, shares: int) -> dict[str, torch.Tensor]:
 
 def test_renewed_statistics_are_those_of_all_processes_minibatches(ranks):
     alone = renewed(0, 1)
-    for result in ranks.run(renewed, SIZE):
+    for result in ranks.run(renewed, WORLD_SIZE):
         torch.testing.assert_close(result, alone)
 
 
@@ -273,9 +264,7 @@ def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: in
 
 def test_all_processes_stop_after_the_same_step_and_resume_to_the_same_weights(ranks, tmp_path):
     """With dropout, which every rank draws for itself."""
-    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8")
-    channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
-    options = (*SHORT, *body, channels, "data.crops_per_minibatch=7", "trainer.steps=5", "trainer.ema_decay=0.5")
+    options = (*SHORT, *NARROW_A2, "data.crops_per_minibatch=7", "trainer.steps=5", "trainer.ema_decay=0.5")
     ranks.run(run_in_rank, (f"run_dir={tmp_path / 'whole'}", *options))
     stopped = ranks.run(asked_to_stop, (f"run_dir={tmp_path / 'stopped'}", *options), 1, 2)
     assert set(stopped) <= {"stopped after step 2 of 5", "stopped after step 3 of 5"} and len(set(stopped)) == 1

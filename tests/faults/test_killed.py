@@ -35,7 +35,7 @@ from tests.faults.runs import (
     survived,
     waiting_after,
 )
-from tests.runs import composed
+from tests.runs import NARROW_A2, composed
 
 
 @pytest.mark.faults
@@ -224,9 +224,7 @@ def test_asked_to_stop_in_an_evaluation(tmp_path, whole):
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_everything_that_changes_continues(tmp_path, seed):
-    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8")
-    channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
-    options = (*body, channels, "trainer.precision=float16", "trainer.deterministic=true", "data.workers=2")
+    options = (*NARROW_A2, "trainer.precision=float16", "trainer.deterministic=true", "data.workers=2")
     runs.finished(tmp_path / "whole", *options)
     assert checkpoint.load(last_of(tmp_path / "whole"))["scaler"]
     killed_after(random.Random(seed).randrange(1, STEPS - 1), tmp_path / "run", *options)

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -235,6 +234,7 @@ def test_every_choice_composes_builds_and_steps(schema, groups, number):
     step_on_fake_tensors(config)
 
 
+@pytest.mark.slow
 def test_experiments_step_and_survive_a_checkpoint():
     """One of each kind of body and norm; tests/models/test_bodies.py has all variants of the bodies."""
     of_a_kind = {}
@@ -345,24 +345,17 @@ def test_sampler_keys_reach_the_loader(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "overrides, error, message",
+    "override, message",
     [
-        (["optim.lr=abc"], ConfigCompositionException, "optim.lr"),
-        (["optim.lrr=0.1"], ConfigCompositionException, "optim.lrr"),
-        (["trainer.epochs=1.5"], ConfigCompositionException, "trainer.epochs"),
-        (["norm=typo"], ConfigCompositionException, "typo"),
-        (["norm=std", "norm.variant=I"], ConfigCompositionException, "norm.variant"),  # an option of another norm
-        # What Hydra lets pass. The next test has the other bounds.
-        (["+surprise=1"], ValueError, "surprise is not a configuration key"),
-        (["+optim.surprise=1"], ValueError, "optim.surprise is not a configuration key"),
-        (["optim.lr=???"], ValueError, "optim.lr has no value: give optim.lr=… on the command line"),
-        (["norm.eps=-1"], ValueError, "norm.eps=-1.0: expected a number above 0"),
+        ("+surprise=1", "surprise is not a configuration key"),
+        ("+optim.surprise=1", "optim.surprise is not a configuration key"),
+        ("optim.lr=???", "optim.lr has no value: give optim.lr=… on the command line"),
     ],
 )
-def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
-    with pytest.raises(error) as raised:
-        run_config(*overrides)
-    assert message in f"{raised.value} {raised.value.__cause__}"
+def test_what_hydra_lets_pass_is_refused(override, message):
+    """tests/test_wrong_commands.py has what it refuses, and the next test has the bounds."""
+    with pytest.raises(ValueError, match=message):
+        run_config(override)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +367,6 @@ def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
         ("norm.activation=relu", "^norm.activation='relu' maps all negative .* use norm.activation='leaky_relu'"),
         ("norm=inplace_1 norm.activation_param=0", "^norm.activation_param=0 makes leaky_relu not invertible"),
         ("norm=std norm.activation=gelu", "^norm.activation='gelu' is not known"),
-        ("norm.backend=cuda", "norm.backend=cuda: expected one of auto, eager, compiled, triton"),
         ("norm.name=std", "norm.name=std does not change the norm: give norm=std"),
         ("body.name=vgg", f"body.name=vgg: expected one of {', '.join(BODIES)}$"),
         ("body.groups=0", "body.groups=0: expected a number above 0"),
@@ -393,10 +385,8 @@ def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
         ("sampler=class_uniform sampler.positions=0", "sampler.positions=0: expected a number above 0"),
         ("loss.fraction=3.0", "loss.fraction=3.0.*at most 1"),
         ("optim.lr=.nan", "optim.lr=nan: expected a number above 0"),
-        ("trainer.steps=0", "trainer.steps=0: expected a number above 0"),
         ("trainer.accumulation_steps=8", r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
         ("trainer.ema_statistics_minibatches=4", "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
-        ("trainer.precision=fp64", "trainer.precision=fp64: expected one of float32, bfloat16"),
         ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, sqrt, budget"),
         ("trainer.recompute=budget", "trainer.recompute=budget needs a device's memory: give memory.budget="),
         ("memory.activations=1GiB", "memory.activations=1GiB needs trainer.recompute=budget"),
@@ -482,12 +472,14 @@ def test_every_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
 
 def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     monkeypatch.setattr("engine.configuration.command_line.world_size", lambda: 3)
-    config = cfg.typed(composed("train_seg", "debug=smoke", "lr_schedule.warmup_epochs=5"), SegmentationRun)
+    keys = ("debug=smoke", "lr_schedule.warmup_epochs=5", "optim.max_gradient_norm=0.5")
+    config = cfg.typed(composed("train_seg", *keys), SegmentationRun)
     config.check_shares(processes=3)
     assert config.data.crops_per_minibatch == 6
     schedule = assemble.schedule_of(config, images=100)
     learner = assemble.learner(config, partial(assemble.segmentation_network, config, 3), schedule, World())
     assert {norm.backend for norm in learner.network.modules() if isinstance(norm, ABN)} == {"eager"}
+    assert learner.max_gradient_norm == 0.5
     with pytest.raises(ValueError, match="the warm-up takes 80 steps, and the run 2"):
         no_smoke = replace(config, trainer=replace(config.trainer, smoke=False))
         assemble.learner(no_smoke, partial(assemble.segmentation_network, config, 3), schedule, World())

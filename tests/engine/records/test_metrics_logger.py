@@ -20,7 +20,7 @@ from engine.checkpoint.run_directory import RunDirectory
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.data import Data
-from tests.runs import SHORT, composed, run_config, same
+from tests.runs import NARROW_A2, SHORT, composed, run_config, same
 from train_seg import train
 
 SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75}
@@ -106,9 +106,7 @@ def test_everything_that_is_promised_can_be_watched(tmp_path, capsys, monkeypatc
 
 def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
     """With pictures and layer health after every step, or without; in bfloat16, with dropout and averaged weights."""
-    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8", "norm=inplace_1")
-    channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
-    options = (*body, channels, "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
+    options = (*NARROW_A2, "norm=inplace_1", "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
     trained(tmp_path / "watched", *options, "trainer.evaluate_every_steps=1")
     monkeypatch.setattr("engine.tasks.layer_health", lambda *_, **__: {})
     trained(tmp_path / "not", *options, "trainer.pictures=0")

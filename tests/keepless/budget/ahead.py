@@ -1,12 +1,34 @@
-"""Measure every step of a network with a budget, although measuring and planning both need the profiler."""
+"""Steps of networks with a budget, and their peaks, although measuring and planning both need the profiler."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from keepless.budget.costs import peak_bytes
+from keepless.budget.execution import ByPlan
 from keepless.budget.plans import PlansByShape
+from keepless.budget.step import Plan
+from keepless.recompute.recording import Recording
+
+
+def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
+    network.zero_grad()
+    network(x).square().mean().backward()
+    return [parameter.grad for parameter in network.parameters()]
+
+
+def step(network: nn.Module, x: Tensor, plan: Plan | None = None) -> list[Tensor]:
+    """Output, gradients and buffers of a step, plain or by a plan. Gradients are there before, and zeroed."""
+    torch.manual_seed(1)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+    with nullcontext() if plan is None else Recording(ByPlan([plan]), inputs=[x]):
+        output = network(x)
+    output.square().mean().backward()
+    gradients = [parameter.grad.clone() for parameter in network.parameters()]
+    return [output.detach(), *gradients, *(buffer.clone() for buffer in network.buffers())]
 
 
 class Ahead(PlansByShape):

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from keepless.budget.budget import traced_step
 from keepless.budget.costs import peak_bytes
-from keepless.budget.execution import ByPlan
 from keepless.budget.saved_plans import plan_from_plain, plan_to_plain
 from keepless.budget.search import Choice
 from keepless.budget.simulation import plain_peak, simulate
 from keepless.recompute.custom_operators import learn
-from keepless.recompute.recording import Recording
 from keepless.recompute.rules import EXPENSIVE, INSIDE, RANDOM
+from tests.keepless.budget.ahead import step
 
 
 @torch.library.custom_op("keepless_tests::noisy_square", mutates_args=())
@@ -51,32 +50,20 @@ class Operators(nn.Module):
         return x.square().mean()
 
 
-def gradients(network: nn.Module, x: Tensor, policy: ByPlan | None = None) -> list[Tensor]:
-    torch.manual_seed(1)
-    network.zero_grad(set_to_none=False)
-    if policy is None:
-        loss = network(x)
-    else:
-        with Recording(policy, inputs=[x]):
-            loss = network(x)
-    loss.backward()
-    return [*(parameter.grad for parameter in network.parameters()), loss.detach()]
-
-
 def test_an_operator_is_repeated_with_its_random_numbers_and_what_it_saves():
     torch.manual_seed(0)
     network, x = Operators(), torch.randn(800, 64)
-    expected = gradients(copy.deepcopy(network), x)
-    gradients(network, x)
-    step, _ = traced_step(network, (x,), {})
-    of_operator = [value.call >= 0 and "noisy" in str(step.calls[value.call][0]) for value in step.values]
+    expected = step(copy.deepcopy(network), x)
+    step(network, x)
+    traced, _ = traced_step(network, (x,), {})
+    of_operator = [value.call >= 0 and "noisy" in str(traced.calls[value.call][0]) for value in traced.values]
     kept = [not operator for operator in of_operator]
-    peak = simulate(step, kept).peak
-    plan = plan_from_plain(plan_to_plain(Choice(peak, 0.0, tuple(kept)).plan(step)))
-    assert len(plan.again) == 8 and plan.calls == step.calls
-    assert all(map(torch.equal, gradients(network, x, ByPlan([plan])), expected))
-    measured = peak_bytes(lambda: gradients(network, x, ByPlan([plan])), "cpu")
-    assert measured == pytest.approx(peak, rel=0.02) and peak < 0.8 * plain_peak(step)
+    peak = simulate(traced, kept).peak
+    plan = plan_from_plain(plan_to_plain(Choice(peak, 0.0, tuple(kept)).plan(traced)))
+    assert len(plan.again) == 8 and plan.calls == traced.calls
+    assert all(map(torch.equal, step(network, x, plan), expected))
+    measured = peak_bytes(lambda: step(network, x, plan), "cpu")
+    assert measured == pytest.approx(peak, rel=0.02) and peak < 0.8 * plain_peak(traced)
 
 
 def test_only_operators_that_write_over_nothing_have_a_rule():

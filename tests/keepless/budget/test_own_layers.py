@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from keepless.budget.costs import peak_bytes
-from keepless.budget.execution import ByPlan
 from keepless.budget.search import Choice
 from keepless.budget.simulation import plain_peak, simulate
 from keepless.budget.step import Kind
 from keepless.budget.traced_step import traced_step
 from keepless.norms.bn_act import norm_and_activation
-from keepless.recompute.recording import Recording
-from tests.keepless.budget.ahead import Ahead
+from tests.keepless.budget.ahead import Ahead, step
 
 CASES = {
     "I": (InPlaceABN, {"variant": "I"}),
@@ -41,20 +39,6 @@ class Residual(nn.Module):
 def resnet(cls: type[ABN], blocks: int, **options) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Residual(cls, **options) for _ in range(blocks)))
-
-
-def step(network: nn.Module, x: Tensor, plan=None) -> list[Tensor]:
-    """The output, gradients and buffers."""
-    torch.manual_seed(1)
-    network.zero_grad(set_to_none=False)
-    if plan is None:
-        output = network(x)
-    else:
-        with Recording(ByPlan([plan]), inputs=[x]):
-            output = network(x)
-    output.square().mean().backward()
-    gradients = [parameter.grad.clone() for parameter in network.parameters()]
-    return [output.detach(), *gradients, *(buffer.clone() for buffer in network.buffers())]
 
 
 def images(crops: int = 4) -> Tensor:

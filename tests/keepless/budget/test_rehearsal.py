@@ -18,7 +18,7 @@ from keepless.budget.rehearsal import rehearsed_step
 from keepless.budget.scaling import Sized, scaled
 from keepless.budget.step import Event
 from keepless.budget.traced_step import backward_starts
-from tests.keepless.budget.ahead import Ahead
+from tests.keepless.budget.ahead import Ahead, gradients
 from tests.keepless.budget.transformers import Llama
 
 
@@ -45,12 +45,6 @@ def plans_of(network: nn.Module) -> PlansByShape:
 
 def is_planned(network: nn.Module) -> list[bool]:
     return [bool(shape.plans) for shape in plans_of(network)._shapes.values()]
-
-
-def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
-    network.zero_grad()
-    network(x).square().mean().backward()
-    return [parameter.grad for parameter in network.parameters()]
 
 
 def assert_like_plain(network: nn.Module, plain: nn.Module, inputs: list[Tensor]) -> None:

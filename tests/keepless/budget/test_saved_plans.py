@@ -13,7 +13,7 @@ from keepless import budget_state, load_budget_state, plan, recompute_activation
 from keepless.budget import plans as of_plans
 from keepless.budget.saved_plans import function_name
 from keepless.recompute.rules import EXPENSIVE, FOLLOWED
-from tests.keepless.budget.ahead import Ahead
+from tests.keepless.budget.ahead import Ahead, gradients
 
 
 class Layers(nn.Module):
@@ -30,12 +30,6 @@ class Layers(nn.Module):
         for _ in self.layers:
             read[-1] = read[-1] * (read.pop(-2) if self.skips else read[-1])
         return read[-1].mean(1)
-
-
-def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
-    network.zero_grad()
-    network(x).square().mean().backward()
-    return [parameter.grad for parameter in network.parameters()]
 
 
 def stored(state: dict) -> dict:

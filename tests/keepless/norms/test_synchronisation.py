@@ -25,17 +25,9 @@ from tests.host_reads import host_reads
 from tests.keepless.recompute.test_uses import IMAGES, assert_same, both, gradients, loss_of, small
 from tests.keepless.reversible import test_modules as reversible
 from tests.norms import STRATEGIES
-from tests.ranks import Ranks
 
 WORLD_SIZE = 3
 CHANNELS = 5
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    started = Ranks(WORLD_SIZE, tmp_path_factory.mktemp("ranks"))
-    yield started
-    started.stop()
 
 
 def layer_of(strategy: str, **options) -> ABN:

@@ -17,11 +17,11 @@ from engine import assemble
 from keepless import from_released, inplace_abn, inplace_abn_sync, layer_health
 from keepless.released import stand_in
 from tests.bodies import trained
-from tests.ranks import Ranks
 from tests.runs import run_config, without_counts
 
 RECORD = Path(__file__).parent / "released_package.json"
 CALLS = [(name, training) for name in ("leaky_relu", "elu", "identity") for training in (True, False)]
+WORLD_SIZE = 2
 EPS, SLOPE = 2**-10, 2**-7  # the package rounds such numbers to float32
 NAMES = ("z", "dx", "dweight", "dbias", "running_mean", "running_var")
 
@@ -125,13 +125,6 @@ def test_the_norm_choice_computes_the_same(released):
         for norm in ("package", "inplace")
     )
     assert_same_networks(package, ours)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("ranks"))
-    yield started
-    started.stop()
 
 
 def whole_minibatch() -> tuple[Tensor, Tensor]:

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 from omegaconf import DictConfig
 
@@ -25,7 +27,13 @@ def measured(name: str, run: Callable[[DictConfig], Path], folder: Path, *overri
     return json.loads(out.read_text()), text
 
 
-def here(measured: Callable[..., Measured], name: str, arguments: NetworksArguments) -> Measured:
+def here(make: Callable[..., object], *arguments: object) -> AbstractContextManager:
+    """`Elsewhere` without a process: tests/scripts/evidence/test_frame.py starts the processes."""
+    made = make(*arguments)
+    return nullcontext(SimpleNamespace(call=lambda method, *given: getattr(made, method)(*given)))
+
+
+def alone(measured: Callable[..., Measured], name: str, arguments: NetworksArguments) -> Measured:
     """`methods.alone` without a process."""
     size, rounds = arguments.image_size, arguments.rounds
     return measured(name, arguments.device, arguments.images, size, rounds, arguments.compiler)

@@ -36,7 +36,7 @@ EDITS = {  # of the training: (its new text, the difference that it makes, if an
 EQUAL = {before: edit for before, edit in EDITS.items() if edit[1] is None}
 
 
-@pytest.mark.parametrize("edits", [EQUAL, EDITS], ids=["equal", "different"])
+@pytest.mark.parametrize("edits", [pytest.param(EQUAL, marks=pytest.mark.slow), EDITS], ids=["equal", "different"])
 def test_one_differing_bit_is_named(tmp_path, monkeypatch, edits):
     """Wherever the checkouts lie. -0.0 is not 0.0, and 1 is not 1.0."""
     changed = TRAINING

@@ -96,6 +96,10 @@ def test_objects_elsewhere_answer_fail_and_end():
         assert there.call("count", 1) == 1
         with pytest.raises(BrokenProcessPool):
             there.call("now")
+
+
+@pytest.mark.slow
+def test_an_object_that_cannot_be_made_elsewhere_says_why():
     with Elsewhere(int, "seven") as there, pytest.raises(ValueError, match="seven"):
         there.call("bit_length")
 

@@ -2,9 +2,7 @@
 
 import json
 import zipfile
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from scripts.evidence.gpu.decoders import VOCABULARY, decoder
 from scripts.evidence.gpu.part import Setting
 from scripts.evidence.gpu.run import PARTS, REHEARSED, GpuArguments, Measurement
 from tests import trees
+from tests.scripts.evidence import records
 
 
 def arguments(folder: Path, *words: str) -> GpuArguments:
@@ -29,12 +28,7 @@ def arguments(folder: Path, *words: str) -> GpuArguments:
 @pytest.fixture
 def here(monkeypatch):
     """Measure in this process, where Triton cannot be interpreted."""
-
-    def elsewhere(make, *given):
-        made = Measurement(*given)
-        return nullcontext(SimpleNamespace(call=lambda method, *own: getattr(made, method)(*own)))
-
-    monkeypatch.setattr(run, "Elsewhere", elsewhere)
+    monkeypatch.setattr(run, "Elsewhere", lambda make, *given: records.here(Measurement, *given))
     monkeypatch.setattr(Setting, "backend", "eager")
 
 

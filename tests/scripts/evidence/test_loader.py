@@ -14,7 +14,6 @@ from scripts.evidence.loader import (
     drawn_photographs,
     of_pairs,
     of_photographs,
-    page,
     run,
 )
 from tests.scripts.evidence.records import measured
@@ -68,7 +67,7 @@ def test_pipelines_of_photographs_make_the_same_crops(tmp_path):
     assert mirrored  # so equal crops are equally mirrored
 
 
-def test_a_tiny_run_compares_every_pipeline_by_the_ratios_within_a_round(tmp_path):
+def test_a_tiny_run_compares_every_pipeline(tmp_path):
     result, text = measured("loader", run, tmp_path, *TINY)
     of_files = ("small PNG", "PNG", "JPEG", "JPEG, base_size")
     assert [(row["source"], row["pipeline"]) for row in result["rows"]] == [
@@ -78,7 +77,3 @@ def test_a_tiny_run_compares_every_pipeline_by_the_ratios_within_a_round(tmp_pat
     assert all(len(row["times_ms"]) == 3 and row["median_ms"] > 0 for row in result["rows"])
     assert "## ImageNet-like JPEG: 96x64 pixels, files of " in text
     assert text.count(f"| {OURS} |") == 5 and f"python -m scripts.evidence.loader {TINY[0]}" in text
-    times_ms = {OURS: [1.0, 10.0, 20.0], OPENCV: [4.0, 21.0, 100.0], V2: [3.0, 30.0, 60.0]}
-    rows = [{"pipeline": name, "median_ms": sorted(times)[1], "times_ms": times} for name, times in times_ms.items()]
-    lines = page({**result, "rows": [{"source": "PNG", **row} for row in rows]}, "").splitlines()
-    assert f"| {OPENCV} | 21 | 47.6 | 4.00 (3.05 – 4.50) |" in lines  # the quotient of the medians is 2.1

@@ -12,7 +12,7 @@ from engine.configuration.command_line import composed
 from keepless.saved import kept_bytes
 from scripts.evidence import frame, methods, networks
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, NETWORKS, PLAIN, RECOMPUTED, blocks_of, build, installed
-from tests.scripts.evidence.records import here, measured
+from tests.scripts.evidence.records import alone, measured
 
 SMALL, SEGMENTATION = "squeezenet1_1", "lraspp_mobilenet_v3_large"
 FAILS = "maxvit_t"  # its windows do not fit into small images
@@ -32,7 +32,7 @@ def test_every_method_is_measured_beside_the_plain_network(monkeypatch, tmp_path
     """A whole run on two networks that work and one that does not, with a compiler that takes no time."""
     monkeypatch.setattr(methods, "WITH_COMPILER", (SMALL,))
     monkeypatch.setattr(methods, "build", lambda name, size: Segments() if name == SEGMENTATION else build(name, size))
-    monkeypatch.setattr(methods, "alone", here)
+    monkeypatch.setattr(methods, "alone", alone)
     only = f"only=[{SMALL},{FAILS},{SEGMENTATION}]"
     options = ["rounds=2", "images=2", "image_size=64", "compiler=aot_eager", only]
     result, text = measured("networks", networks.run, tmp_path, *options)

@@ -27,7 +27,7 @@ def here(monkeypatch):
     """Measure without processes, on quick plans."""
     build = methods.build
     monkeypatch.setattr(methods, "build", lambda name, size: nn.Identity() if name == FAILS else build(name, size))
-    monkeypatch.setattr(methods, "alone", records.here)
+    monkeypatch.setattr(methods, "alone", records.alone)
     monkeypatch.setattr(search, "_SECONDS", 1.0)
 
 

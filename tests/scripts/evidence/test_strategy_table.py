@@ -28,8 +28,11 @@ def test_every_strategy_keeps_and_recomputes_what_the_slides_say():
 
 @pytest.mark.parametrize(
     "body, expected",
-    [("ResNeXt-101", 1.96), ("ResNet-101", 1.21)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("WideResNet-38", 1.75), ("DenseNet-264", 1.98))],
+    [("ResNeXt-101", 1.96)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("ResNet-101", 1.21), ("WideResNet-38", 1.75), ("DenseNet-264", 1.98))
+    ],
 )
 def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network(body, expected):
     """As measured with the released layers: ResNeXt-101 keeps 1.96 times less, WideResNet-38 1.75 times less."""

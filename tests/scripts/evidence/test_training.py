@@ -1,19 +1,15 @@
 """The benchmark of training steps: what it runs and counts. No test asserts a time."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from engine import loop
 from scripts.evidence import training
 from scripts.evidence.measuring import Elsewhere
-from scripts.evidence.training import TrainingArguments, spread
+from scripts.evidence.training import TrainingArguments
 from scripts.evidence.training_steps import DEFAULT, GROUPS, PLAIN, Overhead, Switch, Training, composed
 from tests.runs import same
-from tests.scripts.evidence.records import measured
+from tests.scripts.evidence.records import here, measured
 
 SWITCHES = list(dict.fromkeys(switch for group in GROUPS.values() for switch in group))
 TINY = TrainingArguments(recipe=None, crop_size=48)
@@ -21,12 +17,6 @@ TINY = TrainingArguments(recipe=None, crop_size=48)
 
 def tiny(*overrides: str) -> tuple[str, ...]:
     return (*TINY.overrides(crops=4), "norm.backend=eager", *overrides)
-
-
-def here(make: Callable[..., object], *arguments: object) -> AbstractContextManager:
-    """`Elsewhere` without a process: tests of it start the processes."""
-    made = make(*arguments)
-    return nullcontext(SimpleNamespace(call=lambda method, *given: getattr(made, method)(*given)))
 
 
 def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(monkeypatch, tmp_path):
@@ -126,11 +116,3 @@ def test_a_compiled_training_counts_its_own_graphs():
         there.call("warm_up", 2)
         facts = there.call("facts")
     assert (facts["graphs"], facts["graph_breaks"]) == (1, 0)
-
-
-def test_ratios_are_those_within_a_round():
-    default = {"times_ms": [[100.0, 200.0, 400.0], [100.0, 100.0, 100.0]]}
-    row = {"times_ms": [[90.0, 180.0, 360.0], [110.0, 110.0, 110.0]]}
-    assert spread(row, default) == "1.00 (0.90, 1.10)"
-    slow = {"times_ms": [[2000.0, 4000.0]]}
-    assert spread(slow, {"times_ms": default["times_ms"][:1]}) == "20.00"
