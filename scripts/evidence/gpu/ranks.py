@@ -146,4 +146,4 @@ def sections(rows: Rows) -> Iterator[str]:
     yield section("Two processes", about, columns(rows, COLUMNS, left=3))
 
 
-PART = Part("Two processes", 2, items, measure, sections, lambda rows: {})
+PART = Part("Two processes", 2, items, measure, sections)
