@@ -240,6 +240,12 @@ def page_text(template: str, result: dict, **parts: object) -> str:
     return re.sub(r"\n{3,}", "\n\n", text)  # around a part that is empty
 
 
+def prose(name: str) -> str:
+    """A paragraph that needs no numbers: a file of docs/results/templates, or nothing if there is none."""
+    file = TEMPLATES / f"{name}.md"
+    return file.read_text().strip() if file.is_file() else ""
+
+
 def as_text(result: dict) -> str:
     """JSON with one line for each row of a list of rows."""
     return "{\n" + ",\n".join(f'"{key}": {_value(value)}' for key, value in result.items()) + "\n}\n"

@@ -14,7 +14,7 @@ from engine.memory import is_out_of_memory
 from engine.tasks import TASKS
 from keepless.fit.sizes import largest
 from keepless.units import bytes_of
-from scripts.evidence.frame import GIB, MIB
+from scripts.evidence.frame import GIB, MIB, prose
 from scripts.evidence.gpu.part import Part, Rows, Setting, beside, relative_text
 from scripts.evidence.gpu.steps import CROPS, overrides
 from scripts.evidence.plan_experiments import CLAIMS
@@ -160,14 +160,8 @@ def _pixels(row: dict) -> float:
 
 
 def sections(rows: Rows) -> Iterator[str]:
-    about = (
-        "The largest minibatch of 512x512 crops, and the largest crop in a device's share of Table 3's first row, with "
-        "which three float32 steps run; of RevNet's claims, the most images of 224x224. A device of 12 GiB is a limit "
-        "of PyTorch's allocator, less CUDA's context. *To standard* counts pixels. *Workspace* is what was allocated "
-        "beyond the plan, *unused* the allocator's fragmentation: what `memory.workspace` and `memory.fragmentation` "
-        "should be."
-    )
-    yield section("What fits", about, columns(beside(rows, "norm", "network", "limit", "what", "benchmark"), FITS))
+    found = beside(rows, "norm", "network", "limit", "what", "benchmark")
+    yield section("What fits", prose("gpu/fit"), columns(found, FITS))
     if nothing := [row for row in rows if "reason" in row]:
         lines = (
             f"- {row['network']}, {row['norm']}, {row['limit']}, {row['what']}: {row['reason']}" for row in nothing

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from keepless import plan, recompute_activations
 from scripts.evidence import methods
-from scripts.evidence.frame import mib, reason, time_ratio
+from scripts.evidence.frame import mib, prose, reason, time_ratio
 from scripts.evidence.gpu.decoders import VOCABULARY, decoder
 from scripts.evidence.gpu.part import Part, Rows, Setting, bars, beside, relative, relative_text, without_reasons
 from scripts.evidence.measuring import PRECISIONS, autocast, peak_bytes, timed
@@ -125,17 +125,12 @@ EXACTNESS: Columns = [
 
 
 def exact_sections(rows: Rows) -> Iterator[str]:
-    about = (
-        "Largest deviation of a gradient, relative to the largest gradient: from the plain network's in the same "
-        "arithmetic, and from the plain network's in float64. *plain, again* is the same network run twice. 8 images "
-        "of 64x64, or 8 texts of 1024 tokens; no tf32; bfloat16 is autocast."
-    )
     worst = [
         f"- {precision}, {'deterministic' if deterministic else 'default'} algorithms: {most:.0e} from plain"
         + ("." if precision == FLOAT64 else f", and the error to float64 is at most {ratio:.2f} times plain's.")
         for precision, deterministic, most, ratio in _worst(rows)
     ]
-    yield section("Gradients", about, "\n".join(worst), columns(rows, EXACTNESS, left=4))
+    yield section("Gradients", prose("gpu/exact"), "\n".join(worst), columns(rows, EXACTNESS, left=4))
 
 
 def _worst(rows: Rows) -> Iterator[tuple[str, bool, float, float]]:
@@ -234,11 +229,7 @@ def sections(rows: Rows) -> Iterator[str]:
     if off := [abs(value) for row in found if (value := off_plan(row)) is not None]:
         lines.append(f"- Measured peaks of {len(off)} plans are within {max(off):.1%} of the planned ones.")
     lines += [f"- {row['network']}, {row['method']}: {row['reason']}." for row in rows if "reason" in row]
-    about = (
-        "128 images of 224x224, or 16 texts of 1024 tokens, per step: a forward pass, the mean squares of the outputs "
-        "and a backward pass. Peaks are of the third step, beyond what was allocated before it, with gradients there."
-    )
-    yield section("Peak, plan and time", about, "\n".join(lines), columns(found, COLUMNS, left=2))
+    yield section("Peak, plan and time", prose("gpu/networks"), "\n".join(lines), columns(found, COLUMNS, left=2))
 
 
 def pictures(rows: Rows) -> Mapping[str, Figure]:

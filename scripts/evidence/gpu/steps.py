@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from keepless import recompute_activations
-from scripts.evidence.frame import MIB, mib
+from scripts.evidence.frame import MIB, mib, prose
 from scripts.evidence.gpu.part import Part, Rows, Setting, bars, beside, relative_text
 from scripts.evidence.measuring import PRECISIONS, compiled
 from scripts.evidence.training_steps import PLAIN, Training
@@ -92,12 +92,7 @@ COLUMNS: Columns = [
 
 
 def sections(rows: Rows) -> Iterator[str]:
-    about = (
-        "Whole steps of `train_seg.py` with a device's share of Table 3's first rows: 4 (ResNeXt-101) or 5 "
-        "(WideResNet-38) crops of 512x512, forward, loss, backward and SGD. *Kept* is for the backward pass. Peaks are "
-        "of a step after the third, beyond what was allocated before."
-    )
-    yield section("Steps", about, columns(beside(rows, "method", "network"), COLUMNS, left=2))
+    yield section("Steps", prose("gpu/steps"), columns(beside(rows, "method", "network"), COLUMNS, left=2))
 
 
 def pictures(rows: Rows) -> Mapping[str, Figure]:

@@ -1,6 +1,8 @@
 """The GPU evidence, rehearsed on the CPU: what is written, when, and what it never looks like. None asserts a time."""
 
+import io
 import json
+import tarfile
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -171,6 +173,13 @@ def test_the_pack_has_what_the_command_needs_beyond_torch():
     packed = gpu_pack.required(gpu_pack.NEEDED) - gpu_pack.required(gpu_pack.PackArguments().have)
     assert {"hydra-core", "antlr4-python3-runtime", "omegaconf", "pyyaml", "opencv-python-headless", "pytest"} <= packed
     assert not {"torch", "numpy", "pillow", "torchvision"} & packed
+
+
+def test_the_pack_has_the_words_of_the_pages_but_no_records():
+    with tarfile.open(fileobj=io.BytesIO(gpu_pack.archive())) as packed:
+        names = [name for name in packed.getnames() if name.startswith("docs/results/")]
+    assert "docs/results/templates/gpu.md" in names
+    assert not [name for name in names if name.endswith((".json", ".pt"))]
 
 
 def test_camvid_is_packed_at_half_its_size(tmp_path):
