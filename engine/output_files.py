@@ -71,6 +71,13 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def replace_file(path: Path, content: str) -> None:
+    """Write a file like `write_file`; a full disk or a kill leaves the old file or the complete new one."""
+    partial = path.with_name(f"{path.name}.partial")
+    write_file(partial, content)
+    partial.replace(path)
+
+
 def write_figure(path: Path, figure: Figure, dpi: int) -> None:
     """Write a figure as a PNG, like `write_file`."""
     encoded = BytesIO()

@@ -117,7 +117,8 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
 
 
 def test_links_in_the_documentation_lead_somewhere():
-    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]:
+    pages = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]
+    for page in [page for page in pages if page.parent.name != "tables"]:  # links of the page that is made of them
         for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             if not target.startswith("http"):
                 there = page.parent / target if target else page

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.dataset import Dataset
-from engine.output_files import write_figure, write_file
+from engine.output_files import replace_file, write_figure
 from engine.records.provenance import provenance
 from keepless import Extreme
 from keepless.torch_internals import tree_map
@@ -36,8 +36,8 @@ class Evaluated:
 def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, checkpoint: Path, config: dict) -> dict:
     """Return the results of one evaluation, and write them to `path` if given.
 
-    The file is replaced atomically: a full disk or a kill leaves the old results or the complete new ones. A confusion
-    matrix, if any, is drawn beside the file as NAME_confusion.png.
+    A full disk or a kill leaves the old results or the complete new ones. A confusion matrix, if any, is drawn beside
+    the file as NAME_confusion.png.
     """
     results = {
         "dataset": dataset.name,
@@ -50,9 +50,7 @@ def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, che
         "environment": provenance(),
     }
     if path is not None:
-        partial_file = path.with_name(path.name + ".partial")
-        write_file(partial_file, json.dumps(without_nan(results)) + "\n")
-        partial_file.replace(path)
+        replace_file(path, json.dumps(without_nan(results)) + "\n")
         if evaluated.confusion is not None:
             write_figure(path.with_name(f"{path.stem}_confusion.png"), evaluated.confusion(), dpi=120)
     return results

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from datasets.text_files import parsed
 from engine.console import logger, printable, progress_bar
-from engine.output_files import opened_file, write_file
+from engine.output_files import opened_file, replace_file
 from engine.records.evaluated import Evaluated, without_nan
 
 
@@ -260,9 +260,7 @@ class MetricsLogger:
                 if record["kind"] == "val":
                     self.scores[record["step"]] = math.nan if score is None else score
         self.records = len(kept)
-        partial = self.metrics_file.with_suffix(".partial")
-        write_file(partial, "".join(kept))
-        partial.replace(self.metrics_file)
+        replace_file(self.metrics_file, "".join(kept))
 
     def _miss_records(self, step: int, before: dict) -> None:
         """Warn of records that the file has lost since the checkpoint of `step`, whose best score still counts."""

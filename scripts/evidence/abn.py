@@ -11,7 +11,7 @@ import gc
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -225,10 +225,11 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor, compiler: st
 @contextmanager
 def surroundings() -> Iterator[None]:
     """Context in which cells are measured: a process group, a compiler that never gives up, cuDNN's fastest."""
-    with ExitStack() as context:
-        context.enter_context(_alone_in_a_group())
-        context.enter_context(compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024))
-        context.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True))
+    with (
+        _alone_in_a_group(),
+        compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024),
+        torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True),
+    ):
         yield
 
 

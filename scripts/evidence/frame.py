@@ -19,7 +19,7 @@ from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS
 from engine.configuration.command_line import configured
 from engine.distributed import device_of
-from engine.output_files import write_file
+from engine.output_files import replace_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.reports import charts
@@ -54,6 +54,16 @@ class Arguments:
     out: str = MISSING  # FILE.json; the page and the chart are written beside it
     measure: bool = True  # false: make the page again from FILE.json
 
+    def file(self) -> Path:
+        """The record. ValueError: it is no .json file."""
+        if not self.out.endswith(".json"):
+            raise ValueError(f"out={self.out}: expected a file that ends in .json")
+        return Path(self.out)
+
+    def known(self) -> dict[str, Any]:
+        """The arguments that a record holds. Files and folders of this machine are left out."""
+        return {name: value for name, value in vars(self).items() if name not in ("out", "measure", *FOLDERS)}
+
 
 @dataclass
 class DeviceArguments(Arguments):
@@ -82,7 +92,8 @@ def benchmark(
     schema: type[A],
     measure: Callable[[A, Clock], dict | Iterator[dict]],
     page: Callable[[dict, str], str],
-    pictures: Callable[[dict], dict[str, Figure]] = lambda record: {},
+    pictures: Callable[[dict], Mapping[str, Figure]] = lambda record: {},
+    about: str | None = None,
 ) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
     """Returns `run(values)`, which writes FILE.json and FILE.md and returns the page's path, and its command.
 
@@ -91,14 +102,13 @@ def benchmark(
     `measure(arguments, clock)` returns the results; their "arguments" and "environment", if any, are merged into the
     record's own. It may also yield results several times; each replaces the record, so a stopped run leaves one.
     `page(record, FILE)` returns the page's text, and `pictures(record)` its charts: {suffix: figure of FILEsuffix.png}.
+    `about` is the text of --help, by default the docstring of the module of `measure`.
     `run` raises ValueError if an argument is impossible, or if there is no record to make a page from.
     """
 
     def run(values: DictConfig) -> Path:
         arguments = configuration.typed(values, schema)
-        out = Path(arguments.out)
-        if out.suffix != ".json":
-            raise ValueError(f"out={out}: expected a file that ends in .json")
+        out = arguments.file()
         if arguments.measure:
             clock = Clock()
             environment = {**provenance(), "threads": torch.get_num_threads()}  # as it was at the start
@@ -106,14 +116,12 @@ def benchmark(
             for found in [results] if isinstance(results, dict) else results:
                 result = {
                     "command": command_line(name, arguments),
-                    "arguments": known_of(arguments) | found.pop("arguments", {}),
+                    "arguments": arguments.known() | found.pop("arguments", {}),
                     "environment": environment | found.pop("environment", {}),
                     "seconds": round(clock.seconds, 1),
                     **found,
                 }
-                partial = out.with_name(out.name + ".partial")
-                write_file(partial, as_text(result))
-                partial.replace(out)
+                replace_file(out, as_text(result))
         elif not out.is_file():
             raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
         record = json.loads(out.read_text())
@@ -123,18 +131,11 @@ def benchmark(
         write_file(text, page(record, out.stem))
         return text
 
-    about = f"{sys.modules[measure.__module__].__doc__}{FILES}"
-
-    @configured(name, schema, about=about)
+    @configured(name, schema, about=about or f"{sys.modules[measure.__module__].__doc__}{FILES}")
     def main(values: DictConfig) -> None:
         print(run(values))
 
     return run, main
-
-
-def known_of(arguments: Arguments) -> dict[str, Any]:
-    """The arguments that a record holds. Files and folders of this machine are left out."""
-    return {name: value for name, value in vars(arguments).items() if name not in ("out", "measure", *FOLDERS)}
 
 
 def command_line(name: str, arguments: Arguments) -> str:
@@ -190,7 +191,7 @@ def grouped(rows: Iterable[dict], by: Sequence[str], name: str) -> dict[str, dic
     """{values of the keys `by`: {value of the key `name`: row}}; a row finds its group in row["beside"]."""
     groups: dict[str, dict[str, dict]] = {}
     for row in rows:
-        group = groups.setdefault(", ".join(row[key] for key in by), {})
+        group = groups.setdefault(", ".join(str(row[key]) for key in by), {})
         group[row[name]] = {**row, "beside": group}
     return groups
 
@@ -239,6 +240,12 @@ def page_text(template: str, result: dict, **parts: object) -> str:
     return re.sub(r"\n{3,}", "\n\n", text)  # around a part that is empty
 
 
+def prose(name: str) -> str:
+    """A paragraph that needs no numbers: a file of docs/results/templates, or nothing if there is none."""
+    file = TEMPLATES / f"{name}.md"
+    return file.read_text().strip() if file.is_file() else ""
+
+
 def as_text(result: dict) -> str:
     """JSON with one line for each row of a list of rows."""
     return "{\n" + ",\n".join(f'"{key}": {_value(value)}' for key, value in result.items()) + "\n}\n"
@@ -256,13 +263,13 @@ def begun(arguments: Arguments, environment: dict) -> dict:
     Raises:
         ValueError: arguments, hardware or versions were others. Versions of more packages may be known now.
     """
-    out = Path(arguments.out)
+    out = arguments.file()
     if not out.is_file():
         return {}
     record = json.loads(out.read_text())
     earlier, now = (
         {**known, "hardware": about["hardware"], **about["versions"]}
-        for known, about in ((record["arguments"], record["environment"]), (known_of(arguments), environment))
+        for known, about in ((record["arguments"], record["environment"]), (arguments.known(), environment))
     )
     differing = ", ".join(
         f"{name}={value}" for name, value in earlier.items() if name != "only" and now.get(name) != value

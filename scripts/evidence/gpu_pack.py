@@ -6,7 +6,7 @@
 
 DIR/*.whl are wheels of the versions installed here, compressed again: `pip install --no-index --no-deps --target SITE
 DIR/*.whl` installs them. DIR/camvid has the training and validation images of CamVid at half their size, and
-DIR/repository.tar.xz the committed code without docs/results. All must be below 60 MiB.
+DIR/repository.tar.xz the committed code without the records of docs/results. All must be below 60 MiB.
 """
 
 import lzma
@@ -84,9 +84,7 @@ def fill(arguments: PackArguments) -> dict[str, float]:
             print(f"{(out / wheel.name).stat().st_size / MIB:6.2f} MiB  {wheel.name}", flush=True)
     if arguments.camvid is not None:
         shrink(Path(arguments.camvid), out / "camvid")
-    archive = ["git", "archive", "HEAD", "--", ".", ":!docs/results"]
-    content = subprocess.run(archive, cwd=REPOSITORY, capture_output=True, check=True).stdout
-    write_file(out / "repository.tar.xz", lzma.compress(content))
+    write_file(out / "repository.tar.xz", lzma.compress(archive()))
     sizes = {
         "wheels": size(out.glob("*.whl")),
         "CamVid": size((out / "camvid").rglob("*")),
@@ -95,6 +93,13 @@ def fill(arguments: PackArguments) -> dict[str, float]:
     if sum(sizes.values()) > MOST_MIB:
         raise ValueError(f"out={out}: {sizes} MiB, more than {MOST_MIB}: name what is installed there in have=[…]")
     return sizes
+
+
+def archive() -> bytes:
+    """The committed files as a tar archive, without the records and pictures of docs/results."""
+    left_out = [f":!docs/results/*.{suffix}" for suffix in ("pt", "json", "jsonl", "png")]
+    command = ["git", "archive", "HEAD", "--", ".", *left_out]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True).stdout
 
 
 def size(files: Iterable[Path]) -> float:

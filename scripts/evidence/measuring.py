@@ -2,8 +2,7 @@
 
 import functools
 import multiprocessing
-import os
-import threading
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from datasets.workers import die_with_parent
 from keepless.budget.costs import peak_bytes as peak_of_step
 from keepless.torch_internals import compile_within
 from scripts.evidence.frame import interleaved
@@ -148,15 +148,8 @@ _made: list[object] = []  # the one object of this process
 
 
 def _make(make: Callable[..., object], arguments: tuple) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    die_with_parent(signal.SIGKILL)
     _made.append(make(*arguments))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _call(method: str, arguments: tuple) -> Any:

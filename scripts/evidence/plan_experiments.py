@@ -193,7 +193,7 @@ def page(result: dict, name: str) -> str:
         picture=f"![memory of experiments by category, and crops that fit by memory]({name}.png)",
         count=len(result["experiments"]),
         table_3=_table_3(result["fits"]),
-        calibration=_calibration(result),
+        **_calibration(result),
         one_device=_one_device(result["one_device"]),
         largest_error=max(abs(row["error"]) for row in result["cards"]),
         cards=list(_cards(result["cards"])),
@@ -251,23 +251,22 @@ def _table_3(fits: list[dict]) -> str:
     return columns(({**row, "standard": standard[row["column"], row["fit"]]} for row in fits), FIT, left=3)
 
 
-def _calibration(result: dict) -> str:
+def _calibration(result: dict) -> dict[str, object]:
     """How well the defaults of `memory.*` reproduce the paper's choices."""
     fits, available = result["fits"], result["available"]
-    exact = sum(row["paper_peak"] <= available < row["larger_peak"] for row in fits)
-    most = max(row["paper_peak"] for row in fits)
     larger = sorted(
         f"{row['experiment']} {_gib(row['peak'])}"
         for row in result["experiments"]
         if re.match("table[124]/(?!release)", row["experiment"]) and row["peak"] > available
     )
-    return (
-        f"Calibrated on this table: {result['deductions']} leave {_gib(available)} GiB for tensors. That is just "
-        f"enough for every row (the first needs {_gib(most)} GiB) and gives {exact} of {len(fits)} choices exactly. "
-        "No constants give all, because in other rows the paper left more memory unused. Nor do they hold for Tables "
-        "1, 2 and 4, where this plan needs more memory than the paper's devices had, in GiB: "
-        f"{', '.join(larger)}."
-    )
+    return {
+        "deductions": result["deductions"],
+        "available": _gib(available),
+        "most": _gib(max(row["paper_peak"] for row in fits)),
+        "exact": sum(row["paper_peak"] <= available < row["larger_peak"] for row in fits),
+        "fits": len(fits),
+        "larger": ", ".join(larger),
+    }
 
 
 def _one_device(rows: list[dict]) -> str:

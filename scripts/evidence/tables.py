@@ -34,24 +34,6 @@ from scripts.reports.runs import Run, found_runs
 
 SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
 VIEWS = {"_ten_crop": "ten crops", "_crop320": "320 pixels"}
-CROPS = (
-    "Rows train with the crops that the paper describes. According to the release's README, its own crops gave these "
-    "numbers: add data.crops=release to a command; such runs are listed below the table."
-)
-COPIES = "Our runs saw JPEG copies of CIFAR-10, which [cost points](#revnets-table-3-to-the-end)."
-NOTES = {
-    "table1": f"The table's other two rows are evaluations of table2/resnext101_std_256. {CROPS}",
-    "table2": f"{CROPS} DenseNet and ResNets are the release's, and not in the paper.",
-    "table4": "The paper also quotes four networks of the LSUN 2017 winner on Vistas (PSPNet, 16 x 713²), which this "
-    "code does not train: 49.76; 50.28 with hybrid dilated convolutions; 51.50 with reweighted labels as well; 51.59 "
-    "when it also starts from Cityscapes. The release's network for Vistas is published with 53.42, of the test split "
-    "and with flipped views. On Cityscapes' test server the paper's entry, which also trained on coarse labels, has, "
-    "according to its slides, IoU 82.0 and iIoU 65.9 of classes, and 91.2 and 81.7 of categories: not run.",
-    "revnet": "The paper prints errors; these are accuracies, 100 % less the error. Its Table 2 is in "
-    "[originals.md](../originals.md#revnets-and-memcnns-experiments). Figure 3, curves of its ImageNet rows: not run. "
-    f"{COPIES}",
-    "memcnn": COPIES,
-}
 START, END = "<!-- tables start -->", "<!-- tables end -->"
 
 
@@ -160,8 +142,8 @@ def as_markdown(tables: dict[str, list[Row]], left_out: dict[Path, str], out: Pa
                 "",
             ]
             lines.append(table(["networks", "source", "ResNet, min", "RevNet, min", "ratio"], times, left=2))
-        if name in NOTES:
-            lines += ["", NOTES[name]]
+        if note := frame.prose(f"tables/{name}"):
+            lines += ["", note]
         if others := [other for row in rows for other in row.others]:
             lines += ["", "Runs that changed keys of their experiment, and so are not rows of it:", ""]
             for run, changed in others:

@@ -117,12 +117,10 @@ Started = tuple[dict[str, dict], dict[str, Exception]]  # rows by switch, and er
 
 def one_start(arguments: TrainingArguments, chosen: dict[str, Switch]) -> Started:
     """Time the steps of every switch in a process of its own. On CUDA one after the other: each needs the device."""
-    if arguments.device != "cuda":
-        return _together(arguments, chosen)
     rows: dict[str, dict] = {}
     failed: dict[str, Exception] = {}
-    for name, switch in chosen.items():
-        found, errors = _together(arguments, {name: switch})
+    for together in [chosen] if arguments.device != "cuda" else [{name: chosen[name]} for name in chosen]:
+        found, errors = _together(arguments, together)
         rows |= found
         failed |= errors
     return rows, failed

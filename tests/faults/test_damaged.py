@@ -167,7 +167,7 @@ def test_a_crafted_checkpoint_is_refused_or_continues_to_the_bit(tmp_path, whole
     assert all(torch.equal(ended["ema"][name], tensor) for name, tensor in expected["ema"].items())
 
 
-LINKS = ("log.txt", "metrics.partial", "results.json.partial", "results_confusion.png", ".lock")
+LINKS = ("log.txt", "metrics.jsonl.partial", "results.json.partial", "results_confusion.png", ".lock")
 
 
 @pytest.mark.faults

@@ -1,4 +1,4 @@
-"""Part "check": the tests that need a card, those of the layers before those of trainings, with each test's outcome."""
+"""Part "check": the tests that need a card, those of the layers before those of trainings, with their outcomes."""
 
 import os
 import re
@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,47 +40,38 @@ def measure(setting: Setting, file: str) -> Rows:
         done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
         if not report.is_file():
             raise RuntimeError((done.stdout + done.stderr).strip()[-300:] or f"pytest ended with {done.returncode}")
-        return [{"file": file, **row} for row in _tests(report)]
+        return [{"file": file, **_outcomes(report)}]
 
 
-def _tests(report: Path) -> Iterator[dict]:
-    """{"test", "outcome": passed, failed, error or skipped, "seconds", "message": first line} of each test."""
-    for case in ElementTree.parse(report).iter("testcase"):
-        problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        outcome = "passed" if problem is None else {"failure": "failed"}.get(problem.tag, problem.tag)
-        first, *_ = ("" if problem is None else problem.get("message", "")).splitlines() or [""]
-        seconds = round(float(case.get("time", 0)), 2)
-        yield {"test": case.get("name", ""), "outcome": outcome, "seconds": seconds, "message": first[:300]}
+def _outcomes(report: Path) -> dict:
+    """The number of tests by outcome, their seconds, and the first line about each that did not pass."""
+    suite = next(ElementTree.parse(report).iter("testsuite"))
+    tests, failed, errors, skipped = (int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped"))
+    row: dict = {"passed": tests - failed - errors - skipped, "failed": failed, "error": errors, "skipped": skipped}
+    row |= {"seconds": float(suite.get("time", 0)), "problems": [], "reasons": []}
+    for case in suite.iter("testcase"):
+        for problem in (child for child in case if child.tag in ("failure", "error", "skipped")):
+            first, *_ = problem.get("message", "").splitlines() or [""]
+            if problem.tag == "skipped":
+                row["reasons"].append(first[:300])
+            else:
+                row["problems"].append(f"{case.get('name')}: {first[:300]}")
+    return row
 
 
-OUTCOMES = ("passed", "failed", "error", "skipped")
 FILES: Columns = [
     ("file", "{file}"),
-    *((outcome, lambda row, outcome=outcome: str(row[outcome])) for outcome in OUTCOMES),
+    *((outcome, f"{{{outcome}}}") for outcome in ("passed", "failed", "error", "skipped")),
     ("s", "{seconds:.0f}"),
 ]
 
 
-def counts(rows: Rows) -> Rows:
-    """A row for each file: the number of tests by outcome, and their seconds."""
-    found = []
-    for file in dict.fromkeys(row["file"] for row in rows):
-        own = [row for row in rows if row["file"] == file]
-        outcomes = Counter(row["outcome"] for row in own)
-        found.append(
-            {"file": file, "seconds": sum(row["seconds"] for row in own)}
-            | {outcome: outcomes[outcome] for outcome in OUTCOMES}
-        )
-    return found
-
-
 def sections(rows: Rows) -> Iterator[str]:
-    yield section("Tests", columns(counts(rows), FILES))
-    problems = [row for row in rows if row["outcome"] in ("failed", "error")]
-    if problems:
-        yield section("Failures", "\n".join(f"- {row['file']} {row['test']}: {row['message']}" for row in problems))
-    if reasons := sorted({row["message"] for row in rows if row["outcome"] == "skipped"}):
-        yield section("Skipped", "\n".join(f"- {reason}" for reason in reasons))
+    yield section("Tests", columns(rows, FILES))
+    if problems := [f"- {row['file']} {problem}" for row in rows for problem in row["problems"]]:
+        yield section("Failures", "\n".join(problems))
+    if reasons := sorted({f"- {reason}" for row in rows for reason in row["reasons"]}):
+        yield section("Skipped", "\n".join(reasons))
 
 
-PART = Part("Tests on a GPU", 5, items, measure, sections, lambda rows: {})
+PART = Part("Tests on a GPU", 5, items, measure, sections)

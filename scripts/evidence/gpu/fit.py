@@ -1,7 +1,7 @@
 """Part "fit": the largest minibatch and crop that really fit into a device, beside the plan."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -12,9 +12,10 @@ from engine.configuration.config import typed
 from engine.distributed import World
 from engine.memory import is_out_of_memory
 from engine.tasks import TASKS
+from keepless.fit.sizes import largest
 from keepless.units import bytes_of
-from scripts.evidence.frame import GIB, MIB
-from scripts.evidence.gpu.part import Part, Rows, Setting
+from scripts.evidence.frame import GIB, MIB, prose
+from scripts.evidence.gpu.part import Part, Rows, Setting, beside, relative_text
 from scripts.evidence.gpu.steps import CROPS, overrides
 from scripts.evidence.plan_experiments import CLAIMS
 from scripts.evidence.training_steps import ENDLESS
@@ -54,8 +55,8 @@ class Trained:
     def planned(self, crops: int, size: int) -> int:
         return planner.step_memory(self.config, crops, size).peak
 
-    def steps_peak(self, crops: int, size: int, allowed: int) -> int | None:
-        """Bytes that the allocator takes for three steps; None if they do not fit into `allowed`."""
+    def steps_peak(self, crops: int, size: int, allowed: int) -> int:
+        """Bytes that the allocator takes for three steps; more than `allowed` if they do not fit."""
         device = self.world.device
         self.learner.network.zero_grad()
         gc.collect()
@@ -70,11 +71,10 @@ class Trained:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return None
+            return 2 * allowed
         if device.type == "cuda":
             return torch.cuda.max_memory_reserved()
-        taken = crops * size**2 * 6000  # about what a small network takes: a rehearsal measures nothing
-        return taken if taken <= allowed else None
+        return crops * size**2 * 6000  # about what a small network takes: a rehearsal measures nothing
 
 
 def _command(setting: Setting, network: str) -> tuple[str, tuple[str, ...]]:
@@ -99,20 +99,19 @@ def measure(setting: Setting, network: str, norm: str, limit: str, what: str) ->
     size = trained.config.data.crop_size
     crops = 2 if setting.rehearse else CROPS.get(network, 8)
     allowed = _limited(setting, limit, trained, crops, size)
-    first, power = (crops, 1) if what == "batch" else (size, 2)
     rows = []
 
     def shape(value: int) -> tuple[int, int]:
         return (value, size) if what == "batch" else (crops, value)
 
-    def peak(value: int) -> int | None:
+    def peak(value: int) -> int:
         return trained.steps_peak(*shape(value), allowed)
 
     for benchmark in (False, True):
         torch.backends.cudnn.benchmark = benchmark
-        found = largest(peak, allowed, max(first, FEWEST[what] + STEPS[what]), FEWEST[what], STEPS[what], power)
+        found = largest(peak, allowed, FEWEST[what], STEPS[what], power=1 if what == "batch" else 2)
         row: dict = {"network": network, "norm": norm, "limit": limit, "what": what, "benchmark": benchmark}
-        if not found:
+        if found is None:
             rows.append({**row, "reason": f"not even {FEWEST[what]} fit"})
             continue
         peak(found)  # the device's counters are of this step
@@ -141,29 +140,12 @@ def _limited(setting: Setting, limit: str, trained: Trained, crops: int, size: i
     return allowed
 
 
-def largest(peak: Callable[[int], int | None], allowed: int, first: int, fewest: int, step: int, power: int) -> int:
-    """The largest value whose steps fit, in steps from `fewest`; 0 if not even that does.
-
-    `power`: bytes grow with value ** power; the search starts where a line through two measured points meets `allowed`.
-    """
-    low, high = peak(fewest), peak(first)
-    value = fewest
-    if low is not None and high is not None:
-        slope = max(1.0, (high - low) / (first**power - fewest**power))
-        value = int((first**power + 0.95 * (allowed - high) / slope) ** (1 / power)) // step * step
-    while value >= fewest and peak(value) is None:
-        value -= max(step, value // 20 // step * step)
-    while value >= fewest and peak(value + step) is not None:
-        value += step
-    return value if value >= fewest else 0
-
-
 FITS: Columns = [
     ("network", "{network}, {norm}"),
     ("device", "{limit}"),
     ("cuDNN's benchmark", lambda row: "on" if row["benchmark"] else "off"),
     ("largest", lambda row: f"{row['found']} crops" if row["what"] == "batch" else f"{row['found']} pixels"),
-    ("/ standard", "{ratio}"),
+    ("/ standard", lambda row: relative_text(row, "std", _pixels)),
     ("planned, GiB", lambda row: f"{row['planned_bytes'] / GIB:.2f}"),
     ("allocated, GiB", lambda row: f"{row['allocated_bytes'] / GIB:.2f}"),
     ("reserved, GiB", lambda row: f"{row['reserved_bytes'] / GIB:.2f}"),
@@ -172,30 +154,14 @@ FITS: Columns = [
 ]
 
 
-def _with_ratio(rows: Rows) -> Rows:
-    """Pixels of the minibatch, relative to standard norms."""
-
-    def case(row: dict) -> tuple:
-        return tuple(row[name] for name in ("network", "limit", "what", "benchmark"))
-
-    standard = {case(row): row["found"] for row in rows if row["norm"] == "std"}
-    found = []
-    for row in rows:
-        ratio = row["found"] / standard[case(row)] if standard.get(case(row)) else float("nan")
-        found.append({**row, "ratio": f"{ratio ** (1 if row['what'] == 'batch' else 2):.2f}"})
-    return found
+def _pixels(row: dict) -> float:
+    """Of a minibatch, up to a factor."""
+    return row["found"] ** (1 if row["what"] == "batch" else 2)
 
 
 def sections(rows: Rows) -> Iterator[str]:
-    about = (
-        "The largest minibatch of 512x512 crops, and the largest crop in a device's share of Table 3's first row, with "
-        "which three float32 steps run; of RevNet's claims, the most images of 224x224. A device of 12 GiB is a limit "
-        "of PyTorch's allocator, less CUDA's context. *To standard* counts pixels. *Workspace* is what was allocated "
-        "beyond the plan, *unused* the allocator's fragmentation: what `memory.workspace` and `memory.fragmentation` "
-        "should be."
-    )
-    known = [row for row in rows if "reason" not in row]
-    yield section("What fits", about, columns(_with_ratio(known), FITS))
+    found = beside(rows, "norm", "network", "limit", "what", "benchmark")
+    yield section("What fits", prose("gpu/fit"), columns(found, FITS))
     if nothing := [row for row in rows if "reason" in row]:
         lines = (
             f"- {row['network']}, {row['norm']}, {row['limit']}, {row['what']}: {row['reason']}" for row in nothing
@@ -203,4 +169,4 @@ def sections(rows: Rows) -> Iterator[str]:
         yield section("What does not", "\n".join(lines))
 
 
-PART = Part("What fits into a device", 8, items, measure, sections, lambda rows: {})
+PART = Part("What fits into a device", 8, items, measure, sections)

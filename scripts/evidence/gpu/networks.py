@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from keepless import plan, recompute_activations
 from scripts.evidence import methods
-from scripts.evidence.frame import mib, ratio_of, reason
+from scripts.evidence.frame import mib, prose, reason, time_ratio
 from scripts.evidence.gpu.decoders import VOCABULARY, decoder
-from scripts.evidence.gpu.part import Part, Rows, Setting, bars
+from scripts.evidence.gpu.part import Part, Rows, Setting, bars, beside, relative, relative_text, without_reasons
 from scripts.evidence.measuring import PRECISIONS, autocast, peak_bytes, timed
 from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED, deviation, gradients_of, mean_squares
 from scripts.evidence.networks_budget import Trained, training_step
@@ -125,22 +125,17 @@ EXACTNESS: Columns = [
 
 
 def exact_sections(rows: Rows) -> Iterator[str]:
-    about = (
-        "Largest deviation of a gradient, relative to the largest gradient: from the plain network's in the same "
-        "arithmetic, and from the plain network's in float64. *plain, again* is the same network run twice. 8 images "
-        "of 64x64, or 8 texts of 1024 tokens; no tf32; bfloat16 is autocast."
-    )
     worst = [
         f"- {precision}, {'deterministic' if deterministic else 'default'} algorithms: {most:.0e} from plain"
         + ("." if precision == FLOAT64 else f", and the error to float64 is at most {ratio:.2f} times plain's.")
         for precision, deterministic, most, ratio in _worst(rows)
     ]
-    yield section("Gradients", about, "\n".join(worst), columns(rows, EXACTNESS, left=4))
+    yield section("Gradients", prose("gpu/exact"), "\n".join(worst), columns(rows, EXACTNESS, left=4))
 
 
 def _worst(rows: Rows) -> Iterator[tuple[str, bool, float, float]]:
     """The largest deviation of our methods, and of their error's ratio to plain's, by precision and determinism."""
-    known = [row for row in rows if "reason" not in row]
+    known = without_reasons(rows)
     for precision, deterministic in dict.fromkeys((row["precision"], row["deterministic"]) for row in known):
         own = [row for row in known if (row["precision"], row["deterministic"]) == (precision, deterministic)]
         plain = {row["network"]: max(row["error"], 1e-18) for row in own if row["method"] == PLAIN}
@@ -198,65 +193,49 @@ def _forward(trained: Trained, device: str, precision: str, inputs: Tensor) -> T
         return trained(inputs)
 
 
-def _by_network(rows: Rows) -> dict[str, dict[str, dict]]:
-    groups: dict[str, dict[str, dict]] = {}
-    for row in rows:
-        if "reason" not in row:
-            groups.setdefault(row["network"], {})[row["method"]] = row
-    return groups
+def _peak(row: dict) -> float:
+    return row["peak_bytes"]
 
 
-def with_ratios(rows: Rows) -> Rows:
-    """Rows with time and peak relative to the plain network's."""
-    groups = _by_network(rows)
-    found = []
-    for row in rows:
-        plain = groups.get(row["network"], {}).get(PLAIN)
-        if "reason" not in row and plain is not None:
-            time = ratio_of(row["times_ms"], plain["times_ms"]).median
-            row = {**row, "time": time, "peak": row["peak_bytes"] / plain["peak_bytes"]}
-        found.append(row)
-    return found
+def _time(row: dict) -> float | None:
+    """The time to the plain network's."""
+    return time_ratio(row["beside"], row["method"], PLAIN).median if PLAIN in row["beside"] else None
 
 
 def off_plan(row: dict) -> float | None:
     """The measured peak over the planned one, minus one."""
-    return row["peak_bytes"] / row["planned_bytes"] - 1 if {"planned_bytes", "peak_bytes"} <= row.keys() else None
+    return row["peak_bytes"] / row["planned_bytes"] - 1 if "planned_bytes" in row else None
 
 
 COLUMNS: Columns = [
     ("network", "{network}"),
     ("method", "{method}"),
     ("planned, MiB", lambda row: mib(row.get("planned_bytes"))),
-    ("peak, MiB", lambda row: mib(row.get("peak_bytes"))),
+    ("peak, MiB", lambda row: mib(row["peak_bytes"])),
     ("off plan", lambda row: "" if off_plan(row) is None else f"{off_plan(row):+.1%}"),
-    ("/ plain", lambda row: f"{row['peak']:.2f}" if "peak" in row else ""),
-    ("step, ms", lambda row: row.get("reason") or f"{statistics.median(row['times_ms']):.1f}"),
-    ("/ plain", lambda row: f"{row['time']:.2f}" if "time" in row else ""),
+    ("/ plain", lambda row: relative_text(row, PLAIN, _peak)),
+    ("step, ms", lambda row: f"{statistics.median(row['times_ms']):.1f}"),
+    ("/ plain", lambda row: "" if _time(row) is None else f"{_time(row):.2f}"),
 ]
 
 
 def sections(rows: Rows) -> Iterator[str]:
-    found = with_ratios(rows)
+    found = beside(rows, "method", "network")
     lines = []
     for precision in reversed(PRECISIONS):
-        times = [row["time"] for row in found if row["network"].endswith(precision) and row["method"] == RECOMPUTED]
-        if times:
+        own = [row for row in found if row["network"].endswith(precision) and row["method"] == RECOMPUTED]
+        if times := [time for time in map(_time, own) if time is not None]:
             lines.append(f"- {RECOMPUTED}, {precision}: {statistics.median(times):.2f} of a plain step (median).")
-    if off := [abs(value) for row in rows if (value := off_plan(row)) is not None]:
+    if off := [abs(value) for row in found if (value := off_plan(row)) is not None]:
         lines.append(f"- Measured peaks of {len(off)} plans are within {max(off):.1%} of the planned ones.")
-    about = (
-        "128 images of 224x224, or 16 texts of 1024 tokens, per step: a forward pass, the mean squares of the outputs "
-        "and a backward pass. Peaks are of the third step, beyond what was allocated before it, with gradients there."
-    )
-    yield section("Peak, plan and time", about, "\n".join(lines), columns(found, COLUMNS, left=2))
+    lines += [f"- {row['network']}, {row['method']}: {row['reason']}." for row in rows if "reason" in row]
+    yield section("Peak, plan and time", prose("gpu/networks"), "\n".join(lines), columns(found, COLUMNS, left=2))
 
 
 def pictures(rows: Rows) -> Mapping[str, Figure]:
-    measured = [row for row in with_ratios(rows) if "time" in row]
-    values = {"peak / plain": lambda row: row["peak"], "time / plain": lambda row: row["time"]}
-    return bars(measured, "network", "method", values)
+    values = {"peak / plain": lambda row: relative(row, PLAIN, _peak), "time / plain": _time}
+    return bars(beside(rows, "method", "network"), "network", "method", values)
 
 
-EXACT_PART = Part("Recomputed gradients", 4, exact_items, measure_exact, exact_sections, lambda rows: {})
+EXACT_PART = Part("Recomputed gradients", 4, exact_items, measure_exact, exact_sections)
 PART = Part("Networks in less memory", 7, items, measure, sections, pictures)

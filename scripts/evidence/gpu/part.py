@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from scripts.evidence.frame import grouped
 from scripts.reports import charts
 
 Rows = list[dict]
@@ -41,7 +42,28 @@ class Part(NamedTuple):
     items: Callable[[Setting], Mapping[str, tuple]]  # {name: arguments of `measure`}
     measure: Callable[..., Rows]  # (setting, *arguments) -> rows; a row with "reason" says what could not be measured
     sections: Callable[[Rows], Iterable[str]]  # of the page
-    pictures: Callable[[Rows], Mapping[str, Figure]]  # by suffix of the file
+    pictures: Callable[[Rows], Mapping[str, Figure]] = lambda rows: {}  # by suffix of the file
+
+
+def without_reasons(rows: Rows) -> Rows:
+    """The rows of what could be measured."""
+    return [row for row in rows if "reason" not in row]
+
+
+def beside(rows: Rows, name: str, *by: str) -> Rows:
+    """The same, each beside those with equal `by`: row["beside"] has them by `name`, see `frame.grouped`."""
+    return [row for group in grouped(without_reasons(rows), by, name).values() for row in group.values()]
+
+
+def relative(row: dict, base: str, value: Callable[[dict], float]) -> float | None:
+    """A row's value to that of the row `base` beside it; None if there is no such row."""
+    return value(row) / value(row["beside"][base]) if base in row["beside"] else None
+
+
+def relative_text(row: dict, base: str, value: Callable[[dict], float]) -> str:
+    """`relative` as the cell of a table."""
+    ratio = relative(row, base, value)
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def bars(rows: Rows, group: str, name: str, values: Mapping[str, Callable[[dict], float]]) -> dict[str, Figure]:

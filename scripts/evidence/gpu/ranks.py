@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from keepless import InPlaceABN, recompute_activations
-from scripts.evidence.frame import reason
+from scripts.evidence.frame import prose, reason
 from scripts.evidence.gpu.networks import build
 from scripts.evidence.gpu.part import Part, Rows, Setting
 from scripts.evidence.measuring import Elsewhere, milliseconds
@@ -138,12 +138,7 @@ COLUMNS: Columns = [
 
 
 def sections(rows: Rows) -> Iterator[str]:
-    about = (
-        "Deviations of gradients, relative to the largest: of a synchronised norm on half of a batch from one process "
-        "with the whole, and of recomputed networks from the plain ones in the same group. With gloo both processes "
-        "share one card, so its times say nothing about several."
-    )
-    yield section("Two processes", about, columns(rows, COLUMNS, left=3))
+    yield section("Two processes", prose("gpu/ranks"), columns(rows, COLUMNS, left=3))
 
 
-PART = Part("Two processes", 2, items, measure, sections, lambda rows: {})
+PART = Part("Two processes", 2, items, measure, sections)

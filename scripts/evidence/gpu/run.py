@@ -1,27 +1,26 @@
 """Measure the items of a part one after the other, and make its page: the work of `scripts.gpu_evidence`."""
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from matplotlib.figure import Figure
 from omegaconf import MISSING
 
 from engine.distributed import device_of
-from engine.output_files import write_file
 from engine.schema.keys import key
 from scripts.evidence import frame
 from scripts.evidence.frame import Clock
 from scripts.evidence.gpu import check, fit, layers, networks, ranks, steps, train
 from scripts.evidence.gpu.part import Part, Rows, Setting
 from scripts.evidence.measuring import Elsewhere
-from scripts.reports import charts
 from scripts.reports.markdown import section
 
 PARTS: dict[str, Part] = {  # in the order in which they should be run
@@ -52,77 +51,58 @@ class GpuArguments(frame.Arguments):
     def check(self) -> None:
         if self.part not in PARTS:
             raise ValueError(f"part={self.part}: expected one of {', '.join(PARTS)}")
-        if self.rehearse and _in_results(Path(self.out)):
+        out = Path(self.out).resolve()
+        if self.rehearse and frame.RESULTS in (out, *out.parents):
             raise ValueError(f"rehearse=true out={self.out}: docs/results has results alone; give another folder")
+        if self.measure and not self.rehearse:
+            device_of("cuda")
 
-    @property
     def file(self) -> Path:
         return Path(self.out) / f"{'rehearsed' if self.rehearse else 'gpu'}_{self.part}.json"
 
-
-def run(arguments: GpuArguments) -> Path:
-    """Measure what is missing, make the page, and return its path. ValueError: an argument is impossible."""
-    file = arguments.file
-    if arguments.measure:
-        if not arguments.rehearse:
-            device_of("cuda")
-        for record in measured(arguments):
-            partial = file.with_name(file.name + ".partial")
-            write_file(partial, frame.as_text(record))
-            partial.replace(file)
-    elif not file.is_file():
-        raise ValueError(f"measure=false makes the page of a record, and {file} does not exist")
-    record = json.loads(file.read_text())
-    if record["rehearsal"] and _in_results(file):
-        raise ValueError(f"{file} is of a rehearsal: docs/results has results alone")
-    for suffix, figure in pictures(record).items():
-        charts.save(figure, file.with_name(f"{file.stem}{suffix}.png"))
-    write_file(file.with_suffix(".md"), page(record, file.stem))
-    return file.with_suffix(".md")
+    def known(self) -> dict[str, Any]:
+        return {"part": self.part, "rehearse": self.rehearse}
 
 
-def _in_results(path: Path) -> bool:
-    return frame.RESULTS in (path.resolve(), *path.resolve().parents)
-
-
-def measured(arguments: GpuArguments) -> Iterator[dict]:
+def measured(arguments: GpuArguments, clock: Clock) -> Iterator[dict]:
     """Yield the record before the first item and after each. Items in the record of an earlier call are not repeated.
 
-    Each item has rows in "rows", or a reason in "left". An item that is being measured when the time is up ends.
+    Each item has rows in "items", or a reason in "left". An item that is being measured when the time is up ends.
     """
-    clock, own = Clock(), frame.provenance()
+    own = frame.provenance()
     part, setting = PARTS[arguments.part], Setting(arguments.rehearse, arguments.camvid)
     items = part.items(setting)
     chosen = _chosen(items, arguments.only)
-    before = frame.begun(replace(arguments, out=str(arguments.file)), own)
+    before = frame.begun(arguments, own)
     done: dict[str, Rows] = before.get("items", {})
     left = {name: NOT_STARTED for name in items if name not in done}
     left |= {entry["item"]: entry["reason"] for entry in before.get("left", []) if entry["item"] in left}
+    command = f"python -m scripts.gpu_evidence part={arguments.part}" + " rehearse=true" * arguments.rehearse
 
     def record() -> dict:
-        in_order = {name: done[name] for name in items if name in done}
         return {
-            "command": f"python -m scripts.gpu_evidence part={arguments.part}"
-            + (" rehearse=true" if arguments.rehearse else "")
-            + " out=DIR",
+            "command": f"{command} out=DIR",
             "rehearsal": arguments.rehearse,
-            "arguments": {"part": arguments.part, "rehearse": arguments.rehearse},
-            "environment": {**own, "commit": frame.commits(before, own)},
+            "environment": {"commit": frame.commits(before, own)},
             "seconds": round(before.get("seconds", 0) + clock.seconds, 1),
             "left": [{"item": name, "reason": reason} for name, reason in left.items()],
-            "items": in_order,
+            "items": {name: done[name] for name in items if name in done},
         }
 
     yield record()
-    with _environment(setting), _Worker(arguments.part, setting) as worker:
+    process: Elsewhere | None = None
+    with _environment(setting), ExitStack() as stack:
         for name in [name for name in chosen if name in left]:
             seconds = 60 * arguments.minutes - clock.seconds
             if seconds <= 0:
                 break
+            process = process or stack.enter_context(Elsewhere(Measurement, arguments.part, setting))
             try:
-                done[name] = worker.measure(name, seconds)
+                done[name] = process.call("measure", name, seconds)
                 del left[name]
             except Exception as error:  # the other items can still be measured
+                stack.close()  # the process's memory may hold what the error refers to
+                process = None
                 left[name] = "stopped" if isinstance(error, BrokenProcessPool) else frame.reason(error)
             clock.report(f"{name}: {left.get(name, 'done')}")
             yield record()
@@ -137,45 +117,11 @@ def _chosen(items: Iterable[str], only: Iterable[str]) -> list[str]:
     return [name for name in names if not only or any(f"{name}/".startswith(f"{given}/") for given in only)]
 
 
-@contextmanager
-def _environment(setting: Setting) -> Iterator[None]:
+def _environment(setting: Setting) -> AbstractContextManager:
     """Context with the environment of the processes that measure."""
     # Deterministic algorithms need the first; the second hides the profiler's log.
     wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "KINETO_LOG_LEVEL": "99"}
-    if setting.rehearse:
-        wanted["TRITON_INTERPRET"] = "1"
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ |= wanted
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-class _Worker:
-    """A process that measures items until one fails; then another takes its place."""
-
-    def __init__(self, part: str, setting: Setting):
-        self.given = part, setting
-        self.stack = ExitStack()
-        self.process: Elsewhere | None = None
-
-    def __enter__(self) -> "_Worker":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.close()
-
-    def measure(self, item: str, seconds: float) -> Rows:
-        if self.process is None:
-            self.process = self.stack.enter_context(Elsewhere(Measurement, *self.given))
-        try:
-            return self.process.call("measure", item, seconds)
-        except Exception:
-            self.stack.close()  # its memory may hold what the error refers to
-            self.process = None
-            raise
+    return patch.dict(os.environ, wanted | ({"TRITON_INTERPRET": "1"} if setting.rehearse else {}))
 
 
 class Measurement:

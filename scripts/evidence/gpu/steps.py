@@ -1,7 +1,7 @@
 """Part "steps": whole training steps of Table 3's networks, with every way to take less memory."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from keepless import recompute_activations
-from scripts.evidence.frame import MIB, mib
-from scripts.evidence.gpu.part import Part, Rows, Setting, bars
+from scripts.evidence.frame import MIB, mib, prose
+from scripts.evidence.gpu.part import Part, Rows, Setting, bars, beside, relative_text
 from scripts.evidence.measuring import PRECISIONS, compiled
 from scripts.evidence.training_steps import PLAIN, Training
 from scripts.reports.markdown import Columns, columns, section
@@ -65,11 +65,6 @@ def measure(setting: Setting, body: str, precision: str, method: str) -> Rows:
     return [{"network": network, "method": method, "times_ms": times_ms, "first_step_s": first_step_s, **kept}]
 
 
-def _to_standard(rows: Rows, value: Callable[[dict], float]) -> Callable[[dict], float | None]:
-    standard = {row["network"]: value(row) for row in rows if row["method"] == STANDARD}
-    return lambda row: value(row) / standard[row["network"]] if row["network"] in standard else None
-
-
 def _ms(row: dict) -> float:
     return statistics.median(row["times_ms"])
 
@@ -78,30 +73,26 @@ def _peak(row: dict) -> float:
     return row["peak_bytes"]
 
 
+def _kept(row: dict) -> float:
+    return row["saved_bytes"]
+
+
+COLUMNS: Columns = [
+    ("network", "{network}"),
+    ("method", "{method}"),
+    ("step, ms", lambda row: f"{_ms(row):.1f}"),
+    ("to standard", lambda row: relative_text(row, STANDARD, _ms)),
+    ("kept, MiB", lambda row: mib(row["saved_bytes"])),
+    ("to standard", lambda row: relative_text(row, STANDARD, _kept)),
+    ("peak, MiB", lambda row: mib(row["peak_bytes"])),
+    ("to standard", lambda row: relative_text(row, STANDARD, _peak)),
+    ("first step, s", "{first_step_s:.1f}"),
+    ("loss", "{loss:.4f}"),
+]
+
+
 def sections(rows: Rows) -> Iterator[str]:
-    time, peak, saved = (_to_standard(rows, value) for value in (_ms, _peak, lambda row: row["saved_bytes"]))
-    shown: Columns = [
-        ("network", "{network}"),
-        ("method", "{method}"),
-        ("step, ms", lambda row: f"{_ms(row):.1f}"),
-        ("/ standard", lambda row: _text(time(row))),
-        ("kept, MiB", lambda row: mib(row["saved_bytes"])),
-        ("/ standard", lambda row: _text(saved(row))),
-        ("peak, MiB", lambda row: mib(row["peak_bytes"])),
-        ("/ standard", lambda row: _text(peak(row))),
-        ("first step, s", "{first_step_s:.1f}"),
-        ("loss", "{loss:.4f}"),
-    ]
-    about = (
-        "Whole steps of `train_seg.py` with a device's share of Table 3's first rows: 4 (ResNeXt-101) or 5 "
-        "(WideResNet-38) crops of 512x512, forward, loss, backward and SGD. *Kept* is for the backward pass. Peaks are "
-        "of a step after the third, beyond what was allocated before."
-    )
-    yield section("Steps", about, columns(rows, shown, left=2))
-
-
-def _text(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
+    yield section("Steps", prose("gpu/steps"), columns(beside(rows, "method", "network"), COLUMNS, left=2))
 
 
 def pictures(rows: Rows) -> Mapping[str, Figure]:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 import train_seg
 from engine.configuration.command_line import composed
+from scripts.evidence.frame import prose
 from scripts.evidence.gpu.part import Part, Rows, Setting, bars
 from scripts.reports.markdown import Columns, columns, section
 
@@ -78,12 +79,7 @@ COLUMNS: Columns = [
 
 
 def sections(rows: Rows) -> Iterator[str]:
-    about = (
-        "CamVid at half its size (240x180), small ResNeXt and DeepLabV3 from scratch, 30 epochs of 8 crops, bfloat16; "
-        "whole validation images at a single scale. The crops of the last row are 52 % larger, as in "
-        "`camvid_table3/inplace_fixed_batch`."
-    )
-    yield section("Trainings", about, columns(_summaries(rows), COLUMNS))
+    yield section("Trainings", prose("gpu/train"), columns(_summaries(rows), COLUMNS))
 
 
 def pictures(rows: Rows) -> Mapping[str, Figure]:

@@ -1,6 +1,8 @@
 """The GPU evidence, rehearsed on the CPU: what is written, when, and what it never looks like. None asserts a time."""
 
+import io
 import json
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -9,20 +11,19 @@ import torch
 
 from datasets.camvid import camvid
 from engine.configuration.command_line import composed
-from engine.configuration.config import typed
-from scripts import gpu_evidence  # noqa: F401  # declares its command
 from scripts.evidence import frame, gpu_pack
-from scripts.evidence.gpu import check, fit, run
+from scripts.evidence.gpu import check, run
 from scripts.evidence.gpu.decoders import VOCABULARY, decoder
 from scripts.evidence.gpu.part import Setting
-from scripts.evidence.gpu.run import PARTS, REHEARSED, GpuArguments, Measurement
+from scripts.evidence.gpu.run import PARTS, REHEARSED, Measurement
+from scripts.gpu_evidence import run as measured
 from tests import trees
 from tests.scripts.evidence import records
 
 
-def arguments(folder: Path, *words: str) -> GpuArguments:
-    """What `python -m scripts.gpu_evidence` makes of its words."""
-    return typed(composed("gpu_evidence", f"out={folder}", *words), GpuArguments)
+def command(folder: Path, *words: str) -> Path:
+    """Run `python -m scripts.gpu_evidence`; return its page."""
+    return measured(composed("gpu_evidence", f"out={folder}", *words))
 
 
 @pytest.fixture
@@ -34,31 +35,25 @@ def here(monkeypatch):
 
 def test_a_rehearsal_runs_and_says_what_it_is(here, tmp_path):
     """A whole part: its record, page and picture. They are made again from the record alone."""
-    page = run.run(arguments(tmp_path, "part=host", "rehearse=true"))
-    record, text = json.loads((tmp_path / "rehearsed_host.json").read_text()), page.read_text()
-    assert (
-        record["rehearsal"]
-        and record["left"] == []
-        and list(record["items"]) == list(PARTS["host"].items(Setting(True)))
-    )
-    assert all(row["host_us"] > 0 and row["replay_us"] > 0 for row in run.rows_of(record))
+    page = command(tmp_path, "part=abn", "rehearse=true")
+    record, text = json.loads((tmp_path / "rehearsed_abn.json").read_text()), page.read_text()
+    assert record["rehearsal"] and record["left"] == []
+    assert list(record["items"]) == list(PARTS["abn"].items(Setting(True)))
+    rows = {row["strategy"]: row for row in run.rows_of(record) if row.get("group") == "bn_act"}
+    assert rows["in-place II"]["median_ms"] > 0 and rows["in-place II"]["replay_ms"] > 0
     assert f"**{REHEARSED}**" in text and "| in-place II |" in text and "![" in text
     (figure,) = run.pictures(record).values()
     assert "REHEARSAL" in {own.get_text() for own in figure.texts}
-    assert not run.pictures({**record, "rehearsal": False})[""].texts and (tmp_path / "rehearsed_host.png").is_file()
+    assert not [own for own in run.pictures({**record, "rehearsal": False})[""].texts if own.get_text() == "REHEARSAL"]
+    assert (tmp_path / "rehearsed_abn.png").is_file()
     page.unlink()
-    assert run.run(arguments(tmp_path, "part=host", "rehearse=true", "measure=false")).read_text() == text
-    assert str(tmp_path) not in text + (tmp_path / "rehearsed_host.json").read_text()
+    assert command(tmp_path, "part=abn", "rehearse=true", "measure=false").read_text() == text
+    assert str(tmp_path) not in text + (tmp_path / "rehearsed_abn.json").read_text()
 
 
-def test_a_rehearsal_is_no_result(tmp_path, monkeypatch):
+def test_a_rehearsal_is_no_result():
     with pytest.raises(ValueError, match="docs/results has results alone"):
-        arguments(frame.RESULTS / "more", "part=host", "rehearse=true")
-    record = {"rehearsal": True, "arguments": {"part": "host"}, "items": {}, "left": []}
-    (tmp_path / "gpu_host.json").write_text(json.dumps(record))
-    monkeypatch.setattr(frame, "RESULTS", tmp_path)
-    with pytest.raises(ValueError, match="is of a rehearsal"):
-        run.run(arguments(tmp_path, "part=host", "measure=false"))
+        command(frame.RESULTS / "more", "part=host", "rehearse=true")
 
 
 def test_no_committed_record_is_a_rehearsal():
@@ -87,55 +82,42 @@ def faked(here, monkeypatch) -> list[str]:
 
 
 def test_a_killed_call_leaves_what_is_done_and_a_second_one_adds_the_missing(faked, tmp_path):
-    given, file = arguments(tmp_path, "part=ranks", "rehearse=true"), tmp_path / "rehearsed_ranks.json"
+    given, file = (tmp_path, "part=ranks", "rehearse=true"), tmp_path / "rehearsed_ranks.json"
     with pytest.raises(KeyboardInterrupt):
-        run.run(given)
+        command(*given)
     record = json.loads(file.read_text())
     assert record["items"] == {"a/1": [{"what": "a"}]}
     left = {entry["item"]: entry["reason"] for entry in record["left"]}
     assert left == {"a/2": "failed: RuntimeError: out of memory", "b": "not started"}
-    text = run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "measure=false")).read_text()
+    text = command(tmp_path, "part=ranks", "rehearse=true", "measure=false").read_text()
     assert "- a/2: failed: RuntimeError: out of memory\n- b: not started" in text
-    run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "only=[b]"))
+    command(tmp_path, "part=ranks", "rehearse=true", "only=[b]")
     assert faked == ["a", "fails", "dies", "dies"]
-    run.run(given)
+    command(*given)
     record = json.loads(file.read_text())
     assert list(record["items"]) == [*ITEMS] and record["left"] == [] and faked.count("a") == 1
 
 
 def test_items_are_chosen_by_the_beginning_of_their_names(faked, tmp_path):
-    run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "only=[a]"))
+    command(tmp_path, "part=ranks", "rehearse=true", "only=[a]")
     assert faked == ["a", "fails"]
     with pytest.raises(ValueError, match="only=a/: expected some of a/1, a/2, b"):
-        run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "only=[a/]"))
+        command(tmp_path, "part=ranks", "rehearse=true", "only=[a/]")
 
 
 def test_impossible_arguments_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="part=all: expected one of check, host, exact, abn"):
-        arguments(tmp_path, "part=all")
+        command(tmp_path, "part=all")
     with pytest.raises(ValueError, match="PyTorch sees no CUDA device"):
-        run.run(arguments(tmp_path, "part=host"))
+        command(tmp_path, "part=host")
     with pytest.raises(ValueError, match="does not exist"):
-        run.run(arguments(tmp_path, "part=host", "measure=false"))
+        command(tmp_path, "part=host", "measure=false")
 
 
 def test_without_time_nothing_is_started(faked, tmp_path):
-    run.run(arguments(tmp_path, "part=ranks", "rehearse=true", "minutes=1e-9"))
+    command(tmp_path, "part=ranks", "rehearse=true", "minutes=1e-9")
     assert faked == [] and len(json.loads((tmp_path / "rehearsed_ranks.json").read_text())["left"]) == len(ITEMS)
-
-
-def test_the_largest_minibatch_is_found_from_either_side():
-    """Whether the line through two measurements promises too much or too little."""
-    for more in (0.7, 1.0, 1.6):
-
-        def peak(crops: int, more: float = more) -> int | None:
-            taken = int(100 + 10 * crops ** (1.0 if crops <= 4 else more))
-            return taken if taken <= 500 else None
-
-        found = fit.largest(peak, 500, first=4, fewest=2, step=1, power=1)
-        assert peak(found) is not None and peak(found + 1) is None
-    assert fit.largest(lambda crops: None, 500, first=4, fewest=2, step=1, power=1) == 0
 
 
 def test_the_files_with_gpu_tests_are_those_of_the_layers_first():
@@ -159,14 +141,14 @@ def test_decoders_see_no_later_token(llama):
 @pytest.mark.parametrize("part", PARTS)
 def test_every_line_of_every_part_runs(part, tmp_path):
     """As the command does: in processes of its own, with Triton's interpreter."""
-    page = run.run(arguments(tmp_path, f"part={part}", "rehearse=true", "minutes=30"))
+    page = command(tmp_path, f"part={part}", "rehearse=true", "minutes=30")
     record = json.loads((tmp_path / f"rehearsed_{part}.json").read_text())
     assert record["left"] == [] and REHEARSED in page.read_text()
 
 
 @pytest.mark.slow
 def test_an_item_that_takes_too_long_is_stopped(tmp_path):
-    run.run(arguments(tmp_path, "part=exact", "rehearse=true", "minutes=0.001"))
+    command(tmp_path, "part=exact", "rehearse=true", "minutes=0.001")
     (first, *_) = json.loads((tmp_path / "rehearsed_exact.json").read_text())["left"]
     assert first["reason"] == "stopped"
 
@@ -185,6 +167,13 @@ def test_the_pack_has_what_the_command_needs_beyond_torch():
     packed = gpu_pack.required(gpu_pack.NEEDED) - gpu_pack.required(gpu_pack.PackArguments().have)
     assert {"hydra-core", "antlr4-python3-runtime", "omegaconf", "pyyaml", "opencv-python-headless", "pytest"} <= packed
     assert not {"torch", "numpy", "pillow", "torchvision"} & packed
+
+
+def test_the_pack_has_the_words_of_the_pages_but_no_records():
+    with tarfile.open(fileobj=io.BytesIO(gpu_pack.archive())) as packed:
+        names = [name for name in packed.getnames() if name.startswith("docs/results/")]
+    assert "docs/results/templates/gpu.md" in names
+    assert not [name for name in names if name.endswith((".json", ".pt"))]
 
 
 def test_camvid_is_packed_at_half_its_size(tmp_path):
