@@ -423,8 +423,11 @@ class Recording(TorchFunctionMode):
         else:
             is_copied = is_small or not self.known.made.has(tensor)
         if is_copied:
-            size = min(size, tensor.nbytes)
-            return Value(Kept(copied(tensor), self.known.outer), bytes=size), size
+            size, copy = min(size, tensor.nbytes), copied(tensor)
+            value = Value(Kept(copy, self.known.outer), bytes=size)
+            if self.known.trace is not None:
+                self.known.trace.keeps(value, copy)
+            return value, size
         lent = self.known.lend(tensor, call)
         if isinstance(lent, Value) and lent.unread:
             self.note_need(lent, tensor)

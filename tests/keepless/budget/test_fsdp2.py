@@ -1,0 +1,106 @@
+"""A budget for a network that FSDP2 shards."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from keepless import budget_state, load_budget_state, recompute_activations
+from keepless.budget import traced_step
+from keepless.budget.costs import peak_bytes
+from keepless.budget.execution import ByPlan
+from keepless.budget.search import frontier
+from keepless.budget.step import Plan
+from keepless.recompute.recording import Recording
+from tests.cuda import FSDP2_ON_CPUS
+from tests.ranks import Ranks
+
+CHANNELS = 16
+X = torch.linspace(-1, 1, 2 * 3 * 64 * 64).sin().view(2, 3, 64, 64)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.GroupNorm(4, CHANNELS)
+        self.second = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.silu(self.norm(self.first(x))))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(4)]
+    return nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), *blocks, nn.Conv2d(CHANNELS, 8, 1))
+
+
+def sharded(network: nn.Sequential) -> nn.Module:
+    for block in network[1:-1]:
+        fully_shard(block, reshard_after_forward=True)
+    return fully_shard(network)
+
+
+def step(network: nn.Module, x: Tensor) -> list[Tensor]:
+    """The gradients of a step, of all shards."""
+    network.zero_grad(set_to_none=False)
+    network(x).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in network.parameters()]
+
+
+def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, dict, int]:
+    """Whether gradients equal those of a plain sharded network; the plan; bytes at the peak beyond what is planned."""
+    x, plain, within = X * (rank + 1), sharded(network()), network()
+    if is_prepared_first:
+        within = sharded(recompute_activations(within, budget=0.5, example=x))
+    else:
+        within = recompute_activations(sharded(within), budget=0.5)
+    same = [list(map(torch.equal, step(within, x), step(plain, x))) for _ in range(4)]
+    states = [budget_state(within)]  # the ranks' times differ, and their plans may
+    dist.broadcast_object_list(states)
+    load_budget_state(within, states[0])
+    same += [list(map(torch.equal, step(within, x), step(plain, x))) for _ in range(2)]
+    ((plan,),) = [shape["plans"] for shape in budget_state(within)["shapes"]]
+    peak = peak_bytes(lambda: within(x).square().mean().backward(), "cpu")
+    return all(map(all, same)), plan, peak - plan["peak"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    started = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
+@FSDP2_ON_CPUS
+@pytest.mark.parametrize("is_prepared_first", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_sharded_network_follows_one_plan_on_all_ranks(ranks, is_prepared_first):
+    """FSDP's own bytes come on top: gathered parameters, gradients and their sums, of two blocks at a time."""
+    (same, plan, beyond), (also_same, other_plan, _) = ranks.run(_within_a_budget, is_prepared_first)
+    assert same and also_same and plan == other_plan and plan["traced"]
+    assert plan["peak"] < 0.51 * plan["plain"]
+    assert 0 < beyond < 6 * sum(parameter.nbytes for parameter in Block().parameters())
+
+
+def test_copies_of_parameters_are_planned(monkeypatch):
+    """FSDP frees parameters after each use, so that recipes need copies."""
+    copying = partial(Recording, copy_parameters=True)
+    monkeypatch.setattr(traced_step, "Recording", copying)
+    plain = network()
+    traced, _ = traced_step.traced_step(plain, (X,), {})
+    for parameter in plain.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def planned_step(plan: Plan) -> None:
+        with copying(ByPlan([plan]), inputs=[X]):
+            result = plain(X)
+        result.square().mean().backward()
+
+    for choice in frontier(traced)[-4:]:  # in which convolutions are computed again
+        run = partial(planned_step, choice.plan(traced))
+        run()
+        assert abs(peak_bytes(run, "cpu") - choice.peak) < 64
