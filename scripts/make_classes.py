@@ -100,10 +100,16 @@ def make_classes(values: DictConfig) -> Path:
 
 
 def has_smoothed_edges(pixels: Counter[int]) -> bool:
-    """Whether masks in black and white seem to have gray edges: many values, with gaps, in few pixels."""
+    """Whether masks in black and white seem to have gray edges: many values, with gaps, in few pixels.
+
+    Resizing and JPEG also change pixels far from the edges by a few levels, to values that no class has beside white.
+    """
     between = [value for value in pixels if 0 < value < IGNORED]
-    few = sum(pixels[value] for value in between) < pixels[IGNORED]
-    return few and len(between) >= 8 and max(between) > len(between)
+    if len(between) < 8 or max(between) == len(between):
+        return False
+    near = 8 if max(between) > IGNORED - 8 else 1  # levels that count as black, or as white
+    gray = sum(count for value, count in pixels.items() if near <= value <= IGNORED - near)
+    return gray < sum(count for value, count in pixels.items() if value > IGNORED - near)
 
 
 def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:

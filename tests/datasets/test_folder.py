@@ -406,8 +406,14 @@ def test_masks_that_are_not_clear_are_refused_with_the_reason(root):
     large = np.zeros((96, 96), np.uint8)
     cv2.circle(large, (48, 48), 30, 255, -1, cv2.LINE_AA, shift=0)
     assert 8 < len(np.unique(large)) < 100
+    discs = np.tile(cv2.resize(large, (32, 32), interpolation=cv2.INTER_AREA), (3, 3))
+    lossy = cv2.imdecode(cv2.imencode(".jpg", discs)[1], cv2.IMREAD_UNCHANGED)  # most pixels are 1 to 3, 252 to 254
+    assert ((0 < lossy) & (lossy < 255)).sum() > (lossy == 255).sum()
     coloured = np.dstack([large, large.T, np.arange(96, dtype=np.uint8)[None].repeat(96, 0)])
-    for pixels, expected in ((large, "values .* expected one per class"), (coloured, "classes .* expected 2 to 253")):
+    for pixels, expected in (
+        *((gray, "values .* expected one per class") for gray in (large, lossy)),
+        (coloured, "classes .* expected 2 to 253"),
+    ):
         for file in files:
             trees.write(file, pixels)
         with pytest.raises(ValueError, match=rf"{expected}. Smoothed \(antialiased\) edges make values of their own: "):
