@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from models.blocks import NormAct, conv3x3
+from models.pooling import MaxPool2d
 
 STEM_STRIDES = {"3x3": 4, "7x7": 4, "cifar": 1}
 
@@ -32,7 +33,7 @@ def build_stem(kind: str, channels: int, norm_act: NormAct, *, last_norm: bool) 
         if number < len(convs) or last_norm:
             layers[f"bn{number}"] = norm_act(channels)
     if STEM_STRIDES[kind] == 4:
-        layers["pool"] = nn.MaxPool2d(3, stride=2, padding=1)
+        layers["pool"] = MaxPool2d(3, stride=2, padding=1)
     return nn.Sequential(layers)
 
 

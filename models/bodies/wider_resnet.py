@@ -11,6 +11,7 @@ from models.blocks import IdentityResidualBlock, NormAct, residual_stage
 from models.bodies.body import Body
 from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
+from models.pooling import MaxPool2d
 from models.recomputation import Block, run_blocks, units_of
 
 WRN38_STRUCTURE = (3, 3, 6, 3, 1, 1)
@@ -58,7 +59,7 @@ class WiderResNet(Body):
         stages = zip(structure, channels, strides, dropout, strict=True)
         for number, (blocks, stage_channels, (stride, dilation), probability) in enumerate(stages, start=2):
             if number < 7:
-                pool = nn.MaxPool2d(3, stride=2, padding=1) if number in pooled else nn.Identity()
+                pool = MaxPool2d(3, stride=2, padding=1) if number in pooled else nn.Identity()
                 self.add_module(f"pool{number}", pool)
             block = partial(IdentityResidualBlock, norm_act=norm_act, dilation=dilation, dropout=probability)
             stage = residual_stage(block, in_channels, stage_channels, blocks, stride=stride)

@@ -1,0 +1,117 @@
+"""Max-pooling with a byte per result: equal to PyTorch's to the bit, and the bytes that it keeps."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from keepless import InPlaceABN, recompute_activations
+from keepless.saved import kept_bytes
+from models.pooling import MaxPool2d
+from tests.bodies import SMALL_BODIES
+from tests.runs import same
+
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+
+
+def gradients_of(network: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    network.zero_grad()
+    network(images).sum().backward()
+    return {name: p.grad for name, p in network.named_parameters()}
+
+
+def with_gradient(pool, x: Tensor, layout: torch.memory_format) -> tuple[Tensor, Tensor]:
+    """The result, and the gradient of its values' sum, each weighted by its number."""
+    x = x.clone(memory_format=layout).requires_grad_()
+    z = pool(x)
+    weights = torch.arange(z.numel()).view(z.shape).to(z.dtype)
+    (gradient,) = torch.autograd.grad(z, x, weights)
+    return z.detach(), gradient
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    shape=st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(2, 17), st.integers(2, 17)),
+    window=st.sampled_from([(3, 2, 1), (2, 2, 0), (3, 1, 1), (2, 3, 1), (1, 1, 0)]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    layout=st.sampled_from(LAYOUTS),
+    special=st.sampled_from([0.0, float("nan"), float("-inf")]),
+    seed=st.integers(0, 100),
+)
+def test_it_equals_pytorch_s_to_the_bit(shape, window, dtype, layout, special, seed):
+    """Also where values tie, are no numbers, or are all infinite; and where the map is narrower than a window."""
+    if min(shape[2:]) + 2 * window[2] < window[0]:
+        return
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).round().to(dtype)
+    x[:, :1] = special
+    (z, dx), (expected, gradient) = (
+        with_gradient(pool, x, layout) for pool in (MaxPool2d(*window), nn.MaxPool2d(*window))
+    )
+    assert z.stride() == expected.stride()
+    assert shape[1] == 1 or dx.stride() == gradient.stride()  # one channel has both layouts
+    assert torch.equal(z.nan_to_num(7), expected.nan_to_num(7)) and torch.equal(dx, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_keeps_a_byte_per_result(dtype):
+    x = torch.randn(2, 3, 12, 10, dtype=dtype, requires_grad=True)
+    assert kept_bytes(pool := MaxPool2d(3, 2, 1), lambda: pool(x * 1), [x]) == 2 * 3 * 6 * 5
+    assert kept_bytes(pool := nn.MaxPool2d(3, 2, 1), lambda: pool(x * 1), [x]) == x.nbytes + 8 * 2 * 3 * 6 * 5
+
+
+@pytest.mark.parametrize("name", ["resnext", "wider", "wider-a2"])
+def test_bodies_keep_neither_inputs_nor_indices_of_pooling(name, monkeypatch):
+    """Nothing else reads the inputs: a convolution's output, or a sum."""
+    images, spared = torch.randn(2, 3, 64, 64), []
+    body = SMALL_BODIES[name](InPlaceABN)
+    for pool in (module for module in body.modules() if isinstance(module, nn.MaxPool2d)):
+        pool.register_forward_hook(lambda _, args, z: spared.append(args[0].nbytes + 7 * z.numel()))
+    kept = kept_bytes(body, lambda: body(images), [images])
+    assert spared
+    expected = sum(spared)
+    monkeypatch.setattr(MaxPool2d, "forward", nn.MaxPool2d.forward)
+    assert kept_bytes(body, lambda: body(images), [images]) - kept == expected
+
+
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_a_recorded_network_has_the_same_gradients_and_keeps_no_more(budget):
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 8, 3), MaxPool2d(3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)
+        return nn.Sequential(*layers)
+
+    plain, recorded = network(), recompute_activations(network(), budget=budget)
+    images = torch.randn(2, 3, 20, 20)
+    for _ in range(3):  # with a budget the second is traced
+        assert same(gradients_of(plain, images), gradients_of(recorded, images))
+    if budget is None:
+        kept = (kept_bytes(net, lambda net=net: net(images), [images]) for net in (recorded, plain))
+        assert next(kept) < next(kept)
+
+
+def test_derivatives_of_any_order_and_transforms_work():
+    x, pool = torch.randn(1, 2, 6, 7, dtype=torch.float64, requires_grad=True), MaxPool2d(3, 2, 1)
+    assert torch.autograd.gradgradcheck(lambda x: pool(x).square(), x)
+    expected = torch.autograd.grad(pool(x).square().sum(), x)[0]
+    assert torch.equal(torch.func.grad(lambda x: pool(x).square().sum())(x), expected)
+
+
+def test_its_input_may_be_overwritten_afterwards():
+    """PyTorch's raises, because it keeps the input, although the gradient needs none of its values."""
+    gradients = {}
+    for overwritten in (False, True):
+        leaf = torch.arange(24.0).view(1, 1, 4, 6).requires_grad_()
+        x = leaf * 2
+        z = MaxPool2d(3, 2, 1)(x)
+        if overwritten:
+            x.zero_()
+        (gradients[overwritten],) = torch.autograd.grad(z.sum(), leaf)
+    assert gradients[False].sum() == 2 * z.numel()
+    assert torch.equal(gradients[True], gradients[False])
+
+
+def test_windows_whose_positions_exceed_a_byte_are_refused():
+    MaxPool2d(16, 16, 0)
+    with pytest.raises(ValueError, match="kernel_size=17: expected at most 16"):
+        MaxPool2d(17, 17, 0)
