@@ -164,6 +164,7 @@ def page(result: dict, _: str) -> str:
         "training",
         result,
         parts=", ".join(arguments["parts"]),
+        summed_up="[training.md](../training.md#speed-and-precision)",
         network=arguments["recipe"] or "the default network",
         of_starts=_plural(arguments["starts"], "start"),
         of_each=_plural(arguments["rounds"], "round"),
