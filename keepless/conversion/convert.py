@@ -15,9 +15,9 @@ from ..norms.backends.activations import Activation
 from ..norms.inplace_abn import InPlaceABN
 from ..norms.report import ConversionReport, log_report
 from ..torch_internals import BatchNormBase
+from . import example as on_example
 from .activated import MergedActivation, hand_over
 from .call_order import CallOrder
-from .example import NormsOnExample
 from .replacements import Replacement, batch_norm_to_inplace, kinds_of, own_to_inplace, own_to_standard
 
 
@@ -60,18 +60,19 @@ def to_inplace(
         raise ValueError(f"relu_slope={relu_slope}: expected a slope above 0 (0.01 in the paper), or None")
     check_module(module, "to_inplace")
     tree = CallOrder(module)
-    on_example = None if example is None else NormsOnExample(tree, module, example)
+    calls = None if example is None else on_example.calls_on_example(module, example)
 
     def replacement_of(layer: nn.Module) -> Replacement | None:
         """The in-place layer for a norm; None for other modules."""
         if isinstance(layer, BatchNormBase):
-            if on_example is not None:
-                return on_example.batch_norm_to_inplace(layer, relu_slope)
+            if calls is not None:
+                return on_example.batch_norm_to_inplace(layer, calls[layer], relu_slope)
             return batch_norm_to_inplace(tree, layer, relu_slope)
         if isinstance(layer, ABN) and not isinstance(layer, InPlaceABN):
-            if on_example is not None:
-                return on_example.own_to_inplace(layer, relu_slope)
-            return own_to_inplace(tree, layer, relu_slope)
+            replacement = own_to_inplace(tree, layer, relu_slope)
+            if calls is not None:
+                on_example.check_output_is_left_alone(calls[layer])
+            return replacement
         return None
 
     return _convert(module, tree, replacement_of, report)

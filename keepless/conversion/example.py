@@ -16,10 +16,11 @@ from torch.overrides import TorchFunctionMode
 from ..inputs import tensors_in
 from ..norms.abn import ABN
 from ..torch_internals import BatchNormBase, StorageWeakRef, tree_map, without_function_modes
-from . import replacements
 from .activated import METADATA
-from .call_order import CallOrder, is_customised
+from .call_order import is_customised
 from .replacements import Replacement, check_batch_norm, inplace_activation, inplace_like
+
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Tanh)  # modules that take one tensor
 
 Example = Tensor | tuple[Any, ...]
 Storage = StorageWeakRef | None  # None for a tensor without one, e.g. a sparse one
@@ -51,9 +52,7 @@ class NormCall:
     is_returned: bool = False  # by the network, without an activation
 
 
-def calls_on_example(
-    network: nn.Module, example: Example, norms: Iterable[nn.Module], activations: set[nn.Module]
-) -> dict[nn.Module, list[NormCall]]:
+def calls_on_example(network: nn.Module, example: Example) -> dict[nn.Module, list[NormCall]]:
     """Run a network in training and in evaluation mode, and record every call of its norms.
 
     The modules keep their buffers, attributes, modes and hooks, and the random states of PyTorch and Python stay as
@@ -62,7 +61,6 @@ def calls_on_example(
     Args:
         network: any that runs eagerly.
         example: its input, or a tuple of its positional arguments.
-        activations: the modules to recognise as activations. They take one tensor.
 
     Raises:
         ValueError: the example is no tensor or tuple, the network raises on it, or has scripted or lazy modules.
@@ -78,7 +76,10 @@ def calls_on_example(
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             raise ValueError(f"{name or 'the network'} does not know its sizes yet: run the network once before")
     args = example if isinstance(example, tuple) else (example,)
-    calls: dict[nn.Module, list[NormCall]] = {norm: [] for norm in norms}
+    calls: dict[nn.Module, list[NormCall]] = {
+        module: [] for module in network.modules() if isinstance(module, (BatchNormBase, ABN))
+    }
+    activations = {module for module in network.modules() if type(module) in ACTIVATIONS and not is_customised(module)}
     for training in (True, False):
         with _unchanged(network, args):
             observer = _Observer(calls, activations)
@@ -208,7 +209,6 @@ def _name_of(function: Callable) -> str:
     return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
-ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Tanh)
 ACTIVATION_FUNCTIONS = ("relu", "leaky_relu", "elu", "sigmoid", "tanh")
 # Functions that keep their input for the backward pass, so that an in-place layer before them keeps nothing more.
 KEEP_INPUT = {
@@ -218,43 +218,28 @@ KEEP_INPUT = {
 }
 
 
-class NormsOnExample:
-    """The norms of a network and their calls on an example, see `calls_on_example`."""
-
-    def __init__(self, tree: CallOrder, network: nn.Module, example: Any):
-        self.tree = tree
-        norms = [module for module in tree.names if isinstance(module, (BatchNormBase, ABN))]
-        activations = {module for module in tree.names if type(module) in ACTIVATIONS and not is_customised(module)}
-        self.calls = calls_on_example(network, example, norms, activations)
-
-    def own_to_inplace(self, layer: ABN, relu_slope: float | None) -> Replacement:
-        """`replacements.own_to_inplace`, unless something overwrites the output on the example (ValueError)."""
-        replacement = replacements.own_to_inplace(self.tree, layer, relu_slope)
-        _check_output_is_left_alone(self.calls[layer])
-        return replacement
-
-    def batch_norm_to_inplace(self, layer: BatchNormBase, relu_slope: float | None) -> Replacement:
-        """The in-place layer for a norm of PyTorch and the activation that followed it in every call on the example."""
-        calls = self.calls[layer]
-        if not calls:
-            raise ValueError("it was not called on the example")
-        own = own_activation(layer)
-        check_batch_norm(layer, with_activation=own is not None)
-        if own is not None and type(own) not in (*ACTIVATIONS, nn.Identity):
-            raise ValueError(f"it includes {type(own).__name__}, an activation that an in-place layer does not compute")
-        merged: tuple[nn.Module, ...] = ()
-        if own is None or type(own) is nn.Identity:
-            merged = _followers(calls)
-        activation = own if own is not None and not merged else (*merged, nn.Identity())[0]
-        name, param = inplace_activation(activation, relu_slope)
-        if any(inplace_activation(other, relu_slope) != (name, param) for other in merged):
-            raise ValueError(f"different activations follow its calls: {', '.join(_names(merged))}")
-        new = inplace_like(layer, name, param)
-        if name == "identity":
-            _check_readers_of_identity(calls)
-        _check_output_is_left_alone(calls)
-        included = f" + {type(activation).__name__}" if merged or own is not None else ""
-        return Replacement(layer, new, f"{type(layer).__name__}{included}", merged=merged)
+def batch_norm_to_inplace(layer: BatchNormBase, calls: list[NormCall], relu_slope: float | None) -> Replacement:
+    """The in-place layer for a norm of PyTorch and the activation that followed it in all `calls` on the example."""
+    if not calls:
+        raise ValueError("it was not called on the example")
+    own = own_activation(layer)
+    check_batch_norm(layer, with_activation=own is not None)
+    if own is not None and type(own) not in (*ACTIVATIONS, nn.Identity):
+        raise ValueError(f"it includes {type(own).__name__}, an activation that an in-place layer does not compute")
+    merged: tuple[nn.Module, ...] = ()
+    if own is None or type(own) is nn.Identity:
+        merged = _followers(calls)
+    activation = own if own is not None and not merged else (*merged, nn.Identity())[0]
+    name, param = inplace_activation(activation, relu_slope)
+    if any(inplace_activation(other, relu_slope) != (name, param) for other in merged):
+        raise ValueError(f"different activations follow its calls: {', '.join(_names(merged))}")
+    new = inplace_like(layer, name, param)
+    if name == "identity":
+        _check_readers_of_identity(calls)
+    else:
+        check_output_is_left_alone(calls)
+    included = f" + {type(activation).__name__}" if merged or own is not None else ""
+    return Replacement(layer, new, f"{type(layer).__name__}{included}", merged=merged)
 
 
 def own_activation(layer: nn.Module) -> nn.Module | None:
@@ -269,7 +254,7 @@ def _followers(calls: list[NormCall]) -> tuple[nn.Module, ...]:
     """The activation modules that follow the calls, each the only reader of an output; none for no activation."""
     for call in calls:
         if call.activations and call.writer in call.readers:  # e.g. a sum in place, then the activation
-            _check_output_is_left_alone([call])
+            check_output_is_left_alone([call])
         readers: list[nn.Module | Reader | str] = [*call.activations, *call.readers]
         if call.is_returned:
             readers.append("the caller of the network")
@@ -297,13 +282,14 @@ def _check_readers_of_identity(calls: list[NormCall]) -> None:
             )
     if any(call.is_returned for call in calls):
         raise ValueError("the network returns its output, which may then be overwritten")
-    _check_output_is_left_alone(calls)
+    check_output_is_left_alone(calls)
     if not any(reader.function in KEEP_INPUT for reader in readers):
         names = ", ".join(dict.fromkeys(_names(readers))) or "nothing"
         raise ValueError(f"an in-place layer would save no memory: its output goes to {names}, which does not keep it")
 
 
-def _check_output_is_left_alone(calls: list[NormCall]) -> None:
+def check_output_is_left_alone(calls: list[NormCall]) -> None:
+    """Raise ValueError if something overwrites the output of a norm on the example."""
     for call in calls:
         if call.writer is None:
             continue

@@ -49,9 +49,6 @@ class ReversibleUnit(AdditiveCoupling):
 
     def couple(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         """(N, in_channels / 2, H, W) twice -> (N, channels[-1] / 2, ceil(H / stride), …) twice."""
-        if self.invertible:
-            first, second = super().couple(x1, x2)
-            return first, second
         y1 = self.short1(x1).to(x1.dtype) + self.Fm(x2)
         return y1, self.short2(x2).to(x2.dtype) + self.Gm(y1)
 

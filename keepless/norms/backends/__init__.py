@@ -60,9 +60,8 @@ def backend_for(name: str, x: Tensor) -> Backend:
 
 def _fastest(x: Tensor) -> Backend:
     if x.device.type == "cuda":
-        kernels = _triton()
-        has_kernels = kernels is not None and _has_kernels_for(x) and triton_launches(x.device)
-        return kernels.TritonBackend() if has_kernels else EagerBackend()
+        launches = _has_kernels_for(x) and triton_launches(x.device)
+        return _triton().TritonBackend() if launches else EagerBackend()
     return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
 
 
