@@ -156,8 +156,8 @@ def test_blocks_begin_and_end_with_tensors_and_compile():
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     for name in ("resnet18", "mobilenet_v3_small"):
         standard, body = (torchvision_body(norm, network=name) for norm in (LEAKY, IN_PLACE))
-        assert [type(part) for part in body._parts()][4:] == [type(part) for part in standard._parts()][4:]
-        assert len(body._parts()) == len(standard._parts())
+        assert [type(part) for part in body.parts()][4:] == [type(part) for part in standard.parts()][4:]
+        assert len(body.parts()) == len(standard.parts())
     body = torchvision_body(IN_PLACE, network="resnet18").double()
     expected = body(images)
     body.recompute = "blocks"
