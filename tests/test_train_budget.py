@@ -20,7 +20,7 @@ from tests.runs import SHORT, composed, one_epoch, run_config, same
 from train_seg import train
 
 SMALL = ("body.base_channels=[8,8,16]", "body.stem_channels=8", "head.hidden_channels=8", "head.out_channels=8")
-NETWORK = (*SHORT, "body=resnext_tiny", "body.structure=[1,1,1,1]", *SMALL, "norm=std", "data.crops_per_minibatch=4")
+NETWORK = (*SHORT, "body=resnext_tiny", *SMALL, "norm=std", "data.crops_per_minibatch=4")
 CROPS, SIZE, WORLD_SIZE = 4, 64, 2
 
 
