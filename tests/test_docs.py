@@ -135,7 +135,7 @@ def headings(page: Path) -> list[str]:
 @pytest.mark.parametrize(
     "network, steps", [("lraspp_mobilenet_v3_large", 2), pytest.param("deeplabv3_resnet50", 10, marks=pytest.mark.slow)]
 )
-def test_the_training_in_layers_md_gives_the_same_losses_in_less_memory(tmp_path, network, steps):
+def test_the_training_in_layers_md_gives_the_same_losses_in_less_memory(tmp_path, double, network, steps):
     """In float64, with and without the line that it is about; in `make test` with a smaller network."""
     page = (REPOSITORY / "docs" / "layers.md").read_text()
     trees.camvid_annot(tmp_path, training_images=2 * steps)
@@ -148,16 +148,12 @@ def test_the_training_in_layers_md_gives_the_same_losses_in_less_memory(tmp_path
     plain = "\n".join(line for line in lines if not line.startswith("recompute_activations("))
     assert len(plain.splitlines()) == len(lines) - 1
     losses, kept = [], []
-    torch.set_default_dtype(torch.float64)
-    try:
-        for text in (plain, code):
-            torch.manual_seed(0)
-            names = {"losses": []}
-            exec(text, names)
-            losses.append(names["losses"])
-            kept.append(kept_bytes(names["network"], lambda n=names: n["network"](n["images"]), [names["images"]]))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    for text in (plain, code):
+        torch.manual_seed(0)
+        names = {"losses": []}
+        exec(text, names)
+        losses.append(names["losses"])
+        kept.append(kept_bytes(names["network"], lambda n=names: n["network"](n["images"]), [names["images"]]))
     assert len(losses[0]) == steps and losses[1] == pytest.approx(losses[0], rel=1e-8, abs=1e-8)
     assert kept[1] < 0.6 * kept[0]
 

@@ -16,13 +16,12 @@ from engine.planner.room import room_of
 from engine.run import Run
 from keepless import budget_state
 from scripts.evidence.measuring import peak_bytes
-from tests.ranks import Ranks
 from tests.runs import SHORT, composed, one_epoch, run_config, same
 from train_seg import train
 
 SMALL = ("body.base_channels=[8,8,16]", "body.stem_channels=8", "head.hidden_channels=8", "head.out_channels=8")
-NETWORK = (*SHORT, "body=resnext_tiny", "body.structure=[1,1,1,1]", *SMALL, "norm=std", "data.crops_per_minibatch=4")
-CROPS, SIZE = 4, 64
+NETWORK = (*SHORT, "body=resnext_tiny", *SMALL, "norm=std", "data.crops_per_minibatch=4")
+CROPS, SIZE, WORLD_SIZE = 4, 64, 2
 
 
 def learner_of(*overrides: str, world: World = World()):  # noqa: B008  # immutable
@@ -36,13 +35,6 @@ def minibatches(steps: int, crops: int = CROPS):
     for _ in range(steps):
         images = torch.randint(0, 256, (crops, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
         yield {"image": images, "label": torch.randint(0, 5, (crops, SIZE, SIZE), generator=generator)}
-
-
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.slow
@@ -121,13 +113,6 @@ def test_a_resumed_run_follows_its_plans_to_the_bit(tmp_path, caplog, capsys, mo
     assert "planned on NVIDIA V100: on cpu they are planned again" in (tmp_path / "there" / "log.txt").read_text()
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("pair"))
-    yield started
-    started.stop()
-
-
 def plans_after(rank: int, norm: str, steps: int) -> list:
     """The plans of this rank for the network's inputs, and its weights."""
     world = World(rank, 2)
@@ -146,7 +131,7 @@ def plans_after(rank: int, norm: str, steps: int) -> list:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["std", "inplace"])
-def test_all_ranks_have_the_same_plans(pair, norm):
-    (plans, weights), (others, other_weights) = pair.run(plans_after, norm, loop.PLANNED_STEPS + 1)
+def test_all_ranks_have_the_same_plans(ranks, norm):
+    (plans, weights), (others, other_weights) = ranks.run(plans_after, norm, loop.PLANNED_STEPS + 1)
     assert plans == others and plans[0]
     assert all(map(torch.equal, weights, other_weights))

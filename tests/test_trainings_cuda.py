@@ -20,10 +20,10 @@ from engine.transfers import HostCopy
 from keepless import InPlaceABN, recompute_activations
 from scripts.predict import predict
 from tests.cuda import FSDP2_ON_CPUS, NEEDS_CUDA
-from tests.ranks import Ranks
 from tests.runs import SHORT, composed
 from train_seg import train
 
+WORLD_SIZE = 2
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="PyTorch sees fewer than two CUDA devices")
 each_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NEEDS_CUDA)]
@@ -91,7 +91,7 @@ def test_a_compiled_training_moves_the_weights_as_the_eager_one(tmp_path, device
     assert distance / sum(weight.norm() for weight in eager.values() if weight.is_floating_point()) < 1e-3
 
 
-@each_device
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_a_network_predicts_the_same_on_every_device(tmp_path, device):
     """Classes of nearly all pixels: where two are as likely, rounding decides."""
     trained(tmp_path / "run", device)
@@ -100,18 +100,11 @@ def test_a_network_predicts_the_same_on_every_device(tmp_path, device):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(images / "a.png")
     found = {}
-    for each in {"cpu", device}:
+    for each in ("cpu", device):
         words = (f"checkpoint={tmp_path / 'run'}", f"input={images}", f"output={tmp_path / each}", f"device={each}")
         (file, *_) = predict(composed("predict", *words))
         found[each] = np.asarray(Image.open(file))
     assert found[device].shape == (64, 96) and (found[device] == found["cpu"]).mean() > 0.99
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("pair"))
-    yield started
-    started.stop()
 
 
 def sharded_gradients(rank: int, wrapper: str, device: str, backend: str) -> list[torch.Tensor]:
@@ -150,10 +143,10 @@ def sharded_gradients(rank: int, wrapper: str, device: str, backend: str) -> lis
         *(pytest.param(wrapper, "cuda", "nccl", marks=[*NEEDS_CUDA, TWO_GPUS]) for wrapper in ("ddp", "fsdp2")),
     ],
 )
-def test_recomputed_gradients_are_those_of_the_plain_network_in_a_group(pair, wrapper, device, backend):
-    ranks = pair.run(sharded_gradients, wrapper, device, backend)
-    assert not [found for found in ranks if isinstance(found, Exception)], ranks
-    for plain, *others in ranks:
+def test_recomputed_gradients_are_those_of_the_plain_network_in_a_group(ranks, wrapper, device, backend):
+    answers = ranks.run(sharded_gradients, wrapper, device, backend)
+    assert not [found for found in answers if isinstance(found, Exception)], answers
+    for plain, *others in answers:
         assert plain.numel() > 0 and plain.abs().max() > 0
         for gradients in others:
             torch.testing.assert_close(gradients, plain, rtol=1e-10, atol=1e-12)

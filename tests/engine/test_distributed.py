@@ -89,7 +89,7 @@ def leaving(process_group: None, bucket: dist.GradBucket) -> torch.futures.Futur
 
 def backward_events(rank: int, compiled: bool) -> str:
     """A backward pass in order: "g" for gradients that leave, "c" for a convolution or a compiled graph that starts."""
-    wide = ("body.structure=[1,1,1,1]", "body.base_channels=[128,128,256]", "head.hidden_channels=8")  # 76 MiB
+    wide = ("body.base_channels=[128,128,256]", "head.hidden_channels=8")  # 76 MiB
     config = run_config(*SHORT, *wide, "head.out_channels=8", f"trainer.compile={compiled}")
     learner = assemble.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), this_world())
     learner.forward.network.register_comm_hook(None, leaving)

@@ -30,9 +30,7 @@ def test_what_a_device_needs_leaves_its_tensors_what_they_take():
 
 def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys):
     root = trees.cityscapes(tmp_path)
-    config = planned(
-        FLAT, "data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std"
-    )
+    config = planned("data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std")
     with planner.fitted(config) as chosen:
         assert chosen.data.crops_per_minibatch == len(cityscapes(root, "train"))
     output = capsys.readouterr().out
@@ -42,21 +40,15 @@ def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys)
 def test_a_minibatch_is_not_larger_than_a_part_of_cifar(tmp_path):
     """Whose images the mean image is subtracted from."""
     root = classification_trees.cifar_folders(tmp_path)
-    run = (
-        "data=cifar10",
-        f"data.root={root}",
-        "data.mean_image=true",
-        "data.mean=[0,0,0]",
-        "body=resnet32_cifar",
-        "memory.budget=24GiB",
-    )
-    config = runs.classification_config("run_dir=unused", *run, "memory.fit=batch")
+    data = ("data=cifar10", f"data.root={root}", "data.mean_image=true", "data.mean=[0,0,0]")
+    run = ("run_dir=unused", *data, "body=resnet32_cifar", "memory.budget=24GiB", "memory.fit=batch")
+    config = runs.classification_config(*run)
     with planner.fitted(config) as chosen:
         assert chosen.data.crops_per_minibatch == 20
 
 
 def test_a_plan_over_the_budget_says_so_first_and_fails(capsys):
-    values = runs.composed("train_seg", *SMALL, FLAT, "memory.budget=3MiB")
+    values = runs.composed("train_seg", *SMALL, "memory.budget=3MiB")
     with pytest.raises(ValueError, match="memory.budget=3MiB: this step needs .* memory.fit=batch or"):
         plan_memory.plan(values, SegmentationRun)
     assert capsys.readouterr().out.startswith("This step does not fit into memory.budget=3MiB: less")
@@ -67,7 +59,6 @@ SMALL = (
     *(f"memory.{name}=0MiB" for name in ("context", "nccl", "workspace")),
     "memory.fragmentation=0",
 )
-FLAT = "body.structure=[1,1,1,1]"  # for what does not depend on the depth
 
 
 def planned(*overrides: str):
@@ -75,19 +66,19 @@ def planned(*overrides: str):
 
 
 def test_what_fits_is_the_most_that_fits():
-    config = planned(FLAT, "memory.budget=40MiB", "memory.fit=batch", "norm=std")
+    config = planned("memory.budget=40MiB", "memory.fit=batch", "norm=std")
     chosen = planner.fitting(config, devices=2)
     share, size = chosen.data.crops_per_minibatch // 2, config.data.crop_size
     peaks = [planner.step_memory(config, share + more, size, devices=2).peak for more in (0, 1)]
     assert peaks[0] <= 40 * 2**20 < peaks[1]
     one, two = (planner.step_memory(config, share, size, devices) for devices in (1, 2))
     assert one.at_peak["gradients"] < two.parameters <= two.at_peak["gradients"]  # DDP holds all throughout
-    inplace = planner.fitting(planned(FLAT, "memory.budget=40MiB", "memory.fit=batch", "norm=inplace"), devices=2)
+    inplace = planner.fitting(planned("memory.budget=40MiB", "memory.fit=batch", "norm=inplace"), devices=2)
     assert inplace.data.crops_per_minibatch > 1.3 * chosen.data.crops_per_minibatch
 
 
 def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
-    run = ("debug=smoke", *SMALL, FLAT, "norm.backend=eager", "data.crop_size=64", "trainer.device=cpu")
+    run = ("debug=smoke", *SMALL, "norm.backend=eager", "data.crop_size=64", "trainer.device=cpu")
     budget = ("memory.budget=30MiB", "memory.fit=batch")
     crops = planner.fitting(planned(*run, *budget), devices=1).data.crops_per_minibatch
     file = tmp_path / "run" / "config.yaml"
@@ -112,7 +103,7 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
 
 
 def test_a_plan_needs_no_writable_cache(monkeypatch):
-    config = planned(*SMALL, FLAT, "memory.budget=1GiB")
+    config = planned("memory.budget=1GiB")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     with planner.fitted(config) as config:
         assert config.data.crops_per_minibatch > 0
@@ -149,7 +140,7 @@ def test_running_out_of_memory_all_the_same_names_the_plan():
 def test_the_plan_of_an_experiment(capsys):
     """The pixels of a minibatch grow as in-place norms allow."""
     budget = ("memory.budget=100MiB", "memory.fit=crop", "memory.gpus=2")
-    values = runs.composed("train_seg", "run_dir=unused", *SMALL, FLAT, *budget, "norm=std")
+    values = runs.composed("train_seg", "run_dir=unused", *SMALL, *budget, "norm=std")
     std, checkpoint, inplace = plan_memory.plan(values, SegmentationRun)
     assert std.crops == checkpoint.crops == inplace.crops and std.crop_size < inplace.crop_size
     assert all(fit.bytes <= 100 * 2**20 for fit in (std, checkpoint, inplace))
@@ -185,7 +176,7 @@ def test_a_reversible_body_is_planned_on_one_device(capsys):
     assert "in-place norms, bfloat16" in printed and "sqrt" not in printed and "save_on_cpu" in printed
 
 
-WITHIN = ("trainer.recompute=budget", "norm=std", "norm.backend=eager", FLAT, "data.crop_size=128")
+WITHIN = ("trainer.recompute=budget", "norm=std", "norm.backend=eager", "data.crop_size=128")
 
 
 def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():

@@ -151,7 +151,7 @@ def in_buckets(config, crops: int, size: int):
 
 def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
     """The real step is of one process in a group of one, in which DDP has the same buckets."""
-    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "body.structure=[1,1,1,1]", "norm=std")
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "norm=std")
     _, trace = in_buckets(config, CROPS, SIZE)
     learner, loss, minibatch = fake_step(config, CROPS, SIZE)
     begun(learner, minibatch)
@@ -175,7 +175,7 @@ def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
 
 
 def test_with_several_devices_another_moment_can_be_the_peak():
-    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "body.structure=[1,1,1,1]", "norm=std")
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "norm=std")
     alone, several = in_buckets(config, 2, 64)
     assert (alone.place, several.place) == ("optimizer", "forward")
     assert several.peak > alone.peak - alone.at_peak["gradients"] + alone.parameters

@@ -1,10 +1,11 @@
 """Which commit a record names."""
 
+import subprocess
+
 import pytest
 
 from engine.records import provenance as module
 from engine.records.provenance import provenance
-from tests.git import committed
 
 
 @pytest.fixture
@@ -13,7 +14,10 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     for name in ("code.py", "README.md", "docs/record.json"):
         (tmp_path / name).write_text("1")
-    return committed(tmp_path)
+    settings = ("-c", "user.name=test", "-c", "user.email=test", "-c", "commit.gpgsign=false")
+    for command in (("init", "-q"), ("add", "."), (*settings, "commit", "-q", "-m", "test")):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    return tmp_path
 
 
 def test_a_record_names_its_commit_and_whether_the_code_has_changed(checkout):

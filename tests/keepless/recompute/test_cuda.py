@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepless import recompute_activations
 from keepless.norms.backends.eager import EagerBackend
@@ -17,6 +16,7 @@ from keepless.recompute.rules import NotFollowed, dropout_scale
 from keepless.recompute.values import Again, Recipe, Value
 from keepless.saved import Kept
 from tests.cuda import NEEDS_CUDA
+from tests.keepless.recompute.test_uses import Operators
 
 
 def on_a_device(test):
@@ -25,35 +25,16 @@ def on_a_device(test):
     return test
 
 
-class Names(TorchDispatchMode):
-    """Context that collects the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def operators_again(dtype: torch.dtype) -> set[str]:
     """The operators that compute a batch norm and its activation again, on a fake CUDA device."""
     with FakeTensorMode(), torch.device("cuda"):
         first, last = nn.Conv2d(3, 8, 3, dtype=dtype), nn.Conv2d(8, 4, 1, dtype=dtype)
         network = nn.Sequential(first, nn.BatchNorm2d(8, dtype=dtype), nn.SiLU(), last)
         output = recompute_activations(network)(torch.empty(4, 3, 16, 16, dtype=dtype))
-        with Names() as operators:
+        with Operators() as operators:
             again = output.grad_fn._saved_input  # of the last convolution
         assert again.shape == (4, 8, 14, 14) and again.is_cuda and again.dtype == dtype
-    return operators.names
+    return set(operators.calls)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,10 +48,10 @@ def test_under_deterministic_algorithms_cudnn_computes_its_norm_again(dtype, nam
 
 
 def test_moments_of_fake_tensors_launch_nothing():
-    with FakeTensorMode(), torch.device("cuda"), Names() as operators:
+    with FakeTensorMode(), torch.device("cuda"), Operators() as operators:
         mean, var = EagerBackend().moments(torch.empty(4, 8, 3, dtype=torch.bfloat16))
     assert mean.dtype == var.dtype == torch.float32 and mean.shape == var.shape == (8,) and mean.is_cuda
-    assert "batch_norm_update_stats" not in operators.names
+    assert "batch_norm_update_stats" not in operators.calls
 
 
 class Stream:
