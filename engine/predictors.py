@@ -76,7 +76,8 @@ class Segmenter(Predictor):
     def probabilities(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:
         """The probability of every class at every pixel, float32 (classes, H, W); their argmax is the prediction."""
         shown = _planes(pixels_of(image))[None]
-        return inference.probabilities(self.passes, shown, self.views, self.memory_advice, progress)[0].cpu().numpy()
+        views, advice = self.views, self.memory_advice
+        return inference.predict(self.passes, shown, views, advice, progress, probabilities=True)[0].cpu().numpy()
 
 
 class Classifier(Predictor):

@@ -58,14 +58,19 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
     if not isinstance(config, SmallImagesData) or not config.mean_image:
         return dataset
     assert dataset.pixels is not None, "small images are in memory"
-    mean, shape = state.get("mean_image"), dataset.pixels.shape[1:]
+    return dataset.minus(trained_mean_image(state, dataset.pixels.shape[1:]).numpy())
+
+
+def trained_mean_image(state: dict, shape: tuple[int, ...]) -> torch.Tensor:
+    """The mean image in a checkpoint with the content `state`. ValueError: there is none of this shape."""
+    mean = state.get("mean_image")
     if not isinstance(mean, torch.Tensor) or mean.shape != shape:
         found = list(mean.shape) if isinstance(mean, torch.Tensor) else mean
         raise ValueError(
             f"the checkpoint was trained with data.mean_image=true, and its mean_image is {found}: expected a tensor "
             f"{list(shape)}, as training writes it"
         )
-    return dataset.minus(mean.numpy())
+    return mean
 
 
 def classification_network(

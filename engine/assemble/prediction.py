@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from datasets import CentreCrop, TenCrops
-from engine.assemble.classification import classification_network
+from engine.assemble.classification import classification_network, trained_mean_image
 from engine.assemble.segmentation import segmentation_network, views
 from engine.forward import Forward
 from engine.predictors import Classifier, Segmenter
@@ -40,10 +39,6 @@ def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward
         view = (TenCrops if options.view == TEN_CROP else CentreCrop)(data.resize, data.crop_size)
         return Classifier(forward, classes, advice, view)
     if getattr(data, "mean_image", False):
-        mean, shape = state.get("mean_image"), (3, data.crop_size, data.crop_size)
-        if not isinstance(mean, torch.Tensor) or mean.shape != shape:
-            raise ValueError(
-                f"the checkpoint has no mean_image: expected a tensor {list(shape)}, as training writes it"
-            )
+        mean = trained_mean_image(state, (3, data.crop_size, data.crop_size))
         forward = replace(forward, mean=forward.mean + mean.to(forward.mean)[None])
     return Classifier(forward, classes, advice, CentreCrop(data.crop_size, data.crop_size))

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -110,11 +109,12 @@ def group_from_plain(values: dict, group: str, alternatives: Mapping[str, type[S
 
 def choice_with(values: dict, group: str, alternatives: Mapping[str, type[Keys]], but: str) -> str | None:
     """The choice in configs/ that gives a group its values in a checkpoint, but for one key; None if there is none."""
-    wanted = dict(values[group]) | {but: None}
+    wanted = {**values[group], "defaults": None, but: None}
     for file in sorted((CONFIGS / group).glob("*.yaml")):
         name = dict(alternatives_of(group, file.stem))[group]
-        given = {key: value for key, value in read_yaml(file).items() if key != "defaults"}
-        if {**plain(alternatives[name]()), **given, "name": name, but: None} == wanted:
+        given = OmegaConf.to_container(OmegaConf.load(file))
+        assert isinstance(given, dict), file
+        if {**plain(alternatives[name]()), **given, "name": name, "defaults": None, but: None} == wanted:
             return file.stem
     return None
 
@@ -157,13 +157,6 @@ def _container(values: DictConfig) -> dict:
 def yaml(config: Keys) -> str:
     """A schema's instance as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """Read a file written by `yaml`: {"optim.lr": 1, …}."""
-    values = OmegaConf.load(file)
-    assert isinstance(values, DictConfig), file
-    return flat(_container(values))
 
 
 def known_in(values: DictConfig, prefix: str = "") -> Iterator[Known]:

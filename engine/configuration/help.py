@@ -17,7 +17,6 @@ from engine.configuration.choices import choices, groups_in
 from engine.configuration.config import Known, known_in
 from engine.schema.keys import expected
 
-WIDTHS = {"Groups": 15, "Keys": 34}  # of the first column
 LONGEST_VALUE = 50
 
 
@@ -31,12 +30,10 @@ def help_text(about: str, command: str, schema: type, values: DictConfig) -> str
         if not known.name.endswith(".name")  # of a group's choice, which group=choice gives
     }
     parts = [about.strip()]
-    for title, rows in (
-        ("Groups (group=choice):", groups),
-        ("Keys (key=value; ??? must be given; null: not given):", keys),
-    ):
-        if rows:
-            parts += ["", title, *_rows(rows, WIDTHS[title.partition(" ")[0]], columns)]
+    if groups:
+        parts += ["", "Groups (group=choice):", *_rows(groups, 15, columns)]
+    if keys:
+        parts += ["", "Keys (key=value; ??? must be given; null: not given):", *_rows(keys, 34, columns)]
     return "\n".join(parts)
 
 

@@ -9,7 +9,6 @@ the rows under one row of windows.
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +64,8 @@ def predict(
     views: Views = WHOLE_IMAGE,
     memory_advice: str = "",
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    probabilities: bool = False,
 ) -> Tensor:
     """Predict train ids, uint8 (N, H, W) on the network's device, for uint8 images (N, 3, H, W).
 
@@ -75,40 +76,22 @@ def predict(
         forward: of a `models.segmentation.SegmentationNetwork`, which is put into eval mode.
         memory_advice: appended to the message of a MemoryError.
         progress: called as progress(done, total) after each forward pass of several: windows of all views.
+        probabilities: return the probability of every class at every pixel instead, float32 (N, classes, H, W).
 
     MemoryError: the device does not have enough memory for these images.
     """
-    with _memory_errors(images, memory_advice):
-        return _predict(forward, images, views, progress)[:, 0]
 
-
-def probabilities(
-    forward: Forward,
-    images: Tensor,
-    views: Views = WHOLE_IMAGE,
-    memory_advice: str = "",
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Tensor:
-    """The probability of every class at every pixel, float32 (N, classes, H, W); otherwise as `predict`.
-
-    Memory grows with the images and the number of classes, also with `views.window`.
-    """
+    def most_likely(scores: Tensor) -> Tensor:
+        return scores.argmax(dim=1, keepdim=True).to(torch.uint8)
 
     def mean_softmax(scores: Tensor) -> Tensor:
         return scores.softmax(dim=1) if views.count() == 1 else scores / views.count()
 
-    with _memory_errors(images, memory_advice):
-        return _predict(forward, images, views, progress, mean_softmax)
-
-
-def _memory_errors(images: Tensor, advice: str) -> AbstractContextManager:
     count, _, height, width = images.shape
     what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
-    return memory_errors(f"while {what} of {height}x{width} pixels {was} evaluated. {advice}")
-
-
-def _most_likely(scores: Tensor) -> Tensor:
-    return scores.argmax(dim=1, keepdim=True).to(torch.uint8)
+    with memory_errors(f"while {what} of {height}x{width} pixels {was} evaluated. {memory_advice}"):
+        predictions = _predict(forward, images, views, progress, mean_softmax if probabilities else most_likely)
+    return predictions if probabilities else predictions[:, 0]
 
 
 @torch.inference_mode()
@@ -117,7 +100,7 @@ def _predict(
     images: Tensor,
     views: Views,
     progress: Callable[[int, int], None],
-    kept: Callable[[Tensor], Tensor] = _most_likely,
+    kept: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """`kept` of the scores of all pixels: (N, classes, rows, W) -> (N, channels, rows, W); nearest at other sizes."""
     forward.network.eval()

@@ -133,7 +133,7 @@ def sections_of(rows: list[dict], left_out: list[dict], name: str) -> list[str]:
     """The page's sections; `name`: of the chart's file, without .png."""
     sections = [comparison(by_cell(rows))]
     if any(map(_replayed, rows)):
-        sections.append(REPLAYS)
+        sections.append(frame.prose("parts/replays"))
     if _shapes(rows):
         about = "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:"
         picture = (
@@ -195,10 +195,6 @@ COLUMNS: Columns = [
     ("buffers", _buffers),
     ("peak MiB", lambda row: mib(row["peak_bytes"], 2)),
 ]
-REPLAYS = (
-    "*Replayed* is the time of the same step captured in a CUDA graph: what the device takes, without the host, which "
-    "decides the time of small tensors in *ms*. Its ratio is to standard's replay."
-)
 OF_REPLAYS: Columns = [
     ("replayed ms", lambda row: f"{row['replay_ms']:.3f}" if _replayed(row) else ""),
     ("/ standard", lambda row: f"{row['replay_ratio']:.2f}" if "replay_ratio" in row else ""),

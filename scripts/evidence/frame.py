@@ -39,10 +39,6 @@ FOLDERS = {
 }  # arguments with places of this machine, as commands name them
 RESULTS = CONFIGS.parent / "docs" / "results"
 TEMPLATES = RESULTS / "templates"
-ROUNDS = """
-- A round measures every candidate once, in a new random order. Times are medians over rounds; ratios are medians of the
-  ratios within a round, with quartiles.
-""".strip()
 
 A = TypeVar("A", bound="Arguments")
 
@@ -233,7 +229,7 @@ def page_text(template: str, result: dict, **parts: object) -> str:
         "command": result["command"],
         "conditions": conditions(result["environment"]),
         "minutes": result["seconds"] / 60,
-        "of_rounds": ROUNDS,
+        "of_rounds": prose("parts/rounds"),
         **{name: "\n\n".join(part) if isinstance(part, list) else part for name, part in parts.items()},
     }
     text = (TEMPLATES / f"{template}.md").read_text().format_map(known)

@@ -39,7 +39,7 @@ from datasets.segmentation import Files
 from datasets.streets import draw_street
 from engine.schema.keys import key
 from scripts.evidence import frame
-from scripts.evidence.measuring import timed_over
+from scripts.evidence.measuring import timed
 from scripts.reports.markdown import Columns, columns, section
 
 OURS = "ours"
@@ -78,7 +78,9 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         for source, about[source], files, pipelines in sources(arguments, Path(folder)):
             keys = [(epoch, epoch % files) for epoch in range(arguments.rounds)]
-            for name, times_ms in timed_over(pipelines, keys).items():
+            each = {name: map(pipeline, [keys[0], *keys]) for name, pipeline in pipelines.items()}  # one call before
+            steps = {name: partial(next, crops) for name, crops in each.items()}
+            for name, times_ms in timed(steps, arguments.rounds, "cpu").items():
                 median_ms = round(statistics.median(times_ms), 3)
                 rows.append({"source": source, "pipeline": name, "median_ms": median_ms, "times_ms": times_ms})
             clock.report(source)

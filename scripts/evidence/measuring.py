@@ -4,9 +4,9 @@ import functools
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from keepless.torch_internals import compile_within
 from scripts.evidence.frame import interleaved
 
 Step = Callable[[], object]
-K = TypeVar("K")
 PRECISIONS = ("float32", "bfloat16")
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -72,17 +71,6 @@ def timed(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list
         step()
     timers = {name: lambda _, step=step: milliseconds(step, 1, device) for name, step in steps.items()}
     return interleaved(timers, rounds)
-
-
-def timed_over(pipelines: Mapping[str, Callable[[K], object]], keys: Sequence[K]) -> dict[str, list[float]]:
-    """Milliseconds of each pipeline in interleaved rounds: on keys[i] in round i, after one call of each."""
-
-    def timer(pipeline: Callable[[K], object]) -> Callable[[int], float]:
-        return lambda number: milliseconds(functools.partial(pipeline, keys[number]), 1, "cpu")
-
-    for pipeline in pipelines.values():
-        pipeline(keys[0])
-    return interleaved({name: timer(pipeline) for name, pipeline in pipelines.items()}, len(keys))
 
 
 def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module | None = None) -> int:

@@ -27,10 +27,6 @@ SLOW_MS = 5000  # a training with slower steps takes part in the first two round
 
 # By device: experiment, pixels of a crop, crops per step. Of Table 3, a device's share.
 SUITED = {"cpu": ("camvid/resnext_small", 240, 8), "cuda": ("table3/cityscapes_resnext101_inplace_fixed_batch", 512, 4)}
-IN_TURN = (
-    "- Every candidate has the device to itself, one after the other. Times are medians over rounds; ratios are "
-    "medians of the ratios of rounds with the same number."
-)
 
 
 @dataclass
@@ -168,7 +164,7 @@ def page(result: dict, _: str) -> str:
         network=arguments["recipe"] or "the default network",
         of_starts=_plural(arguments["starts"], "start"),
         of_each=_plural(arguments["rounds"], "round"),
-        of_rounds=IN_TURN if arguments["device"] == "cuda" else frame.ROUNDS,
+        of_rounds=frame.prose("parts/rounds_in_turn" if arguments["device"] == "cuda" else "parts/rounds"),
         sections=[_overhead(result["overhead_ms"]), _switches(result), _graphs(result["rows"])],
     )
 

@@ -147,7 +147,7 @@ def test_a_mean_image_is_subtracted_as_in_an_evaluation():
     found = assemble.predictor(config, Prediction(), state, forward)(images)
     expected = forward(torch.from_numpy((images.numpy() - mean.numpy()).astype(np.float32)))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match=r"no mean_image: expected a tensor \[3, 32, 32\]"):
+    with pytest.raises(ValueError, match=r"its mean_image is None: expected a tensor \[3, 32, 32\]"):
         assemble.predictor(config, Prediction(), {"classes": ["a", "b"]}, forward)
 
 

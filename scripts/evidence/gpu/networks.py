@@ -1,4 +1,4 @@
-"""Parts "exact" and "networks": `recompute_activations` on torchvision's networks and on decoders."""
+"""Parts "exact" and "networks": `recompute_activations` on torchvision's networks and on a decoder."""
 
 import copy
 import statistics
@@ -13,28 +13,29 @@ from torch import Tensor, nn
 from keepless import plan, recompute_activations
 from scripts.evidence import methods
 from scripts.evidence.frame import mib, prose, reason, time_ratio
-from scripts.evidence.gpu.decoders import VOCABULARY, decoder
+from scripts.evidence.gpu.decoder import VOCABULARY, Decoder
 from scripts.evidence.gpu.part import Part, Rows, Setting, bars, beside, relative, relative_text, without_reasons
 from scripts.evidence.measuring import PRECISIONS, autocast, peak_bytes, timed
 from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED, deviation, gradients_of, mean_squares
 from scripts.evidence.networks_budget import Trained, training_step
 from scripts.reports.markdown import Columns, columns, section
 
-DECODERS = {"gpt2-like": False, "llama-like": True}  # name: whether it is like Llama
-EXACT = ("resnet50", "densenet121", "convnext_tiny", "llama-like")
-MEASURED = ("resnet50", "densenet121", "convnext_tiny", "efficientnet_v2_s", "vit_b_16", *DECODERS)
-REHEARSED = ("squeezenet1_1", "llama-like")
+DECODER = "llama-like"
+EXACT = ("resnet50", "densenet121", "convnext_tiny", DECODER)
+MEASURED = ("resnet50", "densenet121", "convnext_tiny", "efficientnet_v2_s", "vit_b_16", DECODER)
+REHEARSED = ("squeezenet1_1", DECODER)
 SHARES = (0.3, 0.15)  # of the plain network's peak
 FLOAT64 = "float64"
 WARM_UP_STEPS = 2  # after which a budget has its plan
 
 
 def build(name: str, setting: Setting, images: int, size: int) -> tuple[nn.Module, Tensor]:
-    """A network with random weights on the device, and a minibatch; for decoders of `images` texts."""
+    """A network with random weights on the device, and a minibatch; for the decoder of `images` texts."""
     torch.manual_seed(0)
-    if name in DECODERS:
-        network: nn.Module = decoder(DECODERS[name], setting.rehearse)
-        inputs = torch.randint(VOCABULARY, (images, 16 if setting.rehearse else 1024))
+    if name == DECODER:
+        width, heads, depth, length = (32, 2, 2, 16) if setting.rehearse else (768, 12, 12, 1024)
+        network: nn.Module = Decoder(width, heads, depth)
+        inputs = torch.randint(VOCABULARY, (images, length))
     else:
         network = methods.random_network(name, size)
         inputs = torch.randn(images, 3, size, size)
@@ -155,33 +156,34 @@ def measure(setting: Setting, name: str, precision: str) -> Rows:
 
     The loss is in the network, so that plans count it. Peaks are those of the third step, when a budget has its plan.
     """
-    images = 2 if setting.rehearse else 16 if name in DECODERS else 128
+    images = 2 if setting.rehearse else 16 if name == DECODER else 128
     network, inputs = build(name, setting, images, 64 if setting.rehearse else 224)
     plain, device = Trained(network), setting.device
     with autocast(device, precision):
         planned = plan(copy.deepcopy(plain), inputs, [*SHARES, 1.0])
     steps: dict[str, Callable[[], object]] = {}
-    found: dict[str, dict] = {}
-    for method in (PLAIN, RECOMPUTED, *map(_budget, SHARES), BLOCKS):
-        row: dict = {"network": f"{name}, {precision}", "method": method}
-        try:
-            trained = copy.deepcopy(plain)
-            if method in map(_budget, SHARES):
-                share = float(method.split()[1])
-                limit = int(share * planned.plain)
-                row["planned_bytes"] = next((r.peak for r in planned.rows if r.budget == limit), planned.least)
-                recompute_activations(trained, budget=share)
-            else:
-                methods.forward_of(trained.network, method)
-            step = partial(training_step, trained, partial(_forward, trained, device, precision), inputs)
-            for _ in range(WARM_UP_STEPS):
-                step()
-            found[method] = {**row, "peak_bytes": peak_bytes(step, device)}
-            steps[method] = step
-        except Exception as error:  # e.g. out of memory: the other methods can still be measured
-            found[method] = {**row, "reason": reason(error)}
+    budgets = {_budget(share): share for share in SHARES}
+
+    def start(method: str) -> dict:
+        trained, row = copy.deepcopy(plain), {}
+        if method in budgets:
+            limit = int(budgets[method] * planned.plain)
+            row["planned_bytes"] = next((r.peak for r in planned.rows if r.budget == limit), planned.least)
+            recompute_activations(trained, budget=budgets[method])
+        else:
+            methods.forward_of(trained.network, method)
+        step = partial(training_step, trained, partial(_forward, trained, device, precision), inputs)
+        for _ in range(WARM_UP_STEPS):
+            step()
+        row["peak_bytes"] = peak_bytes(step, device)
+        steps[method] = step
+        return row
+
+    network_name = f"{name}, {precision}"
+    rows, left_out = methods.each_method(network_name, (PLAIN, RECOMPUTED, *budgets, BLOCKS), start)
     times_ms = timed(steps, setting.rounds(10), device)
-    return [row | ({"times_ms": times_ms[method]} if method in times_ms else {}) for method, row in found.items()]
+    found = ({"method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items())
+    return [*({"network": network_name, **row} for row in found), *left_out]
 
 
 def _budget(share: float) -> str:

@@ -66,7 +66,7 @@ def relative_text(row: dict, base: str, value: Callable[[dict], float]) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
 
 
-def bars(rows: Rows, group: str, name: str, values: Mapping[str, Callable[[dict], float]]) -> dict[str, Figure]:
+def bars(rows: Rows, group: str, name: str, values: Mapping[str, Callable[[dict], float | None]]) -> dict[str, Figure]:
     """A panel for each of `values` (its title -> a row's value), with a group of bars per `group`, a bar per `name`."""
     groups, names = (list(dict.fromkeys(row[key] for row in rows)) for key in (group, name))
     if not rows:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepless import InPlaceABN, recompute_activations
 from scripts.evidence.frame import prose, reason
-from scripts.evidence.gpu.networks import build
+from scripts.evidence.gpu.networks import DECODER, build
 from scripts.evidence.gpu.part import Part, Rows, Setting
 from scripts.evidence.measuring import Elsewhere, milliseconds
 from scripts.evidence.methods import PLAIN, RECOMPUTED, deviation, mean_squares
@@ -29,7 +29,7 @@ from scripts.reports.markdown import Columns, columns, section
 SIZE = 2
 BUDGET = "budget 0.5"
 SYNC = "synchronised norm"
-WRAPPED = {"ddp": "resnet50", "fsdp2": "llama-like"}  # how a network is shared: which network
+WRAPPED = {"ddp": "resnet50", "fsdp2": DECODER}  # how a network is shared: which network
 TIMEOUT_S = 120
 
 

@@ -13,7 +13,7 @@ from datasets.camvid import camvid
 from engine.configuration.command_line import composed
 from scripts.evidence import frame, gpu_pack
 from scripts.evidence.gpu import check, run
-from scripts.evidence.gpu.decoders import VOCABULARY, decoder
+from scripts.evidence.gpu.decoder import VOCABULARY, Decoder
 from scripts.evidence.gpu.part import Setting
 from scripts.evidence.gpu.run import PARTS, REHEARSED, Measurement
 from scripts.gpu_evidence import run as measured
@@ -127,9 +127,8 @@ def test_the_files_with_gpu_tests_are_those_of_the_layers_first():
     assert layers == sorted(layers, reverse=True) and 0 < sum(layers) < len(layers)
 
 
-@pytest.mark.parametrize("llama", [False, True])
-def test_decoders_see_no_later_token(llama):
-    network = decoder(llama, rehearse=True)
+def test_the_decoder_sees_no_later_token():
+    network = Decoder(width=32, heads=2, depth=2)
     tokens = torch.randint(VOCABULARY, (1, 16))
     changed = tokens.clone()
     changed[0, 9] += 1
