@@ -11,8 +11,8 @@ from .step import Kind, Plan, Step
 
 _COARSER = 0.9  # each target of segments is that much of the next
 _FINER = 0.97  # each target is this much lower than the peak before it
-_SECONDS = 0.8  # of this thread's time, for a short step
-_SECONDS_PER_CALL = 0.005
+_SECONDS = 0.3  # of this thread's time, for a short step
+_SECONDS_PER_CALL = 0.0035
 _CLOSE = 0.9  # of the limit
 _FEW = 16  # values of which pairs are tried
 _TRIED = 12  # single moves of a kind that are simulated before one is made
@@ -44,7 +44,7 @@ def frontier(step: Step, limit: int = 0, known: Sequence[Sequence[bool]] = ()) -
     It lowers the peak by 3 % at a time: it drops the values that cost the least time for the bytes that they free while
     the step is above the target. It keeps values again, which cuts chains of recipes, where too much is
     computed at once. What it finds is then changed in single values, as long as this helps. It stops with the choices
-    that it has after 0.8 seconds of this thread's time, and 5 ms for each call.
+    that it has after 0.3 seconds of this thread's time, and 3.5 ms for each call.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for; the front is complete as far as it was searched.

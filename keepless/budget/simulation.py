@@ -1,5 +1,6 @@
 """Simulate the memory and time of a traced step for a choice of kept values."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -159,8 +160,10 @@ class _Changes:
     def sums(self) -> Tensor:
         """In all, for each event."""
         sums = torch.zeros(self.end + 1, dtype=torch.int64)
-        where, sizes = torch.tensor([self.events, self.bytes], dtype=torch.int64)
-        return sums.index_add_(0, where, sizes)[:-1]
+        if self.events:  # arrays, because tensors of long lists take ten times as long
+            where, sizes = (torch.frombuffer(array("q", one), dtype=torch.int64) for one in (self.events, self.bytes))
+            sums.index_add_(0, where, sizes)
+        return sums[:-1]
 
 
 class _Run:
@@ -256,18 +259,22 @@ class _Run:
         kept, place = self.kept, self.place
         if number in self.using:  # as users' backward functions do, which ask for their saved tensors one by one
             self._leave(self.using.pop(number))
-        pending = [value]
+        pending = [value] if place[value] < 0 else []
         while pending:
             other = pending.pop()
             if other < 0:  # after its inputs
                 if place[~other] < 0:
                     self._compute(~other)
-            elif not kept[other] and place[other] < 0:
-                pending.append(~other)
-                pending += reversed(self.inputs[other])
-        if self.place[value] >= 0:
-            self.using[number] = self.place[value]
-            self.users[self.place[value]] += 1
+            elif place[other] < 0:
+                missing = [i for i in self.inputs[other] if not kept[i] and place[i] < 0]
+                if missing:
+                    pending.append(~other)
+                    pending += reversed(missing)
+                else:
+                    self._compute(other)
+        if place[value] >= 0:
+            self.using[number] = place[value]
+            self.users[place[value]] += 1
         self._count(value)
 
     def _release(self, number: int, value: int) -> None:
@@ -310,19 +317,21 @@ class _Run:
         self._read_inputs(number)
 
     def _read_inputs(self, number: int) -> None:
+        now, kept, first, last, reads = self.now, self.kept, self.first, self.last, self.reads
         for i in self.inputs[number]:
-            self._note(i)
-            if not self.kept[i]:
-                self._count(i)
+            if now < first[i]:
+                first[i] = now
+            if now > last[i]:
+                last[i] = now
+            if not kept[i]:
+                reads[i] += 1
+                if reads[i] >= self.readers[i]:
+                    self._forget(i)
 
     def _is_spare(self, number: int) -> bool:
         """Whether a value is computed for one reader, in memory of its own."""
         is_own = self.place[number] == number and self.readers[number] == 1
         return is_own and self.values[number].is_fresh and not self.kept[number]
-
-    def _note(self, number: int) -> None:
-        self.first[number] = min(self.first[number], self.now)
-        self.last[number] = max(self.last[number], self.now)
 
     def _count(self, number: int) -> None:
         """A computed value was read, and is forgotten after its last reader."""
