@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from engine.console import logger
 from engine.distributed import World
 from engine.learner import Learner
 from engine.memory import memory_errors, peak_memory_mib
@@ -82,7 +83,10 @@ def train(
 
 @contextmanager
 def _errors_of(step: int, minibatch: dict, run: Run[Config, Split]) -> Iterator[None]:
-    """Wraps a step: errors name the step, the images, and settings that need less memory."""
+    """Wraps a step: errors name the step, the images, and settings that need less memory.
+
+    A scheduler's signal may reach a compiler that the step has started too. The step then fails because of it.
+    """
     images, parts = minibatch["image"], run.learner.accumulation_steps
     crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
     advice = run.config.memory_advice(run.world.size)
@@ -91,6 +95,11 @@ def _errors_of(step: int, minibatch: dict, run: Run[Config, Split]) -> Iterator[
             yield
     except FloatingPointError as error:
         raise FloatingPointError(f"step {step}: {error} (images {', '.join(minibatch['name'])})") from error
+    except (RuntimeError, ValueError) as error:
+        if not run.stop.requested:
+            raise
+        logger.debug("", exc_info=True)  # the traceback goes to log.txt
+        raise Preempted(f"stopped in step {step}, which did not end and will be repeated") from error
 
 
 def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: int, world: World) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import copy
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 from engine.checkpoint.run_directory import RunDirectory
 from engine.distributed import World
 from engine.learner import Learner, WeightAverage
-from engine.loop import train_step
+from engine.loop import _errors_of, train_step
 from engine.segmentation.losses import BootstrappedCrossEntropy
+from engine.stopping import Preempted
 from keepless import InPlaceABN
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import learner_of
@@ -53,6 +55,24 @@ def test_logits_are_freed_before_the_backward_pass_reaches_the_network():
     minibatch = {"image": torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "label": torch.zeros(2, 4, 4)}
     train_step(learner_of(nn.Conv2d(3, 5, 1)), loss, minibatch, minibatch_size=2, world=World())
     assert freed == [True]
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_step_that_fails_after_a_request_to_stop_is_a_stop(requested):
+    """Signals of a scheduler end the compilers that a step has started; what is not finite stays an error."""
+    run = SimpleNamespace(
+        learner=learner_of(nn.Conv2d(3, 5, 1)),
+        config=SimpleNamespace(memory_advice=lambda devices: ""),
+        stop=SimpleNamespace(requested=requested),
+        world=World(),
+    )
+    minibatch = {"image": torch.zeros(2, 3, 4, 4), "name": ["a", "b"]}
+    for error in (RuntimeError("C++ compile error"), ValueError("cannot compile")):
+        expected = (Preempted, "stopped in step 3, which did not end") if requested else (type(error), str(error))
+        with pytest.raises(expected[0], match=expected[1].replace("+", r"\+")), _errors_of(3, minibatch, run):
+            raise error
+    with pytest.raises(FloatingPointError, match="step 3: the loss is nan"), _errors_of(3, minibatch, run):
+        raise FloatingPointError("the loss is nan")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -176,6 +176,23 @@ def test_asked_to_stop_in_the_first_step(tmp_path, whole, number):
     survived(tmp_path / "run", whole)
 
 
+def sends_and_ends_the_compiler(number: signal.Signals, *_) -> None:
+    """As g++ and PyTorch end where a signal reaches all processes of a job."""
+    sends(number)
+    raise RuntimeError("C++ compile error: died with <Signals.SIGUSR1: 10>")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", ASKING)
+def test_asked_to_stop_while_the_first_step_compiles(tmp_path, whole, number):
+    run = Run(
+        tmp_path / "run",
+        inject=partial(before_call, Learner, "backward", 1, partial(sends_and_ends_the_compiler, number)),
+    )
+    assert run.ends() == EXIT_CODE and says(run.output, "stopped in step 1, which did not end"), run.output
+    survived(tmp_path / "run", whole)
+
+
 @pytest.mark.faults
 @pytest.mark.injects(
     "SIGKILL", "after the evaluation, before the last step; evaluated by eval.py and compared meanwhile"
