@@ -51,9 +51,9 @@ class _MaxPool(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, size: int, stride: int, padding: int) -> Tensor:
         z, places = torch.ops.aten.max_pool2d_with_indices.default(x, [size] * 2, [stride] * 2, [padding] * 2)
         width = x.shape[3]
-        places.sub_(_corners(z, width, stride, padding))  # row * width + column, in the window
-        places.sub_(places.div(width, rounding_mode="floor").mul_(width - size))  # row * size + column
-        ctx.save_for_backward(places.to(torch.uint8))
+        offsets = places.sub_(_corners(z, width, stride, padding)).int()  # row * width + column, in the window
+        offsets.sub_(offsets.div(width, rounding_mode="trunc").mul_(width - size))  # row * size + column
+        ctx.save_for_backward(offsets.to(torch.uint8))
         is_channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         ctx.memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
         ctx.shape, ctx.window = x.shape, (size, stride, padding)
@@ -62,8 +62,9 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         (inside,), (size, stride, padding), width = ctx.saved_tensors, ctx.window, ctx.shape[3]
-        places = inside.div(size, rounding_mode="floor").long().mul_(width)
-        places.add_(inside % size).add_(_corners(dz, width, stride, padding))
+        cells = torch.arange(size, device=dz.device)
+        offsets = (cells.unsqueeze(1) * width + cells).flatten().index_select(0, inside.flatten().int())
+        places = offsets.view(dz.shape).add_(_corners(dz, width, stride, padding))
         form = torch.empty(ctx.shape, dtype=dz.dtype, device=dz.device, memory_format=ctx.memory_format)
         window = [size] * 2, [stride] * 2, [padding] * 2
         dx = torch.ops.aten.max_pool2d_with_indices_backward.default(dz, form, *window, [1, 1], False, places)
