@@ -21,7 +21,7 @@ class Traits(NamedTuple):
     reads_shape_only: Callable[..., bool] | None  # as in READS_SHAPE_ONLY; None: never
     is_random: bool
     is_opened: bool  # it is run to see the functions that it calls
-    is_attribute: bool  # such as `grad`
+    only_asks: bool  # for an attribute, such as `grad`, or a number, such as `dim()`: autograd saves nothing
     writes: bool  # over an argument, perhaps
 
 

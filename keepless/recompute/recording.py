@@ -30,6 +30,8 @@ Rule 12. Gradients never differ from autograd's: random functions are called aga
 Rule 13. A policy decides what is kept: `ByRules` here, or `ByPlan` (budget/execution.py), which decides call by call
     and whose recipes may read any tensor that the forward pass has made. What a plan keeps gets a value only when a
     recipe, or an operation that may do with less, reads it.
+Rule 14. A step that fits as it is, by a plan, is left as it is (`Policy.kept_before`): its calls are only compared with
+    the plan's, and recorded from the first that differs.
 
 An example, and what autograd holds of each tensor:
 
@@ -63,7 +65,7 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .calls import Call, Inside
+from .calls import Call, Inside, Traits
 from .inplace_calls import may_overwrite, overwritten
 from .known_values import KnownValues, Trace
 from .opened_calls import body
@@ -85,6 +87,9 @@ class Policy(Protocol):
     repeats_all: bool  # whether expensive and random functions may be called again
     copies_are_worth: int  # see `KnownValues`
 
+    kept_before: Sequence[KeptTensor] | None  # by an earlier pass; not None: nothing is recorded while calls repeat it
+    kept: Sequence[KeptTensor]  # at the end of the forward pass
+
     @property
     def trace(self) -> Trace | None: ...
 
@@ -94,6 +99,9 @@ class Policy(Protocol):
 
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
         """Give the result of a call a recipe (`Recording.follow`), or not."""
+
+    def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
+        """Where nothing is recorded: whether a call differs from those of the earlier pass."""
 
     def may_read_result(self, argument: Value) -> bool:
         """Whether an operation may read its result in place of an argument that it saves."""
@@ -112,6 +120,11 @@ class ByRules:
     copies_are_worth = 1
     planned: Container[int] = ()
     trace = None
+    kept_before = None
+    kept: Sequence[KeptTensor] = ()
+
+    def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
+        return True
 
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
         if (again := recording.again(rule, call, result)) is not None:
@@ -157,7 +170,8 @@ class Recording(TorchFunctionMode):
         self.abandoned = False
         self.hooks: saved_tensors_hooks | None = None
         self.log = Log()
-        self.kept: list[KeptTensor] = []  # at the end
+        self.watches = False  # nothing is recorded so far (rule 14)
+        self.kept: Sequence[KeptTensor] = ()  # at the end
         self.call: Call | None = None  # that is running
 
     def __enter__(self) -> "Recording":
@@ -165,12 +179,18 @@ class Recording(TorchFunctionMode):
         self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, trace)
         self.known.copies_are_worth, self.known.late = self.policy.copies_are_worth, self.policy.planned
         self.inputs = ()
-        pack = self.pack if self.policy.sees_calls else self._pack_unless_abandoned
-        self.hooks = saved_tensors_hooks(pack, unpack if trace is None else trace.unpack)
-        self.hooks.__enter__()
+        self.watches = self.policy.kept_before is not None
+        if not self.watches:
+            self._start_hooks()
         if self.policy.sees_calls:
             super().__enter__()
         return self
+
+    def _start_hooks(self) -> None:
+        trace = self.policy.trace
+        pack = self.pack if self.policy.sees_calls else self._pack_unless_abandoned
+        self.hooks = saved_tensors_hooks(pack, unpack if trace is None else trace.unpack)
+        self.hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self.policy.sees_calls:
@@ -179,15 +199,17 @@ class Recording(TorchFunctionMode):
         self._forget()
 
     def _end_hooks(self) -> None:
-        assert self.hooks is not None
-        self.hooks.__exit__()
-        self.hooks = None  # which refer to this recording
+        if self.hooks is not None:
+            self.hooks.__exit__()
+            self.hooks = None  # which refer to this recording
 
     def _forget(self) -> None:
         """Release the recording's tensors. Autograd holds those that it needs."""
         trace = self.known.trace
         self.known.clear()
-        self.kept = self.log.kept(self.policy.why_kept)
+        before = self.policy.kept_before if self.watches else None
+        self.kept = self.policy.kept = self.log.kept(self.policy.why_kept) if before is None else before
+        self.watches = False
         self.log = Log()
         self.frame = None
         if trace is not None:
@@ -227,6 +249,10 @@ class Recording(TorchFunctionMode):
         traits = traits_of(function)
         if traits.is_opened and PLAIN.issuperset(types):
             return self._opened(function, args, kwargs)
+        if traits.only_asks and self.known.trace is None:
+            return function(*args, **kwargs)
+        if self.watches:
+            return self._watched(function, traits, args, kwargs)
         call = Call(function, traits, args, kwargs)
         if not ((traits.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
             return self._run(call)
@@ -254,6 +280,23 @@ class Recording(TorchFunctionMode):
             return body(function)(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
+
+    def _watched(self, function: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call as it is. Recording starts if its result differs from the plan's."""
+        if traits.rule is None and traits.expensive is None:
+            return function(*args, **kwargs)
+        first = args[0] if args else None
+        version = first._version if traits.writes and isinstance(first, Tensor) and is_ordinary(first) else -1
+        result = function(*args, **kwargs)
+        if not isinstance(result, Tensor) or not result.requires_grad or not is_ordinary(result):
+            return result
+        is_new = all(result is not one for one in (*args, *kwargs.values()))
+        if is_new or (result is first and result._version == version + 1):
+            is_seen = current_hooks() is None and torch.is_grad_enabled() and not in_transform()
+            if is_seen and self.policy.strays(function, result):
+                self.watches = False
+                self._start_hooks()
+        return result
 
     def _run(self, call: Call, overwrites: bool = False) -> Any:
         """Run a call, and see whether its result can be computed again."""
@@ -301,7 +344,7 @@ class Recording(TorchFunctionMode):
                 value.source = Kept(tensor, self.known.outer)
 
     def _note_made(self, call: Call, result: Any) -> None:
-        if not call.traits.is_attribute:
+        if not call.traits.only_asks:
             self.known.made.note(call.arguments, result, self.known.is_made)
 
     def _only_inside(self, call: Call, result: Tensor) -> None:
