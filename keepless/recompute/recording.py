@@ -242,17 +242,21 @@ class Recording(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or self.is_abandoned():
+        if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        if types and subclasses_are_asked() and any(map(adds_metadata, types)):
-            return self._asked(function, types, args, kwargs)
         traits = traits_of(function)
-        if traits.is_opened and PLAIN.issuperset(types):
-            return self._opened(function, args, kwargs)
-        if traits.only_asks and self.known.trace is None:
+        are_plain = PLAIN.issuperset(types)
+        is_question = traits.only_asks and are_plain and self.known.trace is None
+        if is_question or self.is_abandoned():
             return function(*args, **kwargs)
+        if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
+            return self._asked(function, types, args, kwargs)
+        if traits.is_opened and are_plain:
+            return self._opened(function, args, kwargs)
         if self.watches:
             return self._watched(function, traits, args, kwargs)
+        if traits.writes and self.known.trace is None and self._only_counts(args, kwargs):
+            return function(*args, **kwargs)
         call = Call(function, traits, args, kwargs)
         if not ((traits.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
             return self._run(call)
@@ -280,6 +284,15 @@ class Recording(TorchFunctionMode):
             return body(function)(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
+
+    def _only_counts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call changes a single number that nothing reads, such as a norm's count of minibatches."""
+        if kwargs or len(args) != 2 or type(args[0]) not in PLAIN or type(args[1]) is not int:
+            return False
+        number = args[0]
+        if number.dim() or number.requires_grad or not is_ordinary(number):
+            return False
+        return address(number.untyped_storage()) not in self.known.memories
 
     def _watched(self, function: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as it is. Recording starts if its result differs from the plan's."""
@@ -350,9 +363,9 @@ class Recording(TorchFunctionMode):
     def _only_inside(self, call: Call, result: Tensor) -> None:
         """Leave in `call.inside` what the call has made itself, beside its result, and what is worth it."""
         given = {address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
-        call.inside = [
+        call.inside = tuple(
             part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
-        ]
+        )
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return the object that autograd saves in place of a tensor."""
@@ -363,19 +376,21 @@ class Recording(TorchFunctionMode):
             if (tensor.dim() < 2 and tensor.numel() < self.policy.short) or isinstance(tensor, nn.Parameter):
                 kept = Kept(tensor, None)
                 if call is not None and tensor.requires_grad:
-                    call.parameters[id(tensor)] = kept
+                    call.parameters += ((tensor, kept),)
                 return kept
         if not is_ordinary(tensor):
             kept = Kept(tensor, known.outer)
             self.log.keep_other(kept, tensor, None if call is None else call.function)
             return kept
-        if call is not None and tensor.requires_grad and call.answers(call.traits.reads_shape_only):
+        reads_shape_only = None if call is None else call.traits.reads_shape_only
+        if reads_shape_only is not None and tensor.requires_grad and call.answers(reads_shape_only):
             shape = ShapeOnly(tensor)
             if known.trace is not None:
                 known.trace.saves(shape, tensor, True)
             return shape
-        if call is not None and known.outer is None and known.is_late(tensor) and known.find(tensor) is None:
-            if not (call.traits.positive or call.traits.result_serves):  # which may keep less than the tensor
+        if known.late and call is not None and known.outer is None and known.is_late(tensor):
+            may_do_with_less = call.traits.positive or call.traits.result_serves
+            if not may_do_with_less and known.find(tensor) is None:
                 kept = Kept(tensor, None)
                 self.log.keep(kept, tensor, call.function)
                 return kept
@@ -385,9 +400,9 @@ class Recording(TorchFunctionMode):
             self.note_need(value, tensor)
         saved = Saved(value, known.memory_of(tensor))
         if call is not None:
-            positive = call.traits.positive
-            if call.answers(call.traits.result_serves) and self.policy.may_read_result(value):
-                call.replaceable.append(saved)
+            positive, result_serves = call.traits.positive, call.traits.result_serves
+            if result_serves is not None and call.answers(result_serves) and self.policy.may_read_result(value):
+                call.replaceable += (saved,)
             elif positive is not None and value.positive in (None, positive):
                 known.reads_signs(saved, positive)
         if known.trace is not None:
@@ -410,7 +425,7 @@ class Recording(TorchFunctionMode):
         value = self.known.keep(tensor, call)
         self.note_need(value, tensor)
         if call is not None and call.traits.inside is not None:
-            call.inside.append(Inside(value, call.saves - 1, is_base))
+            call.inside += (Inside(value, call.saves - 1, is_base),)
         return value
 
     def note_need(self, value: Value, tensor: Tensor) -> None:
@@ -429,8 +444,10 @@ class Recording(TorchFunctionMode):
         def find(tensor: Tensor, lend: bool = False) -> Value | Kept:
             nonlocal alone
             copy_it = self.copy_parameters and isinstance(tensor, nn.Parameter)
-            if (kept := call.parameters.get(id(tensor))) is not None and not copy_it:
-                return kept
+            if not copy_it:
+                for parameter, kept in call.parameters:
+                    if parameter is tensor:
+                        return kept
             value = None if tensor is result else self.known.find(tensor)
             if value is None or value.unread:
                 value = self._available(tensor, call, result, from_anything)
