@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -56,8 +56,9 @@ def recompute_activations(
             already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
             again as well, where that costs the least time. The first pass over a shape plans its step on fake tensors
             and a copy of the network, in about a second per 100 calls; the second step is traced, which corrects the
-            plan. If no plan is within the budget, a warning names the least. A path gives the budget and the plans that
-            `plan(…).save(FILE)` or `torch.save(budget_state(network), FILE)` wrote; the first pass checks them.
+            plan. Steps that fit as they are are left as they are from then on. If no plan is within the budget, a
+            warning names the least. A path gives the budget and the plans that `plan(…).save(FILE)` or
+            `torch.save(budget_state(network), FILE)` wrote; the first pass checks them.
         example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:
@@ -209,7 +210,7 @@ class _Hooks:
     def __init__(self, checkpointed_only: bool, plans: PlansByShape | None = None):
         self.checkpointed_only = checkpointed_only
         self.plans = plans
-        self.kept: list[KeptTensor] | None = None  # by the last forward pass
+        self.kept: Sequence[KeptTensor] | None = None  # by the last forward pass
 
     def __getstate__(self) -> dict[str, Any]:
         plans = None if self.plans is None else PlansByShape(self.plans.budget)
@@ -295,6 +296,9 @@ def _is_sharded(network: nn.Module) -> bool:
 
 
 def _is_recorded() -> bool:
-    """Whether a recording's hooks are in effect, and no others inside it."""
+    """Whether a recording's hooks are in effect, or it needs none so far, and there are no others inside it."""
     hooks = current_hooks()
+    if hooks is None:
+        recording = next((one.recording for one in reversed(_open.passes) if one.recording is not None), None)
+        return recording is not None and recording.watches
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Recording)

@@ -98,7 +98,8 @@ class Kept:
         """The tensor. RuntimeError if it was modified in place."""
         tensor: Tensor = self.packed
         if self.hooks is None:
-            check_version(tensor, self.version, self.name)
+            if tensor._version != self.version:
+                raise _modified(self.name, tensor, tensor._version, self.version)
             return tensor
         tensor = self.hooks[1](self.packed)
         if self.spoilt or (self.is_modified() and self._is_same_memory(tensor)):

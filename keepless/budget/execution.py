@@ -9,6 +9,7 @@ from torch import Tensor
 from ..inputs import tensors_in
 from ..recompute.calls import Call
 from ..recompute.recording import Recording
+from ..recompute.report import KeptTensor
 from ..recompute.rules import Rule
 from ..recompute.values import Again, Recipe, Value
 from ..saved import Kept, is_ordinary
@@ -28,6 +29,8 @@ class ByPlan:
         plans: of the network's different sequences of calls.
         trace: sees the step, if it is to be planned.
         guard: None to keep every result there.
+        kept_before: what an earlier pass kept by the plan, if the plain network fits the budget as well. Then nothing
+            is recorded, unless a call is another one than the plan's.
     """
 
     sees_calls = True
@@ -36,13 +39,33 @@ class ByPlan:
     repeats_all = True
     copies_are_worth = 4  # of a projection to queries, keys and values, say, which may be computed again itself
 
-    def __init__(self, plans: Sequence[Plan] = (), trace: StepTrace | None = None, guard: "Guard | None" = None):
+    def __init__(
+        self,
+        plans: Sequence[Plan] = (),
+        trace: StepTrace | None = None,
+        guard: "Guard | None" = None,
+        kept_before: Sequence[KeptTensor] | None = None,
+    ):
         self.plans = list(plans)  # those whose calls this forward pass has repeated so far
         self.trace = trace
         self.strayed = False  # from all plans
         self.call = -1
         self.guard = guard
+        self.kept_before = kept_before
+        self.kept: Sequence[KeptTensor] = ()
         self.planned: dict[int, int] = {}  # calls whose results are kept, by the number of the node
+
+    def has_ended(self) -> bool:
+        """Whether the pass has repeated all calls of a plan."""
+        return bool(self.plans) and self.call + 1 == len(self.plans[0].calls)
+
+    def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
+        self.call += 1
+        calls = self.plans[0].calls
+        if self.call < len(calls) and calls[self.call] == (function, result.shape, result.dtype):
+            return False
+        self.plans, self.strayed = [], True
+        return True
 
     def may_read_result(self, argument: Value) -> bool:
         return True

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..inputs import tensors_in
+from ..recompute.report import KeptTensor
 from ..recompute.values import autocast_of
 from ..saved import is_ordinary, size_text
 from ..torch_internals import profiler_runs
@@ -64,7 +65,7 @@ class PlansByShape:
         for other in self._shapes.values():
             if (step := other.traced()) is not None:
                 self._refine(other, step)
-        return shape.next_pass(self.estimates)
+        return shape.next_pass(self.estimates, self._fits_plain(shape))
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a shape before its first pass. ValueError if that cannot be rehearsed."""
@@ -193,6 +194,14 @@ class PlansByShape:
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
 
+    def _fits_plain(self, shape: "_Shape") -> bool:
+        """Whether the only plan of a shape keeps all, and the step fits the budget without it as well."""
+        if len(shape.plans) != 1 or shape.plans[0].again or shape.plans[0].inside:
+            return False
+        plain, correction = shape.plans[0].plain, self._family_of(shape.plans[0].calls).correction
+        limit = self.budget if isinstance(self.budget, int) else self.budget * plain
+        return correction * plain <= limit
+
     def _family_of(self, calls: Sequence[Any]) -> "_Family":
         return self._families.setdefault(_functions(calls), _Family())
 
@@ -257,6 +266,7 @@ class _Shape:
         self.trace: StepTrace | None = None
         self.traces = 0
         self.last: ByPlan | None = None
+        self.kept: tuple[Plan, Sequence[KeptTensor]] | None = None  # by the last whole pass, and its plan
         self.needs_trace = True
         self.strays = False  # the network takes paths that have no plan
         self.waits = False  # for a profiler to end, which was said
@@ -272,17 +282,26 @@ class _Shape:
         self.traces += 1
         return trace.step()
 
-    def next_pass(self, estimates: Estimates) -> ByPlan:
-        """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed."""
+    def next_pass(self, estimates: Estimates, fits_plain: bool) -> ByPlan:
+        """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed.
+
+        `fits_plain`: without a plan, the step fits the budget as well.
+        """
         self.passes += 1
         self._note_last()
         trace = None
         if self.passes > 1 and self.trace is None and self.traces < _TRACES and (self.strays or self.needs_trace):
             trace = self.trace = StepTrace(estimates)
-        self.last = ByPlan(self.plans, trace, Guard())
+        kept = None
+        if fits_plain and trace is None and not self.strays and self.kept is not None and self.kept[0] is self.plans[0]:
+            kept = self.kept[1]
+        self.last = ByPlan(self.plans, trace, Guard(), kept)
         return self.last
 
     def _note_last(self) -> None:
         """Note whether the last pass knew the calls, and forget it with its trace."""
-        self.strays = self.strays or (self.last is not None and self.last.strayed)
+        if self.last is not None:
+            self.strays = self.strays or self.last.strayed
+            if self.last.has_ended():
+                self.kept = self.last.plans[0], self.last.kept
         self.last = None

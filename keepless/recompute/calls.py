@@ -21,7 +21,7 @@ class Traits(NamedTuple):
     reads_shape_only: Callable[..., bool] | None  # as in READS_SHAPE_ONLY; None: never
     is_random: bool
     is_opened: bool  # it is run to see the functions that it calls
-    is_attribute: bool  # such as `grad`
+    only_asks: bool  # for an attribute, such as `grad`, or a number, such as `dim()`: autograd saves nothing
     writes: bool  # over an argument, perhaps
 
 
@@ -45,17 +45,17 @@ class Call:
         self.function, self.traits, self.args, self.kwargs = function, traits, args, kwargs
         self.arguments = (*args, *kwargs.values()) if kwargs else args
         self.before: Value | None = None  # value of the first argument, if the call overwrites it
-        self.replaceable: list[Saved] = []  # saved arguments that the result can stand for
-        self.parameters: dict[int, Kept] = {}  # leaves saved without a `Value`, by id
-        self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
+        self.replaceable: tuple[Saved, ...] = ()  # saved arguments that the result can stand for
+        self.parameters: tuple[tuple[Tensor, Kept], ...] = ()  # leaves saved without a `Value`
+        self.unsettled: tuple[tuple[Value, Tensor], ...] = ()  # kept, but not yet given to the outer hooks (rule 10)
         self.saves = 0  # number of tensors saved so far
-        self.inside: list[Inside] = []  # tensors saved inside the call, which it may have made itself
+        self.inside: tuple[Inside, ...] = ()  # tensors saved inside the call, which it may have made itself
         self.random: Any = None  # state of the generator before the call, if it may be needed
 
     def room(self, result: Tensor) -> int:
         """Bytes that computing the call again can free."""
         return result.nbytes + (sum(part.value.bytes for part in self.inside) if self.inside else 0)
 
-    def answers(self, question: Callable[..., bool] | None) -> bool:
+    def answers(self, question: Callable[..., bool]) -> bool:
         """The answer to a question of its function's traits."""
-        return question is not None and question(self.args, self.kwargs)
+        return question(self.args, self.kwargs)

@@ -105,7 +105,7 @@ class KnownValues:
         if (value := self.find(tensor)) is None:
             if tensor.is_leaf:
                 return None
-            if self.is_late(tensor):
+            if self.late and self.is_late(tensor):
                 return self.keep(tensor, call)
             if (found := by_node(self, tensor, call)) is None:
                 return None
@@ -130,14 +130,14 @@ class KnownValues:
 
     def is_late(self, tensor: Tensor) -> bool:
         """Whether a tensor is kept by a plan, and gets a value once something reads it."""
-        return bool(self.late) and not tensor.is_leaf and node_number(tensor.grad_fn) in self.late
+        return not tensor.is_leaf and node_number(tensor.grad_fn) in self.late
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its present version."""
         entry = _Entry(tensor, self._forget)
-        entry.key, entry.value, entry.version = id(tensor), value, tensor._version
-        entry.storage = address(tensor.untyped_storage())
-        self.entries[entry.key] = entry
+        entry.key = key = id(tensor)
+        entry.value, entry.version, entry.storage = value, tensor._version, address(tensor.untyped_storage())
+        self.entries[key] = entry
         return value
 
     def _forget(self, entry: _Entry) -> None:
@@ -148,11 +148,12 @@ class KnownValues:
 
     def keep(self, tensor: Tensor, call: Call | None) -> Value:
         """Keep a tensor, and remember its value."""
-        own = 0 if tensor.is_leaf and tensor.requires_grad else tensor.untyped_storage().nbytes()
-        value = Value(Kept(tensor, None), address(tensor.untyped_storage()), own)
+        storage = tensor.untyped_storage()
+        own = 0 if tensor.is_leaf and tensor.requires_grad else storage.nbytes()
+        value = Value(Kept(tensor, None), address(storage), own)
         if self.outer is not None:
             if call is not None:  # the running call may yet get a recipe
-                call.unsettled.append((value, tensor))
+                call.unsettled += ((value, tensor),)
             else:
                 value.source = Kept(tensor, self.outer)
         self.memory_of(tensor).values.append(weakref.ref(value))
@@ -183,9 +184,10 @@ class KnownValues:
 
     def memory_of(self, tensor: Tensor) -> Memory:
         storage = tensor.untyped_storage()
-        memory = self.memories.get(address(storage))
+        key = address(storage)
+        memory = self.memories.get(key)
         if memory is None:
-            memory = self.memories[address(storage)] = Memory(StorageWeakRef(storage))
+            memory = self.memories[key] = Memory(StorageWeakRef(storage))
         return memory
 
     def reads_signs(self, saved: Saved, positive: Positive) -> None:

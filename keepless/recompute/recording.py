@@ -30,6 +30,8 @@ Rule 12. Gradients never differ from autograd's: random functions are called aga
 Rule 13. A policy decides what is kept: `ByRules` here, or `ByPlan` (budget/execution.py), which decides call by call
     and whose recipes may read any tensor that the forward pass has made. What a plan keeps gets a value only when a
     recipe, or an operation that may do with less, reads it.
+Rule 14. A step that fits as it is, by a plan, is left as it is (`Policy.kept_before`): its calls are only compared with
+    the plan's, and recorded from the first that differs.
 
 An example, and what autograd holds of each tensor:
 
@@ -63,7 +65,7 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .calls import Call, Inside
+from .calls import Call, Inside, Traits
 from .inplace_calls import may_overwrite, overwritten
 from .known_values import KnownValues, Trace
 from .opened_calls import body
@@ -85,6 +87,9 @@ class Policy(Protocol):
     repeats_all: bool  # whether expensive and random functions may be called again
     copies_are_worth: int  # see `KnownValues`
 
+    kept_before: Sequence[KeptTensor] | None  # by an earlier pass; not None: nothing is recorded while calls repeat it
+    kept: Sequence[KeptTensor]  # at the end of the forward pass
+
     @property
     def trace(self) -> Trace | None: ...
 
@@ -94,6 +99,9 @@ class Policy(Protocol):
 
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
         """Give the result of a call a recipe (`Recording.follow`), or not."""
+
+    def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
+        """Where nothing is recorded: whether a call differs from those of the earlier pass."""
 
     def may_read_result(self, argument: Value) -> bool:
         """Whether an operation may read its result in place of an argument that it saves."""
@@ -112,6 +120,11 @@ class ByRules:
     copies_are_worth = 1
     planned: Container[int] = ()
     trace = None
+    kept_before = None
+    kept: Sequence[KeptTensor] = ()
+
+    def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
+        return True
 
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
         if (again := recording.again(rule, call, result)) is not None:
@@ -157,7 +170,8 @@ class Recording(TorchFunctionMode):
         self.abandoned = False
         self.hooks: saved_tensors_hooks | None = None
         self.log = Log()
-        self.kept: list[KeptTensor] = []  # at the end
+        self.watches = False  # nothing is recorded so far (rule 14)
+        self.kept: Sequence[KeptTensor] = ()  # at the end
         self.call: Call | None = None  # that is running
 
     def __enter__(self) -> "Recording":
@@ -165,12 +179,18 @@ class Recording(TorchFunctionMode):
         self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, trace)
         self.known.copies_are_worth, self.known.late = self.policy.copies_are_worth, self.policy.planned
         self.inputs = ()
-        pack = self.pack if self.policy.sees_calls else self._pack_unless_abandoned
-        self.hooks = saved_tensors_hooks(pack, unpack if trace is None else trace.unpack)
-        self.hooks.__enter__()
+        self.watches = self.policy.kept_before is not None
+        if not self.watches:
+            self._start_hooks()
         if self.policy.sees_calls:
             super().__enter__()
         return self
+
+    def _start_hooks(self) -> None:
+        trace = self.policy.trace
+        pack = self.pack if self.policy.sees_calls else self._pack_unless_abandoned
+        self.hooks = saved_tensors_hooks(pack, unpack if trace is None else trace.unpack)
+        self.hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self.policy.sees_calls:
@@ -179,15 +199,17 @@ class Recording(TorchFunctionMode):
         self._forget()
 
     def _end_hooks(self) -> None:
-        assert self.hooks is not None
-        self.hooks.__exit__()
-        self.hooks = None  # which refer to this recording
+        if self.hooks is not None:
+            self.hooks.__exit__()
+            self.hooks = None  # which refer to this recording
 
     def _forget(self) -> None:
         """Release the recording's tensors. Autograd holds those that it needs."""
         trace = self.known.trace
         self.known.clear()
-        self.kept = self.log.kept(self.policy.why_kept)
+        before = self.policy.kept_before if self.watches else None
+        self.kept = self.policy.kept = self.log.kept(self.policy.why_kept) if before is None else before
+        self.watches = False
         self.log = Log()
         self.frame = None
         if trace is not None:
@@ -220,13 +242,21 @@ class Recording(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or self.is_abandoned():
+        if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        if types and subclasses_are_asked() and any(map(adds_metadata, types)):
-            return self._asked(function, types, args, kwargs)
         traits = traits_of(function)
-        if traits.is_opened and PLAIN.issuperset(types):
+        are_plain = PLAIN.issuperset(types)
+        is_question = traits.only_asks and are_plain and self.known.trace is None
+        if is_question or self.is_abandoned():
+            return function(*args, **kwargs)
+        if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
+            return self._asked(function, types, args, kwargs)
+        if traits.is_opened and are_plain:
             return self._opened(function, args, kwargs)
+        if self.watches:
+            return self._watched(function, traits, args, kwargs)
+        if traits.writes and self.known.trace is None and self._only_counts(args, kwargs):
+            return function(*args, **kwargs)
         call = Call(function, traits, args, kwargs)
         if not ((traits.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
             return self._run(call)
@@ -254,6 +284,32 @@ class Recording(TorchFunctionMode):
             return body(function)(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
+
+    def _only_counts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call changes a single number that nothing reads, such as a norm's count of minibatches."""
+        if kwargs or len(args) != 2 or type(args[0]) not in PLAIN or type(args[1]) is not int:
+            return False
+        number = args[0]
+        if number.dim() or number.requires_grad or not is_ordinary(number):
+            return False
+        return address(number.untyped_storage()) not in self.known.memories
+
+    def _watched(self, function: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call as it is. Recording starts if its result differs from the plan's."""
+        if traits.rule is None and traits.expensive is None:
+            return function(*args, **kwargs)
+        first = args[0] if args else None
+        version = first._version if traits.writes and isinstance(first, Tensor) and is_ordinary(first) else -1
+        result = function(*args, **kwargs)
+        if not isinstance(result, Tensor) or not result.requires_grad or not is_ordinary(result):
+            return result
+        is_new = all(result is not one for one in (*args, *kwargs.values()))
+        if is_new or (result is first and result._version == version + 1):
+            is_seen = current_hooks() is None and torch.is_grad_enabled() and not in_transform()
+            if is_seen and self.policy.strays(function, result):
+                self.watches = False
+                self._start_hooks()
+        return result
 
     def _run(self, call: Call, overwrites: bool = False) -> Any:
         """Run a call, and see whether its result can be computed again."""
@@ -301,15 +357,15 @@ class Recording(TorchFunctionMode):
                 value.source = Kept(tensor, self.known.outer)
 
     def _note_made(self, call: Call, result: Any) -> None:
-        if not call.traits.is_attribute:
+        if not call.traits.only_asks:
             self.known.made.note(call.arguments, result, self.known.is_made)
 
     def _only_inside(self, call: Call, result: Tensor) -> None:
         """Leave in `call.inside` what the call has made itself, beside its result, and what is worth it."""
         given = {address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
-        call.inside = [
+        call.inside = tuple(
             part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
-        ]
+        )
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return the object that autograd saves in place of a tensor."""
@@ -320,19 +376,21 @@ class Recording(TorchFunctionMode):
             if (tensor.dim() < 2 and tensor.numel() < self.policy.short) or isinstance(tensor, nn.Parameter):
                 kept = Kept(tensor, None)
                 if call is not None and tensor.requires_grad:
-                    call.parameters[id(tensor)] = kept
+                    call.parameters += ((tensor, kept),)
                 return kept
         if not is_ordinary(tensor):
             kept = Kept(tensor, known.outer)
             self.log.keep_other(kept, tensor, None if call is None else call.function)
             return kept
-        if call is not None and tensor.requires_grad and call.answers(call.traits.reads_shape_only):
+        reads_shape_only = None if call is None else call.traits.reads_shape_only
+        if reads_shape_only is not None and tensor.requires_grad and call.answers(reads_shape_only):
             shape = ShapeOnly(tensor)
             if known.trace is not None:
                 known.trace.saves(shape, tensor, True)
             return shape
-        if call is not None and known.outer is None and known.is_late(tensor) and known.find(tensor) is None:
-            if not (call.traits.positive or call.traits.result_serves):  # which may keep less than the tensor
+        if known.late and call is not None and known.outer is None and known.is_late(tensor):
+            may_do_with_less = call.traits.positive or call.traits.result_serves
+            if not may_do_with_less and known.find(tensor) is None:
                 kept = Kept(tensor, None)
                 self.log.keep(kept, tensor, call.function)
                 return kept
@@ -342,9 +400,9 @@ class Recording(TorchFunctionMode):
             self.note_need(value, tensor)
         saved = Saved(value, known.memory_of(tensor))
         if call is not None:
-            positive = call.traits.positive
-            if call.answers(call.traits.result_serves) and self.policy.may_read_result(value):
-                call.replaceable.append(saved)
+            positive, result_serves = call.traits.positive, call.traits.result_serves
+            if result_serves is not None and call.answers(result_serves) and self.policy.may_read_result(value):
+                call.replaceable += (saved,)
             elif positive is not None and value.positive in (None, positive):
                 known.reads_signs(saved, positive)
         if known.trace is not None:
@@ -367,7 +425,7 @@ class Recording(TorchFunctionMode):
         value = self.known.keep(tensor, call)
         self.note_need(value, tensor)
         if call is not None and call.traits.inside is not None:
-            call.inside.append(Inside(value, call.saves - 1, is_base))
+            call.inside += (Inside(value, call.saves - 1, is_base),)
         return value
 
     def note_need(self, value: Value, tensor: Tensor) -> None:
@@ -386,8 +444,10 @@ class Recording(TorchFunctionMode):
         def find(tensor: Tensor, lend: bool = False) -> Value | Kept:
             nonlocal alone
             copy_it = self.copy_parameters and isinstance(tensor, nn.Parameter)
-            if (kept := call.parameters.get(id(tensor))) is not None and not copy_it:
-                return kept
+            if not copy_it:
+                for parameter, kept in call.parameters:
+                    if parameter is tensor:
+                        return kept
             value = None if tensor is result else self.known.find(tensor)
             if value is None or value.unread:
                 value = self._available(tensor, call, result, from_anything)

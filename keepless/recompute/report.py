@@ -58,8 +58,9 @@ class Log:
     """The values of a forward pass whose tensors were kept at first."""
 
     def __init__(self) -> None:
-        # With the address of the storage, and the number of the node that made it.
-        self.entries: list[tuple[weakref.ref[Value | Kept], int, int, KeptTensor]] = []
+        # With the address and bytes of the storage, the number and name of the node that made it, the function that
+        # reads it, and the last parameter.
+        self.entries: list[tuple[weakref.ref[Value | Kept], int, int, int, str, Any, weakref.ref[Tensor] | None]] = []
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.parameter: weakref.ref[Tensor] | None = None
 
@@ -75,11 +76,10 @@ class Log:
             return
         if node is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
             return
-        made_by, number = ("input", -1) if node is None else (type(node).__name__, node_number(node))
+        number, name = (-1, "input") if node is None else (node_number(node), type(node).__name__)
         storage = tensor.untyped_storage()
-        name = getattr(function, "__name__", "")
-        kept = KeptTensor(storage.nbytes(), made_by.partition("Backward")[0], name, self.parameter)
-        self.entries.append((weakref.ref(value), address(storage), number, kept))
+        entry = (weakref.ref(value), address(storage), storage.nbytes(), number, name, function, self.parameter)
+        self.entries.append(entry)
 
     def keep_other(self, kept: Kept, tensor: Tensor, function: Callable[..., Any] | None) -> None:
         """Note a kept tensor that has no value, if it is of a subclass of tensors."""
@@ -91,15 +91,18 @@ class Log:
     def kept(self, why: Callable[[Value | Kept, int], str]) -> list[KeptTensor]:
         """The tensors kept at the end of the forward pass, one per storage. `why`: see `Policy.why_kept`."""
         found: dict[int, KeptTensor] = {}
-        for reference, storage, node, kept in self.entries:
+        for reference, storage, size, node, made_by, function, parameter in self.entries:
             value = reference()
+            if value is None or storage in found:
+                continue
+            kept_for = getattr(function, "__name__", "")
             if isinstance(value, Value):
                 if value.unread or not isinstance(value.source, (Kept, Signs)):
                     continue
                 if isinstance(value.source, Signs):
-                    kept = kept._replace(bytes=value.source.bytes, kept_for=f"signs for {kept.kept_for}")
-            if value is not None:
-                found.setdefault(storage, kept._replace(why=why(value, node)))
+                    size, kept_for = value.source.bytes, f"signs for {kept_for}"
+            made_by = made_by.partition("Backward")[0]
+            found[storage] = KeptTensor(size, made_by, kept_for, parameter, why(value, node))
         return [*found.values(), *(entry for reference, entry in self.others if reference() is not None)]
 
 

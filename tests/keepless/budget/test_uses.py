@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from keepless import plan, recompute_activations
+from keepless import plan, recompute_activations, report
 from keepless.budget.costs import peak_bytes
 from keepless.budget.simulation import plain_peak
 from keepless.budget.traced_step import traced_step
+from keepless.torch_internals import current_function_mode
 
 
 class Layers(nn.Module):
@@ -98,6 +99,65 @@ def test_a_traced_step_that_raises_is_traced_again(error, at_once):
     for _ in range(3):
         assert_like_plain(within, plain)
     assert plans(within) == 1
+
+
+class Deepened(nn.Module):
+    """Its steps are long ones from the fifth on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for _ in range(2 if self.calls < 5 else 16):
+            x = F.gelu(self.layer(x))
+        return x.square()
+
+
+def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
+    """The guard then keeps few of the long step's results, and the next step is traced."""
+    torch.manual_seed(0)
+    plain = Deepened().double()
+    within = recompute_activations(copy.deepcopy(plain), budget="1GiB")
+    for _ in range(4):
+        assert_like_plain(within, plain)
+        assert {line.why for line in report(within).lines} == {"planned", "cannot be computed again"}
+    assert_like_plain(within, plain)
+    assert {line.why for line in report(within).lines} == {"no plan"}
+    assert report(within).bytes < 16 * X.nbytes
+    assert_like_plain(within, plain)
+    assert plans(within) == 1
+    assert_like_plain(within, plain)
+    assert plans(within) == 2
+
+
+def test_networks_inside_a_step_that_fits_as_it_is_are_not_recorded():
+    torch.manual_seed(0)
+    plain = nn.Sequential(Layers(), Layers()).double()
+    within = copy.deepcopy(plain)
+    recompute_activations(within[0])
+    recompute_activations(within, budget="1GiB")
+    for _ in range(4):
+        assert_like_plain(within, plain)
+    with pytest.raises(ValueError, match="nothing to report"):
+        report(within[0])
+
+
+def test_ctrl_c_ends_a_step_that_fits_as_it_is():
+    def call(number: int) -> None:
+        if number == 4:
+            raise KeyboardInterrupt
+
+    within, plain = pair(call=call)
+    for number in range(1, 7):
+        if number == 4:
+            with pytest.raises(KeyboardInterrupt):
+                within(X)
+            plain.calls += 1
+        else:
+            assert_like_plain(within, plain)
+    assert current_function_mode() is None and plans(within) == 1
 
 
 class InsideAutocast(Layers):

@@ -43,6 +43,13 @@ def blocks(count: int) -> nn.Sequential:
     return nn.Sequential(*parts)
 
 
+def planned(network: nn.Module, budget: float | str = "1GiB") -> nn.Module:
+    recompute_activations(network, budget=budget)
+    for _ in range(3):  # rehearsed, traced, and the plan corrected
+        network(torch.randn(2, 4, 8, 8)).sum().backward()
+    return network
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_a_block_takes_by_rules(device):
     """A block is a convolution, a norm and an activation. Fake tensors show what happens on a card."""
@@ -54,8 +61,8 @@ def test_what_a_block_takes_by_rules(device):
     per_block = {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]}
     assert per_block["Recipe"] == 2  # the norm's and the activation's
     assert per_block["Saved"] == 3 and per_block["Value"] == 4  # beside those: of the convolution's result and the bias
-    assert per_block["Call"] == 5  # two of them the norm's own: its check of dimensions, its counter of minibatches
-    assert per_block["calls"] <= 200
+    assert per_block["Call"] == 3  # not the norm's check of dimensions, nor its counter of minibatches
+    assert per_block["calls"] <= 165
 
 
 def test_a_layer_of_ours_is_one_call_of_a_recording():
@@ -69,15 +76,17 @@ def test_a_layer_of_ours_is_one_call_of_a_recording():
     assert (counts[1]["calls"] - counts[0]["calls"]) / 2 <= 250
 
 
-def test_a_pass_whose_plan_keeps_all_makes_no_recipe_and_no_value():
-    """Except for the network's input, which is kept as it is found."""
+def test_a_pass_that_fits_as_it_is_makes_nothing():
+    """Its report is an earlier pass's. Calls are compared with the plan's, except for questions such as `dim`."""
     network = nn.Sequential(nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
     recompute_activations(network, budget="1GiB")
     x = torch.randn(2, 4, 64)
     for _ in range(3):  # rehearsed, traced, and the plan corrected
         network(x).sum().backward()
     counts = counted(partial(network, x))
-    assert counts["Call"] == 5 and counts["Recipe"] == 0 and counts["Value"] == counts["Saved"] == 1
+    assert counts.keys().isdisjoint(("Call", "Recipe", "Value", "Saved", "Kept"))
+    per_block = [counted(partial(planned(blocks(number)), torch.randn(2, 4, 8, 8)))["calls"] for number in (2, 4)]
+    assert (per_block[1] - per_block[0]) / 2 <= 52
     kept = report(network)
     assert {line.why for line in kept.lines} == {"planned", "cannot be computed again"}
     assert [line.made_by for line in kept.lines if line.why == "cannot be computed again"] == ["input"]
