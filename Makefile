@@ -8,10 +8,12 @@ PEER := $(CURDIR)/.peer
 SCALAR := TORCHINDUCTOR_VEC_ISA_OK=0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all faults peer lint
+.PHONY: help install demo test test-all faults peer lint
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+install: $(INSTALLED)  ## create .venv with everything that this checkout needs (2 minutes)
 
 demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes (3 minutes on two cores)
 	$(VENV)/bin/python train_seg.py run_dir=$(DEMO) resume=auto

@@ -81,7 +81,7 @@ def test_the_example_in_python_runs(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"(?ms)^```python\n(from engine.*?)^```", (REPOSITORY / "README.md").read_text())
     ran: dict = {}
-    exec(example.replace("RUN_DIR", str(trained[0])), ran)
+    exec(example.replace('"RUN"', repr(str(trained[0]))), ran)
     (written,) = run(trained, tmp_path / "street.jpg", tmp_path / "out")
     assert np.array_equal(ran["ids"], np.asarray(Image.open(written)))
     network = ran["network"]
