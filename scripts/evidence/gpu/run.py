@@ -54,8 +54,6 @@ class GpuArguments(frame.Arguments):
         out = Path(self.out).resolve()
         if self.rehearse and frame.RESULTS in (out, *out.parents):
             raise ValueError(f"rehearse=true out={self.out}: docs/results has results alone; give another folder")
-        if self.measure and not self.rehearse:
-            device_of("cuda")
 
     def file(self) -> Path:
         return Path(self.out) / f"{'rehearsed' if self.rehearse else 'gpu'}_{self.part}.json"
@@ -68,7 +66,10 @@ def measured(arguments: GpuArguments, clock: Clock) -> Iterator[dict]:
     """Yield the record before the first item and after each. Items in the record of an earlier call are not repeated.
 
     Each item has rows in "items", or a reason in "left". An item that is being measured when the time is up ends.
+    ValueError: there is no CUDA device, or no item of a name in `only`.
     """
+    if not arguments.rehearse:
+        device_of("cuda")
     own = frame.provenance()
     part, setting = PARTS[arguments.part], Setting(arguments.rehearse, arguments.camvid)
     items = part.items(setting)
