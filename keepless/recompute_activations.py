@@ -56,9 +56,8 @@ def recompute_activations(
             already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
             again as well, where that costs the least time. The first pass over a shape plans its step on fake tensors
             and a copy of the network, in about a second per 100 calls; the second step is traced, which corrects the
-            plan. Steps that fit as they are are left as they are from then on. If no plan is within the budget, a
-            warning names the least. A path gives the budget and the plans that `plan(…).save(FILE)` or
-            `torch.save(budget_state(network), FILE)` wrote; the first pass checks them.
+            plan. Steps that take no less by their plan then run as they are. A warning names the least, if no plan is
+            within the budget. A path gives the budget and the plans of `plan(…).save(FILE)` or `budget_state`.
         example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:

@@ -29,8 +29,8 @@ class ByPlan:
         plans: of the network's different sequences of calls.
         trace: sees the step, if it is to be planned.
         guard: None to keep every result there.
-        kept_before: what an earlier pass kept by the plan, if the plain network fits the budget as well. Then nothing
-            is recorded, unless a call is another one than the plan's.
+        kept_before: what an earlier pass kept by the plan, if the plain network takes no more. Then nothing is
+            recorded, unless a call is another one than the plan's.
     """
 
     sees_calls = True

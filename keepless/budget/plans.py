@@ -65,7 +65,7 @@ class PlansByShape:
         for other in self._shapes.values():
             if (step := other.traced()) is not None:
                 self._refine(other, step)
-        return shape.next_pass(self.estimates, self._fits_plain(shape))
+        return shape.next_pass(self.estimates)
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a shape before its first pass. ValueError if that cannot be rehearsed."""
@@ -194,14 +194,6 @@ class PlansByShape:
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
 
-    def _fits_plain(self, shape: "_Shape") -> bool:
-        """Whether the only plan of a shape keeps all, and the step fits the budget without it as well."""
-        if len(shape.plans) != 1 or shape.plans[0].again or shape.plans[0].inside:
-            return False
-        plain, correction = shape.plans[0].plain, self._family_of(shape.plans[0].calls).correction
-        limit = self.budget if isinstance(self.budget, int) else self.budget * plain
-        return correction * plain <= limit
-
     def _family_of(self, calls: Sequence[Any]) -> "_Family":
         return self._families.setdefault(_functions(calls), _Family())
 
@@ -282,21 +274,22 @@ class _Shape:
         self.traces += 1
         return trace.step()
 
-    def next_pass(self, estimates: Estimates, fits_plain: bool) -> ByPlan:
-        """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed.
-
-        `fits_plain`: without a plan, the step fits the budget as well.
-        """
+    def next_pass(self, estimates: Estimates) -> ByPlan:
+        """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed."""
         self.passes += 1
         self._note_last()
         trace = None
         if self.passes > 1 and self.trace is None and self.traces < _TRACES and (self.strays or self.needs_trace):
             trace = self.trace = StepTrace(estimates)
-        kept = None
-        if fits_plain and trace is None and not self.strays and self.kept is not None and self.kept[0] is self.plans[0]:
-            kept = self.kept[1]
-        self.last = ByPlan(self.plans, trace, Guard(), kept)
+        self.last = ByPlan(self.plans, trace, Guard(), self._kept_before() if trace is None else None)
         return self.last
+
+    def _kept_before(self) -> Sequence[KeptTensor] | None:
+        """What the last whole pass kept, if its plan is the only one, and takes no less than the plain network."""
+        if self.kept is None or self.strays or len(self.plans) != 1:
+            return None
+        plan, kept = self.kept
+        return kept if plan is self.plans[0] and 0 < plan.plain <= plan.peak else None
 
     def _note_last(self) -> None:
         """Note whether the last pass knew the calls, and forget it with its trace."""

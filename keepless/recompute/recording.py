@@ -120,7 +120,7 @@ class ByRules:
     copies_are_worth = 1
     planned: Container[int] = ()
     trace = None
-    kept_before = None
+    kept_before: Sequence[KeptTensor] | None = None
     kept: Sequence[KeptTensor] = ()
 
     def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
@@ -298,7 +298,7 @@ class Recording(TorchFunctionMode):
         """Run a call as it is. Recording starts if its result differs from the plan's."""
         if traits.rule is None and traits.expensive is None:
             return function(*args, **kwargs)
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         version = first._version if traits.writes and isinstance(first, Tensor) and is_ordinary(first) else -1
         result = function(*args, **kwargs)
         if not isinstance(result, Tensor) or not result.requires_grad or not is_ordinary(result):
@@ -382,12 +382,12 @@ class Recording(TorchFunctionMode):
             kept = Kept(tensor, known.outer)
             self.log.keep_other(kept, tensor, None if call is None else call.function)
             return kept
-        reads_shape_only = None if call is None else call.traits.reads_shape_only
-        if reads_shape_only is not None and tensor.requires_grad and call.answers(reads_shape_only):
-            shape = ShapeOnly(tensor)
-            if known.trace is not None:
-                known.trace.saves(shape, tensor, True)
-            return shape
+        if call is not None and tensor.requires_grad and (question := call.traits.reads_shape_only) is not None:
+            if call.answers(question):
+                shape = ShapeOnly(tensor)
+                if known.trace is not None:
+                    known.trace.saves(shape, tensor, True)
+                return shape
         if known.late and call is not None and known.outer is None and known.is_late(tensor):
             may_do_with_less = call.traits.positive or call.traits.result_serves
             if not may_do_with_less and known.find(tensor) is None:

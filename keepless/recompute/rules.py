@@ -68,9 +68,7 @@ def _has_frozen_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("training"):  # as `nn.BatchNorm2d` gives it
-        return False
-    given = _named(F.batch_norm, args, kwargs)
+    given = kwargs if kwargs.get("training") else _named(F.batch_norm, args, kwargs)
     vectors = given.get("weight"), given.get("bias")
     return not (given.get("training", False) or any(vector is not None and vector.requires_grad for vector in vectors))
 
@@ -220,12 +218,9 @@ def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def _saved(node: Any, *names: str) -> list[Value | Kept]:
     """The values that a node has saved."""
-    values = []
-    for name in names:
-        value = saved_value(packed_by(node, name))
-        if not isinstance(value, (Value, Kept)):
-            raise NotFollowed
-        values.append(value)
+    values = [saved_value(packed_by(node, name)) for name in names]
+    if not all(isinstance(value, (Value, Kept)) for value in values):
+        raise NotFollowed
     return values
 
 
