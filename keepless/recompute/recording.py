@@ -66,9 +66,8 @@ from ..torch_internals import (
     unwrapped,
 )
 from .calls import Call, Inside, Traits
-from .inplace_calls import may_overwrite, overwritten
+from .functions import body, may_overwrite, overwritten
 from .known_values import KnownValues, Trace
-from .opened_calls import body
 from .report import KeptTensor, Log
 from .reruns import Bundle, random_state
 from .rules import Again, NotFollowed, Rule

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..norms.bn_act import norm_and_activation
 from ..saved import Kept
 from ..torch_internals import FakeTensor, dropped_share, packed_by, without_dispatch_modes, without_function_modes
-from .inplace_calls import INPLACE, may_overwrite
+from .functions import INPLACE, may_overwrite
 from .nodes import layer_again, normalised
 from .signs import positive, positive_or_nan
 from .values import Again, ShapeOnly, Value, saved_value

@@ -4,13 +4,23 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ..torch_internals import OpOverload, OpOverloadPacket
+from ..torch_internals import OpOverload, OpOverloadPacket, declared_results, written_arguments
 from .calls import Traits
-from .custom_operators import learn
-from .inplace_calls import writes
-from .opened_calls import CALL_OTHERS
-from .rules import EXPENSIVE, FOLLOWED, INSIDE, POSITIVE, RANDOM, READS_SHAPE_ONLY, RESULT_SERVES, Function
+from .functions import CALL_OTHERS, writes
+from .rules import (
+    EXPENSIVE,
+    FOLLOWED,
+    INSIDE,
+    POSITIVE,
+    RANDOM,
+    READS_SHAPE_ONLY,
+    RESULT_SERVES,
+    Function,
+    random_again,
+)
 
+_NOT_REPEATED = {"aten", "keepless", "prim", "prims"}  # namespaces: their functions have rules of their own
+_COMMUNICATE = ("c10d", "fsdp", "symm_mem")  # parts of namespaces
 _QUESTIONS = frozenset(
     getattr(Tensor, name)
     for name in "dim ndimension size stride numel nelement element_size storage_offset __len__ is_contiguous".split()
@@ -33,3 +43,21 @@ def traits_of(function: Function) -> Traits:
         only_asks=function in _QUESTIONS or getattr(function, "__name__", "") == "__get__",
         writes=writes(function),
     )
+
+
+def learn(operator: OpOverload | OpOverloadPacket) -> None:
+    """Give a custom operator of `torch.ops` a rule, if its schema declares one new tensor and nothing written over.
+
+    It is repeated as one call, with the random numbers that it may draw.
+    """
+    overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
+    if overloads and all(map(_declares_one_new_tensor, overloads)):
+        EXPENSIVE[operator] = INSIDE[operator] = random_again(operator)
+        RANDOM.add(operator)
+
+
+def _declares_one_new_tensor(overload: OpOverload) -> bool:
+    if overload.namespace in _NOT_REPEATED or any(part in overload.namespace for part in _COMMUNICATE):
+        return False
+    is_new = [str(result.type) == "Tensor" and result.alias_info is None for result in declared_results(overload)]
+    return is_new == [True] and not written_arguments(overload)
