@@ -28,7 +28,7 @@ from scripts.reports import charts
 class DemoPicture:
     run_dir: str = "runs/demo"  # of `make demo`
     images: list[int] = field(default_factory=lambda: [0, 1, 3])  # positions in the validation split
-    out: str = "docs/demo.png"
+    out: str = "docs/demo.png"  # the picture
 
 
 def draw(values: DictConfig) -> Path:

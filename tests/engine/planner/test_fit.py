@@ -180,18 +180,18 @@ WITHIN = ("trainer.recompute=budget", "norm=std", "norm.backend=eager", "data.cr
 
 
 def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():
-    config = planned(*WITHIN, "memory.budget=30MiB", "data.crops_per_minibatch=4", "trainer.ema_decay=0.9")
+    config = planned(*WITHIN, "memory.budget=29MiB", "data.crops_per_minibatch=4", "trainer.ema_decay=0.9")
     memory, needed, about = planner.within_budget(config, devices=1)
     plain = planner.step_memory(replace(config, trainer=replace(config.trainer, recompute="none")), 4, 128)
     room = planner.room(config, 4, 128)
     kinds = ("weights", "average", "momentum")
     assert {kind: room.beside[kind] for kind in kinds} == {kind: plain.at_peak[kind] for kind in kinds}
     assert room.beside["gradients"] == plain.parameters
-    left = 30 * 2**20 - sum(room.beside.values())
+    left = 29 * 2**20 - sum(room.beside.values())
     assert memory.activation_bytes() == left // 2**10 * 2**10 and f"leave {size_text(left)} for activations" in about
     # The step that trains with it, with its loss and its optimiser, keeps to the whole.
     trace = planner.step_memory(replace(config, memory=memory), 4, 128)
-    assert trace.peak <= needed <= 30 * 2**20 < plain.peak
+    assert trace.peak <= needed <= 29 * 2**20 < plain.peak
 
 
 @pytest.mark.slow
@@ -199,12 +199,12 @@ def test_the_most_crops_within_a_budget_are_those_of_its_time():
     run = (*WITHIN, "memory.budget=30MiB", "memory.fit=batch", "data.crops_per_minibatch=4")
     plain = planner.fitting(planned(*run, "trainer.recompute=none"), devices=1).data.crops_per_minibatch
     crops = {}
-    for time in (1.02, 1.3):
+    for time in (1.1, 1.3):
         config = planner.fitting(planned(*run, f"memory.time={time}"), devices=1)
         crops[time] = config.data.crops_per_minibatch
         fits, more = (planner.room(config, crops[time] + extra, 128).least(time) for extra in (0, 1))
         assert fits <= 30 * 2**20 < more
-    assert plain < crops[1.02] < crops[1.3]
+    assert plain < crops[1.1] < crops[1.3]
 
 
 @pytest.mark.slow
