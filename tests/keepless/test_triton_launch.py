@@ -137,6 +137,7 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif(not hasattr(triton, "knobs"), reason="Triton before 3.4 launches by itself")
 def test_a_synchronised_norm_launches_seven_kernels(monkeypatch):
     """Forward, on fake CUDA tensors: moments, their exchange, what all ranks' moments give, z, and a counter."""
     launched = []

@@ -24,7 +24,7 @@ class Affine(NamedTuple):
 
     def explicit(self) -> "Affine":
         """The same with gamma floored."""
-        return self._replace(gamma=floored(self.gamma, self.floor), floor=0.0) if self.floor else self
+        return Affine(floored(self.gamma, self.floor), self.beta, self.activation) if self.floor else self
 
 
 class BackwardInputs(NamedTuple):
@@ -59,7 +59,9 @@ class BackwardInputs(NamedTuple):
         if self.factor is not None:
             return self
         gamma = floored(self.gamma, self.floor)
-        return self._replace(gamma=gamma, factor=gamma.reciprocal(), floor=0.0)
+        kept = self.values, self.is_output, self.offset  # dynamo of torch 2.6 does not follow `_replace`
+        rest = self.beta, self.invstd, self.activation, self.recover_x_hat, self.output
+        return BackwardInputs(*kept, gamma.reciprocal(), gamma, *rest)
 
 
 class Running(NamedTuple):
