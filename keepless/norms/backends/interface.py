@@ -59,9 +59,18 @@ class BackwardInputs(NamedTuple):
         if self.factor is not None:
             return self
         gamma = floored(self.gamma, self.floor)
-        kept = self.values, self.is_output, self.offset  # dynamo of torch 2.6 does not follow `_replace`
-        rest = self.beta, self.invstd, self.activation, self.recover_x_hat, self.output
-        return BackwardInputs(*kept, gamma.reciprocal(), gamma, *rest)
+        return BackwardInputs(  # dynamo of torch 2.6 does not follow `_replace`
+            values=self.values,
+            is_output=self.is_output,
+            offset=self.offset,
+            factor=gamma.reciprocal(),
+            gamma=gamma,
+            beta=self.beta,
+            invstd=self.invstd,
+            activation=self.activation,
+            recover_x_hat=self.recover_x_hat,
+            output=self.output,
+        )
 
 
 class Running(NamedTuple):
