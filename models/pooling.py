@@ -47,6 +47,8 @@ def _pooled(x: Tensor, size: int, stride: int, padding: int) -> Tensor:
 
 
 class _MaxPool(torch.autograd.Function):
+    """`F.max_pool2d` of (N, C, H, W) that saves the places of its results in their windows, uint8 (N, C, h, w)."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, stride: int, padding: int) -> Tensor:
         z, places = torch.ops.aten.max_pool2d_with_indices.default(x, [size] * 2, [stride] * 2, [padding] * 2)

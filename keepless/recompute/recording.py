@@ -100,7 +100,7 @@ class Policy(Protocol):
         """Give the result of a call a recipe (`Recording.follow`), or not."""
 
     def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
-        """Where nothing is recorded: whether a call differs from those of the earlier pass."""
+        """In a pass that is only compared with an earlier one: whether a call differs from that pass."""
 
     def may_read_result(self, argument: Value) -> bool:
         """Whether an operation may read its result in place of an argument that it saves."""

@@ -92,7 +92,9 @@ TITLES = {
 }
 
 PAPER = (INPLACE_2, INPLACE_1, CHECKPOINTING_C, CHECKPOINTING_B)
-OF_THE_PAPER = f"In the paper, overheads rise in this order, and {CHECKPOINTING_B} has almost twice that of in-place I."
+OF_THE_PAPER = (
+    f"In the paper, overheads rise in this order: {CHECKPOINTING_B} has almost twice the overhead of in-place I."
+)
 
 COLOURS = {
     STANDARD: charts.BLACK,

@@ -69,7 +69,7 @@ def test_what_a_post_activation_block_keeps(norm_act, channels, expected):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activation_of_the_norms_follows_the_sum_and_not_the_last_norm(activation):
-    """The rest of its equation is that of torchvision's and of the release's blocks: see their tests."""
+    """Other tests compare the rest of the block with torchvision's and with the release's."""
     block = ResidualBlock(8, (4, 4, 8), norm_act=partial(ABN, activation=activation, activation_param=0.3)).double()
     x = torch.randn(3, 8, 7, 6, dtype=torch.float64)
     expected = activate_(Activation(activation, 0.3), block.convs(x) + x)

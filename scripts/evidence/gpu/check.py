@@ -1,4 +1,4 @@
-"""Part "check": the tests that need a card, those of the layers before those of trainings, with their outcomes."""
+"""Part "check": run the tests that need a card, layers first, then trainings, and record their outcomes."""
 
 import os
 import re

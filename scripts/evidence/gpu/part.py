@@ -56,7 +56,7 @@ def beside(rows: Rows, name: str, *by: str) -> Rows:
 
 
 def relative(row: dict, base: str, value: Callable[[dict], float]) -> float | None:
-    """A row's value to that of the row `base` beside it; None if there is no such row."""
+    """A row's value divided by the value of the row `base` in its group; None if the group has no such row."""
     return value(row) / value(row["beside"][base]) if base in row["beside"] else None
 
 

@@ -53,7 +53,7 @@ def step(network: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, dict, int]:
-    """Whether gradients equal those of a plain sharded network; the plan; bytes at the peak beyond what is planned."""
+    """Train in a budget. Returns: equal to plain FSDP2's gradients?, the plan, bytes of the peak above the plan."""
     x, plain, within = X * (rank + 1), sharded(network()), network()
     if is_prepared_first:
         within = sharded(recompute_activations(within, budget=0.5, example=x))
