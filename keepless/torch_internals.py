@@ -121,9 +121,8 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def node_number(node: Any) -> int:
-    """See `next_node_number`."""
-    return node._sequence_nr()
+# The number of a node: see `next_node_number`.
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 # The objects that `unpack` gets while `_reading` reads a node.
@@ -145,11 +144,14 @@ unpack: Callable[[Any], Tensor] = methodcaller("get") if _SHOWS_PACKED else _unp
 
 
 def packed_by(node: Any, name: str) -> Any:
-    """The packed object that a node of PyTorch holds for a saved tensor of this name; None if there is none."""
+    """The packed object that a node of PyTorch holds for a saved tensor of this name; None if there is none.
+
+    The tensor itself, if the node was made without hooks.
+    """
     if _SHOWS_PACKED:
         return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
-    _, found = _reading(node, f"_saved_{name}")
-    return found[0] if found else None
+    tensor, found = _reading(node, f"_saved_{name}")
+    return found[0] if found else tensor
 
 
 def is_synchronised_norm(node: Any) -> bool:
@@ -158,12 +160,12 @@ def is_synchronised_norm(node: Any) -> bool:
 
 
 def packed_by_function(node: Any) -> tuple[Any, ...]:
-    """The packed objects that a custom function's node holds for its saved tensors; None for absent ones."""
+    """The packed objects that a custom function's node holds for its saved tensors, as above; None for absent ones."""
     if _SHOWS_PACKED:
         return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
     tensors, found = _reading(node, "saved_tensors")
     packed = iter(found)
-    return tuple(None if tensor is None else next(packed, None) for tensor in tensors or ())
+    return tuple(None if tensor is None else next(packed, tensor) for tensor in tensors or ())
 
 
 def _reading(node: Any, name: str) -> tuple[Any, list[Any]]:
@@ -195,6 +197,15 @@ def written_arguments(operator: OpOverload) -> list[tuple[int, str]]:
 def node_class(function: type[torch.autograd.Function]) -> type:
     """The class of the nodes that an autograd function makes."""
     return function._backward_cls
+
+
+def called_without(hooks: Hooks, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function while the innermost saved-tensor hooks, which are `hooks`, are off."""
+    _hooks_of_torch._pop_saved_tensors_default_hooks()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _hooks_of_torch._push_saved_tensors_default_hooks(*hooks)
 
 
 def hooks_are_allowed() -> bool:

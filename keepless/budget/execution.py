@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..inputs import tensors_in
 from ..recompute.calls import Call
 from ..recompute.recording import Recording
-from ..recompute.report import KeptTensor
+from ..recompute.report import KeptTensor, Log
 from ..recompute.rules import Rule
 from ..recompute.values import Again, Recipe, Value
 from ..saved import Kept, is_ordinary
@@ -29,8 +28,8 @@ class ByPlan:
         plans: of the network's different sequences of calls.
         trace: sees the step, if it is to be planned.
         guard: None to keep every result there.
-        kept_before: what an earlier pass kept by the plan, if the plain network takes no more. Then nothing is
-            recorded, unless a call is another one than the plan's.
+        kept_before: what an earlier pass kept by the plan, for a report. None: this pass is to tell, by hooks in all
+            calls.
     """
 
     sees_calls = True
@@ -52,7 +51,9 @@ class ByPlan:
         self.call = -1
         self.guard = guard
         self.kept_before = kept_before
-        self.kept: Sequence[KeptTensor] = ()
+        self.kept: Sequence[KeptTensor] = ()  # at the end of the forward pass
+        self.skips_hooks = kept_before is not None and trace is None
+        self.watches = self.skips_hooks and len(plans) == 1 and 0 < plans[0].plain <= plans[0].peak
         self.planned: dict[int, int] = {}  # calls whose results are kept, by the number of the node
 
     def has_ended(self) -> bool:
@@ -67,10 +68,39 @@ class ByPlan:
         self.plans, self.strayed = [], True
         return True
 
+    def is_unhooked(self, function: Callable[..., Any]) -> bool:
+        if not (self.skips_hooks and self.plans):
+            return False
+        plan, number = self.plans[0], self.call + 1
+        return number in plan.unhooked and plan.calls[number][0] is function
+
+    def stays(self, call: Call, result: Tensor) -> bool:
+        plan, number = self.plans[0], self.call + 1
+        if len(self.plans) > 1 or plan.computes(number) or not is_ordinary(result):
+            return False
+        if plan.calls[number] != (call.function, result.shape, result.dtype):
+            return False
+        self.call = number
+        self._plan(call, result)
+        return True
+
+    def _plan(self, call: Call, result: Tensor) -> None:
+        """Note that the result of the present call is kept, with the memory that it is a view of."""
+        self.planned[node_number(result.grad_fn)] = self.call
+        base = result._base
+        if base is not None and base.numel() == result.numel() and call.has_made(base):
+            self.planned[node_number(base.grad_fn)] = self.call  # other views of it follow
+
+    def kept_in(self, log: Log) -> Sequence[KeptTensor]:
+        before = None if self.strayed else self.kept_before
+        self.kept = log.kept(self.why_kept) if before is None else before
+        return self.kept
+
     def may_read_result(self, argument: Value) -> bool:
         return True
 
     def why_kept(self, value: Value | Kept, node: int) -> str:
+        """`node`: number of the node that made the tensor."""
         if not self.plans:
             return "no plan"
         number = value.number if isinstance(value, Value) and self.trace is None else -1  # a trace has its own numbers
@@ -81,19 +111,21 @@ class ByPlan:
         known, trace = recording.known, self.trace
         is_computed = self.is_computed_again(call.function, result)
         inside = bool(self.plans) and self.call in self.plans[0].inside
-        is_read = call.replaceable or result._base is not None or known.find(result) is not None
-        stays = is_computed is False and trace is None and not (inside or is_read)
-        if stays or trace is not None:
+        if is_computed is False and trace is None and not (inside or call.replaceable or call.overwrites):
+            if known.find(result) is None:
+                self._plan(call, result)
+                return
+        if trace is not None:
             self.planned[node_number(result.grad_fn)] = self.call
-        if stays:
-            return
         is_open = is_computed is None and self.guard is not None
         again = whole = bundle = None
         if is_computed or is_open or trace is not None:
             again = recording.again(rule, call, result, from_anything=True)
         if call.inside and (inside or is_open or trace is not None):
-            whole = recording.again(call.traits.inside, call, result, from_anything=True)
-        either = None if _reads_overwritten(call, result) else again or whole
+            whole = again if call.traits.inside is rule else None
+            whole = whole or recording.again(call.traits.inside, call, result, from_anything=True)
+        reads_overwritten = call.before is not None and _reads_overwritten(call.before, call, result)
+        either = None if reads_overwritten else again or whole
         if self.guard is not None and is_computed is None and either is not None:
             is_computed = inside = self.guard.computes(either, result)
         if inside and whole is not None:
@@ -114,7 +146,7 @@ class ByPlan:
         if trace is not None:
             own.number = trace.result(call, rule, result, again, whole, self.call)
         base = result._base
-        if base is not None and base.numel() == result.numel() and _is_new(base, call, known.is_made):
+        if base is not None and base.numel() == result.numel() and call.has_made(base):
             of_base = known.find(base) or known.keep(base, call)  # other views of it follow
             of_base.number = own.number
 
@@ -126,7 +158,8 @@ class ByPlan:
             self.trace.calls.append(kind)
         if not self.plans:
             return None
-        self.plans = [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind]
+        if len(self.plans) > 1 or self.call >= len(self.plans[0].calls) or self.plans[0].calls[self.call] != kind:
+            self.plans = [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind]
         self.strayed = not self.plans
         return None if self.strayed else self.call in self.plans[0].again
 
@@ -160,14 +193,6 @@ class Guard:
         return True
 
 
-def _reads_overwritten(call: Call, result: Tensor) -> bool:
+def _reads_overwritten(before: Value, call: Call, result: Tensor) -> bool:
     """Whether a call has written over a kept value that it reads, so that a plan alone can let it be computed again."""
-    before = call.before
-    return before is not None and result is call.args[0] and before.reads_storage(address(result.untyped_storage()))
-
-
-def _is_new(base: Tensor, call: Call, is_made: Callable[[Tensor], bool]) -> bool:
-    """Whether a call has made the memory of its result, which is a view of `base`."""
-    memory = address(base.untyped_storage())
-    given = filter(is_ordinary, tensors_in(call.arguments))
-    return is_made(base) and all(address(tensor.untyped_storage()) != memory for tensor in given)
+    return result is call.args[0] and before.reads_storage(address(result.untyped_storage()))

@@ -285,11 +285,11 @@ class _Shape:
         return self.last
 
     def _kept_before(self) -> Sequence[KeptTensor] | None:
-        """What the last whole pass kept, if its plan is the only one, and takes no less than the plain network."""
+        """What the last whole pass kept, if its plan is the only one."""
         if self.kept is None or self.strays or len(self.plans) != 1:
             return None
         plan, kept = self.kept
-        return kept if plan is self.plans[0] and 0 < plan.plain <= plan.peak else None
+        return kept if plan is self.plans[0] else None
 
     def _note_last(self) -> None:
         """Note whether the last pass knew the calls, and forget it with its trace."""

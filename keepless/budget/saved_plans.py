@@ -12,6 +12,7 @@ from ..torch_internals import OpOverload, OpOverloadPacket
 from .step import Plan
 
 FORMAT = "keepless plans, version 1"
+_SETS = ("again", "kept", "inside", "unhooked")  # of calls
 
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def plan_to_plain(plan: Plan) -> dict[str, Any]:
     functions = sorted({function_name(function) for function, *_ in plan.calls})
     numbers = {name: number for number, name in enumerate(functions)}
     calls = [[numbers[function_name(function)], [*shape], str(dtype)] for function, shape, dtype in plan.calls]
-    sets = {name: sorted(getattr(plan, name)) for name in ("again", "kept", "inside")}
+    sets = {name: sorted(getattr(plan, name)) for name in _SETS}
     return {"functions": functions, "calls": calls, **sets, "peak": plan.peak, "plain": plan.plain}
 
 
@@ -27,7 +28,7 @@ def plan_from_plain(plain: dict[str, Any]) -> Plan:
     """The plan that `plan_to_plain` has written. KeyError: a function is not there any more."""
     functions = [_function(name) for name in plain["functions"]]
     calls = [(functions[number], torch.Size(shape), dtype_of(dtype)) for number, shape, dtype in plain["calls"]]
-    sets = {name: frozenset(plain[name]) for name in ("again", "kept", "inside")}
+    sets = {name: frozenset(plain[name]) for name in _SETS}
     return Plan(calls, **sets, peak=plain["peak"], plain=plain["plain"])
 
 

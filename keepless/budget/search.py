@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .segments import segmented
 from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
-from .step import Kind, Plan, Step
+from .step import Kind, Plan, Save, Step
 
 _COARSER = 0.9  # each target of segments is that much of the next
 _FINER = 0.97  # each target is this much lower than the peak before it
@@ -32,8 +32,31 @@ class Choice(NamedTuple):
         inside = {value.call for value in dropped if value.kind == Kind.INSIDE}
         free = {value.call for value in step.values if value.kind == Kind.FREE}
         return Plan(
-            step.calls, frozenset(again), frozenset(free - again), frozenset(inside), self.peak, plain_peak(step)
+            step.calls,
+            frozenset(again),
+            frozenset(free - again),
+            frozenset(inside),
+            self._unhooked(step),
+            self.peak,
+            plain_peak(step),
         )
+
+    def _unhooked(self, step: Step) -> frozenset[int]:
+        """Calls all of whose saved tensors are kept, and found by recipes that read them without a `Value`."""
+        values = step.values
+        read = {i for value, kept in zip(values, self.kept, strict=True) if not kept for i in value.inputs}
+
+        def stays(save: Save) -> bool:
+            if save.value < 0 or save.signs or save.memory != values[save.value].memory:
+                return False
+            number = save.value
+            while values[number].kind == Kind.FOLLOWS and values[number].alias >= 0:  # a view
+                number = values[number].alias
+            if values[number].kind == Kind.PART:
+                number = values[number].leader
+            return self.kept[number] and (values[number].call >= 0 or number not in read)
+
+        return frozenset(range(len(step.calls))) - {save.call for save in step.saved if not stays(save)}
 
 
 def frontier(step: Step, limit: int = 0, known: Sequence[Sequence[bool]] = ()) -> list[Choice]:

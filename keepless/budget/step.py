@@ -51,6 +51,7 @@ class Save(NamedTuple):
     value: int  # that is saved; -1 if none is
     signs: int  # bytes of its signs, if it is saved for these alone; otherwise 0
     memory: int  # kept by PyTorch alone
+    call: int  # number of the call that has it saved, or of the next one with a rule; -1 if none
     unpacking: int = 0  # bytes that making values from the signs takes beside the values
 
 
@@ -80,8 +81,13 @@ class Plan(NamedTuple):
     again: frozenset[int]  # calls whose results are computed again
     kept: frozenset[int] = frozenset()  # calls whose results could be computed again, but are kept
     inside: frozenset[int] = frozenset()  # calls of which all that they save inside is computed again
+    unhooked: frozenset[int] = frozenset()  # calls that save nothing but what is kept as PyTorch keeps it
     peak: int = 0  # bytes
     plain: int = 0  # bytes at the peak of the plain network
+
+    def computes(self, call: int) -> bool:
+        """Whether the result of a call, or what it saves inside, is computed again."""
+        return call in self.again or call in self.inside
 
     def choice(self, step: Step) -> list[bool]:
         """Whether each value of a step with these calls is kept; shapes may be others."""

@@ -181,7 +181,7 @@ class StepTrace:
     def saves(self, saved: Saved | ShapeOnly, tensor: Tensor, in_call: bool) -> None:
         """Autograd saves a tensor. In a call, the number of its value is known only at the end."""
         number = len(self.saved)
-        self.saved.append(Save(-1, 0, self.memory(tensor)))
+        self.saved.append(Save(-1, 0, self.memory(tensor), len(self.calls) if in_call else -1))
         if isinstance(saved, Saved):
             saved.number = number
             signs = (-(-tensor.numel() // 8), unpacking_bytes(tensor)) if saved.reads_signs else (0, 0)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..saved import Kept
+from ..torch_internals import next_node_number, node_number
 from .signs import Positive
 from .values import Saved, Value
 
@@ -19,9 +20,10 @@ class Traits(NamedTuple):
     positive: Positive | None  # its gradient only asks which values of the saved tensor are positive
     result_serves: Callable[..., bool] | None  # as in RESULT_SERVES; None: never
     reads_shape_only: Callable[..., bool] | None  # as in READS_SHAPE_ONLY; None: never
-    is_random: bool
+    draws: Callable[..., bool] | None  # random numbers, as in RANDOM; None: never
     is_opened: bool  # it is run to see the functions that it calls
     only_asks: bool  # for an attribute, such as `grad`, or a number, such as `dim()`: autograd saves nothing
+    saves_nothing: Callable[..., bool] | None  # as in SAVES_NOTHING; None: never
     writes: bool  # over an argument, perhaps
 
 
@@ -37,13 +39,15 @@ class Call:
     """The running call of a function, and the tensors that autograd has saved in it."""
 
     __slots__ = (
-        *("args", "arguments", "before", "function", "inside", "kwargs", "parameters", "random", "replaceable"),
-        *("saves", "traits", "unsettled"),
+        *("args", "arguments", "before", "first_node", "function", "inside", "kwargs", "overwrites", "parameters"),
+        *("random", "replaceable", "saves", "traits", "unsettled"),
     )
 
     def __init__(self, function: Callable[..., Any], traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.function, self.traits, self.args, self.kwargs = function, traits, args, kwargs
         self.arguments = (*args, *kwargs.values()) if kwargs else args
+        self.first_node = next_node_number()
+        self.overwrites = False  # an argument
         self.before: Value | None = None  # value of the first argument, if the call overwrites it
         self.replaceable: tuple[Saved, ...] = ()  # saved arguments that the result can stand for
         self.parameters: tuple[tuple[Tensor, Kept], ...] = ()  # leaves saved without a `Value`
@@ -51,6 +55,11 @@ class Call:
         self.saves = 0  # number of tensors saved so far
         self.inside: tuple[Inside, ...] = ()  # tensors saved inside the call, which it may have made itself
         self.random: Any = None  # state of the generator before the call, if it may be needed
+
+    def has_made(self, base: Tensor) -> bool:
+        """Whether the memory of a result, which is a view of `base`, is new. Not told of calls that overwrite."""
+        node = base.grad_fn
+        return not self.overwrites and node is not None and node_number(node) >= self.first_node
 
     def room(self, result: Tensor) -> int:
         """Bytes that computing the call again can free."""

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..norms.bn_act import BatchNormActivationBackward, is_node, norm_and_activation, recompute_output
-from ..saved import Kept, is_ordinary
+from ..saved import Kept
 from ..torch_internals import FakeTensor, is_synchronised_norm, packed_by_function
 from .calls import Call
-from .values import Again, ShapeOnly, Value, laid_out, saved_value, unread_bytes
+from .values import Again, ShapeOnly, Value, form_of, saved_value, unread_bytes, view
 
 _NODES = frozenset(["BatchNormActivationBackward", "SyncBatchNormBackward"]) | {
     f"{name}Backward0" for name in ("ToCopy", "Clone", "UnsafeView")
@@ -79,20 +79,9 @@ def _layer_again(*given: Any) -> Tensor:
 
 def _of_view(known: Registry, tensor: Tensor, call: Call | None) -> Again | None:
     base = tensor._base
-    if base is None or not is_ordinary(base) or tensor.dtype != base.dtype:
+    if base is None or (form := form_of(tensor, base)) is None or (value := known.value_of(base, call)) is None:
         return None
-    if tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
-        return None
-    if (value := known.value_of(base, call)) is None:
-        return None
-    offset = tensor.storage_offset() - base.storage_offset()
-    return Again(_view, (value, base.stride(), tensor.shape, tensor.stride(), offset))
-
-
-def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """The same view of a tensor that was computed again, perhaps with other strides."""
-    base = laid_out(base, strides)
-    return base.as_strided(shape, stride, base.storage_offset() + offset)
+    return Again(view, (value, *form))
 
 
 def _of_synchronised_norm(known: Registry, node: Any, packed: tuple[Any, ...], call: Call | None) -> Again | None:

@@ -30,8 +30,9 @@ Rule 12. Gradients never differ from autograd's: random functions are called aga
 Rule 13. A policy decides what is kept: `ByRules` here, or `ByPlan` (budget/execution.py), which decides call by call
     and whose recipes may read any tensor that the forward pass has made. What a plan keeps gets a value only when a
     recipe, or an operation that may do with less, reads it.
-Rule 14. A step that fits as it is, by a plan, is left as it is (`Policy.kept_before`): its calls are only compared with
-    the plan's, and recorded from the first that differs.
+Rule 14. A step that fits as it is, by a plan, is left as it is (`Policy.watches`): its calls are only compared with the
+    plan's, and recorded from the first that differs. In other steps, calls that by the plan save nothing but what is
+    kept run without our hooks (`Policy.is_unhooked`): PyTorch saves these tensors itself.
 
 An example, and what autograd holds of each tensor:
 
@@ -58,6 +59,7 @@ from ..inputs import tensors_in
 from ..saved import PLAIN, Kept, adds_metadata, copied, is_ordinary
 from ..torch_internals import (
     address,
+    called_without,
     current_function_mode,
     current_hooks,
     in_transform,
@@ -72,8 +74,9 @@ from .report import KeptTensor, Log
 from .reruns import Bundle, random_state
 from .rules import Again, NotFollowed, Rule
 from .traits import traits_of
-from .values import Recipe, Saved, ShapeOnly, Value, unread_bytes
+from .values import Recipe, Saved, SavedView, ShapeOnly, Value, form_of, unread_bytes
 
+_FEW = 2**12  # entries of a tensor that a recipe may as well copy
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
 
 
@@ -86,8 +89,8 @@ class Policy(Protocol):
     repeats_all: bool  # whether expensive and random functions may be called again
     copies_are_worth: int  # see `KnownValues`
 
-    kept_before: Sequence[KeptTensor] | None  # by an earlier pass; not None: nothing is recorded while calls repeat it
-    kept: Sequence[KeptTensor]  # at the end of the forward pass
+    watches: bool  # calls are only compared with a plan's, and nothing is recorded while they are the same
+    skips_hooks: bool  # in the calls of which `is_unhooked` says so
 
     @property
     def trace(self) -> Trace | None: ...
@@ -100,13 +103,19 @@ class Policy(Protocol):
         """Give the result of a call a recipe (`Recording.follow`), or not."""
 
     def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
-        """In a pass that is only compared with an earlier one: whether a call differs from that pass."""
+        """In a pass that is only compared with a plan: whether a call differs."""
+
+    def is_unhooked(self, function: Callable[..., Any]) -> bool:
+        """Whether the next call is one of this function, and saves nothing but what is kept."""
+
+    def stays(self, call: Call, result: Tensor) -> bool:
+        """After an unhooked call: whether its result is kept, and nothing has to be noted of it. Otherwise: `decide`."""
 
     def may_read_result(self, argument: Value) -> bool:
         """Whether an operation may read its result in place of an argument that it saves."""
 
-    def why_kept(self, value: Value | Kept, node: int) -> str:
-        """For a report. `node`: number of the node that made the tensor."""
+    def kept_in(self, log: Log) -> Sequence[KeptTensor]:
+        """At the end of the forward pass: what it has kept. `log`: of the calls with hooks."""
 
 
 class ByRules:
@@ -119,11 +128,16 @@ class ByRules:
     copies_are_worth = 1
     planned: Container[int] = ()
     trace = None
-    kept_before: Sequence[KeptTensor] | None = None
-    kept: Sequence[KeptTensor] = ()
+    watches = skips_hooks = False
 
     def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
         return True
+
+    def is_unhooked(self, function: Callable[..., Any]) -> bool:
+        return False
+
+    def stays(self, call: Call, result: Tensor) -> bool:
+        return False
 
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
         if (again := recording.again(rule, call, result)) is not None:
@@ -132,8 +146,8 @@ class ByRules:
     def may_read_result(self, argument: Value) -> bool:
         return isinstance(argument.source, Recipe)
 
-    def why_kept(self, value: Value | Kept, node: int) -> str:
-        return ""
+    def kept_in(self, log: Log) -> Sequence[KeptTensor]:
+        return log.kept()
 
 
 class CheckpointedOnly(ByRules):
@@ -178,7 +192,7 @@ class Recording(TorchFunctionMode):
         self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, trace)
         self.known.copies_are_worth, self.known.late = self.policy.copies_are_worth, self.policy.planned
         self.inputs = ()
-        self.watches = self.policy.kept_before is not None
+        self.watches = self.policy.watches
         if not self.watches:
             self._start_hooks()
         if self.policy.sees_calls:
@@ -206,8 +220,7 @@ class Recording(TorchFunctionMode):
         """Release the recording's tensors. Autograd holds those that it needs."""
         trace = self.known.trace
         self.known.clear()
-        before = self.policy.kept_before if self.watches else None
-        self.kept = self.policy.kept = self.log.kept(self.policy.why_kept) if before is None else before
+        self.kept = self.policy.kept_in(self.log)
         self.watches = False
         self.log = Log()
         self.frame = None
@@ -245,8 +258,11 @@ class Recording(TorchFunctionMode):
             return function(*args, **kwargs)
         traits = traits_of(function)
         are_plain = PLAIN.issuperset(types)
-        is_question = traits.only_asks and are_plain and self.known.trace is None
-        if is_question or self.is_abandoned():
+        if are_plain and self.known.trace is None:
+            nothing = traits.saves_nothing
+            if traits.only_asks or (nothing is not None and torch.is_grad_enabled() and nothing(args, kwargs)):
+                return function(*args, **kwargs)
+        if self.is_abandoned():
             return function(*args, **kwargs)
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._asked(function, types, args, kwargs)
@@ -258,7 +274,8 @@ class Recording(TorchFunctionMode):
             return function(*args, **kwargs)
         call = Call(function, traits, args, kwargs)
         if not ((traits.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
-            return self._run(call)
+            is_unhooked = self.policy.skips_hooks and self.policy.is_unhooked(function)
+            return self._unhooked(call) if is_unhooked else self._run(call)
         tensors = filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
         writes = [self.known.before_overwriting(tensor) for tensor in tensors]
         try:
@@ -310,6 +327,29 @@ class Recording(TorchFunctionMode):
                 self._start_hooks()
         return result
 
+    def _unhooked(self, call: Call) -> Any:
+        """Run a call of which PyTorch itself keeps all saved tensors."""
+        if self.hooks is None or not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
+            return self._run(call)
+        if call.traits.draws is not None:
+            self._note_random(call)
+        if self.known.gone:
+            self.known.settle_gone()
+        hooks = self.hooks.pack_hook, self.hooks.unpack_hook
+        result = called_without(hooks, call.function, call.args, call.kwargs)
+        if not (isinstance(result, Tensor) and result.requires_grad and self.policy.stays(call, result)):
+            self.call = call
+            try:
+                self._conclude(call, result, None, 0)
+            finally:
+                self.call = None
+        return result
+
+    def _note_random(self, call: Call) -> None:
+        assert call.traits.draws is not None
+        if call.answers(call.traits.draws) and (given := tensors_in(call.arguments)):
+            call.random = random_state(given[0])
+
     def _run(self, call: Call, overwrites: bool = False) -> Any:
         """Run a call, and see whether its result can be computed again."""
         known, function, trace = self.known, call.function, self.known.trace
@@ -318,13 +358,13 @@ class Recording(TorchFunctionMode):
             self._note_made(call, result)
         else:
             target, version = None, 0
+            call.overwrites = overwrites
             if overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
                 target = call.args[0]
                 version, call.before = target._version, known.value_of(target, None)
             self.log.call(call.arguments)
-            if call.traits.is_random and self.policy.repeats_all:
-                given = tensors_in(call.arguments)
-                call.random = random_state(given[0]) if given else None
+            if call.traits.draws is not None and self.policy.repeats_all:
+                self._note_random(call)
             if known.gone:
                 known.settle_gone()
             self.call = call
@@ -371,8 +411,14 @@ class Recording(TorchFunctionMode):
         known, call = self.known, self.call
         if call is not None:
             call.saves += 1
-        if tensor.is_leaf and known.outer is None:  # the quick way, for the many vectors and parameters
-            if (tensor.dim() < 2 and tensor.numel() < self.policy.short) or isinstance(tensor, nn.Parameter):
+        if known.outer is None:  # the quick way, for the many vectors, parameters, and views of these
+            if not tensor.is_leaf:
+                is_simple = isinstance(tensor._base, nn.Parameter)
+            elif tensor.dim() < 2 and tensor.numel() < self.policy.short:
+                is_simple = True
+            else:
+                is_simple = isinstance(tensor, nn.Parameter) or _are_of_rows(tensor)
+            if is_simple:
                 kept = Kept(tensor, None)
                 if call is not None and tensor.requires_grad:
                     call.parameters += ((tensor, kept),)
@@ -381,25 +427,29 @@ class Recording(TorchFunctionMode):
             kept = Kept(tensor, known.outer)
             self.log.keep_other(kept, tensor, None if call is None else call.function)
             return kept
-        if call is not None and tensor.requires_grad and (question := call.traits.reads_shape_only) is not None:
-            if call.answers(question):
+        value = known.find(tensor)
+        if call is not None:
+            traits = call.traits
+            if (asks := traits.reads_shape_only) is not None and tensor.requires_grad and call.answers(asks):
                 shape = ShapeOnly(tensor)
                 if known.trace is not None:
                     known.trace.saves(shape, tensor, True)
                 return shape
-        if known.late and call is not None and known.outer is None and known.is_late(tensor):
-            may_do_with_less = call.traits.positive or call.traits.result_serves
-            if not may_do_with_less and known.find(tensor) is None:
-                kept = Kept(tensor, None)
-                self.log.keep(kept, tensor, call.function)
-                return kept
-        if (value := known.value_of(tensor, call)) is None:
-            value = self._keep(tensor, call)
-        elif value.unread:
+            reads_all = traits.positive is None and traits.result_serves is None
+            if value is None and reads_all and known.outer is None and known.trace is None:
+                if known.late and known.is_late(tensor):
+                    kept = Kept(tensor, None)
+                    self.log.keep(kept, tensor, call.function)
+                    return kept
+                if tensor._is_view() and (saved := self._saved_view(tensor, call)) is not None:
+                    return saved
+        if value is None:
+            value = known.value_of(tensor, call) or self._keep(tensor, call)
+        if value.unread:
             self.note_need(value, tensor)
         saved = Saved(value, known.memory_of(tensor))
-        if call is not None:
-            positive, result_serves = call.traits.positive, call.traits.result_serves
+        if call is not None and not reads_all:
+            positive, result_serves = traits.positive, traits.result_serves
             if result_serves is not None and call.answers(result_serves) and self.policy.may_read_result(value):
                 call.replaceable += (saved,)
             elif positive is not None and value.positive in (None, positive):
@@ -407,6 +457,17 @@ class Recording(TorchFunctionMode):
         if known.trace is not None:
             known.trace.saves(saved, tensor, call is not None)
         return saved
+
+    def _saved_view(self, tensor: Tensor, call: Call) -> SavedView | None:
+        """Save a view that nothing else needs to know, such as one that the running call has made; None if unknown."""
+        base = tensor._base
+        if base is None or not self.known.is_made(tensor) or (form := form_of(tensor, base)) is None:
+            return None
+        if (value := self.known.value_of(base, call)) is None:
+            return None
+        if value.unread:
+            self.note_need(value, base)
+        return SavedView(value, self.known.memory_of(tensor), form)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         return Kept(tensor, None) if self.is_abandoned() else self.pack(tensor)
@@ -422,7 +483,8 @@ class Recording(TorchFunctionMode):
 
     def _keep_itself(self, tensor: Tensor, call: Call | None, is_base: bool) -> Value:
         value = self.known.keep(tensor, call)
-        self.note_need(value, tensor)
+        if is_base:
+            self.note_need(value, tensor)
         if call is not None and call.traits.inside is not None:
             call.inside += (Inside(value, call.saves - 1, is_base),)
         return value
@@ -447,6 +509,9 @@ class Recording(TorchFunctionMode):
                 for parameter, kept in call.parameters:
                     if parameter is tensor:
                         return kept
+                if type(tensor) is nn.Parameter and tensor.requires_grad and self.known.outer is None:
+                    is_small = _MUCH * _bytes(tensor) <= room
+                    return self._copy(tensor) if is_small else Kept(tensor, None)
             value = None if tensor is result else self.known.find(tensor)
             if value is None or value.unread:
                 value = self._available(tensor, call, result, from_anything)
@@ -482,15 +547,19 @@ class Recording(TorchFunctionMode):
         else:
             is_copied = is_small or not self.known.made.has(tensor)
         if is_copied:
-            size, copy = min(size, tensor.nbytes), copied(tensor)
-            value = Value(Kept(copy, self.known.outer), bytes=size)
-            if self.known.trace is not None:
-                self.known.trace.keeps(value, copy)
-            return value, size
+            value = self._copy(tensor)
+            return value, value.bytes
         lent = self.known.lend(tensor, call)
         if isinstance(lent, Value) and lent.unread:
             self.note_need(lent, tensor)
         return lent, size
+
+    def _copy(self, tensor: Tensor) -> Value:
+        copy = copied(tensor)
+        value = Value(Kept(copy, self.known.outer), bytes=min(_bytes(tensor), tensor.nbytes))
+        if self.known.trace is not None:
+            self.known.trace.keeps(value, copy)
+        return value
 
     def bundle(self, again: Again, call: Call, result: Tensor) -> Bundle:
         """Compute again all that a call has saved inside. `again`: repeats the call."""
@@ -538,22 +607,28 @@ class Recording(TorchFunctionMode):
         for saved in call.replaceable:
             saved.read_instead(own)
         if result._base is not None:
-            self._follow_base(result, result._base, own)
+            self._follow_base(call, result, result._base, own)
 
-    def _follow_base(self, result: Tensor, base: Tensor, own: Value) -> None:
+    def _follow_base(self, call: Call, result: Tensor, base: Tensor, own: Value) -> None:
         """Functions such as `F.instance_norm` return a view of all that they make: other views follow from it."""
         known = self.known
         if base.numel() != result.numel() or base.dtype != result.dtype or not known.is_made(base):
             return
         if not (base.is_contiguous() and result.is_contiguous()):
             return
-        if own.reads_storage(address(base.untyped_storage())):  # a view of an argument
+        is_new = not own.reads_storage(address(base.untyped_storage())) if call.overwrites else call.has_made(base)
+        if not is_new:  # but a view of an argument
             return
         recipe, value = Recipe(Again(Tensor.view, (own, base.shape)), base), known.find(base)
         if value is None:
             known.remember(base, Value(recipe))
         elif isinstance(value.source, Kept):
             value.become(recipe)
+
+
+def _are_of_rows(tensor: Tensor) -> bool:
+    """Whether a tensor looks like the few statistics of a layer norm's rows."""
+    return tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
 
 
 def is_running(frame: FrameType) -> bool:

@@ -88,8 +88,8 @@ class Log:
             entry = KeptTensor(size, type(tensor).__name__, name, self.parameter, "a subclass of tensors")
             self.others.append((weakref.ref(kept), entry))
 
-    def kept(self, why: Callable[[Value | Kept, int], str]) -> list[KeptTensor]:
-        """The tensors kept at the end of the forward pass, one per storage. `why`: see `Policy.why_kept`."""
+    def kept(self, why: Callable[[Value | Kept, int], str] = lambda value, node: "") -> list[KeptTensor]:
+        """The tensors kept at the end of the forward pass, one per storage. `why`, given the number of their node."""
         found: dict[int, KeptTensor] = {}
         for reference, storage, size, node, made_by, function, parameter in self.entries:
             value = reference()

@@ -73,8 +73,40 @@ def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not (given.get("training", False) or any(vector is not None and vector.requires_grad for vector in vectors))
 
 
+def always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """The answer to a question about any call of a function."""
+    return True
+
+
+def _is_contiguous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return len(args) == 1 and not kwargs and args[0].is_contiguous()
+
+
+def _indexes_no_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor is indexed by numbers, slices and the like, not by other tensors."""
+    index = args[1]
+    return _INDICES.issuperset(map(type, index if type(index) is tuple else (index,)))
+
+
+def _drops_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+    return not (given.get("p", 0.5) and given.get("training", True))
+
+
+_INDICES = frozenset([int, slice, type(None), type(...)])
+_VIEWS = (
+    "chunk diagonal expand expand_as movedim narrow permute select split squeeze swapaxes swapdims t transpose unbind "
+    "unflatten unfold unsqueeze view view_as"
+).split()
+# Whether a call returns views of its argument, or the argument, and has autograd save nothing.
+SAVES_NOTHING: dict[Function, Callable[..., bool]] = {
+    **{getattr(owner, name): always for owner in (Tensor, torch) for name in _VIEWS if hasattr(owner, name)},
+    Tensor.__getitem__: _indexes_no_values,
+    Tensor.contiguous: _is_contiguous,
+    F.dropout: _drops_nothing,
+}
 # Whether a call, given its arguments, saves its argument although its result would do for the gradient.
-RESULT_SERVES = {F.relu6: lambda args, kwargs: True, F.leaky_relu: _keeps_signs, F.hardtanh: _has_exact_bounds}
+RESULT_SERVES = {F.relu6: always, F.leaky_relu: _keeps_signs, F.hardtanh: _has_exact_bounds}
 # Whether a call saves its input although the gradient needs none of its values.
 READS_SHAPE_ONLY = dict.fromkeys(CONVOLUTIONS, _has_frozen_weight) | {F.batch_norm: _is_frozen_norm}
 
@@ -119,9 +151,13 @@ def random_again(function: Function) -> Rule:
     return rule
 
 
+def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether attention drops weights."""
+    return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+
+
 def _attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    share = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    return (random_again if share else _made)(F.scaled_dot_product_attention)(find, args, kwargs, result)
+    return (random_again if _drops(args, kwargs) else _made)(F.scaled_dot_product_attention)(find, args, kwargs, result)
 
 
 def _is_aligned(argument: object) -> bool:
@@ -388,12 +424,9 @@ for _function in (F.scaled_dot_product_attention, torch.rrelu, F.cross_entropy, 
     INSIDE[_function] = EXPENSIVE[_function]
 for _function in (F.dropout, torch.dropout, F.alpha_dropout):
     INSIDE[_function] = _mask(_function)
-RANDOM: set[Function] = {
-    F.dropout,
-    torch.dropout,
-    F.alpha_dropout,
-    torch.bernoulli,
-    torch.rrelu,
-    F.scaled_dot_product_attention,
+# Whether a call draws random numbers.
+RANDOM: dict[Function, Callable[..., bool]] = {
+    **dict.fromkeys((F.dropout, torch.dropout, F.alpha_dropout, torch.bernoulli, torch.rrelu), always),
+    F.scaled_dot_product_attention: _drops,
 }
 EXPENSIVE[F.embedding] = _unless(F.embedding, 3, "max_norm")

@@ -15,7 +15,9 @@ from .rules import (
     RANDOM,
     READS_SHAPE_ONLY,
     RESULT_SERVES,
+    SAVES_NOTHING,
     Function,
+    always,
     random_again,
 )
 
@@ -38,9 +40,10 @@ def traits_of(function: Function) -> Traits:
         positive=POSITIVE.get(function),
         result_serves=RESULT_SERVES.get(function),
         reads_shape_only=READS_SHAPE_ONLY.get(function),
-        is_random=function in RANDOM,
+        draws=RANDOM.get(function),
         is_opened=function in CALL_OTHERS and function not in FOLLOWED and function not in EXPENSIVE,
         only_asks=function in _QUESTIONS or getattr(function, "__name__", "") == "__get__",
+        saves_nothing=SAVES_NOTHING.get(function),
         writes=writes(function),
     )
 
@@ -53,7 +56,7 @@ def learn(operator: OpOverload | OpOverloadPacket) -> None:
     overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
     if overloads and all(map(_declares_one_new_tensor, overloads)):
         EXPENSIVE[operator] = INSIDE[operator] = random_again(operator)
-        RANDOM.add(operator)
+        RANDOM[operator] = always
 
 
 def _declares_one_new_tensor(overload: OpOverload) -> bool:

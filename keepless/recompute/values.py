@@ -245,7 +245,10 @@ class Saved:
         self.memory = memory
         self.number = -1  # in the trace of a step, if there is one
         self.reads_signs = False
-        value.add_reader()
+        if value.readers:  # a quick `add_reader`
+            value.readers += 1
+        else:
+            value.add_reader()
 
     def read_instead(self, value: Value) -> None:
         """Replace the value."""
@@ -258,6 +261,23 @@ class Saved:
         if self.memory.overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
         return self.value.get()
+
+
+class SavedView(Saved):
+    """Saved in place of a view of a value.
+
+    Args:
+        form: strides of the value's tensor, and shape, strides and offset of the view.
+    """
+
+    __slots__ = ("form",)
+
+    def __init__(self, value: Value, memory: Memory, form: tuple[Any, ...]):
+        super().__init__(value, memory)
+        self.form = form
+
+    def get(self) -> Tensor:
+        return view(super().get(), *self.form)
 
 
 class Again(NamedTuple):
@@ -287,14 +307,16 @@ class Recipe:
         self.function, self.arguments, self.fresh, self.can_overwrite, _ = again
         self.device = "cpu" if like.is_cpu else like.device.type
         self.dtype, self.stride = like.dtype, like.stride()
-        self.stream = current_stream(like)
+        self.stream = current_stream(like) if like.is_cuda else None
         self.autocast = autocast_of(self.device)
-        self.inputs = [argument for argument in again.arguments if isinstance(argument, Value)]
+        self.inputs: list[Value] = []
         self.depth = 1
-        for value in self.inputs:
-            value.recipes += 1
-            if isinstance(value.source, Recipe):
-                self.depth = max(self.depth, 1 + value.source.depth)
+        for value in again.arguments:
+            if isinstance(value, Value):
+                self.inputs.append(value)
+                value.recipes += 1
+                if isinstance(value.source, Recipe) and value.source.depth >= self.depth:
+                    self.depth = 1 + value.source.depth
 
     def __del__(self) -> None:
         for value in self.inputs:
@@ -324,7 +346,9 @@ class Recipe:
 
 
 def saved_value(packed: Any) -> Any:
-    """The `Value` or `Kept` tensor that a node holds, if it is ours; None for an absent tensor."""
+    """The `Value` or `Kept` tensor that a node holds, if it is ours or PyTorch's; None for an absent tensor."""
+    if isinstance(packed, Tensor):
+        return Kept(packed, None)
     return packed.value if isinstance(packed, Saved) else packed
 
 
@@ -333,6 +357,20 @@ def _is_spare(argument: object) -> bool:
     if not isinstance(argument, Value) or argument.readers != 1:
         return False
     return isinstance(argument.source, Recipe) and argument.source.fresh
+
+
+def form_of(tensor: Tensor, base: Tensor) -> tuple[Any, ...] | None:
+    """How `view` makes a view of its base once more; None if the view changes values or their dtype."""
+    if tensor.dtype != base.dtype or tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
+        return None
+    return base.stride(), tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset()
+
+
+def view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """The same view of a tensor that was computed again, perhaps with other strides."""
+    if base.stride() != strides:
+        base = laid_out(base, strides)
+    return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
