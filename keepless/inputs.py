@@ -16,7 +16,7 @@ _WITHOUT_PARTS = frozenset([int, float, bool, str, type(None)])
 def tensors_in(thing: object) -> list[Tensor]:
     """The tensors in nested lists, tuples, dictionaries and dataclasses."""
     if type(thing) is tuple and all(isinstance(one, Tensor) or type(one) in _WITHOUT_PARTS for one in thing):
-        return [one for one in thing if isinstance(one, Tensor)]  # a call's arguments, mostly; trees take ten times as long
+        return [one for one in thing if isinstance(one, Tensor)]  # most calls' arguments, in a tenth of a tree's time
     found = []
     for leaf in tree_leaves(thing):
         if isinstance(leaf, Tensor):

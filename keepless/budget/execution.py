@@ -132,9 +132,8 @@ class ByPlan:
             made = recording.bundle(whole, call, result)
             if again is not None and call.traits.inside is rule:
                 bundle, again = made, made.result()
-        if is_computed and again is not None:
-            recording.follow(again, call, result)
-        own = known.find(result) or known.keep(result, call)
+        own = recording.follow(again, call, result) if is_computed and again is not None else None
+        own = own or known.find(result) or known.keep(result, call)
         if isinstance(own.source, Recipe):
             own.bytes = result.nbytes  # for the guard
         own.number = self.call

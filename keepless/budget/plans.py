@@ -295,6 +295,6 @@ class _Shape:
         """Note whether the last pass knew the calls, and forget it with its trace."""
         if self.last is not None:
             self.strays = self.strays or self.last.strayed
-            if self.last.has_ended():
+            if self.last.has_ended() and self.last.trace is None:  # which sees more tensors than are kept
                 self.kept = self.last.plans[0], self.last.kept
         self.last = None

@@ -109,7 +109,7 @@ class Policy(Protocol):
         """Whether the next call is one of this function, and saves nothing but what is kept."""
 
     def stays(self, call: Call, result: Tensor) -> bool:
-        """After an unhooked call: whether its result is kept, and nothing has to be noted of it. Otherwise: `decide`."""
+        """After an unhooked call: whether its result is kept, so that there is nothing to `decide`."""
 
     def may_read_result(self, argument: Value) -> bool:
         """Whether an operation may read its result in place of an argument that it saves."""
@@ -417,7 +417,7 @@ class Recording(TorchFunctionMode):
             elif tensor.dim() < 2 and tensor.numel() < self.policy.short:
                 is_simple = True
             else:
-                is_simple = isinstance(tensor, nn.Parameter) or _are_of_rows(tensor)
+                is_simple = isinstance(tensor, nn.Parameter) or (known.trace is None and _are_of_rows(tensor))
             if is_simple:
                 kept = Kept(tensor, None)
                 if call is not None and tensor.requires_grad:
@@ -428,28 +428,15 @@ class Recording(TorchFunctionMode):
             self.log.keep_other(kept, tensor, None if call is None else call.function)
             return kept
         value = known.find(tensor)
-        if call is not None:
-            traits = call.traits
-            if (asks := traits.reads_shape_only) is not None and tensor.requires_grad and call.answers(asks):
-                shape = ShapeOnly(tensor)
-                if known.trace is not None:
-                    known.trace.saves(shape, tensor, True)
-                return shape
-            reads_all = traits.positive is None and traits.result_serves is None
-            if value is None and reads_all and known.outer is None and known.trace is None:
-                if known.late and known.is_late(tensor):
-                    kept = Kept(tensor, None)
-                    self.log.keep(kept, tensor, call.function)
-                    return kept
-                if tensor._is_view() and (saved := self._saved_view(tensor, call)) is not None:
-                    return saved
+        if call is not None and (packed := self._without_value(tensor, value, call)) is not None:
+            return packed
         if value is None:
             value = known.value_of(tensor, call) or self._keep(tensor, call)
-        if value.unread:
+        if not value.readers and value.unread:
             self.note_need(value, tensor)
         saved = Saved(value, known.memory_of(tensor))
-        if call is not None and not reads_all:
-            positive, result_serves = traits.positive, traits.result_serves
+        if call is not None:
+            positive, result_serves = call.traits.positive, call.traits.result_serves
             if result_serves is not None and call.answers(result_serves) and self.policy.may_read_result(value):
                 call.replaceable += (saved,)
             elif positive is not None and value.positive in (None, positive):
@@ -458,16 +445,27 @@ class Recording(TorchFunctionMode):
             known.trace.saves(saved, tensor, call is not None)
         return saved
 
-    def _saved_view(self, tensor: Tensor, call: Call) -> SavedView | None:
-        """Save a view that nothing else needs to know, such as one that the running call has made; None if unknown."""
-        base = tensor._base
-        if base is None or not self.known.is_made(tensor) or (form := form_of(tensor, base)) is None:
+    def _without_value(self, tensor: Tensor, value: Value | None, call: Call) -> ShapeOnly | Kept | SavedView | None:
+        """The object for a tensor of which the call needs the shape alone, or that needs no value of its own."""
+        known, traits = self.known, call.traits
+        if (asks := traits.reads_shape_only) is not None and tensor.requires_grad and call.answers(asks):
+            shape = ShapeOnly(tensor)
+            if known.trace is not None:
+                known.trace.saves(shape, tensor, True)
+            return shape
+        may_do_with_less = traits.positive is not None or traits.result_serves is not None
+        if value is not None or may_do_with_less or known.outer is not None or known.trace is not None:
             return None
-        if (value := self.known.value_of(base, call)) is None:
+        if known.late and known.is_late(tensor):
+            kept = Kept(tensor, None)
+            self.log.keep(kept, tensor, call.function)
+            return kept
+        base = tensor._base  # of a view that the call itself has made, say, so that no recipe reads it
+        if base is None or (form := form_of(tensor, base)) is None or (of_base := known.value_of(base, call)) is None:
             return None
-        if value.unread:
-            self.note_need(value, base)
-        return SavedView(value, self.known.memory_of(tensor), form)
+        if not of_base.readers and of_base.unread:
+            self.note_need(of_base, base)
+        return SavedView(of_base, known.memory_of(tensor), form)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         return Kept(tensor, None) if self.is_abandoned() else self.pack(tensor)
@@ -513,7 +511,7 @@ class Recording(TorchFunctionMode):
                     is_small = _MUCH * _bytes(tensor) <= room
                     return self._copy(tensor) if is_small else Kept(tensor, None)
             value = None if tensor is result else self.known.find(tensor)
-            if value is None or value.unread:
+            if value is None or not (value.readers or isinstance(value.source, Recipe)):
                 value = self._available(tensor, call, result, from_anything)
             if value is not None and not copy_it:
                 if value.readers == value.sign_readers:
@@ -594,11 +592,11 @@ class Recording(TorchFunctionMode):
             return value if self.known.trace.overwrites(value, overwritten) else None
         return None if value.reads_storage(address(overwritten.untyped_storage())) else value
 
-    def follow(self, again: Again, call: Call, result: Tensor) -> None:
-        """Give the result of a call a recipe."""
+    def follow(self, again: Again, call: Call, result: Tensor) -> Value | None:
+        """Give the result of a call a recipe, and return its value; None if the chain of recipes would be too long."""
         recipe = Recipe(again, result)
         if recipe.depth > self.policy.longest:
-            return
+            return None
         own = self.known.find(result)
         if own is None:
             own = self.known.remember(result, Value(recipe))
@@ -608,6 +606,7 @@ class Recording(TorchFunctionMode):
             saved.read_instead(own)
         if result._base is not None:
             self._follow_base(call, result, result._base, own)
+        return own
 
     def _follow_base(self, call: Call, result: Tensor, base: Tensor, own: Value) -> None:
         """Functions such as `F.instance_norm` return a view of all that they make: other views follow from it."""

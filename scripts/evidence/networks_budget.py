@@ -284,7 +284,7 @@ def training_step(network: nn.Module, loss: Callable[[Tensor], Tensor], pixels: 
 
 
 def _planned(network: Trained, plan: Plan, pixels: Tensor) -> Tensor:
-    with Recording(ByPlan([plan]), inputs=[pixels]):
+    with Recording(ByPlan([plan], kept_before=()), inputs=[pixels]):
         return network(pixels)
 
 

@@ -24,7 +24,7 @@ def step(network: nn.Module, x: Tensor, plan: Plan | None = None) -> list[Tensor
     torch.manual_seed(1)
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-    with nullcontext() if plan is None else Recording(ByPlan([plan]), inputs=[x]):
+    with nullcontext() if plan is None else Recording(ByPlan([plan], kept_before=()), inputs=[x]):
         output = network(x)
     output.square().mean().backward()
     gradients = [parameter.grad.clone() for parameter in network.parameters()]

@@ -191,7 +191,7 @@ class Fixed(PlansByShape):
     """Plans that are given."""
 
     def __init__(self, plan: Plan):
-        self.policy = lambda: ByPlan([plan])
+        self.policy = lambda: ByPlan([plan], kept_before=())
 
     def of_pass(self, module, args, kwargs):
         return self.policy()
@@ -474,6 +474,18 @@ def test_a_report_says_why_something_is_kept():
     reasons = {line.why for line in report(network).lines}
     assert reasons == {"planned", "cannot be computed again"}
     assert "why" in str(report(network))
+
+
+def test_a_report_lists_what_a_linear_layer_saves_through_a_view():
+    """Of inputs with three dimensions it saves a view with two."""
+    parts = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(3)]
+    network, x = recompute_activations(nn.Sequential(*parts), budget=1.0), torch.randn(4, 32, 64)
+    for _ in range(4):  # the last one fits as it is, and tells what the third has kept
+        network(x).sum().backward()
+        kept = [line for line in report(network).lines if line.made_by == "NativeLayerNorm"]
+    assert [(line.module, line.bytes, line.kept_for) for line in sorted(kept, key=lambda line: line.module)] == [
+        (f"{number}.1", x.nbytes, "linear") for number in range(3)
+    ]
 
 
 class SavesResults(nn.Sequential):

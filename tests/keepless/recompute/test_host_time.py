@@ -14,6 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import keepless
 from keepless import InPlaceABN, recompute_activations, report
+from keepless.budget.execution import ByPlan
+from keepless.budget.search import Choice
+from keepless.budget.traced_step import traced_step
+from keepless.recompute.recording import Recording
 
 FOLDER = str(Path(keepless.__file__).parent)
 
@@ -90,3 +94,22 @@ def test_a_pass_that_fits_as_it_is_makes_nothing():
     kept = report(network)
     assert {line.why for line in kept.lines} == {"planned", "cannot be computed again"}
     assert [line.made_by for line in kept.lines if line.why == "cannot be computed again"] == ["input"]
+
+
+def test_only_calls_that_read_what_is_computed_again_have_hooks():
+    network = nn.Sequential(*[nn.Sequential(nn.Conv1d(4, 4, 1), nn.GELU()) for _ in range(4)])
+    x = torch.randn(2, 4, 64)
+    step, _ = traced_step(network, (x,), {})
+    activation = next(number for number, value in enumerate(step.values) if value.call == 3)  # of the second block
+    plan = Choice(0, 0.0, tuple(number != activation for number in range(len(step.values)))).plan(step)
+    assert plan.again == {3} and set(range(8)) - plan.unhooked == {4}  # the convolution after it
+    outputs = []
+
+    def forward() -> None:
+        with Recording(ByPlan([plan], kept_before=()), inputs=[x]):
+            outputs.append(network(x))
+
+    counts = counted(forward)
+    assert (counts["Saved"], counts["Recipe"]) == (1, 1)
+    found, expected = (torch.autograd.grad(y.sum(), [*network.parameters()]) for y in (*outputs, network(x)))
+    assert all(map(torch.equal, found, expected))

@@ -39,14 +39,18 @@ def attempt(forward: Callable[[], Tensor], sources: list[Tensor], context) -> tu
 def agree(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]) -> bool:
     """Compare runs of a forward pass, each freshly made; whether they agree, rather than all raise.
 
-    It runs as it is, recorded, traced for a plan, and by two plans that keep some results at random.
+    It runs as it is, recorded, traced for a plan, and by plans that keep some results at random: with hooks in all
+    calls, and in some alone.
     """
     trace = StepTrace()
     plain, *others = (run(make, context) for context in (nullcontext(), Recording(), Recording(ByPlan((), trace))))
     for seed in range(2):
         draws = Random(seed)
-        again = frozenset(call for call in range(len(trace.calls)) if draws.random() < 0.7)
-        others.append(run(make, Recording(ByPlan([Plan(trace.calls, again)]))))
+        again, unhooked = (
+            frozenset(call for call in range(len(trace.calls)) if draws.random() < share) for share in (0.7, 0.5)
+        )
+        plan = Plan(trace.calls, again, unhooked=unhooked)
+        others.append(run(make, Recording(ByPlan([plan], kept_before=() if seed else None))))
     return all(agrees(plain, recorded) for recorded in others)
 
 
