@@ -1,6 +1,7 @@
 """Standard batch normalisation followed by an activation: strategy (a) of the paper's Figure 2."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from ..torch_internals import NormBase, backward_runs, is_exporting
+from ..torch_internals import NormBase, backward_runs, is_exporting, without_function_modes
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
 from .backends.eager import EagerBackend
@@ -105,7 +106,9 @@ class ABN(NormBase):
         use_batch = self.training or (running_mean is None and running_var is None)
         group = synchronised_group(self.group) if self.sync and use_batch else None
         try:
-            self._check_input(x, own, alone=use_batch and group is None)
+            # Otherwise a mode, such as a recording, would be asked for every attribute.
+            with nullcontext() if torch.compiler.is_compiling() else without_function_modes():
+                self._check_input(x, own, alone=use_batch and group is None)
             if group is not None:
                 backend_for(self.backend, x)  # raises before other ranks wait
         except ValueError:

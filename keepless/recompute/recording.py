@@ -315,12 +315,12 @@ class Recording(TorchFunctionMode):
         if traits.rule is None and traits.expensive is None:
             return function(*args, **kwargs)
         first: Any = args[0] if args else None
-        version = first._version if traits.writes and isinstance(first, Tensor) and is_ordinary(first) else -1
+        version = first._version if traits.writes and isinstance(first, Tensor) and is_ordinary(first) else None
         result = function(*args, **kwargs)
         if not isinstance(result, Tensor) or not result.requires_grad or not is_ordinary(result):
             return result
         is_new = all(result is not one for one in (*args, *kwargs.values()))
-        if is_new or (result is first and result._version == version + 1):
+        if is_new or (version is not None and result is first and result._version == version + 1):
             is_seen = current_hooks() is None and torch.is_grad_enabled() and not in_transform()
             if is_seen and self.policy.strays(function, result):
                 self.watches = False

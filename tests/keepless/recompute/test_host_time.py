@@ -70,19 +70,26 @@ def test_what_a_block_takes_by_rules(device):
 
 
 def test_a_layer_of_ours_is_one_call_of_a_recording():
-    """Beside it there are the convolution, and questions that the layer asks of its input."""
+    """Beside it there is the convolution. The layer's questions about its input are not seen."""
     counts = []
     for number in (2, 4):
         parts = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), InPlaceABN(4)) for _ in range(number)]
         network, x = recompute_activations(nn.Sequential(*parts)), torch.randn(2, 4, 8, 8)
         counts.append(counted(partial(network, x)))
-    assert (counts[1]["Call"] - counts[0]["Call"]) / 2 <= 14
-    assert (counts[1]["calls"] - counts[0]["calls"]) / 2 <= 250
+    assert (counts[1]["Call"] - counts[0]["Call"]) / 2 == 2
+    assert (counts[1]["calls"] - counts[0]["calls"]) / 2 <= 95
+
+
+class Same(nn.Module):
+    """Functions that have rules, and return their argument here."""
+
+    def forward(self, x):
+        return x.to(x.dtype).reshape(x.shape).contiguous()
 
 
 def test_a_pass_that_fits_as_it_is_makes_nothing():
     """Its report is an earlier pass's. Calls are compared with the plan's, except for questions such as `dim`."""
-    network = nn.Sequential(nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
+    network = nn.Sequential(nn.Conv1d(4, 4, 1), nn.GELU(), Same(), nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
     recompute_activations(network, budget="1GiB")
     x = torch.randn(2, 4, 64)
     for _ in range(3):  # rehearsed, traced, and the plan corrected
@@ -90,7 +97,7 @@ def test_a_pass_that_fits_as_it_is_makes_nothing():
     counts = counted(partial(network, x))
     assert counts.keys().isdisjoint(("Call", "Recipe", "Value", "Saved", "Kept"))
     per_block = [counted(partial(planned(blocks(number)), torch.randn(2, 4, 8, 8)))["calls"] for number in (2, 4)]
-    assert (per_block[1] - per_block[0]) / 2 <= 52
+    assert (per_block[1] - per_block[0]) / 2 <= 30
     kept = report(network)
     assert {line.why for line in kept.lines} == {"planned", "cannot be computed again"}
     assert [line.made_by for line in kept.lines if line.why == "cannot be computed again"] == ["input"]
