@@ -19,7 +19,6 @@ from ..saved import Kept
 from ..torch_internals import FakeTensor, dropped_share, packed_by, without_dispatch_modes, without_function_modes
 from .functions import INPLACE, may_overwrite
 from .nodes import layer_again, normalised
-from .signs import positive, positive_or_nan
 from .values import Again, ShapeOnly, Value, saved_value
 
 
@@ -45,70 +44,9 @@ _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"]
 CONVOLUTIONS = frozenset(
     getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
 )
-_RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])
-# Activations that read only signs of what they save.
-POSITIVE = dict.fromkeys(_RELUS, positive_or_nan) | dict.fromkeys((F.leaky_relu, F.leaky_relu_), positive)
+RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
-
-
-def _keeps_signs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a leaky ReLU's result has the signs of its argument."""
-    return bool((args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0)
-
-
-def _has_exact_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the bounds of a hardtanh are exact in every dtype."""
-    bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
-    return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)
-
-
-def _has_frozen_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
-
-
-def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = kwargs if kwargs.get("training") else _named(F.batch_norm, args, kwargs)
-    vectors = given.get("weight"), given.get("bias")
-    return not (given.get("training", False) or any(vector is not None and vector.requires_grad for vector in vectors))
-
-
-def always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The answer to a question about any call of a function."""
-    return True
-
-
-def _is_contiguous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return len(args) == 1 and not kwargs and args[0].is_contiguous()
-
-
-def _indexes_no_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor is indexed by numbers, slices and the like, not by other tensors."""
-    index = args[1]
-    return _INDICES.issuperset(map(type, index if type(index) is tuple else (index,)))
-
-
-def _drops_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-    return not (given.get("p", 0.5) and given.get("training", True))
-
-
-_INDICES = frozenset([int, slice, type(None), type(...)])
-_VIEWS = (
-    "chunk diagonal expand expand_as movedim narrow permute select split squeeze swapaxes swapdims t transpose unbind "
-    "unflatten unfold unsqueeze view view_as"
-).split()
-# Whether a call returns views of its argument, or the argument, and has autograd save nothing.
-SAVES_NOTHING: dict[Function, Callable[..., bool]] = {
-    **{getattr(owner, name): always for owner in (Tensor, torch) for name in _VIEWS if hasattr(owner, name)},
-    Tensor.__getitem__: _indexes_no_values,
-    Tensor.contiguous: _is_contiguous,
-    F.dropout: _drops_nothing,
-}
-# Whether a call, given its arguments, saves its argument although its result would do for the gradient.
-RESULT_SERVES = {F.relu6: always, F.leaky_relu: _keeps_signs, F.hardtanh: _has_exact_bounds}
-# Whether a call saves its input although the gradient needs none of its values.
-READS_SHAPE_ONLY = dict.fromkeys(CONVOLUTIONS, _has_frozen_weight) | {F.batch_norm: _is_frozen_norm}
 
 
 def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
@@ -151,13 +89,15 @@ def random_again(function: Function) -> Rule:
     return rule
 
 
-def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def drops_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether attention drops weights."""
     return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
 
 
 def _attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    return (random_again if _drops(args, kwargs) else _made)(F.scaled_dot_product_attention)(find, args, kwargs, result)
+    return (random_again if drops_weights(args, kwargs) else _made)(F.scaled_dot_product_attention)(
+        find, args, kwargs, result
+    )
 
 
 def _is_aligned(argument: object) -> bool:
@@ -228,13 +168,13 @@ def _found(find: Find, *vectors: Vector) -> list[Any]:
     return [None if vector is None else find(vector) for vector in vectors]
 
 
-def _named(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that a call gives, by name."""
     return dict(zip(_PARAMETERS[function], args, strict=False)) | kwargs
 
 
 def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    given = _named(F.batch_norm, args, kwargs)
+    given = named_arguments(F.batch_norm, args, kwargs)
     x, affine = find(given["input"]), _found(find, given.get("weight"), given.get("bias"))
     if not given.get("training", False):
         running = _found(find, given["running_mean"], given["running_var"])
@@ -261,7 +201,7 @@ def _saved(node: Any, *names: str) -> list[Value | Kept]:
 
 
 def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    given = _named(F.instance_norm, args, kwargs)
+    given = named_arguments(F.instance_norm, args, kwargs)
     of_images = given.get("use_input_stats", True)
     running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # which would move again
     vectors = _found(find, *(running or (None, None)), given.get("weight"), given.get("bias"))
@@ -375,7 +315,7 @@ def _register(make: Callable[[Function], Rule], *functions: Function, like: Func
 _register(_activation, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu)
 _register(_activation, F.silu, F.mish, F.hardswish, F.hardsigmoid)
 _register(_activation, F.threshold)
-_register(_activation, *_RELUS, like=F.relu)
+_register(_activation, *RELUS, like=F.relu)
 for _plain in (F.leaky_relu, F.elu, F.selu, F.celu):
     _register(_activation, getattr(F, _plain.__name__ + "_"), like=_plain)
 _register(_made, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, like=torch.sigmoid)
@@ -424,9 +364,4 @@ for _function in (F.scaled_dot_product_attention, torch.rrelu, F.cross_entropy, 
     INSIDE[_function] = EXPENSIVE[_function]
 for _function in (F.dropout, torch.dropout, F.alpha_dropout):
     INSIDE[_function] = _mask(_function)
-# Whether a call draws random numbers.
-RANDOM: dict[Function, Callable[..., bool]] = {
-    **dict.fromkeys((F.dropout, torch.dropout, F.alpha_dropout, torch.bernoulli, torch.rrelu), always),
-    F.scaled_dot_product_attention: _drops,
-}
 EXPENSIVE[F.embedding] = _unless(F.embedding, 3, "max_norm")

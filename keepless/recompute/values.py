@@ -368,8 +368,7 @@ def form_of(tensor: Tensor, base: Tensor) -> tuple[Any, ...] | None:
 
 def view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
     """The same view of a tensor that was computed again, perhaps with other strides."""
-    if base.stride() != strides:
-        base = laid_out(base, strides)
+    base = base if base.stride() == strides else laid_out(base, strides)
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
