@@ -135,7 +135,8 @@ def _plans_of(network: nn.Module, receiver: str) -> PlansByShape:
 def report(network: nn.Module) -> Report:
     """Report the tensors that a prepared network kept in its last forward pass. Call it after a step and print it.
 
-    Within a budget it says why: something was planned, or it cannot be computed again.
+    Within a budget it says why: something was planned, or it cannot be computed again. Of a pass that has left its
+    plan, only the part after that is listed.
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """

@@ -46,6 +46,30 @@ def copied(tensor: Tensor) -> Tensor:
     return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def form_of(tensor: Tensor, base: Tensor) -> tuple[Any, ...] | None:
+    """How `view` makes a view of its base once more; None if values or dtypes differ, or the base has other data."""
+    if tensor.dtype != base.dtype or tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
+        return None
+    if address(tensor.untyped_storage()) != address(base.untyped_storage()):
+        return None
+    return base.stride(), tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset()
+
+
+def view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """The same view of a tensor that was computed again, perhaps with other strides."""
+    base = base if base.stride() == strides else laid_out(base, strides)
+    return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A tensor with these strides: itself, or a copy."""
+    if all(
+        ours == wanted or size == 1 for ours, wanted, size in zip(tensor.stride(), stride, tensor.shape, strict=True)
+    ):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def size_text(count: int) -> str:
     """Bytes for people, such as 1.50 GiB, 20.0 MiB or 0.5 KiB."""
     for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):

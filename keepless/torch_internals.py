@@ -201,8 +201,8 @@ def node_class(function: type[torch.autograd.Function]) -> type:
 
 def called_without(hooks: Hooks, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function while the innermost saved-tensor hooks, which are `hooks`, are off."""
-    _hooks_of_torch._pop_saved_tensors_default_hooks()
     try:
+        _hooks_of_torch._pop_saved_tensors_default_hooks()  # inside: Ctrl-C may come as soon as they are off
         return function(*args, **kwargs)
     finally:
         _hooks_of_torch._push_saved_tensors_default_hooks(*hooks)

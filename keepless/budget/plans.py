@@ -79,15 +79,15 @@ class PlansByShape:
     def state(self) -> dict[str, Any]:
         """The plans in force, as plain containers: see `keepless.budget_state`."""
         shapes = []
-        for ((forms, training, *autocast), dims), shape in self._shapes.items():
+        for ((forms, frozen, training, *autocast), dims), shape in self._shapes.items():
             inputs = [[size, str(dtype), needs_grad, device] for size, dtype, needs_grad, device in forms]
             families = [self._family_of(plan.calls) for plan in shape.plans]
             plans = [
                 {**plan_to_plain(plan), "correction": family.correction, "traced": family.was_traced}
                 for plan, family in zip(shape.plans, families, strict=True)
             ]
-            found = {"inputs": inputs, "training": training, "autocast": autocast, "dims": [*dims], "plans": plans}
-            shapes.append(found | {name: getattr(shape, name) for name in _OF_SHAPE})
+            found = {"inputs": inputs, "frozen": [*frozen], "training": training, "autocast": autocast, "dims": [*dims]}
+            shapes.append({**found, "plans": plans, **{name: getattr(shape, name) for name in _OF_SHAPE}})
         return {"format": FORMAT, "torch": str(torch.__version__), "budget": self.budget, "shapes": shapes}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -99,7 +99,8 @@ class PlansByShape:
         try:
             for found in state["shapes"]:
                 forms = tuple((n, dtype_of(kind), grad, device) for n, kind, grad, device in found["inputs"])
-                key, dims = (forms, found["training"], *found["autocast"]), tuple(found["dims"])
+                key = (forms, tuple(found["frozen"]), found["training"], *found["autocast"])
+                dims = tuple(found["dims"])
                 shape = shapes[key, dims] = _Shape(dims, self._sized.setdefault(key, []))
                 shape.plans = [plan_from_plain(plain) for plain in found["plans"]]
                 for name in _OF_SHAPE:
@@ -148,8 +149,9 @@ class PlansByShape:
             (tensor.dim() if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device.type)
             for tensor in inputs
         )
+        frozen = tuple(number for number, one in enumerate(module.parameters()) if not one.requires_grad)
         devices = {tensor.device.type for tensor in inputs}
-        key = (forms, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
+        key = (forms, frozen, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
         if (key, dims) not in self._shapes:
             self._shapes[key, dims] = _Shape(dims, self._sized.setdefault(key, []))
         return self._shapes[key, dims]

@@ -42,12 +42,13 @@ class Choice(NamedTuple):
         )
 
     def _unhooked(self, step: Step) -> frozenset[int]:
-        """Calls all of whose saved tensors are kept, and found by recipes that read them without a `Value`."""
+        """Calls all of whose saved tensors are kept whole, and found by recipes that read them without a `Value`."""
         values = step.values
+        packed = {save.memory for save in step.saved if save.signs}  # as soon as no reader is left but for signs
         read = {i for value, kept in zip(values, self.kept, strict=True) if not kept for i in value.inputs}
 
         def stays(save: Save) -> bool:
-            if save.value < 0 or save.signs or save.memory != values[save.value].memory:
+            if save.value < 0 or save.memory in packed or save.memory != values[save.value].memory:
                 return False
             number = save.value
             while values[number].kind == Kind.FOLLOWS and values[number].alias >= 0:  # a view

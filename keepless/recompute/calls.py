@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..saved import Kept
-from ..torch_internals import next_node_number, node_number
+from ..inputs import tensors_in
+from ..saved import Kept, is_ordinary
+from ..torch_internals import address, next_node_number, node_number
 from .signs import Positive
 from .values import Saved, Value
 
@@ -59,7 +60,11 @@ class Call:
     def has_made(self, base: Tensor) -> bool:
         """Whether the memory of a result, which is a view of `base`, is new. Not told of calls that overwrite."""
         node = base.grad_fn
-        return not self.overwrites and node is not None and node_number(node) >= self.first_node
+        if self.overwrites or node is None or node_number(node) < self.first_node:
+            return False
+        memory = address(base.untyped_storage())  # a tensor of another thread may have a later node
+        given = filter(is_ordinary, tensors_in(self.arguments))
+        return all(address(tensor.untyped_storage()) != memory for tensor in given)
 
     def room(self, result: Tensor) -> int:
         """Bytes that computing the call again can free."""

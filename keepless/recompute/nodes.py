@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..norms.bn_act import BatchNormActivationBackward, is_node, norm_and_activation, recompute_output
-from ..saved import Kept
+from ..saved import Kept, form_of, view
 from ..torch_internals import FakeTensor, is_synchronised_norm, packed_by_function
 from .calls import Call
-from .values import Again, ShapeOnly, Value, form_of, saved_value, unread_bytes, view
+from .values import Again, ShapeOnly, Value, saved_value, unread_bytes
 
 _NODES = frozenset(["BatchNormActivationBackward", "SyncBatchNormBackward"]) | {
     f"{name}Backward0" for name in ("ToCopy", "Clone", "UnsafeView")

@@ -56,7 +56,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..inputs import tensors_in
-from ..saved import PLAIN, Kept, adds_metadata, copied, is_ordinary
+from ..saved import PLAIN, Kept, adds_metadata, copied, form_of, is_ordinary
 from ..torch_internals import (
     address,
     called_without,
@@ -74,7 +74,7 @@ from .report import KeptTensor, Log
 from .reruns import Bundle, random_state
 from .rules import Again, NotFollowed, Rule
 from .traits import traits_of
-from .values import Recipe, Saved, SavedView, ShapeOnly, Value, form_of, unread_bytes
+from .values import Recipe, Saved, SavedView, ShapeOnly, Value, unread_bytes
 
 _FEW = 2**12  # entries of a tensor that a recipe may as well copy
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
@@ -335,9 +335,11 @@ class Recording(TorchFunctionMode):
             self._note_random(call)
         if self.known.gone:
             self.known.settle_gone()
+        self.log.parameter = None  # of this call it is not noted
         hooks = self.hooks.pack_hook, self.hooks.unpack_hook
         result = called_without(hooks, call.function, call.args, call.kwargs)
-        if not (isinstance(result, Tensor) and result.requires_grad and self.policy.stays(call, result)):
+        is_new = isinstance(result, Tensor) and result.requires_grad and id(result) not in map(id, call.arguments)
+        if not (is_new and self.policy.stays(call, result)):
             self.call = call
             try:
                 self._conclude(call, result, None, 0)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..saved import Kept
+from ..saved import Kept, laid_out
 from ..torch_internals import FakeTensor
 from .calls import Inside
-from .values import Again, Recipe, Value, laid_out
+from .values import Again, Recipe, Value
 
 
 class RandomState:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..saved import Kept, check_version
+from ..saved import Kept, check_version, laid_out, view
 from ..torch_internals import (
     FakeTensor,
     Hooks,
@@ -357,28 +357,6 @@ def _is_spare(argument: object) -> bool:
     if not isinstance(argument, Value) or argument.readers != 1:
         return False
     return isinstance(argument.source, Recipe) and argument.source.fresh
-
-
-def form_of(tensor: Tensor, base: Tensor) -> tuple[Any, ...] | None:
-    """How `view` makes a view of its base once more; None if the view changes values or their dtype."""
-    if tensor.dtype != base.dtype or tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
-        return None
-    return base.stride(), tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset()
-
-
-def view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """The same view of a tensor that was computed again, perhaps with other strides."""
-    base = base if base.stride() == strides else laid_out(base, strides)
-    return base.as_strided(shape, stride, base.storage_offset() + offset)
-
-
-def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A tensor with these strides: itself, or a copy."""
-    if all(
-        ours == wanted or size == 1 for ours, wanted, size in zip(tensor.stride(), stride, tensor.shape, strict=True)
-    ):
-        return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def autocast_as(autocast: tuple[bool, torch.dtype | None], device: str) -> AbstractContextManager:

@@ -45,9 +45,13 @@ def pair(**options) -> tuple[nn.Module, nn.Module]:
     return recompute_activations(copy.deepcopy(plain), budget=1.0), plain
 
 
-def plans(network: nn.Module) -> int:
+def planned_shapes(network: nn.Module) -> list:
     (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
-    return sum(len(shape.plans) for shape in hooks.plans._shapes.values())
+    return list(hooks.plans._shapes.values())
+
+
+def plans(network: nn.Module) -> int:
+    return sum(len(shape.plans) for shape in planned_shapes(network))
 
 
 def gradients(network: nn.Module, x: Tensor = X) -> list[Tensor]:
@@ -99,6 +103,48 @@ def test_a_traced_step_that_raises_is_traced_again(error, at_once):
     for _ in range(3):
         assert_like_plain(within, plain)
     assert plans(within) == 1
+
+
+class Casts(nn.Module):
+    """Of three equal calls, the first two return their argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            q, k, v = (layer(x) for layer in self.layers[:3])
+        q, k = q * 2.0 + x, k * 2.0 + x
+        return x + self.layers[3](F.scaled_dot_product_attention(q.float(), k.float(), v.float()))
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.8])
+def test_a_call_that_returns_its_argument_is_none_of_the_plan(budget):
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(*[Casts() for _ in range(4)]), X.float()
+    within = recompute_activations(copy.deepcopy(plain), budget=budget)
+    for _ in range(6):
+        assert_like_plain(within, plain, x)
+    (shape,) = planned_shapes(within)
+    assert not shape.strays and shape.traces == 1
+
+
+def test_what_is_trained_from_now_on_is_planned_anew():
+    """Layers that were frozen did not save their inputs."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)], nn.Linear(64, 1))
+    x = torch.randn(256, 64, requires_grad=True)
+    network = copy.deepcopy(plain)
+    recompute_activations(network, budget=12 * x.nbytes)
+    for frozen in (True, False):
+        for number in range(1, 8):
+            network[number].requires_grad_(not frozen)
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(4):
+            assert peak_bytes(lambda: network(x).sum().backward(), "cpu") < 12.5 * x.nbytes
+    assert len(planned_shapes(network)) == 2
 
 
 class Deepened(nn.Module):

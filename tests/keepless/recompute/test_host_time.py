@@ -120,3 +120,17 @@ def test_only_calls_that_read_what_is_computed_again_have_hooks():
     assert (counts["Saved"], counts["Recipe"]) == (1, 1)
     found, expected = (torch.autograd.grad(y.sum(), [*network.parameters()]) for y in (*outputs, network(x)))
     assert all(map(torch.equal, found, expected))
+
+
+def test_what_pytorch_keeps_whole_is_not_packed_to_signs():
+    """ReLU reads signs of its result, which the convolution after it reads whole."""
+    network, x = nn.Sequential(*[nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU()) for _ in range(4)]), torch.randn(2, 4, 64)
+    step, _ = traced_step(network, (x,), {})
+    activation = next(number for number, value in enumerate(step.values) if value.call == 3)
+    plan = Choice(0, 0.0, tuple(number != activation for number in range(len(step.values)))).plan(step)
+
+    def forward() -> object:
+        with Recording(ByPlan([plan], kept_before=()), inputs=[x]):
+            return network(x)
+
+    assert counted(forward)["Signs"] == 1  # of the result that is computed again

@@ -296,6 +296,13 @@ def _replace_data(x: Tensor) -> Tensor:
     return y.sin()
 
 
+def _replace_data_of_a_base(x: Tensor) -> Tensor:
+    y = torch.tanh(x) * 1.0
+    view = y.view(2, -1)[:]
+    y.data = torch.zeros_like(y)
+    return (view * torch.sigmoid(view)).view_as(x)
+
+
 def _graph(layout: str) -> Callable[[Tensor], Tensor]:
     """An adjacency matrix of some layout, then operations on rows that vmap batches."""
 
@@ -333,12 +340,20 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "normalised": lambda x: x.sin() * F.normalize(x, dim=1),
     "inference tensor": _join_an_inference_tensor,
     "replaced data": _replace_data,
+    "replaced data of a base": _replace_data_of_a_base,
     "sparse": _graph("to_sparse"),
     "sparse CSR": _graph("to_sparse_csr"),
     "batched": _graph("to_dense"),
 }
 # {function: tensors that it keeps besides its input}; a chain keeps a value of every 13.
-TENSORS_KEPT = {"replaced data": 1, "forty products": 3, "long chain": 2000 // 13, "complex view": 1, "conjugate": 4}
+TENSORS_KEPT = {
+    "replaced data": 1,
+    "replaced data of a base": 2,
+    "forty products": 3,
+    "long chain": 2000 // 13,
+    "complex view": 1,
+    "conjugate": 4,
+}
 TENSORS_KEPT |= {"checkpoint inside": 1, "other hooks inside": 1, "view changed": 1, "relu over a view": 2}
 TENSORS_KEPT |= {"normalised": 3, "upsampled": 1, "inference tensor": 1, "batched": 3}
 

@@ -505,6 +505,32 @@ def test_what_nobody_differentiates_is_no_reason_for_an_error(overwrites):
     assert_same(*(gradients(network, IMAGES) for network in both(watched)))
 
 
+class MadeElsewhere(nn.Module):
+    """A thread that has made more of autograd's nodes computes a part: nodes are numbered by thread."""
+
+    def __init__(self, thread: ThreadPoolExecutor):
+        super().__init__()
+        self.first, self.last, self.thread = nn.Linear(8, 8), nn.Linear(8, 8), thread
+
+    def forward(self, x):
+        y = self.thread.submit(self.first, x).result()
+        squares = y.square()  # keeps y
+        return self.last(F.gelu(y.reshape(-1, 8))) * squares.reshape(-1, 8)
+
+
+@pytest.mark.parametrize("budget", [None, 0.7])
+def test_a_view_of_what_another_thread_has_made(budget):
+    x = torch.randn(4, 4, 8)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: [torch.ones(1, requires_grad=True) * 2 for _ in range(2000)]).result()
+        plain = MadeElsewhere(thread)
+        expected = torch.autograd.grad(plain(x).sum(), [*plain.parameters()])
+        prepared = recompute_activations(plain, budget=budget)
+        for _ in range(1 if budget is None else 4):
+            found = torch.autograd.grad(prepared(x).sum(), [*prepared.parameters()])
+            assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("stem", [nn.Conv2d(3, 4, 3), CheckpointedABN(3)], ids=["convolution", "CheckpointedABN"])
 def test_a_checkpoint_may_repeat_the_forward_pass_in_another_thread(stem):
     """As it does on CUDA. Numbers of nodes begin anew in each thread."""
