@@ -5,7 +5,7 @@
     python -m scripts.evidence.compare_checkouts old=. new=. camvid=DIR out=FILE.md       # are the commands repeatable?
 
 Run it before and after a restructuring; `camvid` is that dataset's folder. Compares checkpoints, metrics, results,
-configurations and predictions; not times, memory, hardware, logs and TensorBoard. Exit status 1: something differs.
+configurations and predictions; not times, memory, hardware, logs, locks and TensorBoard. Exit status 1: some do.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ COMMANDS = (
     f"{TRAIN}/tuned init.weights={{here}}/two/checkpoints/last.pt norm=std",
     "-m scripts.predict checkpoint={here}/two input={here}/streets/leftImg8bit/val output={here}/alone device=cpu",
 )
-IGNORED = re.compile(r"environment|images_per_second|peak_memory_mib|_wait_s|mfu|/log|/tensorboard/")
+IGNORED = re.compile(r"environment|images_per_second|peak_memory_mib|_wait_s|mfu|/log|/tensorboard/|/\.lock")
 
 
 @dataclass

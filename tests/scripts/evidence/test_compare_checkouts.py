@@ -14,6 +14,7 @@ from PIL import Image
 run_dir = Path(next(word.partition("=")[2] for word in sys.argv if word.startswith("run_dir=")))
 run_dir.mkdir()
 (run_dir / "log.txt").write_text(__file__)
+(run_dir / ".lock").write_text(__file__)
 (run_dir / "results.json").write_text(json.dumps({"miou": 0.25, "checkpoint": str(run_dir), "environment": __file__}))
 (run_dir / "metrics.jsonl").write_text(json.dumps({"loss": 0.5, "images_per_second": hash(__file__)}))
 (run_dir / "config.yaml").write_text(f"# {run_dir}")
