@@ -18,7 +18,7 @@ from .budget.plans import PlansByShape
 from .budget.saved_plans import checked_state, is_file_of_plans, read_plans
 from .budget.trace import StepTrace
 from .inputs import Network, check_has_forward, check_module, tensors_in
-from .recompute.recording import CheckpointedOnly, Policy, Recording, is_running
+from .recompute.recording import CheckpointedOnly, Policy, Recording, is_ours, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, in_transform, is_compiled
@@ -301,4 +301,4 @@ def _is_recorded() -> bool:
     if hooks is None:
         recording = next((one.recording for one in reversed(_open.passes) if one.recording is not None), None)
         return recording is not None and recording.watches
-    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Recording)
+    return is_ours(hooks)

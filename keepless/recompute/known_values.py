@@ -1,4 +1,4 @@
-"""Registry of the values of a forward pass: find, keep and lend them, and protect them from in-place writes."""
+"""Registry of the values of a forward pass: pack, find, keep and lend them, and protect them from in-place writes."""
 
 import weakref
 from collections.abc import Callable, Container, Sequence
@@ -7,12 +7,15 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from ..inputs import tensors_in
-from ..saved import Kept, is_ordinary
+from ..saved import Kept, form_of, is_ordinary
 from ..torch_internals import Hooks, StorageWeakRef, address, next_node_number, node_number
-from .calls import Call
+from .calls import Call, Inside
 from .nodes import by_node, smaller_value_of
+from .report import Log
 from .signs import Positive
-from .values import Again, Memory, Recipe, Saved, ShapeOnly, Value
+from .values import Again, Memory, Recipe, Saved, SavedView, ShapeOnly, Value
+
+_FEW = 2**12  # entries of a tensor that a recipe may as well copy
 
 
 class Trace(Protocol):
@@ -43,6 +46,23 @@ class Trace(Protocol):
         """The unpack hook."""
 
 
+class Choices(Protocol):
+    """What a policy says of the tensors that a forward pass saves: see `Policy`."""
+
+    short: int  # a vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements
+    copies_are_worth: int  # a copy is made again if it needs at most so many times its bytes kept for it alone
+
+    @property
+    def trace(self) -> Trace | None: ...
+
+    @property
+    def planned(self) -> Container[int]:
+        """Numbers of the nodes whose results are kept, without a value until something reads them."""
+
+    def may_read_result(self, argument: Value) -> bool:
+        """Whether an operation may read its result in place of an argument that it saves."""
+
+
 class _Entry(weakref.ref[Tensor]):
     """A reference to a tensor, with its value in one version."""
 
@@ -70,19 +90,22 @@ class KnownValues:
         inputs: the network's inputs, which are not made in the forward pass.
         outer: the saved-tensor hooks around the recording.
         copy_parameters: recipes get copies of parameters, because FSDP frees the gathered ones after each use.
+        choices: of the recording's policy.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], outer: Hooks | None, copy_parameters: bool, trace: Trace | None):
+    def __init__(self, inputs: Sequence[Tensor], outer: Hooks | None, copy_parameters: bool, choices: Choices):
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
-        self.outer, self.copy_parameters, self.trace = outer, copy_parameters, trace
+        self.outer, self.copy_parameters, self.trace = outer, copy_parameters, choices.trace
+        self.short, self.copies_are_worth = choices.short, choices.copies_are_worth
+        self.may_read_result, self.late = choices.may_read_result, choices.planned
+        self.log = Log()
+        self.call: Call | None = None  # that is running
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
         self.memories: dict[int, Memory] = {}  # by address of the storage
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.made = MadeMemory()
-        self.late: Container[int] = ()  # see `is_late`: numbers of the nodes
-        self.copies_are_worth = 1  # a copy is made again if it needs at most so many times its bytes kept for it alone
 
     def clear(self) -> None:
         """The forward pass has ended. Tensors that were modified unseen, e.g. by another thread, are refused later.
@@ -190,6 +213,88 @@ class KnownValues:
             memory = self.memories[key] = Memory(StorageWeakRef(storage))
         return memory
 
+    def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+        """Return the object that autograd saves in place of a tensor."""
+        call = self.call
+        if call is not None:
+            call.saves += 1
+        if self.outer is None:  # the quick way, for the many vectors, parameters, and views of these
+            if not tensor.is_leaf:
+                is_simple = isinstance(tensor._base, nn.Parameter)
+            elif tensor.dim() < 2 and tensor.numel() < self.short:
+                is_simple = True
+            else:
+                is_simple = isinstance(tensor, nn.Parameter) or (self.trace is None and _are_of_rows(tensor))
+            if is_simple:
+                kept = Kept(tensor, None)
+                if call is not None and tensor.requires_grad:
+                    call.parameters += ((tensor, kept),)
+                return kept
+        if not is_ordinary(tensor):
+            kept = Kept(tensor, self.outer)
+            self.log.keep_other(kept, tensor, None if call is None else call.function)
+            return kept
+        value = self.find(tensor)
+        if call is not None and (packed := self._without_value(tensor, value, call)) is not None:
+            return packed
+        if value is None:
+            value = self.value_of(tensor, call) or self._keep_with_base(tensor, call)
+        if not value.readers and value.unread:
+            self.note_need(value, tensor)
+        saved = Saved(value, self.memory_of(tensor))
+        if call is not None:
+            positive, result_serves = call.traits.positive, call.traits.result_serves
+            if result_serves is not None and call.answers(result_serves) and self.may_read_result(value):
+                call.replaceable += (saved,)
+            elif positive is not None and value.positive in (None, positive):
+                self.reads_signs(saved, positive)
+        if self.trace is not None:
+            self.trace.saves(saved, tensor, call is not None)
+        return saved
+
+    def _without_value(self, tensor: Tensor, value: Value | None, call: Call) -> ShapeOnly | Kept | SavedView | None:
+        """The object for a tensor of which the call needs the shape alone, or that needs no value of its own."""
+        traits = call.traits
+        if (asks := traits.reads_shape_only) is not None and tensor.requires_grad and call.answers(asks):
+            shape = ShapeOnly(tensor)
+            if self.trace is not None:
+                self.trace.saves(shape, tensor, True)
+            return shape
+        may_do_with_less = traits.positive is not None or traits.result_serves is not None
+        if value is not None or may_do_with_less or self.outer is not None or self.trace is not None:
+            return None
+        if self.late and self.is_late(tensor):
+            kept = Kept(tensor, None)
+            self.log.keep(kept, tensor, call.function)
+            return kept
+        base = tensor._base  # of a view that the call itself has made, say, so that no recipe reads it
+        if base is None or (form := form_of(tensor, base)) is None or (of_base := self.value_of(base, call)) is None:
+            return None
+        if not of_base.readers and of_base.unread:
+            self.note_need(of_base, base)
+        return SavedView(of_base, self.memory_of(tensor), form)
+
+    def _keep_with_base(self, tensor: Tensor, call: Call | None) -> Value:
+        """Keep a tensor; if it is a view of all of its base, keep the base, so that its other views follow too."""
+        base = tensor._base
+        if base is not None and base.numel() == tensor.numel() and self.is_made(base):
+            self._keep_itself(base, call, True)
+            if (value := self.value_of(tensor, call)) is not None:
+                return value
+        return self._keep_itself(tensor, call, False)
+
+    def _keep_itself(self, tensor: Tensor, call: Call | None, is_base: bool) -> Value:
+        value = self.keep(tensor, call)
+        if is_base:
+            self.note_need(value, tensor)
+        if call is not None and call.traits.inside is not None:
+            call.inside += (Inside(value, call.saves - 1, is_base),)
+        return value
+
+    def note_need(self, value: Value, tensor: Tensor) -> None:
+        """Log a kept value when it gets its first reader."""
+        self.log.keep(value, tensor, None if self.call is None else self.call.function)
+
     def reads_signs(self, saved: Saved, positive: Positive) -> None:
         """Note that an operation only asks which entries of a saved tensor are positive."""
         saved.reads_signs, saved.value.positive = True, positive
@@ -226,6 +331,11 @@ class KnownValues:
         if now is not write.memory:
             now.values += write.memory.values
             now.earlier = write.memory
+
+
+def _are_of_rows(tensor: Tensor) -> bool:
+    """Whether a tensor looks like the few statistics of a layer norm's rows."""
+    return tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
 
 
 class MadeMemory:

@@ -56,8 +56,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..inputs import tensors_in
-from ..saved import PLAIN, Kept, adds_metadata, copied, form_of, is_ordinary
+from ..saved import PLAIN, Kept, adds_metadata, copied, is_ordinary
 from ..torch_internals import (
+    Hooks,
     address,
     called_without,
     current_function_mode,
@@ -67,37 +68,26 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .calls import Call, Inside, Traits
+from .calls import Call, Traits
 from .functions import body, may_overwrite, overwritten
-from .known_values import KnownValues, Trace
+from .known_values import Choices, KnownValues
 from .report import KeptTensor, Log
 from .reruns import Bundle, random_state
 from .rules import Again, NotFollowed, Rule
 from .traits import traits_of
-from .values import Recipe, Saved, SavedView, ShapeOnly, Value, unread_bytes
+from .values import Recipe, Saved, ShapeOnly, Value, unread_bytes
 
-_FEW = 2**12  # entries of a tensor that a recipe may as well copy
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
 
 
-class Policy(Protocol):
+class Policy(Choices, Protocol):
     """Decides what a recording keeps."""
 
     sees_calls: bool  # False: recipes follow from autograd's nodes alone
     longest: int  # recipes between a value and kept ones
-    short: int  # a vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements
     repeats_all: bool  # whether expensive and random functions may be called again
-    copies_are_worth: int  # see `KnownValues`
-
     watches: bool  # calls are only compared with a plan's, and nothing is recorded while they are the same
     skips_hooks: bool  # in the calls of which `is_unhooked` says so
-
-    @property
-    def trace(self) -> Trace | None: ...
-
-    @property
-    def planned(self) -> Container[int]:
-        """Numbers of the nodes whose results are kept, without a value until something reads them."""
 
     def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
         """Give the result of a call a recipe (`Recording.follow`), or not."""
@@ -110,9 +100,6 @@ class Policy(Protocol):
 
     def stays(self, call: Call, result: Tensor) -> bool:
         """After an unhooked call: whether its result is kept, so that there is nothing to `decide`."""
-
-    def may_read_result(self, argument: Value) -> bool:
-        """Whether an operation may read its result in place of an argument that it saves."""
 
     def kept_in(self, log: Log) -> Sequence[KeptTensor]:
         """At the end of the forward pass: what it has kept. `log`: of the calls with hooks."""
@@ -182,15 +169,11 @@ class Recording(TorchFunctionMode):
         self.frame = frame
         self.abandoned = False
         self.hooks: saved_tensors_hooks | None = None
-        self.log = Log()
         self.watches = False  # nothing is recorded so far (rule 14)
         self.kept: Sequence[KeptTensor] = ()  # at the end
-        self.call: Call | None = None  # that is running
 
     def __enter__(self) -> "Recording":
-        trace = self.policy.trace
-        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, trace)
-        self.known.copies_are_worth, self.known.late = self.policy.copies_are_worth, self.policy.planned
+        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, self.policy)
         self.inputs = ()
         self.watches = self.policy.watches
         if not self.watches:
@@ -201,7 +184,7 @@ class Recording(TorchFunctionMode):
 
     def _start_hooks(self) -> None:
         trace = self.policy.trace
-        pack = self.pack if self.policy.sees_calls else self._pack_unless_abandoned
+        pack = self.known.pack if self.policy.sees_calls else self._pack_unless_abandoned
         self.hooks = saved_tensors_hooks(pack, unpack if trace is None else trace.unpack)
         self.hooks.__enter__()
 
@@ -220,9 +203,9 @@ class Recording(TorchFunctionMode):
         """Release the recording's tensors. Autograd holds those that it needs."""
         trace = self.known.trace
         self.known.clear()
-        self.kept = self.policy.kept_in(self.log)
+        self.kept = self.policy.kept_in(self.known.log)
+        self.known.log = Log()
         self.watches = False
-        self.log = Log()
         self.frame = None
         if trace is not None:
             trace.forward_ends()
@@ -335,16 +318,16 @@ class Recording(TorchFunctionMode):
             self._note_random(call)
         if self.known.gone:
             self.known.settle_gone()
-        self.log.parameter = None  # of this call it is not noted
+        self.known.log.parameter = None  # of this call it is not noted
         hooks = self.hooks.pack_hook, self.hooks.unpack_hook
         result = called_without(hooks, call.function, call.args, call.kwargs)
         is_new = isinstance(result, Tensor) and result.requires_grad and id(result) not in map(id, call.arguments)
         if not (is_new and self.policy.stays(call, result)):
-            self.call = call
+            self.known.call = call
             try:
                 self._conclude(call, result, None, 0)
             finally:
-                self.call = None
+                self.known.call = None
         return result
 
     def _note_random(self, call: Call) -> None:
@@ -364,17 +347,17 @@ class Recording(TorchFunctionMode):
             if overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
                 target = call.args[0]
                 version, call.before = target._version, known.value_of(target, None)
-            self.log.call(call.arguments)
+            known.log.call(call.arguments)
             if call.traits.draws is not None and self.policy.repeats_all:
                 self._note_random(call)
             if known.gone:
                 known.settle_gone()
-            self.call = call
+            self.known.call = call
             try:
                 result = function(*call.args, **call.kwargs) if trace is None else trace.run(call, known.is_made)
                 self._conclude(call, result, target, version)
             finally:
-                self.call = None
+                self.known.call = None
         if trace is not None:
             trace.ended(result)
         return result
@@ -408,90 +391,8 @@ class Recording(TorchFunctionMode):
             part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
         )
 
-    def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
-        """Return the object that autograd saves in place of a tensor."""
-        known, call = self.known, self.call
-        if call is not None:
-            call.saves += 1
-        if known.outer is None:  # the quick way, for the many vectors, parameters, and views of these
-            if not tensor.is_leaf:
-                is_simple = isinstance(tensor._base, nn.Parameter)
-            elif tensor.dim() < 2 and tensor.numel() < self.policy.short:
-                is_simple = True
-            else:
-                is_simple = isinstance(tensor, nn.Parameter) or (known.trace is None and _are_of_rows(tensor))
-            if is_simple:
-                kept = Kept(tensor, None)
-                if call is not None and tensor.requires_grad:
-                    call.parameters += ((tensor, kept),)
-                return kept
-        if not is_ordinary(tensor):
-            kept = Kept(tensor, known.outer)
-            self.log.keep_other(kept, tensor, None if call is None else call.function)
-            return kept
-        value = known.find(tensor)
-        if call is not None and (packed := self._without_value(tensor, value, call)) is not None:
-            return packed
-        if value is None:
-            value = known.value_of(tensor, call) or self._keep(tensor, call)
-        if not value.readers and value.unread:
-            self.note_need(value, tensor)
-        saved = Saved(value, known.memory_of(tensor))
-        if call is not None:
-            positive, result_serves = call.traits.positive, call.traits.result_serves
-            if result_serves is not None and call.answers(result_serves) and self.policy.may_read_result(value):
-                call.replaceable += (saved,)
-            elif positive is not None and value.positive in (None, positive):
-                known.reads_signs(saved, positive)
-        if known.trace is not None:
-            known.trace.saves(saved, tensor, call is not None)
-        return saved
-
-    def _without_value(self, tensor: Tensor, value: Value | None, call: Call) -> ShapeOnly | Kept | SavedView | None:
-        """The object for a tensor of which the call needs the shape alone, or that needs no value of its own."""
-        known, traits = self.known, call.traits
-        if (asks := traits.reads_shape_only) is not None and tensor.requires_grad and call.answers(asks):
-            shape = ShapeOnly(tensor)
-            if known.trace is not None:
-                known.trace.saves(shape, tensor, True)
-            return shape
-        may_do_with_less = traits.positive is not None or traits.result_serves is not None
-        if value is not None or may_do_with_less or known.outer is not None or known.trace is not None:
-            return None
-        if known.late and known.is_late(tensor):
-            kept = Kept(tensor, None)
-            self.log.keep(kept, tensor, call.function)
-            return kept
-        base = tensor._base  # of a view that the call itself has made, say, so that no recipe reads it
-        if base is None or (form := form_of(tensor, base)) is None or (of_base := known.value_of(base, call)) is None:
-            return None
-        if not of_base.readers and of_base.unread:
-            self.note_need(of_base, base)
-        return SavedView(of_base, known.memory_of(tensor), form)
-
     def _pack_unless_abandoned(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
-        return Kept(tensor, None) if self.is_abandoned() else self.pack(tensor)
-
-    def _keep(self, tensor: Tensor, call: Call | None) -> Value:
-        """Keep a tensor; if it is a view of all of its base, keep the base, so that its other views follow too."""
-        base = tensor._base
-        if base is not None and base.numel() == tensor.numel() and self.known.is_made(base):
-            self._keep_itself(base, call, True)
-            if (value := self.known.value_of(tensor, call)) is not None:
-                return value
-        return self._keep_itself(tensor, call, False)
-
-    def _keep_itself(self, tensor: Tensor, call: Call | None, is_base: bool) -> Value:
-        value = self.known.keep(tensor, call)
-        if is_base:
-            self.note_need(value, tensor)
-        if call is not None and call.traits.inside is not None:
-            call.inside += (Inside(value, call.saves - 1, is_base),)
-        return value
-
-    def note_need(self, value: Value, tensor: Tensor) -> None:
-        """Log a kept value when it gets its first reader."""
-        self.log.keep(value, tensor, None if self.call is None else self.call.function)
+        return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)
 
     def again(self, rule: Rule, call: Call, result: Tensor, *, from_anything: bool = False) -> Again | None:
         """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5).
@@ -551,7 +452,7 @@ class Recording(TorchFunctionMode):
             return value, value.bytes
         lent = self.known.lend(tensor, call)
         if isinstance(lent, Value) and lent.unread:
-            self.note_need(lent, tensor)
+            self.known.note_need(lent, tensor)
         return lent, size
 
     def _copy(self, tensor: Tensor) -> Value:
@@ -582,7 +483,7 @@ class Recording(TorchFunctionMode):
             if known.is_made(tensor) or (is_large and known.made.has(tensor)):
                 value = known.keep(tensor, call)
         if value is not None and value.unread:
-            self.note_need(value, tensor)
+            self.known.note_need(value, tensor)
         return value
 
     def _before_overwriting(self, call: Call, overwritten: Tensor, from_anything: bool) -> Value | None:
@@ -627,9 +528,9 @@ class Recording(TorchFunctionMode):
             value.become(recipe)
 
 
-def _are_of_rows(tensor: Tensor) -> bool:
-    """Whether a tensor looks like the few statistics of a layer norm's rows."""
-    return tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
+def is_ours(hooks: Hooks) -> bool:
+    """Whether saved-tensor hooks belong to a recording."""
+    return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues))
 
 
 def is_running(frame: FrameType) -> bool:
