@@ -183,7 +183,6 @@ def sends_and_ends_the_compiler(number: signal.Signals, *_) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.injects("preemption", "SIGTERM, SIGUSR1 or SIGINT that also ends the compiler of the first step")
 @pytest.mark.parametrize("number", ASKING)
 def test_asked_to_stop_while_the_first_step_compiles(tmp_path, whole, number):
     run = Run(
