@@ -69,7 +69,7 @@ class ByPlan:
         return True
 
     def is_unhooked(self, function: Callable[..., Any]) -> bool:
-        if not (self.skips_hooks and self.plans):
+        if not self.plans:
             return False
         plan, number = self.plans[0], self.call + 1
         return number in plan.unhooked and plan.calls[number][0] is function
@@ -157,8 +157,7 @@ class ByPlan:
             self.trace.calls.append(kind)
         if not self.plans:
             return None
-        if len(self.plans) > 1 or self.call >= len(self.plans[0].calls) or self.plans[0].calls[self.call] != kind:
-            self.plans = [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind]
+        self.plans = [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind]
         self.strayed = not self.plans
         return None if self.strayed else self.call in self.plans[0].again
 
