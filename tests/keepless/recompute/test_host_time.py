@@ -97,7 +97,7 @@ def test_a_pass_that_fits_as_it_is_makes_nothing():
     counts = counted(partial(network, x))
     assert counts.keys().isdisjoint(("Call", "Recipe", "Value", "Saved", "Kept"))
     per_block = [counted(partial(planned(blocks(number)), torch.randn(2, 4, 8, 8)))["calls"] for number in (2, 4)]
-    assert (per_block[1] - per_block[0]) / 2 <= 30
+    assert (per_block[1] - per_block[0]) / 2 <= 40
     kept = report(network)
     assert {line.why for line in kept.lines} == {"planned", "cannot be computed again"}
     assert [line.made_by for line in kept.lines if line.why == "cannot be computed again"] == ["input"]
