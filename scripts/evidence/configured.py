@@ -1,4 +1,4 @@
-"""Networks of transformers and diffusers from small configurations, whose inputs are made of an image's pixels."""
+"""Networks of transformers, diffusers and nnU-Net from small configurations, with inputs made of an image's pixels."""
 
 import importlib
 from collections.abc import Callable
@@ -18,6 +18,8 @@ class OfPixels(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         result = self.network(**self.inputs(pixels))
+        if isinstance(result, Tensor):
+            return result
         return result.loss if "loss" in result else result.sample
 
 
@@ -44,6 +46,10 @@ def _noise(pixels: Tensor) -> dict[str, Any]:
     return {"sample": pixels[:, :, :32, :32], "timestep": _words(pixels, 1)[:, 0], "encoder_hidden_states": states}
 
 
+def _volume(pixels: Tensor) -> dict[str, Any]:
+    return {"x": pixels[:, :, :64, :64].reshape(-1, 1, 12, 32, 32)}
+
+
 _SIZES = {"hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS}
 _WHISPER = {
     **{f"{part}_layers": _LAYERS // 2 for part in ("encoder", "decoder")},
@@ -63,6 +69,13 @@ _UNET = {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }
+# The blocks of nnU-Net's default for volumes, in four stages of its six.
+_VOLUME_UNET = {
+    **{"input_channels": 1, "n_stages": 4, "features_per_stage": (32, 64, 128, 256), "kernel_sizes": 3},
+    **{"strides": (1, 2, 2, (1, 2, 2)), "n_conv_per_stage": 2, "n_conv_per_stage_decoder": 2, "num_classes": 3},
+    **{"conv_op": nn.Conv3d, "conv_bias": True, "norm_op": nn.InstanceNorm3d, "nonlin": nn.LeakyReLU},
+    **{"norm_op_kwargs": {"eps": 1e-5, "affine": True}, "nonlin_kwargs": {"inplace": True}},
+}
 # By name: classes of the network and its configuration, its options, and its inputs.
 _TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Callable[[Tensor], dict[str, Any]]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2, _text),
@@ -79,11 +92,15 @@ _TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Callable[[Tensor], dict
     ),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, _sound),
 }
-TRANSFORMERS, DIFFUSERS = tuple(_TRANSFORMERS), ("UNet2DConditionModel",)
+TRANSFORMERS, DIFFUSERS, NNUNET = tuple(_TRANSFORMERS), ("UNet2DConditionModel",), ("PlainConvUNet",)
+PACKAGE_OF_NNUNET = "dynamic_network_architectures"
 
 
 def build(package: str, name: str) -> nn.Module:
-    """A network of `TRANSFORMERS` or `DIFFUSERS`, for images of at least 64 pixels."""
+    """A network of `TRANSFORMERS`, `DIFFUSERS` or `NNUNET`, for images of at least 64 pixels."""
+    if package == PACKAGE_OF_NNUNET:
+        unets = importlib.import_module(f"{package}.architectures.unet")
+        return OfPixels(getattr(unets, name)(**_VOLUME_UNET), _volume)
     module = importlib.import_module(package)
     if package == "diffusers":
         return OfPixels(getattr(module, name)(**_UNET), _noise)

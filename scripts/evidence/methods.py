@@ -44,6 +44,7 @@ NETWORKS = (
     *("timm/vit_small_patch16_224", "smp/Unet-resnet34", "smp/FPN-resnet50", "smp/DeepLabV3Plus-mobilenet_v2"),
     *(f"transformers/{name}" for name in configured.TRANSFORMERS),
     *(f"diffusers/{name}" for name in configured.DIFFUSERS),
+    *(f"nnunet/{name}" for name in configured.NNUNET),
     *(f"frozen/{name}" for name in frozen.NETWORKS),
 )
 PACKAGES = {
@@ -52,6 +53,7 @@ PACKAGES = {
     "smp": "segmentation_models_pytorch",
     "transformers": "transformers",
     "diffusers": "diffusers",
+    "nnunet": configured.PACKAGE_OF_NNUNET,
     "frozen": "torchvision",
 }  # by the part before the slash
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -75,7 +77,7 @@ BLOCK_NAMES = frozenset(
     InvertedResidual _InvertedResidual ResBottleneckBlock MBConv FusedMBConv CNBlock SwinTransformerBlock
     SwinTransformerBlockV2 EncoderBlock MaxVitLayer DenseLayer DepthwiseSeparableConv UniversalInvertedResidual
     ConvNeXtBlock Block UnetDecoderBlock FPNBlock GPT2Block BertLayer LlamaDecoderLayer ViTLayer WhisperEncoderLayer
-    WhisperDecoderLayer ResnetBlock2D BasicTransformerBlock
+    WhisperDecoderLayer ResnetBlock2D BasicTransformerBlock StackedConvBlocks
     """.split()
 )
 
@@ -90,8 +92,8 @@ def build(name: str, size: int) -> nn.Module:
         architecture, _, encoder = own.partition("-")
         models = importlib.import_module("segmentation_models_pytorch")
         return getattr(models, architecture)(encoder, encoder_weights=None, classes=19, **options)
-    if package in ("transformers", "diffusers"):
-        return configured.build(package, own)
+    if package in ("transformers", "diffusers", "nnunet"):
+        return configured.build(PACKAGES[package], own)
     if package == "frozen":
         return frozen.NETWORKS[own]()
     return torchvision.models.get_model(own, weights=None, **options)

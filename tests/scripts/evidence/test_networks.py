@@ -170,7 +170,7 @@ def test_a_record_of_another_call_is_not_overwritten(monkeypatch, tmp_path):
         assert commits.split(", ") == expected
 
 
-OPTIONAL = ("timm", "smp", "transformers", "diffusers")
+OPTIONAL = ("timm", "smp", "transformers", "diffusers", "nnunet")
 
 
 def test_packages_that_are_not_installed_are_named(monkeypatch, tmp_path):

@@ -77,7 +77,7 @@ def test_a_rival_that_fails_leaves_the_others(here, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in methods.NETWORKS if name.startswith(("transformers/", "diffusers/"))]
+    "name", [name for name in methods.NETWORKS if name.startswith(("transformers/", "diffusers/", "nnunet/"))]
 )
 def test_networks_of_texts_and_noise_repeat_no_more_than_their_checkpoints(name):
     """A plan at the checkpoints' peak, counted in operations."""
