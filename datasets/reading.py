@@ -30,7 +30,7 @@ class Unreadable(ValueError):
 
 
 class Stored(NamedTuple):
-    """A file that has been read: its path, for messages, and its bytes, of a PNG or JPEG complete to the end mark."""
+    """A file that has been read: its path, for messages, and its bytes (PNG and JPEG: checked to be complete)."""
 
     path: Path
     data: bytes
@@ -65,10 +65,10 @@ def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
 def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool = False) -> np.ndarray:
     """Decode a PNG or JPEG to uint8 (H, W, 3) RGB. Unreadable if the file is missing, truncated or of another kind.
 
-    Gray values count for all three channels, of 16 bits the higher eight, and alpha is left out. `turned`: as viewers
-    show it, so EXIF orientation counts, which is ignored otherwise, because published labels match the pixels as
-    stored; and all formats of `PHOTOGRAPHS` are read, of several frames or pages the first. Rows far below `window` are
-    neither decoded nor checked.
+    Gray values count for all three channels, of 16 bits the higher eight, and alpha is left out. `turned`: read all
+    formats of `PHOTOGRAPHS` (the first frame or page), and turn the image as its EXIF orientation says, as viewers do.
+    Otherwise the orientation is ignored, because published labels match the pixels as stored. Rows far below `window`
+    are neither decoded nor checked.
     """
     path, data = stored = file if isinstance(file, Stored) else read(file, photograph=turned)
     if turned and not stored.has_end_mark:

@@ -85,7 +85,7 @@ def train(
 def _errors_of(step: int, minibatch: dict, run: Run[Config, Split]) -> Iterator[None]:
     """Wraps a step: errors name the step, the images, and settings that need less memory.
 
-    A scheduler's signal may reach a compiler that the step has started too. The step then fails because of it.
+    A scheduler's signal may also end a compiler that the step has started, and the step then fails.
     """
     images, parts = minibatch["image"], run.learner.accumulation_steps
     crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"

@@ -1,4 +1,4 @@
-"""Imported first by every command: what stops it while its other modules load is said in a line."""
+"""Imported first by every command: turns errors while its other modules load into one line."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ _MOST_THREADS = 1_024
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """`sys.excepthook`: no traceback after Ctrl-C, nor where the process may have too few addresses."""
+    """`sys.excepthook`: no traceback after Ctrl-C, or if `ulimit -v` may be too low."""
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)

@@ -32,15 +32,16 @@ def upsampled_cross_entropy(
 
     The value and the gradient are those of `F.interpolate(logits, labels.shape[1:], mode="bilinear")` followed by
     cross-entropy, up to rounding. Neither the upsampled logits, nor their softmax, nor its gradient is ever in memory
-    as a whole: beside some values per pixel, there are two tiles of about 1 MiB on a CPU, or 64 MiB elsewhere. The
-    gradient of the logits is computed in the forward pass and kept, in at least float32, until the backward pass.
+    as a whole: beside some values per pixel, there are two tiles of about 1 MiB on a CPU, none on CUDA with triton, and
+    two of 64 MiB elsewhere. The gradient of the logits is computed in the forward pass and kept, in at least float32,
+    until the backward pass.
 
     With logits at the resolution of the labels, this is a tiled cross-entropy.
 
     Args:
         logits: (N, K, h, w), float64, float32, bfloat16 or float16; 16-bit logits are interpolated in float32.
         labels: (N, H, W), any integer dtype: classes from 0 to K - 1, or `ignore_index`.
-        size: (H, W); None: that of the labels, the only one possible.
+        size: (H, W), which must be the labels' size. None: taken from the labels.
         weight: (K,), by which the losses of a class's pixels are multiplied; None: 1.
         ignore_index: label of pixels without loss.
         fraction: online bootstrapping (in-place ABN paper, section 4.2, with p = 1): a crop's loss is the mean of its

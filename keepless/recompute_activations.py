@@ -35,9 +35,9 @@ def recompute_activations(
 
     Cheap are the results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and
     upsampling, if their inputs are kept anyway; modules and functions count alike. So are the outputs of
-    `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and held until its last reader has
-    read it. No module is replaced, and outputs and gradients do not change. Of the inputs of frozen
-    convolutions and norms only the shape is kept; of a tensor that only ReLU or LeakyReLU reads, one bit per value.
+    `CheckpointedABN`. Each is computed once per backward pass, and held from its first to its last reader. No module is
+    replaced. Outputs and gradients do not change, on CPUs in float32 to the bit. Of the inputs of frozen convolutions
+    and norms only the shape is kept; of a tensor that only ReLU or LeakyReLU reads, one bit per value.
 
     It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
     compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
@@ -51,13 +51,13 @@ def recompute_activations(
         network: any but a compiled one, returned with two hooks around its forward pass, which `undo` removes. The
             branches of couplings inside are prepared as well, because they run again by themselves.
         checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
-        budget: the most bytes that a step may take, such as "6GiB" or an int, or a share of the plain network's, such
-            as 0.3: at the peak of the forward and backward pass, beyond what was allocated before and with gradients
-            already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
-            again as well, where that costs the least time. The first pass over a shape plans its step on fake tensors
-            and a copy of the network, in about a second per 100 calls; the second step is traced, which corrects the
-            plan. Steps that take no less by their plan then run as they are. A warning names the least, if no plan is
-            within the budget. A path gives the budget and the plans of `plan(…).save(FILE)` or `budget_state`.
+        budget: the most bytes at the peak of a forward and backward pass, such as "6GiB" or an int, or a share of the
+            plain network's peak, such as 0.3. What existed before the step does not count. Parameters are assumed to
+            have gradients: those that `zero_grad` has released come on top. Convolutions, matrix products, attention
+            and the like are then computed again as well, where that costs the least time. The first pass over a shape
+            plans its step on fake tensors and a copy of the network, in about a second per 100 calls; the second step
+            is traced, which corrects the plan. If no plan is within the budget, the one with the lowest peak is taken,
+            and a warning names it. A path gives the budget and the plans of `plan(…).save(FILE)` or `budget_state`.
         example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:
@@ -135,8 +135,8 @@ def _plans_of(network: nn.Module, receiver: str) -> PlansByShape:
 def report(network: nn.Module) -> Report:
     """Report the tensors that a prepared network kept in its last forward pass. Call it after a step and print it.
 
-    Within a budget it says why: something was planned, or it cannot be computed again. Of a pass that has left its
-    plan, only the part after that is listed.
+    Within a budget it says whether the plan keeps a tensor, or it cannot be computed again. If the pass left its plan,
+    only tensors from there on are listed.
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
@@ -270,7 +270,7 @@ def _can_record() -> bool:
 
 
 def _drop_abandoned() -> None:
-    """Drop the passes that Ctrl-C has ended, as far as no other context was entered on top of them."""
+    """Drop passes interrupted by Ctrl-C, unless another context was entered inside them."""
     while _open.passes and not is_running(_open.passes[-1].frame):
         recording = _open.passes[-1].recording
         if recording is not None and not recording.leave_abandoned():

@@ -58,11 +58,11 @@ try:
     ASSERT_SCALAR = torch.ops.aten._assert_scalar.default  # a guard of exported programs
     # Whether a tensor has a storage, which sparse and batched ones lack.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
-    # Of this thread. PyTorch's is_in_torch_dispatch_mode is of all, and stays true where modes of threads overlap.
+    # Per thread. PyTorch's is_in_torch_dispatch_mode is global, and may stay True where modes of threads overlap.
     dispatch_modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack
     without_function_modes = torch._C.DisableTorchFunction
     without_subclasses = torch._C.DisableTorchFunctionSubclass
-    # Whether functions ask subclasses of tensors what to do.
+    # Whether `__torch_function__` of tensor subclasses is enabled.
     subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
     without_dispatch_modes = torch._C._DisableTorchDispatch
     # The level of functorch's transforms, such as `torch.vmap`; and the tensors that they wrap.
@@ -332,7 +332,7 @@ def running_node() -> Any:
 
 
 def engine_adds() -> bool:
-    """In a dispatch mode of an addition: whether the backward pass itself adds gradients, or a node not of Python."""
+    """Called from `__torch_dispatch__` of an addition: whether the engine or a C++ node adds gradients."""
     frame = sys._getframe(1)
     while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__"

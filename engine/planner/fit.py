@@ -120,9 +120,9 @@ def room(config: TrainingRun, crops: int, crop_size: int) -> Room:
 
 
 def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
-    """For trainer.recompute=budget: what `memory.budget` leaves as `memory.activations`, or the least that is possible.
+    """For trainer.recompute=budget: the keys with the bytes in `memory.activations` that `memory.budget` leaves.
 
-    Also returns the bytes that the step then needs, and the sum in words.
+    If no plan is within them, the least that is possible. Also returns the step's bytes, and the sum as text.
     """
     step, available = room(config, share_of(config, devices), config.data.crop_size), config.memory.available(devices)
     assert available is not None

@@ -18,8 +18,8 @@ _SHARES = [share / 100 for share in range(100, 0, -1)]  # of the peak without a 
 class Room:
     """A step of one process, in bytes, with plans for its forward and backward pass."""
 
-    beside: dict[str, int]  # what exists during these passes beside what the network makes in them, by category
-    optimizer: int  # that the optimiser's step takes beside weights, momentum and gradients
+    beside: dict[str, int]  # held throughout both passes (weights, momentum, …), by category
+    optimizer: int  # temporary bytes of the optimiser's step
     plans: list[tuple[int, float]]  # peak, and time of the step (estimated; without a plan: 1), by decreasing peak
 
     def needed(self, peak: int) -> int:
@@ -31,7 +31,7 @@ class Room:
         return self.needed(min((peak for peak, of_plan in self.plans if of_plan <= time), default=self.plans[0][0]))
 
     def within(self, available: int) -> tuple[int, float]:
-        """The fastest plan for a step of so many bytes, or the one that takes the fewest."""
+        """Peak and time of the fastest plan with which a step fits; of the plan with the lowest peak if none does."""
         left = available - sum(self.beside.values())
         return next((found for found in self.plans if found[0] <= left), self.plans[-1])
 

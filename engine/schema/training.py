@@ -144,7 +144,7 @@ class TrainingRun:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
 
     def _check_library(self) -> None:
-        """The weights and the activation of a network of torchvision or timm, and the norms that it can have."""
+        """Fill in weights and activation of a network of torchvision or timm, and refuse norms that it cannot have."""
         body, norm, init = self.body, self.norm, self.init
         if isinstance(body, TorchvisionBody):
             if body.weights is not None and init.weights is not None:

@@ -65,9 +65,9 @@ def counted(forward: Callable[[], object]) -> Counted:
 
 
 def repeated_blocks(network: nn.Module) -> list[nn.Module]:
-    """What people checkpoint: the outermost modules with modules inside whose class occurs again in the network.
+    """Blocks as people checkpoint them: the outermost modules with submodules, of a class that occurs more than once.
 
-    An `nn.Sequential` is one where no other class is.
+    `nn.Sequential` counts only if no other class does.
     """
     inside = [one for one in network.modules() if any(one.children()) and one is not network]
     number = Counter(map(type, inside))

@@ -25,9 +25,9 @@ class Growth(NamedTuple):
 def growth(example: Any, along: str | None) -> Growth:
     """How an example can grow.
 
-    `along`: None: not at all. "batch": dimension 0 of every tensor that has it in common with the first. "size": the
-    dimensions after channels, in proportion, of every tensor that ends with those of the first: the sides of images; of
-    integers, or tensors with two dimensions, the last one alone: the length of texts.
+    `along`: None: not at all. "batch": dimension 0, of every tensor whose dimension 0 equals the first tensor's.
+    "size": the sides of images, in proportion, of every tensor that ends with those of the first tensor; for integers
+    or two-dimensional tensors the last dimension alone, the length of a text.
     ValueError: `along` is another word, or the first tensor has no such dimension.
     """
     if along is None:

@@ -45,7 +45,7 @@ class _Plans(NamedTuple):
 
     run: Callable[[Choice], Counted]
     choices: list[Choice]  # by decreasing peak
-    least: Counted  # the step by the last
+    least: Counted  # the step under the last choice
 
 
 class Steps:
@@ -79,7 +79,10 @@ class Steps:
         return found
 
     def largest(self, name: str, begin: int) -> int:
-        """See `ways`. ValueError: the network does not run on a larger example."""
+        """The largest example that fits in one way, from `begin` on; the smallest that was tried if none fits.
+
+        ValueError: the network does not run on a larger example.
+        """
         growing, value = self.growing, begin
         while not self.way(name, value).fits and value > growing.step:
             smaller = max(growing.step, value // 2 // growing.step * growing.step)
@@ -90,7 +93,7 @@ class Steps:
             value = smaller
 
         def peak(value: int) -> int:
-            if name == PLANNED:  # what its fastest plan takes is what there is
+            if name == PLANNED:  # its fastest plan uses whatever is available
                 return self.held(value) + max(self.plans(value).least.peak, self.temporary)
             return self.way(name, value).peak
 

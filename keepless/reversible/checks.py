@@ -20,8 +20,9 @@ def checking_repetitions() -> Iterator[None]:
 
     A branch that draws from a generator of its own, counts its calls, or reads an attribute that changed computes
     something else the second time, and the gradients are wrong. Here this raises a RuntimeError that names the branch.
-    It costs two passes over each output, and 24 MiB meanwhile: use it in the first steps of a run. As restored inputs
-    are rounded, differences below a thousandth pass in float32, and below 0.3 in bfloat16, float16 and under autocast.
+    It costs two passes over each output and 24 MiB of temporary memory: use it in the first steps of a run. As restored
+    inputs are rounded, differences below a thousandth pass in float32, and below 0.3 in bfloat16, float16 and under
+    autocast.
     """
     token = _enabled.set(True)
     try:

@@ -30,9 +30,9 @@ def backend_for(name: str, x: Tensor) -> Backend:
 
     "auto" means `triton` on CUDA if it can launch kernels, `compiled` on the CPU if `prefers_compiled` says so, and
     otherwise `eager`. Inside `torch.compile` the backend is always `compiled`, whose formulas fuse with the surrounding
-    code. It is `eager` for empty tensors, while `torch.jit.trace` records, and under tools that watch operations (FLOP
-    or memory counters), which cannot see inside a fused kernel. Fake tensors get `FusedShapes` if a fused kernel is
-    asked for, or would run on their device.
+    code. Otherwise it is `eager` for empty tensors, while `torch.jit.trace` records, and under tools that watch
+    operations (FLOP or memory counters), which cannot see inside a fused kernel. Fake tensors get `FusedShapes`
+    if a fused kernel is asked for, or would run on their device.
 
     ValueError if the backend cannot compute on the device or in the dtype of x.
     """

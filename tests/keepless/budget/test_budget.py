@@ -28,7 +28,7 @@ from keepless.budget.step import Event, Kind, Plan, Save, Step, StepValue
 from keepless.budget.trace import StepTrace
 from keepless.budget.traced_step import traced_step
 from keepless.recompute.rules import EXPENSIVE, FOLLOWED
-from tests.keepless.budget.ahead import Ahead
+from tests.keepless.budget.ahead import Ahead, gradients
 from tests.keepless.budget.ahead import step as train
 
 
@@ -165,6 +165,17 @@ def test_a_plan_is_in_force_from_the_first_step_on_and_exact(name):
             train(reference, x)
         for ours, theirs in zip(within.buffers(), reference.buffers(), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_gradients_that_were_released_come_on_top_of_a_budget():
+    torch.manual_seed(0)
+    network, x = Chain(), torch.randn(2, 4, 24, 24)
+    train(network, x)
+    asked = 0.6 * peak_bytes(lambda: train(network, x), "cpu")
+    plans = Ahead.of(recompute_activations(network, budget=0.6))
+    trained = sum(parameter.nbytes for parameter in network.parameters())
+    for _ in range(4):
+        assert plans.peak(network, x, lambda: gradients(network, x)) <= 1.03 * asked + trained
 
 
 @pytest.mark.parametrize("name", CASES)
