@@ -51,8 +51,11 @@ def _writes(name: str) -> bool:
 @cache
 def _written(operator: OpOverload | OpOverloadPacket) -> frozenset[tuple[int, str]]:
     """Positions and names of the arguments that an operator writes over, in any of its overloads."""
-    overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
-    return frozenset((position, name) for overload in overloads for position, name in written_arguments(overload))
+    return frozenset(entry for overload in overloads_of(operator) for entry in written_arguments(overload))
+
+
+def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
+    return [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
 
 
 def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -1,16 +1,15 @@
 """How to repeat results that follow from autograd's nodes: views, copies, and norms with nodes of their own."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from ..norms.bn_act import BatchNormActivationBackward, is_node, norm_and_activation, recompute_output
+from ..norms.bn_act import BatchNormActivationBackward, is_node, recompute_output
 from ..saved import Kept, form_of, view
-from ..torch_internals import FakeTensor, is_synchronised_norm, packed_by_function
+from ..torch_internals import is_synchronised_norm, packed_by_function
 from .calls import Call
-from .values import Again, ShapeOnly, Value, saved_value, unread_bytes
+from .rules import normalised
+from .values import Again, Value, saved_value, unread_bytes
 
 _NODES = frozenset(["BatchNormActivationBackward", "SyncBatchNormBackward"]) | {
     f"{name}Backward0" for name in ("ToCopy", "Clone", "UnsafeView")
@@ -63,20 +62,6 @@ def _checkpointed_output(node: BatchNormActivationBackward, kept: Tensor | None)
     return recompute_output(node)
 
 
-def layer_again(find: Callable[[Tensor], Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    """A rule: repeat a layer of ours. Running statistics that have moved stay as they are."""
-    x, weight, bias, mean, var, arguments, strategy = args
-    moved = arguments.use_batch_statistics
-    affine = [None if one is None else find(one) for one in (weight, bias)]
-    running = [None if one is None else ShapeOnly(one) if moved else find(one) for one in (mean, var)]
-    return Again(_layer_again, [find(x), *affine, *running, arguments, strategy], fresh=True)
-
-
-def _layer_again(*given: Any) -> Tensor:
-    ready: Any = [one.get() if isinstance(one, ShapeOnly) else one for one in given]
-    return norm_and_activation(*ready)
-
-
 def _of_view(known: Registry, tensor: Tensor, call: Call | None) -> Again | None:
     base = tensor._base
     if base is None or (form := form_of(tensor, base)) is None or (value := known.value_of(base, call)) is None:
@@ -93,17 +78,6 @@ def _of_synchronised_norm(known: Registry, node: Any, packed: tuple[Any, ...], c
     if bias is None:
         return None
     return Again(normalised, (x, mean, invstd, weight, known.lend(bias, call)), fresh=True)
-
-
-def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Batch normalisation with the statistics of the forward pass. x: (N, C, ...), the others (C,)."""
-    if isinstance(x, FakeTensor):  # PyTorch has no fake kernel for the operator below, and would launch the real one
-        return torch.empty_like(x)
-    if x.is_cuda:
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
-    # The operator takes a variance in eval mode. Multiplying the weight instead, as it would do, changes no bit.
-    scale = invstd if weight is None else weight * invstd
-    return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 
 def _of_copied_argument(known: Registry, tensor: Tensor, node: Any, call: Call) -> Again | Value | None:

@@ -68,13 +68,12 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .calls import Call, Traits
+from .calls import Call, Traits, traits_of
 from .functions import body, may_overwrite, overwritten
 from .known_values import Choices, KnownValues
 from .report import KeptTensor, Log
 from .reruns import Bundle, random_state
 from .rules import Again, NotFollowed, Rule
-from .traits import traits_of
 from .values import Recipe, Saved, ShapeOnly, Value, unread_bytes
 
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
