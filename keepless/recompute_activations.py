@@ -18,7 +18,7 @@ from .budget.plans import PlansByShape
 from .budget.saved_plans import checked_state, is_file_of_plans, read_plans
 from .budget.trace import StepTrace
 from .inputs import Network, check_has_forward, check_module, tensors_in
-from .recompute.recording import CheckpointedOnly, Policy, Recording, is_ours, is_running
+from .recompute.recording import Recording, is_ours, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, in_transform, is_compiled
@@ -234,10 +234,16 @@ class _Hooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Recording:
         inputs = tensors_in((args, kwargs))
-        policy: Policy | None = CheckpointedOnly() if self.checkpointed_only else None
+        policy = None
         if self.plans is not None and current_hooks() is None:  # otherwise the outer hooks decide what is kept
             policy = self.plans.of_pass(module, args, kwargs)
-        return Recording(policy, copy_parameters=_is_sharded(module), inputs=inputs, frame=frame)
+        return Recording(
+            policy,
+            sees_calls=not self.checkpointed_only,
+            copy_parameters=_is_sharded(module),
+            inputs=inputs,
+            frame=frame,
+        )
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End the recording, after the module's forward pass, also when it raised."""

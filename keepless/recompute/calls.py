@@ -5,6 +5,7 @@ A question about a call takes its arguments and keyword arguments.
 
 from collections.abc import Callable
 from functools import lru_cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..inputs import tensors_in
 from ..saved import Kept, is_ordinary
 from ..torch_internals import (
+    FakeTensor,
     OpOverload,
     OpOverloadPacket,
     address,
@@ -22,7 +24,7 @@ from ..torch_internals import (
     node_number,
     written_arguments,
 )
-from .functions import CALL_OTHERS, overloads_of, writes
+from .overwriting import overloads_of, writes
 from .rules import (
     CONVOLUTIONS,
     EXPENSIVE,
@@ -120,6 +122,32 @@ RANDOM: dict[Function, Question] = {
 POSITIVE = dict.fromkeys(RELUS, positive_or_nan) | dict.fromkeys((F.leaky_relu, F.leaky_relu_), positive)
 
 
+# With a function mode in effect these return True, and the function hands itself to the mode instead of running.
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _calls_others(function: object) -> bool:
+    return isinstance(function, FunctionType) and not {*_CHECKS}.isdisjoint(function.__code__.co_names)
+
+
+_CALL_OTHERS: frozenset[Callable[..., Any]] = frozenset(filter(_calls_others, vars(F).values()))
+
+
+def body(function: FunctionType) -> FunctionType:
+    """A function of `torch.nn.functional` that runs although a function mode is in effect, which sees inner calls.
+
+    For arguments without a `__torch_function__` of their own.
+    """
+    names = function.__globals__ | dict.fromkeys(_CHECKS, _no)
+    opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
 class Traits(NamedTuple):
     """What is known of a function, and which questions to ask about each of its calls."""
 
@@ -148,7 +176,7 @@ def traits_of(function: Function) -> Traits:
         result_serves=RESULT_SERVES.get(function),
         reads_shape_only=READS_SHAPE_ONLY.get(function),
         draws=RANDOM.get(function),
-        is_opened=function in CALL_OTHERS and function not in FOLLOWED and function not in EXPENSIVE,
+        is_opened=function in _CALL_OTHERS and function not in FOLLOWED and function not in EXPENSIVE,
         only_asks=function in _ASK or getattr(function, "__name__", "") == "__get__",
         saves_nothing=SAVES_NOTHING.get(function),
         writes=writes(function),
@@ -171,6 +199,31 @@ def _declares_one_new_tensor(overload: OpOverload) -> bool:
         return False
     is_new = [str(result.type) == "Tensor" and result.alias_info is None for result in declared_results(overload)]
     return is_new == [True] and not written_arguments(overload)
+
+
+class RandomState:
+    """State of a generator (CPU: 5 KB, CUDA: 16 bytes) before a call, which can then draw the same numbers again."""
+
+    __slots__ = ("generator", "state")
+
+    def __init__(self, generator: torch.Generator):
+        self.generator, self.state = generator, generator.get_state()
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function with these random numbers. The generator's present state stays as it is."""
+        present = self.generator.get_state()
+        self.generator.set_state(self.state)
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.generator.set_state(present)
+
+
+def random_state(like: Tensor) -> RandomState | None:
+    """The state of the generator of a tensor's device; None for devices whose generator is not known."""
+    if like.is_cuda and not isinstance(like, FakeTensor):
+        return RandomState(torch.cuda.default_generators[like.device.index])
+    return RandomState(torch.default_generator) if like.is_cpu or isinstance(like, FakeTensor) else None
 
 
 class Inside(NamedTuple):
@@ -200,7 +253,13 @@ class Call:
         self.unsettled: tuple[tuple[Value, Tensor], ...] = ()  # kept, but not yet given to the outer hooks (rule 10)
         self.saves = 0  # number of tensors saved so far
         self.inside: tuple[Inside, ...] = ()  # tensors saved inside the call, which it may have made itself
-        self.random: Any = None  # state of the generator before the call, if it may be needed
+        self.random: RandomState | None = None  # state of the generator before the call, if it may be needed
+
+    def note_random(self) -> None:
+        """Note the state of the generator, if the call is going to draw from it."""
+        draws = self.traits.draws
+        if draws is not None and self.answers(draws) and (given := tensors_in(self.arguments)):
+            self.random = random_state(given[0])
 
     def has_made(self, base: Tensor) -> bool:
         """Whether the memory of a result, which is a view of `base`, is new. Not told of calls that overwrite."""
@@ -218,3 +277,15 @@ class Call:
     def answers(self, question: Question) -> bool:
         """The answer to a question of its function's traits."""
         return question(self.args, self.kwargs)
+
+    def argument_copied_by(self, node: Any) -> Tensor | None:
+        """The argument that is a node's input, perhaps expanded to the shape that it has."""
+        source, number = node.next_functions[0]
+        if type(source).__name__ == "ExpandBackward0":
+            source, number = source.next_functions[0]
+        leaf = getattr(source, "variable", None)
+        for argument in self.arguments:
+            if isinstance(argument, Tensor):
+                if argument is leaf or (argument.grad_fn is source and argument.output_nr == number):
+                    return argument
+        return None

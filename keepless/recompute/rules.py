@@ -17,7 +17,7 @@ from torch import Tensor
 from ..norms.bn_act import norm_and_activation
 from ..saved import Kept
 from ..torch_internals import FakeTensor, dropped_share, packed_by, without_dispatch_modes, without_function_modes
-from .functions import INPLACE, may_overwrite
+from .overwriting import INPLACE, may_overwrite
 from .values import Again, ShapeOnly, Value, saved_value
 
 

@@ -250,6 +250,11 @@ class Saved:
         else:
             value.add_reader()
 
+    def read_signs(self, positive: Positive) -> None:
+        """Note that the operation only asks which entries are positive."""
+        self.reads_signs, self.value.positive = True, positive
+        self.value.sign_readers += 1
+
     def read_instead(self, value: Value) -> None:
         """Replace the value."""
         self.value.remove_reader()
