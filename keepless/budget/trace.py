@@ -99,7 +99,7 @@ class StepTrace:
         value.number = self._add(Kind.KEPT, tensor)
 
     def follows(self, value: Value, tensor: Tensor) -> None:
-        """A value has a recipe that no call gave it: see `by_node`."""
+        """A value has a recipe that no call gave it: see `KnownValues.value_of`."""
         assert isinstance(value.source, Recipe)
         value.number = self._add(Kind.FOLLOWS, tensor, _numbers(value.source.inputs))
 
