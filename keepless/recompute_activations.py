@@ -125,11 +125,10 @@ def load_budget_state(network: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _plans_of(network: nn.Module, receiver: str) -> PlansByShape:
-    check_module(network, receiver)
-    hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
-    if not hooks or hooks[0].plans is None:
+    hooks = _hooks_of(network, receiver)
+    if hooks is None or hooks.plans is None:
         raise ValueError(f"{receiver} got a network without a budget: call recompute_activations(network, budget=…)")
-    return hooks[0].plans
+    return hooks.plans
 
 
 def report(network: nn.Module) -> Report:
@@ -140,13 +139,12 @@ def report(network: nn.Module) -> Report:
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
-    check_module(network, "report")
-    hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
-    if not hooks or hooks[0].kept is None:
+    hooks = _hooks_of(network, "report")
+    if hooks is None or hooks.kept is None:
         raise ValueError(
             "there is nothing to report: call recompute_activations(network), then the network itself with gradients"
         )
-    return summary(hooks[0].kept, network)
+    return summary(hooks.kept, network)
 
 
 @contextmanager
@@ -173,6 +171,13 @@ def _take_off(module: nn.Module) -> None:
             for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
                 options.pop(key, None)
     module.__dict__.pop(_PREPARES_SCRIPT, None)
+
+
+def _hooks_of(network: nn.Module, receiver: str) -> "_Hooks | None":
+    """Our hooks of a network. ValueError if it is no module: see `check_module`."""
+    check_module(network, receiver)
+    ours: list[Any] = [hook for hook in network._forward_hooks.values() if _is_ours(hook)]
+    return ours[0].__self__ if ours else None
 
 
 def _is_ours(hook: Any) -> bool:

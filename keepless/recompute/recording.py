@@ -226,9 +226,10 @@ class Recording(TorchFunctionMode):
             is_unhooked = self.policy.skips_hooks and self.policy.is_unhooked(function)
             return self._unhooked(call) if is_unhooked else self._run(call)
         known, tensors = self.known, filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
+        call.overwrites = True
         writes = [before_overwriting(tensor, known.memories, known.outer) for tensor in tensors]
         try:
-            return self._run(call, overwrites=True)
+            return self._run(call)
         finally:
             for write in filter(None, writes):
                 after_overwriting(write, known.memories)
@@ -296,7 +297,7 @@ class Recording(TorchFunctionMode):
                 self.known.call = None
         return result
 
-    def _run(self, call: Call, overwrites: bool = False) -> Any:
+    def _run(self, call: Call) -> Any:
         """Run a call, and see whether its result can be computed again."""
         known, function, trace = self.known, call.function, self.known.trace
         if not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
@@ -304,8 +305,7 @@ class Recording(TorchFunctionMode):
             known.note_made(call, result)
         else:
             target, version = None, 0
-            call.overwrites = overwrites
-            if overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
+            if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
                 target = call.args[0]
                 version, call.before = target._version, known.value_of(target)
             known.log.call(call.arguments)
