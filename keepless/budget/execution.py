@@ -113,18 +113,18 @@ class ByPlan(Policy):
                 return
         if trace is not None:
             self.planned[node_number(result.grad_fn)] = self.call
-        is_open = is_computed is None and self.guard is not None
+        guard = self.guard if is_computed is None else None  # no plan knows this call
         again = whole = bundle = None
-        if is_computed or is_open or trace is not None:
+        if is_computed or guard is not None or trace is not None:
             again = how_to_repeat(known, rule, call, result)
         rule_inside = call.traits.inside
-        if rule_inside is not None and call.inside and (inside or is_open or trace is not None):
+        if rule_inside is not None and call.inside and (inside or guard is not None or trace is not None):
             whole = again if rule_inside is rule else None
             whole = whole or how_to_repeat(known, rule_inside, call, result)
         reads_overwritten = call.before is not None and _reads_overwritten(call.before, call, result)
         either = None if reads_overwritten else again or whole
-        if self.guard is not None and is_computed is None and either is not None:
-            is_computed = inside = self.guard.computes(either, result)
+        if guard is not None and either is not None:
+            is_computed = inside = guard.computes(either, result)
         if inside and whole is not None:
             made = Bundle(whole, call, result)
             if again is not None and rule_inside is rule:

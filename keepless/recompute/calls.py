@@ -277,15 +277,3 @@ class Call:
     def answers(self, question: Question) -> bool:
         """The answer to a question of its function's traits."""
         return question(self.args, self.kwargs)
-
-    def argument_copied_by(self, node: Any) -> Tensor | None:
-        """The argument that is a node's input, perhaps expanded to the shape that it has."""
-        source, number = node.next_functions[0]
-        if type(source).__name__ == "ExpandBackward0":
-            source, number = source.next_functions[0]
-        leaf = getattr(source, "variable", None)
-        for argument in self.arguments:
-            if isinstance(argument, Tensor):
-                if argument is leaf or (argument.grad_fn is source and argument.output_nr == number):
-                    return argument
-        return None

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..inputs import tensors_in
-from ..norms.bn_act import BatchNormActivationBackward, is_node, recompute_output
+from ..norms.bn_act import is_node, recompute_output
 from ..saved import Kept, form_of, is_ordinary, view
 from ..torch_internals import (
     Hooks,
@@ -214,7 +214,8 @@ class KnownValues:
         if is_node(node):
             if not node.strategy.recompute_output or tensor._version != node.output_version:
                 return None
-            return Again(_checkpointed_output, (node, saved_value(packed[0]) if packed else None))
+            kept = saved_value(packed[0]) if packed else None  # an argument, so that it is there when the node reads it
+            return Again(lambda node, _: recompute_output(node), (node, kept))
         if tensor._version:
             return None
         if packed:
@@ -235,7 +236,7 @@ class KnownValues:
 
     def _of_copied_argument(self, tensor: Tensor, node: Any, call: Call) -> Again | Value | None:
         """A copy of an argument, made inside the running call: by autocast, or by `silu_` before it overwrites it."""
-        argument = call.argument_copied_by(node)
+        argument = _argument_copied_by(node, call)
         if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
             return None
         value = self._smaller_value_of(argument, tensor)
@@ -253,7 +254,7 @@ class KnownValues:
     def _of_reshaped_argument(self, tensor: Tensor, node: Any, call: Call) -> Again | None:
         """A contiguous, reshaped copy of an argument, made inside the running call, as matrix products do."""
         copy = node.next_functions[0][0]
-        argument = call.argument_copied_by(copy) if type(copy).__name__ == "CloneBackward0" else None
+        argument = _argument_copied_by(copy, call) if type(copy).__name__ == "CloneBackward0" else None
         if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
             return None
         value = self._smaller_value_of(argument, tensor)
@@ -276,7 +277,9 @@ class KnownValues:
             elif tensor.dim() < 2 and tensor.numel() < self.short:
                 is_simple = True
             else:
-                is_simple = isinstance(tensor, nn.Parameter) or (self.trace is None and _are_of_rows(tensor))
+                is_simple = isinstance(tensor, nn.Parameter) or (  # or statistics of a layer norm's rows, say
+                    self.trace is None and tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
+                )
             if is_simple:
                 kept = Kept(tensor, None)
                 if call is not None and tensor.requires_grad:
@@ -303,7 +306,8 @@ class KnownValues:
             ):
                 call.replaceable += (saved,)
             elif positive is not None and value.positive in (None, positive):
-                saved.read_signs(positive)
+                saved.reads_signs, value.positive = True, positive
+                value.sign_readers += 1
                 self.signs.append(weakref.ref(value))
         if self.trace is not None:
             self.trace.saves(saved, tensor, call is not None)
@@ -376,14 +380,14 @@ class KnownValues:
         return address(storage) in self.made and storage.resizable()
 
 
-def _are_of_rows(tensor: Tensor) -> bool:
-    """Whether a tensor looks like the few statistics of a layer norm's rows."""
-    return tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
-
-
-def _checkpointed_output(node: BatchNormActivationBackward, kept: Tensor | None) -> Tensor:
-    """The output of a `CheckpointedABN`, which its node also holds while it is read. `kept`: saved by the node.
-
-    The node finds `kept` by itself; as an argument it counts as needed, and is computed before if it is not kept.
-    """
-    return recompute_output(node)
+def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
+    """The argument of the running call that is a node's input, perhaps expanded to the shape that it has."""
+    source, number = node.next_functions[0]
+    if type(source).__name__ == "ExpandBackward0":
+        source, number = source.next_functions[0]
+    leaf = getattr(source, "variable", None)
+    for argument in call.arguments:
+        if isinstance(argument, Tensor):
+            if argument is leaf or (argument.grad_fn is source and argument.output_nr == number):
+                return argument
+    return None

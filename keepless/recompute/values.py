@@ -239,16 +239,11 @@ class Saved:
         self.value = value
         self.memory = memory
         self.number = -1  # in the trace of a step, if there is one
-        self.reads_signs = False
+        self.reads_signs = False  # the operation only asks which entries are positive
         if value.readers:  # a quick `add_reader`
             value.readers += 1
         else:
             value.add_reader()
-
-    def read_signs(self, positive: Positive) -> None:
-        """Note that the operation only asks which entries are positive."""
-        self.reads_signs, self.value.positive = True, positive
-        self.value.sign_readers += 1
 
     def read_instead(self, value: Value) -> None:
         """Replace the value."""
