@@ -1,4 +1,4 @@
-"""Registry of the values of a forward pass: pack, find, keep and lend them."""
+"""Registry of the values of a forward pass: pack, find, keep and lend, and what follows from autograd's nodes."""
 
 import sys
 import weakref

@@ -3,10 +3,10 @@
 Rule 1. A recording sees every outermost call of a function, as a function mode (functions of Python that have no rule
     are opened: it sees the calls inside), and every tensor that autograd saves, by saved-tensor hooks; most tensors
     are saved during a call, before it is known whether the call can be repeated.
-Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value`: the tensor itself (`Kept`), or a
-    `Recipe`, which is a function of other values. Operations that save one tensor share its value.
-Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (rules.py) whose inputs are available, its
-    value becomes a recipe and the tensor is dropped.
+Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (values.py): the tensor itself
+    (`Kept`), or a `Recipe`, which is a function of other values. Operations that save one tensor share its value.
+Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (rules.py) whose inputs are available
+    (recipes.py), its value becomes a recipe and the tensor is dropped.
 Rule 4. A recipe reads values that are kept anyway; in addition it may keep alive leaves with a gradient, arguments that
     are `_MUCH` times smaller than its result, and arguments for which its rule says lend=True.
 Rule 5. Apart from leaves, the bytes kept only for a recipe never exceed the bytes of its result: the parts of a
@@ -18,9 +18,9 @@ Rule 7. A value is computed for its first reader in a backward pass and held unt
     has ended; another backward pass over the graph computes it again.
 Rule 8. No call gets a recipe behind a chain of more than `_LONGEST` recipes, except by a plan; views and casts may
     lengthen one a little.
-Rule 9. A value belongs to one version of a tensor: before a call that may overwrite memory, the values in it that
-    recipes read are copied; afterwards, reading a tensor saved of it raises PyTorch's error about in-place operations.
-    The same error follows where a kept tensor or a parameter was modified later, or unseen.
+Rule 9. A value belongs to one version of a tensor (overwriting.py): before a call that may overwrite memory, the values
+    in it that recipes read are copied; afterwards, reading a tensor saved of it raises PyTorch's error about in-place
+    operations. The same error follows where a kept tensor or a parameter was modified later, or unseen.
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
     removes the hooks and releases the recording's tensors.
