@@ -214,8 +214,7 @@ class KnownValues:
         if is_node(node):
             if not node.strategy.recompute_output or tensor._version != node.output_version:
                 return None
-            kept = saved_value(packed[0]) if packed else None  # an argument, so that it is there when the node reads it
-            return Again(lambda node, _: recompute_output(node), (node, kept))
+            return Again(_checkpointed_output, (node, saved_value(packed[0]) if packed else None))
         if tensor._version:
             return None
         if packed:
@@ -391,3 +390,8 @@ def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
             if argument is leaf or (argument.grad_fn is source and argument.output_nr == number):
                 return argument
     return None
+
+
+def _checkpointed_output(node: Any, kept: Tensor | None) -> Tensor:
+    """`kept`: saved by the node, which finds it by itself; as an argument it is computed before, if it is not kept."""
+    return recompute_output(node)
