@@ -18,7 +18,7 @@ from .budget.plans import PlansByShape
 from .budget.saved_plans import checked_state, is_file_of_plans, read_plans
 from .budget.trace import StepTrace
 from .inputs import Network, check_has_forward, check_module, tensors_in
-from .recompute.recording import CheckpointedOnly, Policy, Recording, is_ours, is_running
+from .recompute.recording import Recording, is_ours, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, in_transform, is_compiled
@@ -125,11 +125,10 @@ def load_budget_state(network: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _plans_of(network: nn.Module, receiver: str) -> PlansByShape:
-    check_module(network, receiver)
-    hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
-    if not hooks or hooks[0].plans is None:
+    hooks = _hooks_of(network, receiver)
+    if hooks is None or hooks.plans is None:
         raise ValueError(f"{receiver} got a network without a budget: call recompute_activations(network, budget=…)")
-    return hooks[0].plans
+    return hooks.plans
 
 
 def report(network: nn.Module) -> Report:
@@ -140,13 +139,12 @@ def report(network: nn.Module) -> Report:
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
-    check_module(network, "report")
-    hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
-    if not hooks or hooks[0].kept is None:
+    hooks = _hooks_of(network, "report")
+    if hooks is None or hooks.kept is None:
         raise ValueError(
             "there is nothing to report: call recompute_activations(network), then the network itself with gradients"
         )
-    return summary(hooks[0].kept, network)
+    return summary(hooks.kept, network)
 
 
 @contextmanager
@@ -173,6 +171,13 @@ def _take_off(module: nn.Module) -> None:
             for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
                 options.pop(key, None)
     module.__dict__.pop(_PREPARES_SCRIPT, None)
+
+
+def _hooks_of(network: nn.Module, receiver: str) -> "_Hooks | None":
+    """Our hooks of a network. ValueError if it is no module: see `check_module`."""
+    check_module(network, receiver)
+    ours: list[Any] = [hook for hook in network._forward_hooks.values() if _is_ours(hook)]
+    return ours[0].__self__ if ours else None
 
 
 def _is_ours(hook: Any) -> bool:
@@ -234,10 +239,16 @@ class _Hooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Recording:
         inputs = tensors_in((args, kwargs))
-        policy: Policy | None = CheckpointedOnly() if self.checkpointed_only else None
+        policy = None
         if self.plans is not None and current_hooks() is None:  # otherwise the outer hooks decide what is kept
             policy = self.plans.of_pass(module, args, kwargs)
-        return Recording(policy, copy_parameters=_is_sharded(module), inputs=inputs, frame=frame)
+        return Recording(
+            policy,
+            sees_calls=not self.checkpointed_only,
+            copy_parameters=_is_sharded(module),
+            inputs=inputs,
+            frame=frame,
+        )
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End the recording, after the module's forward pass, also when it raised."""

@@ -12,9 +12,8 @@ from ..saved import size_text
 from ..torch_internals import tree_map
 from ..units import UNITS, bytes_of
 from .plans import PlansByShape
-from .search import Choice, frontier
+from .search import frontier
 from .simulation import on_real_tensors, plain_peak, simulate
-from .step import Step
 from .traced_step import traced_step
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -113,9 +112,11 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
         limit = budget if isinstance(budget, int) else int(budget * plain)
         choice = next((choice for choice in choices if choice.peak <= limit), None)
         if choice is not None:
-            again = sum(step.values[number].operations for number in _needed(step, choice))
+            outcome = simulate(step, choice.kept)
+            needed = zip(step.values, choice.kept, outcome.readers, strict=True)
+            again = sum(value.operations for value, is_kept, readers in needed if readers and not is_kept)
             with on_real_tensors():
-                kept = int(simulate(step, choice.kept).levels[step.forward - 1])
+                kept = int(outcome.levels[step.forward - 1])
             rows.append(Row(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
             plans.append(PlansByShape(limit))
             plans[-1].adopt(choice.plan(step), network, args, kwargs, is_measured)
@@ -128,12 +129,6 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
 def _apart(leaf: Any) -> Any:
     """An argument without its graph, and with a gradient of its own."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _needed(step: Step, choice: Choice) -> list[int]:
-    """The values that are computed again."""
-    readers = simulate(step, choice.kept).readers
-    return [number for number, kept in enumerate(choice.kept) if not kept and readers[number]]
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -108,7 +108,7 @@ def _spec(one: Any) -> Any:
 
 
 def call_of(
-    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], lists: bool = False
+    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], lists: bool
 ) -> MeasuredCall | None:
     """A call that can be repeated; None if it takes tensors that are not ordinary, or lists of any without `lists`."""
     arguments: list[Any] = []
@@ -170,7 +170,7 @@ def forward_temporaries(call: MeasuredCall) -> int:
 
 
 @cache
-def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: bool = False) -> int:
+def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: bool) -> int:
     """Temporary bytes of a call's backward node, beside saved tensors and gradients.
 
     `stride`: of the result's gradient. `of_many`: the call makes several nodes, each of which frees what it has saved.

@@ -29,7 +29,7 @@ class Estimates:
     def __init__(self) -> None:
         self._measured: dict[Hashable, dict[int, Taken]] = {}  # by the kind of call, and bytes of its tensors
 
-    def forward(self, call: MeasuredCall, exact: bool = False) -> Taken:
+    def forward(self, call: MeasuredCall, exact: bool) -> Taken:
         """Seconds and temporary bytes of a call. `exact`: do not interpolate."""
         return self._of(call, ("forward",), exact, lambda: _forward(call))
 

@@ -1,24 +1,29 @@
 """Follow a plan in a forward pass: call by call, keep a result or compute it again."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from ..recompute.calls import Call
-from ..recompute.recording import Recording
+from ..recompute.calls import Call, Inside
+from ..recompute.known_values import KnownValues
+from ..recompute.recipes import follow, how_to_repeat
+from ..recompute.recording import Policy
 from ..recompute.report import KeptTensor, Log
 from ..recompute.rules import Rule
 from ..recompute.values import Again, Recipe, Value
-from ..saved import Kept, is_ordinary
+from ..saved import Kept, is_ordinary, laid_out
 from ..torch_internals import address, node_number
 from .step import Plan
 from .trace import StepTrace
 
 
-class ByPlan:
-    """Policy of a `Recording`: follows the plan whose calls the forward pass repeats.
+class ByPlan(Policy):
+    """Follows the plan whose calls the forward pass repeats.
 
     A result that is computed again gets a recipe. One that is kept gets a value once something reads it, or at once if
     the step is traced; it is released with the original unless a reader appears (`Value.unread`). Convolutions, matrix
@@ -32,12 +37,6 @@ class ByPlan:
             calls.
     """
 
-    sees_calls = True
-    longest = 2**31  # recipes are computed without recursion
-    short = 2**12  # an LSTM's vectors, for example, count
-    repeats_all = True
-    copies_are_worth = 4  # of a projection to queries, keys and values, say, which may be computed again itself
-
     def __init__(
         self,
         plans: Sequence[Plan] = (),
@@ -46,7 +45,7 @@ class ByPlan:
         kept_before: Sequence[KeptTensor] | None = None,
     ):
         self.plans = list(plans)  # those whose calls this forward pass has repeated so far
-        self.trace = trace
+        self.trace: StepTrace | None = trace
         self.strayed = False  # from all plans
         self.call = -1
         self.guard = guard
@@ -96,9 +95,6 @@ class ByPlan:
         self.kept = log.kept(self.why_kept) if before is None else before
         return self.kept
 
-    def may_read_result(self, argument: Value) -> bool:
-        return True
-
     def why_kept(self, value: Value | Kept, node: int) -> str:
         """`node`: number of the node that made the tensor."""
         if not self.plans:
@@ -107,8 +103,8 @@ class ByPlan:
         call = self.planned.get(node, number)
         return "planned" if call in self.plans[0].kept else "cannot be computed again"
 
-    def decide(self, recording: Recording, rule: Rule, call: Call, result: Tensor) -> None:
-        known, trace = recording.known, self.trace
+    def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
+        trace = self.trace
         is_computed = self.is_computed_again(call.function, result)
         inside = bool(self.plans) and self.call in self.plans[0].inside
         if is_computed is False and trace is None and not (inside or call.replaceable or call.overwrites):
@@ -117,23 +113,24 @@ class ByPlan:
                 return
         if trace is not None:
             self.planned[node_number(result.grad_fn)] = self.call
-        is_open = is_computed is None and self.guard is not None
+        guard = self.guard if is_computed is None else None  # no plan knows this call
         again = whole = bundle = None
-        if is_computed or is_open or trace is not None:
-            again = recording.again(rule, call, result, from_anything=True)
-        if call.inside and (inside or is_open or trace is not None):
-            whole = again if call.traits.inside is rule else None
-            whole = whole or recording.again(call.traits.inside, call, result, from_anything=True)
+        if is_computed or guard is not None or trace is not None:
+            again = how_to_repeat(known, rule, call, result)
+        rule_inside = call.traits.inside
+        if rule_inside is not None and call.inside and (inside or guard is not None or trace is not None):
+            whole = again if rule_inside is rule else None
+            whole = whole or how_to_repeat(known, rule_inside, call, result)
         reads_overwritten = call.before is not None and _reads_overwritten(call.before, call, result)
         either = None if reads_overwritten else again or whole
-        if self.guard is not None and is_computed is None and either is not None:
-            is_computed = inside = self.guard.computes(either, result)
+        if guard is not None and either is not None:
+            is_computed = inside = guard.computes(either, result)
         if inside and whole is not None:
-            made = recording.bundle(whole, call, result)
-            if again is not None and call.traits.inside is rule:
+            made = Bundle(whole, call, result)
+            if again is not None and rule_inside is rule:
                 bundle, again = made, made.result()
-        own = recording.follow(again, call, result) if is_computed and again is not None else None
-        own = own or known.find(result) or known.keep(result, call)
+        own = follow(known, again, call, result) if is_computed and again is not None else None
+        own = own or known.find(result) or known.keep(result)
         if isinstance(own.source, Recipe):
             own.bytes = result.nbytes  # for the guard
         own.number = self.call
@@ -146,7 +143,7 @@ class ByPlan:
             own.number = trace.result(call, rule, result, again, whole, self.call)
         base = result._base
         if base is not None and base.numel() == result.numel() and call.has_made(base):
-            of_base = known.find(base) or known.keep(base, call)  # other views of it follow
+            of_base = known.find(base) or known.keep(base)  # other views of it follow
             of_base.number = own.number
 
     def is_computed_again(self, function: Callable[..., Any], result: Tensor) -> bool | None:
@@ -189,6 +186,100 @@ class Guard:
             self.kept += result.nbytes
             return False
         return True
+
+
+class Bundle(Value):
+    """All that a call makes when it runs again. Each part gets its tensor then, and frees it after its last reader.
+
+    Args:
+        again: repeats the call.
+        call: in the forward pass; the parts are `call.inside`, beside its result.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, again: Again, call: Call, result: Tensor):
+        inside = call.inside
+        needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
+        originals = [_kept(part.value) for part in inside]
+        function: Any = _Rerun(again.function, needs_grad, inside, originals)
+        super().__init__(_WholeCall(again._replace(function=function, can_overwrite=False), result))
+        self.parts = [weakref.ref(part.value) for part in inside]
+        for position, (part, original) in enumerate(zip(inside, originals, strict=True)):
+            part.value.become(Recipe(Again(itemgetter(position), [self]), original))
+
+    def result(self) -> Again:
+        """Recipe of the call's result, whose value is to be appended to `parts`."""
+        return Again(itemgetter(len(self.parts)), [self])
+
+    def steps(self) -> Generator[Value, Any, Any]:
+        assert isinstance(self.source, Recipe)
+        tensors = yield from self.source.steps()
+        for reference, tensor in zip(self.parts, tensors, strict=False):
+            part = reference()
+            if part is not None and part.readers and part.computed is None and isinstance(part.source, Recipe):
+                part.hold(tensor)
+        return tensors
+
+
+def _kept(value: Value) -> Tensor:
+    assert isinstance(value.source, Kept)
+    return value.source.get()
+
+
+class _WholeCall(Recipe):
+    """Computes a list of tensors."""
+
+    __slots__ = ()
+
+    def finished(self, result: Any) -> Any:
+        return result
+
+
+class _Rerun:
+    """Runs a function with gradients, as in the forward pass; returns what it saves inside, and its result."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        needs_grad: Sequence[bool],
+        inside: Sequence[Inside],
+        originals: Sequence[Tensor],
+    ):
+        self.function, self.needs_grad = function, needs_grad
+        self.positions = {part.number: (position, part.is_base) for position, part in enumerate(inside)}
+        self.forms = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in originals]
+
+    def __call__(self, *arguments: Any) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        number = -1
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal number
+            number += 1
+            if number in self.positions:
+                position, is_base = self.positions[number]
+                base = tensor._base
+                found[position] = (base if is_base and base is not None else tensor).detach()
+
+        given = [
+            one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
+            for one, needs in zip(arguments, self.needs_grad, strict=True)
+        ]
+        with torch.enable_grad(), saved_tensors_hooks(pack, _never):
+            result = self.function(*given)
+        tensors = [found[position] for position in sorted(found)]
+        if [(tensor.shape, tensor.dtype) for tensor in tensors] != [form[:2] for form in self.forms]:
+            raise RuntimeError(
+                f"{self.function} has run again for the backward pass, and has saved other tensors than in the forward "
+                f"pass: a function must do the same each time to be trained within a budget"
+            )
+        laid_out_alike = map(laid_out, tensors, (stride for *_, stride in self.forms))
+        return [*laid_out_alike, result.detach()]
+
+
+def _never(_: object) -> Tensor:
+    raise AssertionError("the graph of a call that ran again is not differentiated")
 
 
 def _reads_overwritten(before: Value, call: Call, result: Tensor) -> bool:

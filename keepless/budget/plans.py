@@ -1,6 +1,7 @@
 """The plans of a prepared network: made as new shapes of inputs come, from rehearsals and traced steps."""
 
 import logging
+import time
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,16 +14,15 @@ from ..recompute.report import KeptTensor
 from ..recompute.values import autocast_of
 from ..saved import is_ordinary, size_text
 from ..torch_internals import profiler_runs
-from .costs import seconds_of
 from .estimates import Estimates
 from .execution import ByPlan, Guard
-from .rehearsal import rehearsed_step
 from .saved_plans import FORMAT, dtype_of, is_usable, plan_from_plain, plan_to_plain
 from .scaling import Sized, remember, scaled
 from .search import frontier
 from .simulation import plain_peak, simulate
 from .step import Plan, Step
 from .trace import Progress, StepTrace
+from .traced_step import rehearsed_step
 
 _TRACES = 16  # whole steps of one shape that are traced, if the network takes different paths
 _NEAREST = 4  # plans of other shapes that are tried
@@ -159,23 +159,18 @@ class PlansByShape:
     def _rehearse(
         self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Exception | None:
-        """Plan a shape from a rehearsal. Returns the error if the network cannot be rehearsed."""
+        """Plan a shape from a rehearsal, or scaled from others. Returns the error if that is impossible."""
+        began = time.perf_counter()
         try:
-            step, seconds = seconds_of(lambda: self._rehearsed(shape, module, args, kwargs), torch.device("cpu"))
+            if (step := scaled(shape.known, shape.dims)) is None:
+                step = rehearsed_step(module, args, kwargs, self.estimates)
+                remember(shape.known, Sized(shape.dims, step))
         except Exception as error:  # a network may raise anything
             _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
             return error
-        shape.plans.append(self._planned(step, seconds))
+        shape.plans.append(self._planned(step, began))
         shape.needs_trace = not self._family_of(step.calls).was_traced
         return None
-
-    def _rehearsed(self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-        """The step of a shape: from a rehearsal, or scaled from others."""
-        step = scaled(shape.known, shape.dims)
-        if step is None:
-            step = rehearsed_step(module, args, kwargs, self.estimates)
-            remember(shape.known, Sized(shape.dims, step))
-        return step
 
     def _refine(self, shape: "_Shape", step: Step) -> None:
         """A step was traced: correct the plan of its calls, or add one."""
@@ -202,16 +197,17 @@ class PlansByShape:
     def _planned(self, step: Step, rehearsed: float | None = None) -> Plan:
         """The fastest plan within the budget. A warning if there is none, which names the least.
 
-        `rehearsed`: seconds that the rehearsal took, if there was one.
+        `rehearsed`: when the rehearsal began, if there was one.
         """
+        began = time.perf_counter() if rehearsed is None else rehearsed
         plain, family = plain_peak(step), self._family_of(step.calls)
         asked = self._limit(step)
         limit = asked if rehearsed is None else int(asked / family.correction)
         nearest = sorted(family.plans, key=lambda plan: abs(plan.plain - plain))[:_NEAREST]
         known = [plan.choice(step) for plan in nearest] if rehearsed is not None else []
-        choices, seconds = seconds_of(lambda: frontier(step, limit, known), torch.device("cpu"))
+        choices = frontier(step, limit, known)
         choice = next((choice for choice in choices if choice.peak <= limit), choices[-1])
-        seconds += rehearsed or 0.0
+        seconds = time.perf_counter() - began
         _log.log(
             logging.WARNING if seconds > _PAUSE else logging.INFO,  # warnings are seen by default: it explains a pause
             "planned %d calls in %.1f s: a peak of %s instead of %s, for %.1f ms more",

@@ -1,14 +1,14 @@
 """Choose what a step keeps: the least time for every number of bytes, or for one."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from .segments import segmented
 from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
 from .step import Kind, Plan, Save, Step
 
+_SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COARSER = 0.9  # each target of segments is that much of the next
 _FINER = 0.97  # each target is this much lower than the peak before it
 _SECONDS = 0.3  # of this thread's time, for a short step
@@ -319,3 +319,53 @@ def _flipped(kept: Sequence[bool], move: Iterable[int]) -> list[bool]:
 def _excess(outcome: Outcome, target: int) -> int:
     """Bytes above the target, over all events."""
     return int((outcome.levels - target).clamp_(min=0).sum())
+
+
+def segmented(step: Step) -> Iterator[list[bool]]:
+    """Choices that cut a step into segments, as checkpoints of whole blocks do: from few long ones to many short ones.
+
+    The forward pass is cut where fewer bytes are handed on than shortly before and after, which is between its blocks.
+    What is handed on there is kept, and all else is computed again from it.
+    """
+    handed = _handed_on(step)
+    sizes = [sum(step.memories[memory] for memory in {step.values[i].memory for i in one}) for one in handed]
+    cuts = [
+        i
+        for i in range(1, len(handed) - 1)
+        if 0 < sizes[i] < sizes[i - 1] and sizes[i] <= next((size for size in sizes[i:] if size != sizes[i]), 0)
+    ]
+    inside = [0]  # bytes of the results before each value
+    for value in step.values:
+        inside.append(inside[-1] + (value.bytes if value.kind == Kind.FREE else 0))
+    seen: set[tuple[int, ...]] = set()
+    for count in _SEGMENTS:
+        chosen, since = [], 0
+        for cut in cuts:
+            if inside[cut] - since >= inside[-1] / count:
+                chosen.append(cut)
+                since = inside[cut]
+        if tuple(chosen) not in seen:
+            seen.add(tuple(chosen))
+            kept = [value.kind == Kind.KEPT for value in step.values]
+            for i in set().union(*(handed[cut] for cut in chosen)):
+                kept[i] = True
+            yield kept
+
+
+def _handed_on(step: Step) -> list[set[int]]:
+    """For each value: the results, up to this one, that later recipes read."""
+    sources: list[set[int]] = []  # the results that a value is made of, through views and the like
+    last: dict[int, int] = {}  # the last value whose recipe reads a result
+    for number, value in enumerate(step.values):
+        read = set().union(*(sources[i] for i in value.inputs))
+        for i in read:
+            last[i] = number
+        sources.append({number} if value.kind == Kind.FREE else read)
+    handed: list[set[int]] = []
+    now: set[int] = set()
+    for number, value in enumerate(step.values):
+        if value.kind == Kind.FREE:
+            now.add(number)
+        now = {i for i in now if last.get(i, -1) > number}
+        handed.append(set(now))
+    return handed

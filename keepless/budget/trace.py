@@ -13,7 +13,7 @@ from torch import Tensor
 from ..inputs import tensors_in
 from ..norms.bn_act import is_fused, is_node
 from ..recompute.calls import Call
-from ..recompute.rules import EXPENSIVE, FOLLOWED, INSIDE, NotFollowed, Rule
+from ..recompute.rules import NotFollowed, Rule
 from ..recompute.signs import unpacking_bytes
 from ..recompute.values import Again, Recipe, Saved, ShapeOnly, Value
 from ..saved import Kept, is_ordinary
@@ -99,7 +99,7 @@ class StepTrace:
         value.number = self._add(Kind.KEPT, tensor)
 
     def follows(self, value: Value, tensor: Tensor) -> None:
-        """A value has a recipe that no call gave it: see `by_node`."""
+        """A value has a recipe that no call gave it: see `KnownValues.value_of`."""
         assert isinstance(value.source, Recipe)
         value.number = self._add(Kind.FOLLOWS, tensor, _numbers(value.source.inputs))
 
@@ -114,7 +114,7 @@ class StepTrace:
         kind, inputs = (Kind.KEPT, ()) if again is None else (Kind.FREE, _numbers(again.arguments))
         if whole is not None:
             rerun = self._rerun(call, whole, costs, result, number)
-            if again is not None and INSIDE[call.function] is rule:
+            if again is not None and call.traits.inside is rule:
                 return self._add(kind, result, (rerun,), Costs(0.0, 0, 0), number)
             if self._busy and self._busy[-1].values == [rerun]:
                 self._busy[-1].values.append(rerun + 1)
@@ -123,7 +123,7 @@ class StepTrace:
     def _rerun(self, call: Call, whole: Again, costs: Costs, result: Tensor, number: int) -> int:
         """Note that a call can run again for what it has saved inside; return the number of the call's value."""
         rerun = len(self.values)
-        if call.function in FOLLOWED:  # a dropout, whose result follows from its mask
+        if call.traits.rule is not None:  # a dropout, whose result follows from its mask
             costs = Costs(self.seconds, result.nbytes, 0)
         busy = costs.busy + result.nbytes
         inputs = _numbers(whole.arguments)
@@ -229,7 +229,7 @@ class StepTrace:
         device = torch.device("cpu") if given is None or isinstance(given, FakeTensor) else given.device
         self._began = len(self.events)
         result, self.seconds = seconds_of(lambda: call.function(*call.args, **call.kwargs), device)
-        if call.saves and call.function not in FOLLOWED and call.function not in EXPENSIVE:
+        if call.saves and call.traits.rule is None and call.traits.expensive is None:
             self._without_rule(call, result)
         return result
 
@@ -259,7 +259,7 @@ class StepTrace:
         self._is_fake |= isinstance(result, FakeTensor)
         if isinstance(result, FakeTensor) or is_fused(result.grad_fn, call.args):  # and then compiled just now
             seconds = estimated_seconds(function, call.arguments, result)
-        elif function in FOLLOWED and self.estimates is None:  # by another function than the network's
+        elif call.traits.rule is not None and self.estimates is None:  # by another function than the network's
             key = (function, result.shape, result.dtype)
             if key not in self._measured:
                 self._measured[key] = self._seconds_again(call, rule, result)

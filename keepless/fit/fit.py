@@ -10,7 +10,7 @@ from torch import nn
 
 from ..budget.budget import arguments_of
 from ..budget.costs import stood_for
-from ..budget.rehearsal import on_fakes
+from ..budget.traced_step import on_fakes
 from ..inputs import check_has_forward, check_module
 from ..saved import size_text
 from ..torch_internals import ASKS_FOR_VALUES

@@ -1,21 +1,34 @@
-"""Registry of the values of a forward pass: pack, find, keep and lend them, and protect them from in-place writes."""
+"""Registry of the values of a forward pass: pack, find, keep and lend, and what follows from autograd's nodes."""
 
+import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from ..inputs import tensors_in
-from ..saved import Kept, form_of, is_ordinary
-from ..torch_internals import Hooks, StorageWeakRef, address, next_node_number, node_number
+from ..norms.bn_act import is_node, recompute_output
+from ..saved import Kept, form_of, is_ordinary, view
+from ..torch_internals import (
+    Hooks,
+    StorageWeakRef,
+    address,
+    is_synchronised_norm,
+    next_node_number,
+    node_number,
+    packed_by_function,
+)
 from .calls import Call, Inside
-from .nodes import by_node, smaller_value_of
 from .report import Log
-from .signs import Positive
-from .values import Again, Memory, Recipe, Saved, SavedView, ShapeOnly, Value
+from .rules import normalised
+from .values import Again, Memory, Recipe, Saved, SavedView, ShapeOnly, Value, saved_value, unread_bytes
 
-_FEW = 2**12  # entries of a tensor that a recipe may as well copy
+_FEW = 2**12  # entries of a tensor that a recipe may as well copy; by a plan, vectors of as many (an LSTM's) count
+_COPIES_ARE_WORTH = 4  # by a plan: of a projection to queries, keys and values, say, which may be computed again itself
+_NODES = frozenset(["BatchNormActivationBackward", "SyncBatchNormBackward"]) | {
+    f"{name}Backward0" for name in ("ToCopy", "Clone", "UnsafeView")
+}
 
 
 class Trace(Protocol):
@@ -30,7 +43,7 @@ class Trace(Protocol):
     def keeps(self, value: Value, tensor: Tensor) -> None: ...
 
     def follows(self, value: Value, tensor: Tensor) -> None:
-        """A value got a recipe from autograd's node: see `by_node`."""
+        """A value got a recipe that no call gave it: see `KnownValues.value_of`."""
 
     def moves(self, value: Value, copy: Tensor) -> None: ...
 
@@ -46,23 +59,6 @@ class Trace(Protocol):
         """The unpack hook."""
 
 
-class Choices(Protocol):
-    """What a policy says of the tensors that a forward pass saves: see `Policy`."""
-
-    short: int  # a vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements
-    copies_are_worth: int  # a copy is made again if it needs at most so many times its bytes kept for it alone
-
-    @property
-    def trace(self) -> Trace | None: ...
-
-    @property
-    def planned(self) -> Container[int]:
-        """Numbers of the nodes whose results are kept, without a value until something reads them."""
-
-    def may_read_result(self, argument: Value) -> bool:
-        """Whether an operation may read its result in place of an argument that it saves."""
-
-
 class _Entry(weakref.ref[Tensor]):
     """A reference to a tensor, with its value in one version."""
 
@@ -74,38 +70,40 @@ class _Entry(weakref.ref[Tensor]):
     version: int
 
 
-class _Overwriting(NamedTuple):
-    """A call that may write over a tensor."""
-
-    tensor: Tensor
-    version: int  # before
-    memory: Memory
-    copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
-
-
 class KnownValues:
-    """Registry of one forward pass: each living tensor's value, and what depends on its storage.
+    """Registry of one forward pass: each living tensor's value, and what is kept in its storage.
 
     Args:
         inputs: the network's inputs, which are not made in the forward pass.
         outer: the saved-tensor hooks around the recording.
         copy_parameters: recipes get copies of parameters, because FSDP frees the gathered ones after each use.
-        choices: of the recording's policy.
+        planned: numbers of the nodes whose results a plan keeps, which get a value once something reads them. None: no
+            plan decides (rule 13).
+        trace: sees what happens.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], outer: Hooks | None, copy_parameters: bool, choices: Choices):
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        outer: Hooks | None,
+        copy_parameters: bool,
+        planned: Container[int] | None,
+        trace: Trace | None,
+    ):
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
-        self.outer, self.copy_parameters, self.trace = outer, copy_parameters, choices.trace
-        self.short, self.copies_are_worth = choices.short, choices.copies_are_worth
-        self.may_read_result, self.late = choices.may_read_result, choices.planned
+        self.outer, self.copy_parameters, self.trace = outer, copy_parameters, trace
+        self.by_plan = planned is not None
+        self.late: Container[int] = () if planned is None else planned
+        # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
+        self.short = _FEW if self.by_plan else sys.maxsize
         self.log = Log()
         self.call: Call | None = None  # that is running
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
         self.memories: dict[int, Memory] = {}  # by address of the storage
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
-        self.made = MadeMemory()
+        self.made: dict[int, StorageWeakRef] = {}  # made without gradient by calls that were seen, by address
 
     def clear(self) -> None:
         """The forward pass has ended. Tensors that were modified unseen, e.g. by another thread, are refused later.
@@ -123,14 +121,14 @@ class KnownValues:
             found.clear()
         self.outer = self.trace = None
 
-    def value_of(self, tensor: Tensor, call: Call | None) -> Value | None:
+    def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         if (value := self.find(tensor)) is None:
             if tensor.is_leaf:
                 return None
             if self.late and self.is_late(tensor):
-                return self.keep(tensor, call)
-            if (found := by_node(self, tensor, call)) is None:
+                return self.keep(tensor)
+            if (found := self._by_node(tensor)) is None:
                 return None
             value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
         if self.trace is not None and value.number < 0 and isinstance(value.source, Recipe):
@@ -169,14 +167,14 @@ class KnownValues:
             if entry.value.sign_readers:
                 self.gone.append(entry.value)
 
-    def keep(self, tensor: Tensor, call: Call | None) -> Value:
+    def keep(self, tensor: Tensor) -> Value:
         """Keep a tensor, and remember its value."""
         storage = tensor.untyped_storage()
         own = 0 if tensor.is_leaf and tensor.requires_grad else storage.nbytes()
         value = Value(Kept(tensor, None), address(storage), own)
         if self.outer is not None:
-            if call is not None:  # the running call may yet get a recipe
-                call.unsettled += ((value, tensor),)
+            if self.call is not None:  # the running call may yet get a recipe
+                self.call.unsettled += ((value, tensor),)
             else:
                 value.source = Kept(tensor, self.outer)
         self.memory_of(tensor).values.append(weakref.ref(value))
@@ -184,26 +182,14 @@ class KnownValues:
             self.trace.keeps(value, tensor)
         return self.remember(tensor, value)
 
-    def lend(self, tensor: Tensor, call: Call | None) -> Value | Kept:
+    def lend(self, tensor: Tensor) -> Value | Kept:
         """Keep a tensor for a recipe, if it has no value yet."""
         if self.copy_parameters and isinstance(tensor, nn.Parameter):
             return Kept(tensor.detach().clone(), None)
-        value = self.value_of(tensor, call)
+        value = self.value_of(tensor)
         if value is None and isinstance(tensor, nn.Parameter):  # it stays where it is
             return Kept(tensor, None)
-        return value or self.keep(tensor, call)
-
-    def copied(self, argument: Tensor, copy: Tensor, call: Call) -> Value:
-        """A call has copied an argument, because it is going to overwrite it. Returns their value."""
-        value = smaller_value_of(self, argument, copy, call)
-        if value is None or not (value.unread or not value.reads_storage(address(argument.untyped_storage()))):
-            return self.remember(argument, self.keep(copy, call))
-        if value.unread:  # keep the copy instead
-            value.source, value.storage = Kept(copy, None), address(copy.untyped_storage())
-            self.memory_of(copy).values.append(weakref.ref(value))
-        if self.trace is not None:
-            self.trace.moves(value, copy)
-        return value
+        return value or self.keep(tensor)
 
     def memory_of(self, tensor: Tensor) -> Memory:
         storage = tensor.untyped_storage()
@@ -212,6 +198,72 @@ class KnownValues:
         if memory is None:
             memory = self.memories[key] = Memory(StorageWeakRef(storage))
         return memory
+
+    def _by_node(self, tensor: Tensor) -> Again | Value | None:
+        """How to recover a tensor from its autograd node, or the value of another tensor that equals it."""
+        node: Any = tensor.grad_fn
+        name, is_view = type(node).__name__, tensor._is_view()
+        if not (is_view or name in _NODES) or not self.is_made(tensor):
+            return None
+        if is_view:
+            base = tensor._base
+            if base is None or (form := form_of(tensor, base)) is None or (value := self.value_of(base)) is None:
+                return None
+            return Again(view, (value, *form))
+        packed = packed_by_function(node) if is_node(node) or is_synchronised_norm(node) else ()
+        if is_node(node):
+            if not node.strategy.recompute_output or tensor._version != node.output_version:
+                return None
+            return Again(_checkpointed_output, (node, saved_value(packed[0]) if packed else None))
+        if tensor._version:
+            return None
+        if packed:
+            return self._of_synchronised_norm(node, packed)
+        if self.call is not None and name in ("ToCopyBackward0", "CloneBackward0"):
+            return self._of_copied_argument(tensor, node, self.call)
+        if self.call is not None and name == "UnsafeViewBackward0":
+            return self._of_reshaped_argument(tensor, node, self.call)
+        return None
+
+    def _of_synchronised_norm(self, node: Any, packed: tuple[Any, ...]) -> Again | None:
+        """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""
+        x, weight, mean, invstd, *_ = map(saved_value, packed)
+        if not all(isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)):
+            return None
+        bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
+        return None if bias is None else Again(normalised, (x, mean, invstd, weight, self.lend(bias)), fresh=True)
+
+    def _of_copied_argument(self, tensor: Tensor, node: Any, call: Call) -> Again | Value | None:
+        """A copy of an argument, made inside the running call: by autocast, or by `silu_` before it overwrites it."""
+        argument = _argument_copied_by(node, call)
+        if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
+            return None
+        value = self._smaller_value_of(argument, tensor)
+        if argument.dtype != tensor.dtype:
+            return None if value is None else Again(Tensor.to, (value, tensor.dtype))
+        if value is None or (not value.unread and value.reads_storage(address(argument.untyped_storage()))):
+            return self.remember(argument, self.keep(tensor))
+        if value.unread:  # keep the copy instead
+            value.source, value.storage = Kept(tensor, None), address(tensor.untyped_storage())
+            self.memory_of(tensor).values.append(weakref.ref(value))
+        if self.trace is not None:
+            self.trace.moves(value, tensor)
+        return value
+
+    def _of_reshaped_argument(self, tensor: Tensor, node: Any, call: Call) -> Again | None:
+        """A contiguous, reshaped copy of an argument, made inside the running call, as matrix products do."""
+        copy = node.next_functions[0][0]
+        argument = _argument_copied_by(copy, call) if type(copy).__name__ == "CloneBackward0" else None
+        if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
+            return None
+        value = self._smaller_value_of(argument, tensor)
+        return None if value is None else Again(Tensor.reshape, (value, tensor.shape))
+
+    def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
+        """The argument's value, unless more would be kept for it alone than its copy takes, or than that is worth."""
+        value = self.value_of(argument)
+        most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
+        return None if value is None or unread_bytes([value]) > most else value
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return the object that autograd saves in place of a tensor."""
@@ -224,7 +276,9 @@ class KnownValues:
             elif tensor.dim() < 2 and tensor.numel() < self.short:
                 is_simple = True
             else:
-                is_simple = isinstance(tensor, nn.Parameter) or (self.trace is None and _are_of_rows(tensor))
+                is_simple = isinstance(tensor, nn.Parameter) or (  # or statistics of a layer norm's rows, say
+                    self.trace is None and tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
+                )
             if is_simple:
                 kept = Kept(tensor, None)
                 if call is not None and tensor.requires_grad:
@@ -238,16 +292,22 @@ class KnownValues:
         if call is not None and (packed := self._without_value(tensor, value, call)) is not None:
             return packed
         if value is None:
-            value = self.value_of(tensor, call) or self._keep_with_base(tensor, call)
+            value = self.value_of(tensor) or self._keep_with_base(tensor)
         if not value.readers and value.unread:
             self.note_need(value, tensor)
         saved = Saved(value, self.memory_of(tensor))
         if call is not None:
             positive, result_serves = call.traits.positive, call.traits.result_serves
-            if result_serves is not None and call.answers(result_serves) and self.may_read_result(value):
+            if (
+                result_serves is not None
+                and (self.by_plan or isinstance(value.source, Recipe))
+                and call.answers(result_serves)
+            ):
                 call.replaceable += (saved,)
             elif positive is not None and value.positive in (None, positive):
-                self.reads_signs(saved, positive)
+                saved.reads_signs, value.positive = True, positive
+                value.sign_readers += 1
+                self.signs.append(weakref.ref(value))
         if self.trace is not None:
             self.trace.saves(saved, tensor, call is not None)
         return saved
@@ -268,23 +328,23 @@ class KnownValues:
             self.log.keep(kept, tensor, call.function)
             return kept
         base = tensor._base  # of a view that the call itself has made, say, so that no recipe reads it
-        if base is None or (form := form_of(tensor, base)) is None or (of_base := self.value_of(base, call)) is None:
+        if base is None or (form := form_of(tensor, base)) is None or (of_base := self.value_of(base)) is None:
             return None
         if not of_base.readers and of_base.unread:
             self.note_need(of_base, base)
         return SavedView(of_base, self.memory_of(tensor), form)
 
-    def _keep_with_base(self, tensor: Tensor, call: Call | None) -> Value:
+    def _keep_with_base(self, tensor: Tensor) -> Value:
         """Keep a tensor; if it is a view of all of its base, keep the base, so that its other views follow too."""
         base = tensor._base
         if base is not None and base.numel() == tensor.numel() and self.is_made(base):
-            self._keep_itself(base, call, True)
-            if (value := self.value_of(tensor, call)) is not None:
+            self._keep_itself(base, True)
+            if (value := self.value_of(tensor)) is not None:
                 return value
-        return self._keep_itself(tensor, call, False)
+        return self._keep_itself(tensor, False)
 
-    def _keep_itself(self, tensor: Tensor, call: Call | None, is_base: bool) -> Value:
-        value = self.keep(tensor, call)
+    def _keep_itself(self, tensor: Tensor, is_base: bool) -> Value:
+        value, call = self.keep(tensor), self.call
         if is_base:
             self.note_need(value, tensor)
         if call is not None and call.traits.inside is not None:
@@ -295,70 +355,43 @@ class KnownValues:
         """Log a kept value when it gets its first reader."""
         self.log.keep(value, tensor, None if self.call is None else self.call.function)
 
-    def reads_signs(self, saved: Saved, positive: Positive) -> None:
-        """Note that an operation only asks which entries of a saved tensor are positive."""
-        saved.reads_signs, saved.value.positive = True, positive
-        saved.value.sign_readers += 1
-        self.signs.append(weakref.ref(saved.value))
-
     def settle_gone(self) -> None:
         """Settle values that are read for their signs, and whose tensors have been freed: see `Value.settle`."""
         if self.gone:
             self.gone = [value for value in self.gone if not value.settle(self.outer)]
 
-    def before_overwriting(self, tensor: Tensor) -> _Overwriting | None:
-        """Copy the values in a tensor's memory that recipes read. None if nothing depends on it."""
-        memory = self.memories.pop(address(tensor.untyped_storage()), None)
-        if memory is None:
-            return None
-        write = _Overwriting(tensor, tensor._version, memory, [])
-        for value in filter(None, (reference() for reference in memory.values)):
-            if value.recipes and isinstance(kept := value.source, Kept) and not kept.is_modified():
-                write.copied.append((value, kept, value.storage))
-                value.source, value.storage = Kept(kept.get().clone(), self.outer), 0
-        return write
-
-    def after_overwriting(self, write: _Overwriting) -> None:
-        """Mark the tensors that operations saved as overwritten; or undo the copies, if nothing was written."""
-        memory: Memory | None = write.memory
-        if write.tensor._version != write.version:
-            while memory is not None:
-                memory.overwritten, memory = True, memory.earlier
+    def note_made(self, call: Call, result: object) -> None:
+        """Note the memory of results that a call has made without gradient, e.g. of masks."""
+        if call.traits.only_asks:
             return
-        for value, source, storage in write.copied:
-            value.source, value.storage = source, storage
-        now = self.memories.setdefault(write.memory.storage.cdata, write.memory)
-        if now is not write.memory:
-            now.values += write.memory.values
-            now.earlier = write.memory
-
-
-def _are_of_rows(tensor: Tensor) -> bool:
-    """Whether a tensor looks like the few statistics of a layer norm's rows."""
-    return tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
-
-
-class MadeMemory:
-    """Memory that was made without gradient, e.g. of masks, by calls that a recording has seen."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, StorageWeakRef] = {}  # by address
-
-    def note(self, arguments: Any, result: object, is_made: Callable[[Tensor], bool]) -> None:
-        """Note a call's results. `is_made`: whether an argument in the same memory was itself made here."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
                 continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
-            if address(storage) not in self.storages:
-                given = filter(is_ordinary, tensors_in(arguments))
-                if all(is_made(a) for a in given if address(a.untyped_storage()) == address(storage)):
-                    self.storages[address(storage)] = StorageWeakRef(storage)
+            if address(storage) not in self.made:
+                given = filter(is_ordinary, tensors_in(call.arguments))
+                if all(self.is_made(a) for a in given if address(a.untyped_storage()) == address(storage)):
+                    self.made[address(storage)] = StorageWeakRef(storage)
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in such memory, so that NumPy and others do not see it."""
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in memory that was noted so, which NumPy and others do not see."""
         storage = tensor.untyped_storage()
-        return address(storage) in self.storages and storage.resizable()
+        return address(storage) in self.made and storage.resizable()
 
-    def clear(self) -> None:
-        self.storages.clear()
+
+def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
+    """The argument of the running call that is a node's input, perhaps expanded to the shape that it has."""
+    source, number = node.next_functions[0]
+    if type(source).__name__ == "ExpandBackward0":
+        source, number = source.next_functions[0]
+    leaf = getattr(source, "variable", None)
+    for argument in call.arguments:
+        if isinstance(argument, Tensor):
+            if argument is leaf or (argument.grad_fn is source and argument.output_nr == number):
+                return argument
+    return None
+
+
+def _checkpointed_output(node: Any, kept: Tensor | None) -> Tensor:
+    """`kept`: saved by the node, which finds it by itself; as an argument it is computed before, if it is not kept."""
+    return recompute_output(node)

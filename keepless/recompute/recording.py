@@ -3,10 +3,10 @@
 Rule 1. A recording sees every outermost call of a function, as a function mode (functions of Python that have no rule
     are opened: it sees the calls inside), and every tensor that autograd saves, by saved-tensor hooks; most tensors
     are saved during a call, before it is known whether the call can be repeated.
-Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value`: the tensor itself (`Kept`), or a
-    `Recipe`, which is a function of other values. Operations that save one tensor share its value.
-Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (rules.py) whose inputs are available, its
-    value becomes a recipe and the tensor is dropped.
+Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (values.py): the tensor itself
+    (`Kept`), or a `Recipe`, which is a function of other values. Operations that save one tensor share its value.
+Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (rules.py) whose inputs are available
+    (recipes.py), its value becomes a recipe and the tensor is dropped.
 Rule 4. A recipe reads values that are kept anyway; in addition it may keep alive leaves with a gradient, arguments that
     are `_MUCH` times smaller than its result, and arguments for which its rule says lend=True.
 Rule 5. Apart from leaves, the bytes kept only for a recipe never exceed the bytes of its result: the parts of a
@@ -16,10 +16,11 @@ Rule 6. If no gradient needs an input's values (the convolution or eval-mode nor
     (`Signs`) once its tensor, and those of recipes that read it, are freed.
 Rule 7. A value is computed for its first reader in a backward pass and held until the last one has read it, or the pass
     has ended; another backward pass over the graph computes it again.
-Rule 8. No call gets a recipe behind a chain of more than `longest` recipes; views and casts may lengthen one a little.
-Rule 9. A value belongs to one version of a tensor: before a call that may overwrite memory, the values in it that
-    recipes read are copied; afterwards, reading a tensor saved of it raises PyTorch's error about in-place operations.
-    The same error follows where a kept tensor or a parameter was modified later, or unseen.
+Rule 8. No call gets a recipe behind a chain of more than `_LONGEST` recipes, except by a plan; views and casts may
+    lengthen one a little.
+Rule 9. A value belongs to one version of a tensor (overwriting.py): before a call that may overwrite memory, the values
+    in it that recipes read are copied; afterwards, reading a tensor saved of it raises PyTorch's error about in-place
+    operations. The same error follows where a kept tensor or a parameter was modified later, or unseen.
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
     removes the hooks and releases the recording's tensors.
@@ -27,7 +28,7 @@ Rule 12. Gradients never differ from autograd's: random functions are called aga
     first time (by a plan; otherwise dropout keeps its mask), running statistics do not move twice, tensors without
     versions are kept as they are, and inside other saved-tensor hooks, such as a checkpoint's, and in functorch's
     transforms no call is followed. When in doubt, keep the tensor.
-Rule 13. A policy decides what is kept: `ByRules` here, or `ByPlan` (budget/execution.py), which decides call by call
+Rule 13. A policy decides what is kept: these rules here, or `ByPlan` (budget/execution.py), which decides call by call
     and whose recipes may read any tensor that the forward pass has made. What a plan keeps gets a value only when a
     recipe, or an operation that may do with less, reads it.
 Rule 14. A step that fits as it is, by a plan, is left as it is (`Policy.watches`): its calls are only compared with the
@@ -42,21 +43,16 @@ An example, and what autograd holds of each tensor:
     out = F.conv2d(z, weight2)                # saved by nothing here: freed when the program drops it
 """
 
-# Longer than other files: the rules and the code that keeps them belong side by side.
-
-import sys
 from collections.abc import Callable, Container, Sequence
-from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from ..inputs import tensors_in
-from ..saved import PLAIN, Kept, adds_metadata, copied, is_ordinary
+from ..saved import PLAIN, Kept, adds_metadata, is_ordinary
 from ..torch_internals import (
     Hooks,
     address,
@@ -68,86 +64,53 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .calls import Call, Traits
-from .functions import body, may_overwrite, overwritten
-from .known_values import Choices, KnownValues
+from .calls import Call, Traits, body, traits_of
+from .known_values import KnownValues, Trace
+from .overwriting import after_overwriting, before_overwriting, may_overwrite, overwritten
+from .recipes import follow, how_to_repeat, leave_own_inside
 from .report import KeptTensor, Log
-from .reruns import Bundle, random_state
-from .rules import Again, NotFollowed, Rule
-from .traits import traits_of
-from .values import Recipe, Saved, ShapeOnly, Value, unread_bytes
-
-_MUCH = 16  # tensors this many times smaller than the result may be kept for it
+from .rules import Rule
 
 
-class Policy(Choices, Protocol):
-    """Decides what a recording keeps."""
+class Policy:
+    """Decides what a recording keeps: here all that no rule can compute again from what is kept anyway (rules 3 to 5).
 
-    sees_calls: bool  # False: recipes follow from autograd's nodes alone
-    longest: int  # recipes between a value and kept ones
-    repeats_all: bool  # whether expensive and random functions may be called again
-    watches: bool  # calls are only compared with a plan's, and nothing is recorded while they are the same
-    skips_hooks: bool  # in the calls of which `is_unhooked` says so
+    `ByPlan` overrides this.
+    """
 
-    def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
-        """Give the result of a call a recipe (`Recording.follow`), or not."""
+    planned: Container[int] | None = None  # numbers of the nodes whose results a plan keeps; None: there is no plan
+    trace: Trace | None = None
+    watches = False  # calls are only compared with a plan's, and nothing is recorded while they are the same
+    skips_hooks = False  # in the calls of which `is_unhooked` says so
 
-    def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
-        """In a pass that is only compared with a plan: whether a call differs."""
-
-    def is_unhooked(self, function: Callable[..., Any]) -> bool:
-        """Whether the next call is one of this function, and saves nothing but what is kept."""
-
-    def stays(self, call: Call, result: Tensor) -> bool:
-        """After an unhooked call: whether its result is kept, so that there is nothing to `decide`."""
+    def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
+        """Give the result of a call a recipe, or not."""
+        if (again := how_to_repeat(known, rule, call, result)) is not None:
+            follow(known, again, call, result)
 
     def kept_in(self, log: Log) -> Sequence[KeptTensor]:
         """At the end of the forward pass: what it has kept. `log`: of the calls with hooks."""
-
-
-class ByRules:
-    """Computes again all that `FOLLOWED` has a rule for, if the rule's inputs are kept anyway (rules 3 to 5)."""
-
-    sees_calls = True
-    longest = 12  # every longer chain keeps one value more
-    short = sys.maxsize
-    repeats_all = False
-    copies_are_worth = 1
-    planned: Container[int] = ()
-    trace = None
-    watches = skips_hooks = False
-
-    def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
-        return True
-
-    def is_unhooked(self, function: Callable[..., Any]) -> bool:
-        return False
-
-    def stays(self, call: Call, result: Tensor) -> bool:
-        return False
-
-    def decide(self, recording: "Recording", rule: Rule, call: Call, result: Tensor) -> None:
-        if (again := recording.again(rule, call, result)) is not None:
-            recording.follow(again, call, result)
-
-    def may_read_result(self, argument: Value) -> bool:
-        return isinstance(argument.source, Recipe)
-
-    def kept_in(self, log: Log) -> Sequence[KeptTensor]:
         return log.kept()
 
+    def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
+        """In a pass that is only compared with a plan: whether a call differs."""
+        raise NotImplementedError
 
-class CheckpointedOnly(ByRules):
-    """Computes only the outputs of `CheckpointedABN` again, which follow from its nodes."""
+    def is_unhooked(self, function: Callable[..., Any]) -> bool:
+        """Whether the next call is one of this function, and saves nothing but what is kept."""
+        raise NotImplementedError
 
-    sees_calls = False
+    def stays(self, call: Call, result: Tensor) -> bool:
+        """After an unhooked call: whether its result is kept, so that there is nothing to `decide`."""
+        raise NotImplementedError
 
 
 class Recording(TorchFunctionMode):
     """Context of a forward pass in which autograd saves `Value`s instead of tensors. See the note on top of this file.
 
     Args:
-        policy: decides what is kept.
+        policy: decides what is kept; by default a `Policy`.
+        sees_calls: False: recipes follow from autograd's nodes alone, as the outputs of `CheckpointedABN` do.
         copy_parameters: copy the parameters that recipes read, because FSDP frees the gathered ones after each use.
         inputs: the network's inputs. They are kept: when a checkpoint around the network repeats the forward pass, they
             may be other tensors.
@@ -158,12 +121,14 @@ class Recording(TorchFunctionMode):
         self,
         policy: Policy | None = None,
         *,
+        sees_calls: bool = True,
         copy_parameters: bool = False,
         inputs: Sequence[Tensor] = (),
         frame: FrameType | None = None,
     ):
         super().__init__()
-        self.policy: Policy = ByRules() if policy is None else policy
+        self.policy = policy or Policy()
+        self.sees_calls = sees_calls
         self.copy_parameters = copy_parameters
         self.inputs = inputs
         self.frame = frame
@@ -173,23 +138,24 @@ class Recording(TorchFunctionMode):
         self.kept: Sequence[KeptTensor] = ()  # at the end
 
     def __enter__(self) -> "Recording":
-        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, self.policy)
+        policy = self.policy
+        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, policy.planned, policy.trace)
         self.inputs = ()
-        self.watches = self.policy.watches
+        self.watches = policy.watches
         if not self.watches:
             self._start_hooks()
-        if self.policy.sees_calls:
+        if self.sees_calls:
             super().__enter__()
         return self
 
     def _start_hooks(self) -> None:
-        trace = self.policy.trace
-        pack = self.known.pack if self.policy.sees_calls else self._pack_unless_abandoned
+        trace = self.known.trace
+        pack = self.known.pack if self.sees_calls else self._pack_unless_abandoned
         self.hooks = saved_tensors_hooks(pack, unpack if trace is None else trace.unpack)
         self.hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self.policy.sees_calls:
+        if self.sees_calls:
             super().__exit__(*error)
         self._end_hooks()
         self._forget()
@@ -221,10 +187,10 @@ class Recording(TorchFunctionMode):
 
     def leave_abandoned(self) -> bool:
         """Take the rest of an abandoned recording off; False if another context has been entered on top of it."""
-        covered = self.policy.sees_calls and current_function_mode() is not self
+        covered = self.sees_calls and current_function_mode() is not self
         if not self.is_abandoned() or self.hooks is not None or covered:
             return False
-        if self.policy.sees_calls:
+        if self.sees_calls:
             super().__exit__(None, None, None)
         return True
 
@@ -259,13 +225,14 @@ class Recording(TorchFunctionMode):
         if not ((traits.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
             is_unhooked = self.policy.skips_hooks and self.policy.is_unhooked(function)
             return self._unhooked(call) if is_unhooked else self._run(call)
-        tensors = filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
-        writes = [self.known.before_overwriting(tensor) for tensor in tensors]
+        known, tensors = self.known, filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
+        call.overwrites = True
+        writes = [before_overwriting(tensor, known.memories, known.outer) for tensor in tensors]
         try:
-            return self._run(call, overwrites=True)
+            return self._run(call)
         finally:
             for write in filter(None, writes):
-                self.known.after_overwriting(write)
+                after_overwriting(write, known.memories)
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let subclasses of tensors handle a call, and see the functions that they call, on plain tensors."""
@@ -315,7 +282,7 @@ class Recording(TorchFunctionMode):
         if self.hooks is None or not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
             return self._run(call)
         if call.traits.draws is not None:
-            self._note_random(call)
+            call.note_random()
         if self.known.gone:
             self.known.settle_gone()
         self.known.log.parameter = None  # of this call it is not noted
@@ -330,203 +297,50 @@ class Recording(TorchFunctionMode):
                 self.known.call = None
         return result
 
-    def _note_random(self, call: Call) -> None:
-        assert call.traits.draws is not None
-        if call.answers(call.traits.draws) and (given := tensors_in(call.arguments)):
-            call.random = random_state(given[0])
-
-    def _run(self, call: Call, overwrites: bool = False) -> Any:
+    def _run(self, call: Call) -> Any:
         """Run a call, and see whether its result can be computed again."""
         known, function, trace = self.known, call.function, self.known.trace
         if not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
             result = function(*call.args, **call.kwargs)
-            self._note_made(call, result)
+            known.note_made(call, result)
         else:
             target, version = None, 0
-            call.overwrites = overwrites
-            if overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
+            if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
                 target = call.args[0]
-                version, call.before = target._version, known.value_of(target, None)
+                version, call.before = target._version, known.value_of(target)
             known.log.call(call.arguments)
-            if call.traits.draws is not None and self.policy.repeats_all:
-                self._note_random(call)
+            if call.traits.draws is not None and known.by_plan:
+                call.note_random()
             if known.gone:
                 known.settle_gone()
-            self.known.call = call
+            known.call = call
             try:
                 result = function(*call.args, **call.kwargs) if trace is None else trace.run(call, known.is_made)
                 self._conclude(call, result, target, version)
             finally:
-                self.known.call = None
+                known.call = None
         if trace is not None:
             trace.ended(result)
         return result
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
         """Decide about the result of a call. `target`: the argument that it may have overwritten, and its version."""
-        traits = call.traits
-        rule: Rule | None = traits.rule or (traits.expensive if self.policy.repeats_all else None)
+        traits, known = call.traits, self.known
+        rule = traits.rule or (traits.expensive if known.by_plan else None)
         if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
             if call.inside:
-                self._only_inside(call, result)
-            if target is not None and result is target:
-                if result._version == version + 1:
-                    self.policy.decide(self, rule, call, result)
-            elif id(result) not in map(id, call.arguments):
-                self.policy.decide(self, rule, call, result)
+                leave_own_inside(call, result)
+            is_written = result is target and result._version == version + 1
+            if is_written or id(result) not in map(id, call.arguments):
+                self.policy.decide(known, rule, call, result)
         else:
-            self._note_made(call, result)
+            known.note_made(call, result)
         for value, tensor in call.unsettled:
             if isinstance(value.source, Kept) and not value.sign_readers:
-                value.source = Kept(tensor, self.known.outer)
+                value.source = Kept(tensor, known.outer)
 
-    def _note_made(self, call: Call, result: Any) -> None:
-        if not call.traits.only_asks:
-            self.known.made.note(call.arguments, result, self.known.is_made)
-
-    def _only_inside(self, call: Call, result: Tensor) -> None:
-        """Leave in `call.inside` what the call has made itself, beside its result, and what is worth it."""
-        given = {address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
-        call.inside = tuple(
-            part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
-        )
-
-    def _pack_unless_abandoned(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+    def _pack_unless_abandoned(self, tensor: Tensor) -> object:
         return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)
-
-    def again(self, rule: Rule, call: Call, result: Tensor, *, from_anything: bool = False) -> Again | None:
-        """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5).
-
-        `from_anything`: recipes may read any tensor that the forward pass has made, instead of rule 5.
-        """
-        alone = 0  # bytes kept for the recipe alone
-        room = call.room(result)
-        unread: list[Value] = []
-
-        def find(tensor: Tensor, lend: bool = False) -> Value | Kept:
-            nonlocal alone
-            copy_it = self.copy_parameters and isinstance(tensor, nn.Parameter)
-            if not copy_it:
-                for parameter, kept in call.parameters:
-                    if parameter is tensor:
-                        return kept
-                if type(tensor) is nn.Parameter and tensor.requires_grad and self.known.outer is None:
-                    # As below, in a tenth of the calls: it has no value, and stays where it is.
-                    is_small = _MUCH * _bytes(tensor) <= room
-                    return self._copy(tensor) if is_small else Kept(tensor, None)
-            value = None if tensor is result else self.known.find(tensor)
-            if value is None or not (value.readers or isinstance(value.source, Recipe)):
-                value = self._available(tensor, call, result, from_anything)
-            if value is not None and not copy_it:
-                if value.readers == value.sign_readers:
-                    unread.append(value)
-                return value
-            stays = tensor.requires_grad and tensor.is_leaf
-            is_small = _MUCH * _bytes(tensor) <= room
-            if tensor is result or not (is_small or ((lend or stays) and not copy_it)):
-                raise NotFollowed
-            lent, size = self._lent(tensor, call, is_small)
-            alone += 0 if stays else size
-            return lent
-
-        try:
-            again = rule(find, call.args, call.kwargs, result)
-        except NotFollowed:
-            return None
-        if again.draws:
-            if call.random is None or _MUCH * call.random.state.nbytes > room:
-                return None
-            again = again._replace(function=partial(call.random.call, again.function))
-        if unread and not from_anything:
-            alone += unread_bytes(unread)
-        return again if alone <= room else None
-
-    def _lent(self, tensor: Tensor, call: Call, is_small: bool) -> tuple[Value | Kept, int]:
-        """Keep an argument for a recipe, and tell its bytes. A copy, if the original is small or may change unseen."""
-        size = _bytes(tensor)
-        if tensor.requires_grad:
-            is_copied = is_small and tensor.is_leaf
-        else:
-            is_copied = is_small or not self.known.made.has(tensor)
-        if is_copied:
-            value = self._copy(tensor)
-            return value, value.bytes
-        lent = self.known.lend(tensor, call)
-        if isinstance(lent, Value) and lent.unread:
-            self.known.note_need(lent, tensor)
-        return lent, size
-
-    def _copy(self, tensor: Tensor) -> Value:
-        copy = copied(tensor)
-        value = Value(Kept(copy, self.known.outer), bytes=min(_bytes(tensor), tensor.nbytes))
-        if self.known.trace is not None:
-            self.known.trace.keeps(value, copy)
-        return value
-
-    def bundle(self, again: Again, call: Call, result: Tensor) -> Bundle:
-        """Compute again all that a call has saved inside. `again`: repeats the call."""
-        needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
-        return Bundle(again, needs_grad, call.inside, result)
-
-    def _available(self, tensor: Tensor, call: Call, result: Tensor, from_anything: bool) -> Value | None:
-        """The value of an argument, if a recipe may read it."""
-        known = self.known
-        if tensor is result:
-            value = self._before_overwriting(call, result, from_anything)
-        elif is_ordinary(tensor):
-            value = known.value_of(tensor, call)
-        else:
-            raise NotFollowed
-        if not from_anything:
-            return None if value is not None and value.unread else value
-        if value is None and tensor is not result:
-            is_large = _MUCH * _bytes(tensor) > call.room(result)  # a mask, say, which one copy per call would exceed
-            if known.is_made(tensor) or (is_large and known.made.has(tensor)):
-                value = known.keep(tensor, call)
-        if value is not None and value.unread:
-            self.known.note_need(value, tensor)
-        return value
-
-    def _before_overwriting(self, call: Call, overwritten: Tensor, from_anything: bool) -> Value | None:
-        """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""
-        value = call.before or self.known.find(overwritten, overwrites=1)  # from a copy
-        if value is None:
-            return None
-        if from_anything and self.known.trace is not None:
-            return value if self.known.trace.overwrites(value, overwritten) else None
-        return None if value.reads_storage(address(overwritten.untyped_storage())) else value
-
-    def follow(self, again: Again, call: Call, result: Tensor) -> Value | None:
-        """Give the result of a call a recipe, and return its value; None if the chain of recipes would be too long."""
-        recipe = Recipe(again, result)
-        if recipe.depth > self.policy.longest:
-            return None
-        own = self.known.find(result)
-        if own is None:
-            own = self.known.remember(result, Value(recipe))
-        else:  # the call has saved its own result
-            own.become(recipe)
-        for saved in call.replaceable:
-            saved.read_instead(own)
-        if result._base is not None:
-            self._follow_base(call, result, result._base, own)
-        return own
-
-    def _follow_base(self, call: Call, result: Tensor, base: Tensor, own: Value) -> None:
-        """Functions such as `F.instance_norm` return a view of all that they make: other views follow from it."""
-        known = self.known
-        if base.numel() != result.numel() or base.dtype != result.dtype or not known.is_made(base):
-            return
-        if not (base.is_contiguous() and result.is_contiguous()):
-            return
-        is_new = not own.reads_storage(address(base.untyped_storage())) if call.overwrites else call.has_made(base)
-        if not is_new:  # but a view of an argument
-            return
-        recipe, value = Recipe(Again(Tensor.view, (own, base.shape)), base), known.find(base)
-        if value is None:
-            known.remember(base, Value(recipe))
-        elif isinstance(value.source, Kept):
-            value.become(recipe)
 
 
 def is_ours(hooks: Hooks) -> bool:
@@ -541,7 +355,3 @@ def is_running(frame: FrameType) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()

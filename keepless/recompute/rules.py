@@ -17,8 +17,7 @@ from torch import Tensor
 from ..norms.bn_act import norm_and_activation
 from ..saved import Kept
 from ..torch_internals import FakeTensor, dropped_share, packed_by, without_dispatch_modes, without_function_modes
-from .functions import INPLACE, may_overwrite
-from .nodes import layer_again, normalised
+from .overwriting import INPLACE, may_overwrite
 from .values import Again, ShapeOnly, Value, saved_value
 
 
@@ -187,6 +186,17 @@ def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     return Again(normalised, [x, *_saved(node, "result1", "result2"), *affine], fresh=True)
 
 
+def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Batch normalisation with the statistics of the forward pass. x: (N, C, ...), the others (C,)."""
+    if isinstance(x, FakeTensor):  # PyTorch has no fake kernel for the operator below, and would launch the real one
+        return torch.empty_like(x)
+    if x.is_cuda:
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
+    # The operator takes a variance in eval mode. Multiplying the weight instead, as it would do, changes no bit.
+    scale = invstd if weight is None else weight * invstd
+    return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+
+
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Equal to the bit, while `normalised` rounds otherwise than cuDNN; but it computes the statistics once more."""
     return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
@@ -207,6 +217,19 @@ def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], re
     vectors = _found(find, *(running or (None, None)), given.get("weight"), given.get("bias"))
     arguments = [find(given["input"]), *vectors, of_images, 0.0, given.get("eps", 1e-5)]
     return Again(F.instance_norm, arguments, fresh=True)
+
+
+def _layer(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    """Repeat a layer of ours. Running statistics that have moved stay as they are."""
+    x, weight, bias, mean, var, arguments, strategy = args
+    moved, affine = arguments.use_batch_statistics, _found(find, weight, bias)
+    running = [None if one is None else ShapeOnly(one) if moved else find(one) for one in (mean, var)]
+    return Again(_layer_again, [find(x), *affine, *running, arguments, strategy], fresh=True)
+
+
+def _layer_again(*given: Any) -> Tensor:
+    ready: Any = [one.get() if isinstance(one, ShapeOnly) else one for one in given]
+    return norm_and_activation(*ready)
 
 
 def _joined(function: Function) -> Rule:
@@ -359,7 +382,7 @@ for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_samp
     EXPENSIVE[_function] = _made(_function)
 EXPENSIVE[F.scaled_dot_product_attention] = _attention
 EXPENSIVE |= {torch.bernoulli: random_again(torch.bernoulli), torch.rrelu: random_again(torch.rrelu)}
-EXPENSIVE |= {F.cross_entropy: _made(F.cross_entropy), norm_and_activation: layer_again}
+EXPENSIVE |= {F.cross_entropy: _made(F.cross_entropy), norm_and_activation: _layer}
 for _function in (F.scaled_dot_product_attention, torch.rrelu, F.cross_entropy, norm_and_activation):
     INSIDE[_function] = EXPENSIVE[_function]
 for _function in (F.dropout, torch.dropout, F.alpha_dropout):

@@ -47,11 +47,6 @@ class Value:
         self.stream: torch.cuda.Stream | None = None  # that computes it
 
     @property
-    def depth(self) -> int:
-        """The number of recipes between this value and kept ones."""
-        return self.source.depth if isinstance(self.source, Recipe) else 0
-
-    @property
     def unread(self) -> bool:
         """True while the value has no reader; its memory is then freed together with the tensor."""
         return not (self.readers or self.recipes or isinstance(self.source, Recipe))
@@ -244,7 +239,7 @@ class Saved:
         self.value = value
         self.memory = memory
         self.number = -1  # in the trace of a step, if there is one
-        self.reads_signs = False
+        self.reads_signs = False  # the operation only asks which entries are positive
         if value.readers:  # a quick `add_reader`
             value.readers += 1
         else:
@@ -310,7 +305,7 @@ class Recipe:
         self.stream = current_stream(like) if like.is_cuda else None
         self.autocast = autocast_of(self.device)
         self.inputs: list[Value] = []
-        self.depth = 1
+        self.depth = 1  # recipes in the longest chain from kept values to this one
         for value in again.arguments:
             if isinstance(value, Value):
                 self.inputs.append(value)

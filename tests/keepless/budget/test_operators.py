@@ -11,8 +11,8 @@ from keepless.budget.costs import peak_bytes
 from keepless.budget.saved_plans import plan_from_plain, plan_to_plain
 from keepless.budget.search import Choice
 from keepless.budget.simulation import plain_peak, simulate
+from keepless.recompute.calls import RANDOM, learn
 from keepless.recompute.rules import EXPENSIVE, INSIDE
-from keepless.recompute.traits import RANDOM, learn
 from tests.keepless.budget.ahead import step
 
 

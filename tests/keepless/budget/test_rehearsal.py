@@ -14,10 +14,9 @@ from keepless import InPlaceABN, recompute_activations
 from keepless.budget.costs import peak_bytes
 from keepless.budget.estimates import Estimates
 from keepless.budget.plans import PlansByShape
-from keepless.budget.rehearsal import rehearsed_step
 from keepless.budget.scaling import Sized, scaled
 from keepless.budget.step import Event
-from keepless.budget.traced_step import backward_starts
+from keepless.budget.traced_step import backward_starts, rehearsed_step
 from tests.keepless.budget.ahead import Ahead, gradients
 from tests.keepless.budget.transformers import Llama
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from keepless.budget.rehearsal import rehearsed_step
 from keepless.budget.search import frontier
 from keepless.budget.simulation import Simulation, plain_peak
+from keepless.budget.traced_step import rehearsed_step
 
 CHANNELS = 8
 

@@ -8,8 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless.budget.budget import traced_step
 from keepless.budget.costs import peak_bytes
-from keepless.budget.search import Choice
-from keepless.budget.segments import segmented
+from keepless.budget.search import Choice, segmented
 from keepless.budget.simulation import simulate
 from tests.keepless.budget.ahead import step
 from tests.keepless.budget.transformers import TEXTS

@@ -1,16 +1,17 @@
-"""Which functions write over their arguments, and which call others that a function mode can see."""
+"""Calls that write over memory: over which arguments, and what becomes of the values there."""
 
 import inspect
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..inputs import tensors_in
-from ..torch_internals import OpOverload, OpOverloadPacket, written_arguments
+from ..saved import Kept
+from ..torch_internals import Hooks, OpOverload, OpOverloadPacket, address, written_arguments
+from .values import Memory, Value
 
 _OPERATORS = frozenset(
     f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
@@ -51,8 +52,11 @@ def _writes(name: str) -> bool:
 @cache
 def _written(operator: OpOverload | OpOverloadPacket) -> frozenset[tuple[int, str]]:
     """Positions and names of the arguments that an operator writes over, in any of its overloads."""
-    overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
-    return frozenset((position, name) for overload in overloads for position, name in written_arguments(overload))
+    return frozenset(entry for overload in overloads_of(operator) for entry in written_arguments(overload))
+
+
+def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
+    return [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
 
 
 def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -69,27 +73,41 @@ def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return tensors_in(found)
 
 
-# With a function mode in effect these return True, and the function hands itself to the mode instead of running.
-_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+class _Overwriting(NamedTuple):
+    """A call that may write over a tensor."""
+
+    tensor: Tensor
+    version: int  # before
+    memory: Memory
+    copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
 
 
-def _calls_others(function: object) -> bool:
-    return isinstance(function, FunctionType) and not {*_CHECKS}.isdisjoint(function.__code__.co_names)
+def before_overwriting(tensor: Tensor, memories: dict[int, Memory], outer: Hooks | None) -> _Overwriting | None:
+    """Copy the values in a tensor's memory that recipes read. None if nothing depends on it.
 
-
-CALL_OTHERS: frozenset[Callable[..., Any]] = frozenset(filter(_calls_others, vars(F).values()))
-
-
-def body(function: FunctionType) -> FunctionType:
-    """A function of `torch.nn.functional` that runs although a function mode is in effect, which sees inner calls.
-
-    For arguments without a `__torch_function__` of their own.
+    `memories`: by address, those in which values are kept. `outer`: hooks that get the copies.
     """
-    names = function.__globals__ | dict.fromkeys(_CHECKS, _no)
-    opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    opened.__kwdefaults__ = function.__kwdefaults__
-    return opened
+    memory = memories.pop(address(tensor.untyped_storage()), None)
+    if memory is None:
+        return None
+    write = _Overwriting(tensor, tensor._version, memory, [])
+    for value in filter(None, (reference() for reference in memory.values)):
+        if value.recipes and isinstance(kept := value.source, Kept) and not kept.is_modified():
+            write.copied.append((value, kept, value.storage))
+            value.source, value.storage = Kept(kept.get().clone(), outer), 0
+    return write
 
 
-def _no(*_: object) -> bool:
-    return False
+def after_overwriting(write: _Overwriting, memories: dict[int, Memory]) -> None:
+    """Mark the tensors that operations saved as overwritten; or undo the copies, if nothing was written."""
+    memory: Memory | None = write.memory
+    if write.tensor._version != write.version:
+        while memory is not None:
+            memory.overwritten, memory = True, memory.earlier
+        return
+    for value, source, storage in write.copied:
+        value.source, value.storage = source, storage
+    now = memories.setdefault(write.memory.storage.cdata, write.memory)
+    if now is not write.memory:
+        now.values += write.memory.values
+        now.earlier = write.memory
