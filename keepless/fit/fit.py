@@ -10,7 +10,7 @@ from torch import nn
 
 from ..budget.budget import arguments_of
 from ..budget.costs import stood_for
-from ..budget.traced_step import on_fakes
+from ..budget.fakes import on_fakes
 from ..inputs import check_has_forward, check_module
 from ..saved import size_text
 from ..torch_internals import ASKS_FOR_VALUES
@@ -97,10 +97,16 @@ def fit(
         raise ValueError(f"time={time} with grow={grow!r}: expected at least 1.0, with grow='batch' or 'size'")
     available, longest = bytes_for_tensors(device), math.inf if grow is None else time or _TIME
     stands_for = stood_for.set(torch.device("cuda"))
-    try:
-        with on_fakes(network, *arguments_of(example)) as (copied, *given), torch.enable_grad():
+
+    def counted(copied: nn.Module, *given: Any) -> Fit:
+        with torch.enable_grad():
             steps = Steps(copied, growth(given, grow), available, optimizer, longest)
             ways = steps.ways()
+        line = _line(steps, ways, device)
+        return Fit(device, available, steps.weights, steps.gradients, steps.states, ways, line)
+
+    try:
+        return on_fakes(counted, network, *arguments_of(example))
     except ASKS_FOR_VALUES as error:
         raise ValueError(
             f"the network asks for values of tensors ({error}), which a step on fake tensors does not have: leave out "
@@ -108,8 +114,6 @@ def fit(
         ) from error
     finally:
         stood_for.reset(stands_for)
-    line = _line(steps, ways, device)
-    return Fit(device, available, steps.weights, steps.gradients, steps.states, ways, line)
 
 
 def _line(steps: Steps, ways: list[Way], device: int | str) -> str:

@@ -3,6 +3,8 @@
 import copy
 import random
 import warnings
+from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from keepless import InPlaceABN, recompute_activations
 from keepless.budget.costs import peak_bytes
 from keepless.budget.estimates import Estimates
+from keepless.budget.fakes import LeftBehind
 from keepless.budget.plans import PlansByShape
 from keepless.budget.scaling import Sized, scaled
 from keepless.budget.step import Event
@@ -241,6 +244,80 @@ def test_a_pass_that_raises_is_planned_next_time(fails_in):
                     network(x)
         else:
             assert all(map(torch.equal, gradients(within, x), gradients(plain, x)))
+    assert is_planned(within) == [True]
+
+
+@lru_cache
+def decay(length: int) -> Tensor:
+    return torch.arange(1.0, length + 1).reciprocal()
+
+
+ROWS: dict[int, tuple[Tensor, ...]] = {}
+
+
+def remembered(module: nn.Module, x: Tensor) -> Tensor:
+    """Scale the input by tensors that are made once for a size, and remembered outside of the network."""
+    if len(x) not in ROWS:
+        ROWS[len(x)] = (torch.ones(len(x), 1) / 2,)
+    return x * decay(32) * ROWS[len(x)][0]
+
+
+def test_fake_tensors_are_removed_from_caches_outside_of_the_network():
+    torch.manual_seed(0)
+    plain, inputs = Layers(2, remembered), [torch.randn(size, 32) for size in (2, 2, 5)]
+    within = recompute_activations(copy.deepcopy(plain), budget=0.8)
+    for network in (within, plain):  # this one fills the caches
+        decay.cache_clear(), ROWS.clear()
+        found = [gradients(network, x) for x in inputs]
+        assert network is plain or is_planned(within) == [True, True]
+        assert {type(one) for kept in ROWS.values() for one in kept} == {type(decay(32))} == {Tensor}
+        assert all(type(one) is Tensor for of_step in found for one in of_step)
+    assert_like_plain(within, plain, inputs)
+
+
+def test_fake_tensors_that_cannot_be_removed_are_an_error():
+    elsewhere = SimpleNamespace()
+
+    def assigned(module: nn.Module, x: Tensor) -> Tensor:
+        elsewhere.mask = torch.ones(32)
+        return x * elsewhere.mask
+
+    within = recompute_activations(Layers(2, assigned), budget=0.8)
+    with pytest.raises(LeftBehind, match="1 of them are now held outside the network .by a SimpleNamespace.*hold such"):
+        within(torch.randn(2, 32))
+
+
+def test_a_forward_pass_that_is_bound_to_the_network_itself_is_not_rehearsed():
+    """Decorated as PyTorch's documentation of autocast has it. A copy would still run the original."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.BatchNorm1d(32), Layers(2))
+    within = copy.deepcopy(plain)
+    for network in (plain, within):
+        network.forward = torch.autocast("cpu", torch.bfloat16)(network.forward)
+    recompute_activations(within, budget=0.8)
+    assert_like_plain(within, plain, [torch.randn(4, 32) for _ in range(4)])
+    assert all(type(parameter.grad) is Tensor for parameter in within.parameters()) and is_planned(within) == [True]
+
+
+def test_trained_tensors_outside_of_the_network_are_not_rehearsed():
+    outside = torch.ones(32, requires_grad=True)
+    within = recompute_activations(Layers(2, lambda module, x: x * outside), budget=0.8)
+    gradients(within, torch.randn(2, 32))
+    assert type(outside.grad) is Tensor and not any(is_planned(within))
+
+
+def test_given_parameters_are_rehearsed_and_anomalies_are_not_told():
+    torch.manual_seed(0)
+    plain, x = Layers(4), torch.randn(64, 32)
+    within = recompute_activations(copy.deepcopy(plain), budget=0.9)
+    with warnings.catch_warnings(action="error"), torch.autograd.set_detect_anomaly(True):
+        for _ in range(3):
+            found = []
+            for network in (plain, within):
+                given = {name: 2 * parameter for name, parameter in network.named_parameters()}
+                loss = torch.func.functional_call(network, given, (x,)).square().mean()
+                found.append(torch.autograd.grad(loss, list(network.parameters())))
+            assert all(map(torch.equal, *found))
     assert is_planned(within) == [True]
 
 
