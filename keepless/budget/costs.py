@@ -198,9 +198,12 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: b
 
 @contextmanager
 def _measured(device: torch.device) -> Iterator[None]:
-    """Measure under no recording, in one thread at a time. The random state and autocast's cache stay as they are."""
+    """Measure under no recording, in one thread at a time. The random state and autocast's cache stay as they are.
+
+    Hooks hold tensors without their graphs: a graph that held its own output through a hook would never be freed.
+    """
     devices, caches = [device] if device.type == "cuda" else [], torch.is_autocast_cache_enabled()
-    with _profiler, torch.random.fork_rng(devices), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+    with _profiler, torch.random.fork_rng(devices), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _as_it_is):
         torch.set_autocast_cache_enabled(False)  # it would hold casts of the other tensors
         try:
             yield
