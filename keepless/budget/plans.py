@@ -218,10 +218,18 @@ class PlansByShape:
             "planned %d calls in %.1f s: a peak of %s instead of %s, for %.1f ms more",
             *(len(step.calls), seconds, size_text(choice.peak), size_text(plain), choice.seconds * 1e3),
         )
-        if choice.peak > limit:
+        least = choice.peak if rehearsed is None else int(choice.peak * family.correction)
+        if least > asked:
+            texts = size_text(asked), size_text(least)
+            if texts[0] == texts[1]:
+                texts = f"{asked:,} bytes", f"{least:,} bytes"
             warnings.warn(
-                f"no plan keeps this step within {size_text(asked)}: the least is {size_text(choice.peak)}, "
-                "which is taken",
+                f"no plan keeps this step within {texts[0]}: the least is {texts[1]}, which is taken", stacklevel=2
+            )
+        if not step.is_whole:
+            warnings.warn(
+                "the network has saved-tensor hooks of its own, such as a checkpoint's: what is computed again under "
+                "them is not planned, so a step may take more than the budget; switch its own checkpointing off",
                 stacklevel=2,
             )
         plan = choice.plan(step)

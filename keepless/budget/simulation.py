@@ -44,7 +44,7 @@ def plain_peak(step: Step) -> int:
     for event, what in step.events:
         if event == Event.BUSY:
             peak = max(peak, level + what)
-        elif event != Event.READ:
+        elif event not in (Event.READ, Event.DONE, Event.PASS):
             memory = what if event in (Event.HOLD, Event.LET) else step.saved[what].memory
             change = 1 if event in (Event.HOLD, Event.SAVE) else -1
             holders[memory] += change
@@ -69,7 +69,9 @@ class Simulation:
         self.readers = [0] * count  # operations
         self.born, self.dead = [self.end] * count, [-1] * count
         self.first, self.last = [self.end] * count, [-1] * count
-        self.actions: list[tuple[int, int, int, bool]] = []  # event, number of the save, its value, if it is a read
+        # Event, number of the save, its value, and whether it is a read. Value -1: an operation has run that has read
+        # it, and the graph keeps it; save -1: a backward pass ends.
+        self.actions: list[tuple[int, int, int, bool]] = []
         self.inputs = [value.inputs for value in step.values]
         self.parts: dict[int, list[int]] = {n: [] for n, value in enumerate(step.values) if value.kind == Kind.RERUN}
         for number, value in enumerate(step.values):
@@ -91,6 +93,8 @@ class Simulation:
     def _note_events(self) -> None:
         step, holders, since = self.step, [0] * len(self.step.memories), [0] * len(self.step.memories)
         open_saves: dict[int, int] = {}
+        reading: list[int] = []  # saves that the running operation has read
+        read: list[tuple[int, int]] = []  # event of its end, and saves that were not released then
         for now, (event, what) in enumerate(step.events):
             if event == Event.HOLD:
                 holders[what] += 1
@@ -102,12 +106,21 @@ class Simulation:
                     self.spans[what].append((since[what], now))
             elif event == Event.BUSY:
                 self.highest.add(now, what)
+            elif event == Event.DONE:
+                read += [(now, save) for save in reading]
+                reading = []
+            elif event == Event.PASS:
+                self.actions.append((now, -1, -1, False))
+                read = []
             elif (value := step.saved[what].value) >= 0:
                 if event == Event.SAVE:
                     self.readers[value] += 1
                     self.born[value] = min(self.born[value], now)
                     open_saves[what] = value
                 elif event == Event.READ:
+                    self.actions += [(done, save, -1, False) for done, save in read if save in open_saves]
+                    read = []
+                    reading.append(what)
                     self.first[value], self.last[value] = min(self.first[value], now), now
                     self.actions.append((now, what, value, True))
                 else:
@@ -207,10 +220,15 @@ class _Run:
             self.steady.span(begin, end, size)
         kept, signs = self.kept, self.signs
         for now, number, value, is_read in self.whole.actions:
-            if kept[value] and value not in signs:
+            if value >= 0 and kept[value] and value not in signs:
                 continue
             self.now, self.level, self.most = now, 0, 0
-            if kept[value]:
+            if number < 0:
+                self._pass_ends()
+            elif value < 0:
+                if number in self.using:
+                    self._leave(self.using.pop(number))
+            elif kept[value]:
                 self._expand(value, is_read)
             elif is_read:
                 self._read(number, value)
@@ -287,6 +305,15 @@ class _Run:
             if self.dead[other] == self.now and not self.kept[other]:
                 self._forget(other)
                 pending += self.values[other].inputs
+
+    def _pass_ends(self) -> None:
+        """What was computed for readers that have not come is forgotten; another backward pass computes it again."""
+        while self.using:
+            self._leave(self.using.popitem()[1])
+        for number, place in enumerate(self.place):
+            if place >= 0:
+                self._forget(number)
+        self.reads = [0] * len(self.reads)
 
     def _compute(self, number: int) -> None:
         value = self.values[number]

@@ -18,7 +18,10 @@ class Kind(IntEnum):
 
 
 class Event(IntEnum):
-    """An event and its number: HOLD and LET refer to a memory; SAVE, READ and RELEASE to a `Save`; BUSY to bytes."""
+    """An event and its number: HOLD and LET refer to a memory; SAVE, READ and RELEASE to a `Save`; BUSY to bytes.
+
+    DONE and PASS have none.
+    """
 
     HOLD = 0  # the program, or the backward pass, gets a tensor
     LET = 1  # and drops it
@@ -26,6 +29,8 @@ class Event(IntEnum):
     READ = 3  # the backward pass reads it
     RELEASE = 4  # autograd drops it
     BUSY = 5  # an operator takes so many bytes while it runs, beside its arguments and results
+    DONE = 6  # an operation of the backward pass has run, and drops what it has read
+    PASS = 7  # a backward pass ends, and drops what it has computed again
 
 
 class StepValue(NamedTuple):
@@ -72,6 +77,7 @@ class Step(NamedTuple):
     events: list[tuple[Event, int]]
     forward: int  # number of events in the forward pass
     calls: list[Any]  # function, shape and dtype of each call's result
+    is_whole: bool = True  # False: calls under other saved-tensor hooks, such as a checkpoint's, are not in it
 
 
 class Plan(NamedTuple):
@@ -96,3 +102,23 @@ class Plan(NamedTuple):
             value.kind == Kind.KEPT or (value.kind in again and value.call not in again[value.kind])
             for value in step.values
         ]
+
+
+def in_order(values: list[StepValue], saved: list[Save]) -> tuple[list[StepValue], list[Save]]:
+    """Number the values anew, so that the inputs of each come before it: a call's insides were noted before it."""
+    new: dict[int, int] = {}
+    for number in range(len(values)):
+        pending = [number]
+        while pending:
+            missing = [i for i in values[pending[-1]].inputs if i not in new]
+            pending += missing
+            if not missing:
+                new.setdefault(pending.pop(), len(new))
+    new[-1] = -1
+    ordered = [
+        value._replace(
+            inputs=tuple(map(new.__getitem__, value.inputs)), alias=new[value.alias], leader=new[value.leader]
+        )
+        for value in map(values.__getitem__, list(new)[:-1])
+    ]
+    return ordered, [save._replace(value=new[save.value]) for save in saved]

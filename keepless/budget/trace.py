@@ -13,14 +13,24 @@ from torch import Tensor
 from ..inputs import tensors_in
 from ..norms.bn_act import is_fused, is_node
 from ..recompute.calls import Call
-from ..recompute.rules import NotFollowed, Rule
+from ..recompute.rules import NotFollowed, Rule, is_mask_alike
 from ..recompute.signs import unpacking_bytes
 from ..recompute.values import Again, Recipe, Saved, ShapeOnly, Value
 from ..saved import Kept, is_ordinary
-from ..torch_internals import FakeTensor, StorageWeakRef, address, backward_runs, node_number, unpack
+from ..torch_internals import (
+    FakeTensor,
+    StorageWeakRef,
+    address,
+    at_end_of_backward,
+    backward_runs,
+    node_number,
+    unpack,
+)
 from .costs import MeasuredCall, call_of, estimated_seconds, operations_of, seconds_again, seconds_of
 from .estimates import Estimates
-from .step import Costs, Event, Kind, Save, Step, StepValue
+from .step import Costs, Event, Kind, Save, Step, StepValue, in_order
+
+Gradients = Sequence[Tensor | None]
 
 _WITH_MEMORY = (Kind.KEPT, Kind.FOLLOWS, Kind.FREE, Kind.INSIDE, Kind.PART)
 _OF_WRITTEN_VIEW = "CopySlices"  # the node of a call that has written over a view, e.g. over an instance norm's result
@@ -28,7 +38,7 @@ _SMALL = 2**12  # bytes of a call's arguments below which nothing is measured; i
 
 
 class Progress(Enum):
-    """How far a traced step has come. DROPPED: the graph was freed without a backward pass."""
+    """How far a traced step has come. DROPPED: the graph was freed without a backward pass, or that raised an error."""
 
     RUNS = "runs"
     ENDED = "ended"
@@ -59,13 +69,16 @@ class StepTrace:
         self.events: list[tuple[Event, int]] = []
         self.forward = -1  # number of events in the forward pass, once it has ended
         self.calls: list[Any] = []
-        self.ran = False  # the backward pass, at least through a part of the graph
+        self.sees_all = True
+        self.ran = False  # a backward pass, at least through a part of the graph
+        self.in_pass = False  # a backward pass runs, or has been given up by an error
         self.released = 0
         self._is_fake = False  # the step runs on fake tensors
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # of memories, by address
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._unnumbered: list[tuple[Saved, int, int]] = []  # saved by the call that is running
         self._handles: list[Any] = []
+        self._copies: list[int] = []  # numbers of the memories that running nodes hold
         self.seconds = 0.0  # of the call that ran last
         self._began = 0  # number of its first event
         self._measured: dict[Any, float] = {}  # seconds of a recipe, by function, shape and dtype
@@ -124,7 +137,8 @@ class StepTrace:
         """Note that a call can run again for what it has saved inside; return the number of the call's value."""
         rerun = len(self.values)
         if call.traits.rule is not None:  # a dropout, whose result follows from its mask
-            costs = Costs(self.seconds, result.nbytes, 0)
+            layout = sum(one.nbytes for one in tensors_in(call.arguments) if not is_mask_alike(one))
+            costs = Costs(self.seconds, result.nbytes + layout, 0)
         busy = costs.busy + result.nbytes
         inputs = _numbers(whole.arguments)
         self.values.append(
@@ -214,7 +228,7 @@ class StepTrace:
     def unpack(self, saved: Any) -> Tensor:
         """The unpack hook, which autograd calls in the backward pass."""
         if isinstance(saved, Saved) and backward_runs():
-            self.ran = True
+            self._backward_begins()
             self.events.append((Event.READ, saved.number))
         return unpack(saved)
 
@@ -297,8 +311,9 @@ class StepTrace:
             node = pending.pop()
             call = self._backward.get(node_number(node))
             inside = self._without_rules.get(node_number(node))
-            self._handles.append(node.register_prehook(partial(self._before, inside)))
-            self._handles.append(node.register_hook(partial(self._after, call, type(node).__name__)))
+            is_copying = type(node).__name__ == _OF_WRITTEN_VIEW
+            self._handles.append(node.register_prehook(partial(self._before, inside, is_copying)))
+            self._handles.append(node.register_hook(partial(self._after, call, is_copying)))
             for following, _ in node.next_functions:
                 if following is None or following in seen or hasattr(following, "variable"):
                     continue
@@ -306,37 +321,54 @@ class StepTrace:
                     seen.add(following)
                     pending.append(following)
 
-    def _before(self, call: MeasuredCall | None, gradients: Sequence[Tensor | None]) -> None:
-        """A node of the backward pass is about to run; the first one of `call`, if it is given."""
+    def _before(self, call: MeasuredCall | None, is_copying: bool, gradients: Gradients) -> None:
+        """A node of the backward pass is about to run; the first one of `call`, if it is given.
+
+        `is_copying`: `_OF_WRITTEN_VIEW`, which holds the view's gradient before and after, while another node runs
+        inside.
+        """
         self._gradients(gradients)
+        if is_copying:
+            self._copies.append(len(self.memories))
+            self.memories.append(0 if gradients[0] is None else 2 * gradients[0].nbytes)
+            self.events.append((Event.HOLD, self._copies[-1]))
         if call is not None and gradients[0] is not None:
             self._busy_backward.append((len(self.events), call, gradients[0].stride(), call.trained))
             self.events.append((Event.BUSY, 0))
 
-    def _after(
-        self, call: MeasuredCall | None, name: str, found: Sequence[Tensor | None], given: Sequence[Tensor | None]
-    ) -> None:
+    def _after(self, call: MeasuredCall | None, is_copying: bool, found: Gradients, given: Gradients) -> None:
         """A node of the backward pass has run."""
         self._gradients(found)
-        if name == _OF_WRITTEN_VIEW and given and given[0] is not None:
-            self.events.append((Event.BUSY, 2 * given[0].nbytes))  # the gradient of the view, before and after
+        if is_copying:
+            self.events.append((Event.LET, self._copies.pop()))
         if call is not None and given and given[0] is not None:
             self._busy_backward.append((len(self.events), call, given[0].stride(), 0))
             self.events.append((Event.BUSY, 0))
+        self.events.append((Event.DONE, 0))
 
-    def _gradients(self, gradients: Sequence[Tensor | None]) -> None:
+    def _gradients(self, gradients: Gradients) -> None:
         """The backward pass holds these tensors."""
-        self.ran = True
+        self._backward_begins()
         for gradient in gradients:
             if gradient is not None:
                 self.holds(gradient)
 
+    def _backward_begins(self) -> None:
+        if not self.in_pass:
+            self.ran = self.in_pass = True
+            at_end_of_backward(self._backward_ends)  # not called after an error
+
+    def _backward_ends(self) -> None:
+        self.in_pass = False
+        self.events.append((Event.PASS, 0))
+
     def progress(self) -> Progress:
         """How far the step has come."""
         is_released = self.forward >= 0 and self.released == len(self.saved)
+        if self.ran and not is_released and backward_runs():  # a reentrant checkpoint runs a backward pass inside
+            return Progress.RUNS
         if self.ran:
-            has_ended = is_released or not backward_runs()  # a reentrant checkpoint runs a backward pass inside
-            return Progress.ENDED if has_ended else Progress.RUNS
+            return Progress.DROPPED if self.in_pass and not backward_runs() else Progress.ENDED
         return Progress.DROPPED if is_released else Progress.RUNS
 
     def step(self) -> Step:
@@ -358,30 +390,10 @@ class StepTrace:
             if call.size >= _SMALL:
                 inside = estimates.backward(call, stride, is_exact, of_many=besides > 0)
                 self.events[event] = Event.BUSY, besides + inside
-        values, saved = _in_order(self.values, self.saved)
-        return Step(values, self.memories, saved, self.events, self.forward, self.calls)
+        values, saved = in_order(self.values, self.saved)
+        return Step(values, self.memories, saved, self.events, self.forward, self.calls, self.sees_all)
 
 
 def _numbers(arguments: Iterable[object]) -> tuple[int, ...]:
     """The values among a recipe's arguments."""
     return tuple(one.number for one in arguments if isinstance(one, Value) and one.number >= 0)
-
-
-def _in_order(values: list[StepValue], saved: list[Save]) -> tuple[list[StepValue], list[Save]]:
-    """Number the values anew, so that the inputs of each come before it: a call's insides were noted before it."""
-    new: dict[int, int] = {}
-    for number in range(len(values)):
-        pending = [number]
-        while pending:
-            missing = [i for i in values[pending[-1]].inputs if i not in new]
-            pending += missing
-            if not missing:
-                new.setdefault(pending.pop(), len(new))
-    new[-1] = -1
-    ordered = [
-        value._replace(
-            inputs=tuple(map(new.__getitem__, value.inputs)), alias=new[value.alias], leader=new[value.leader]
-        )
-        for value in map(values.__getitem__, list(new)[:-1])
-    ]
-    return ordered, [save._replace(value=new[save.value]) for save in saved]

@@ -303,6 +303,8 @@ class Recording(TorchFunctionMode):
         if not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
+            if trace is not None and torch.is_grad_enabled():
+                trace.sees_all = False
         else:
             target, version = None, 0
             if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):

@@ -104,6 +104,11 @@ def _is_aligned(argument: object) -> bool:
     return not isinstance(argument, Tensor) or bool(argument.storage_offset() * argument.itemsize % 16 == 0)
 
 
+def is_mask_alike(x: Tensor) -> bool:
+    """Whether the mask of a dropout is the same for every tensor of a shape, whatever the layout of its memory."""
+    return x.is_cpu and x.is_contiguous()
+
+
 def _mask(function: Function) -> Rule:
     """Draw the mask of a dropout once more, which does not depend on the values that it is for."""
 
@@ -112,7 +117,7 @@ def _mask(function: Function) -> Rule:
         named = {name: value for name, value in kwargs.items() if name != "input"}
         if may_overwrite(function, args, kwargs) or not _is_aligned(x):
             raise NotFollowed
-        if x.is_cpu and x.is_contiguous():  # where the layout of the input's memory does not matter
+        if is_mask_alike(x):
             x = x.new_empty(()).expand(x.shape)
         return Again(partial(_on_any_values, function, ShapeOnly(x), tuple(others), named), [], draws=True)
 
