@@ -1,4 +1,4 @@
-"""What calls take: measured on tensors like theirs, or interpolated between measured sizes."""
+"""Seconds and temporary bytes of calls: measured on tensors like theirs, or interpolated between measured sizes."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
@@ -13,14 +13,14 @@ _APART = 2  # a size is measured unless smaller and larger ones were that are at
 
 
 class Taken(NamedTuple):
-    """What a call takes. `busy`: bytes beside its arguments and results, while it runs."""
+    """The costs of a call. `busy`: temporary bytes, beside its arguments and results, while it runs."""
 
     seconds: float
     busy: float
 
 
 class Estimates:
-    """What the calls of a network take.
+    """The costs of a network's calls.
 
     Calls are of one kind if they differ in the sizes of their activations alone. Bytes grow at least linearly with
     these sizes, so that a straight line between two measured ones is never too low.

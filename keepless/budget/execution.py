@@ -33,8 +33,8 @@ class ByPlan(Policy):
         plans: of the network's different sequences of calls.
         trace: sees the step, if it is to be planned.
         guard: None to keep every result there.
-        kept_before: what an earlier pass kept by the plan, for a report. None: this pass is to tell, by hooks in all
-            calls.
+        kept_before: tensors that an earlier pass under the plan kept, for a report. None: hooks in all calls of this
+            pass find out.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Guard:
 
 
 class Bundle(Value):
-    """All that a call makes when it runs again. Each part gets its tensor then, and frees it after its last reader.
+    """All tensors that a call makes when it runs again. Each part gets its own, and frees it after its last reader.
 
     Args:
         again: repeats the call.
@@ -283,5 +283,5 @@ def _never(_: object) -> Tensor:
 
 
 def _reads_overwritten(before: Value, call: Call, result: Tensor) -> bool:
-    """Whether a call has written over a kept value that it reads, so that a plan alone can let it be computed again."""
+    """Whether a call has written over a kept value that it reads: only by a plan is its result then computed again."""
     return result is call.args[0] and before.reads_storage(address(result.untyped_storage()))

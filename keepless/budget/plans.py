@@ -28,7 +28,7 @@ from .traced_step import rehearsed_step
 _TRACES = 16  # whole steps of one shape that are traced, if the network takes different paths
 _NEAREST = 4  # plans of other shapes that are tried
 _CLOSE = 0.97  # of the budget: a plan that takes so much is not searched for again
-_PAUSE = 1.0  # seconds of planning that are said
+_PAUSE = 1.0  # seconds of planning above which a message explains the pause
 _ABOUT = 1.01  # a saved plan's peak may be higher by so much on fake tensors
 _OF_SHAPE = ("passes", "traces", "needs_trace", "strays")  # attributes that are saved
 _log = logging.getLogger(__name__)

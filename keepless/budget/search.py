@@ -42,7 +42,7 @@ class Choice(NamedTuple):
         )
 
     def _unhooked(self, step: Step) -> frozenset[int]:
-        """Calls all of whose saved tensors are kept whole, and found by recipes that read them without a `Value`."""
+        """Calls whose saved tensors are all kept unchanged, and which recipes can read without a `Value`."""
         values = step.values
         packed = {save.memory for save in step.saved if save.signs}  # as soon as no reader is left but for signs
         read = {i for value, kept in zip(values, self.kept, strict=True) if not kept for i in value.inputs}

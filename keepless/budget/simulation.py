@@ -268,7 +268,7 @@ class _Run:
                 yield begin, end, size
 
     def _expand(self, value: int, is_read: bool) -> None:
-        """An operation reads values made from signs: first what unpacking takes, and then values for the operation."""
+        """An operation reads values unpacked from signs, or has read them: their bytes, and those of unpacking."""
         self.level = self.values[value].bytes if is_read else -self.values[value].bytes
         self.most = self.whole.unpacking[value] if is_read else 0
 
@@ -372,7 +372,7 @@ class _Run:
             self.place[number] = -1
 
     def _leave(self, number: int) -> None:
-        """One user less of a computed value's memory."""
+        """Release one use of a computed value's memory."""
         self.users[number] -= 1
         if not self.users[number]:
             self.level -= self.values[number].bytes

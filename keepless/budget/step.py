@@ -38,7 +38,7 @@ class StepValue(NamedTuple):
 
     kind: Kind
     memory: int  # number of the memory that it is in, if it is kept
-    bytes: int  # that it takes when it is computed again; 0 if it shares an input's memory
+    bytes: int  # allocated when it is computed again; 0 if it shares an input's memory
     inputs: tuple[int, ...]  # of its recipe
     alias: int  # the input whose memory it shares; -1 if none
     call: int  # number of the call whose result it is; -1 if of none
@@ -56,7 +56,7 @@ class Save(NamedTuple):
     value: int  # that is saved; -1 if none is
     signs: int  # bytes of its signs, if it is saved for these alone; otherwise 0
     memory: int  # kept by PyTorch alone
-    call: int  # number of the call that has it saved, or of the next one with a rule; -1 if none
+    call: int  # number of the call during which it is saved, or of the next one with a rule; -1 if none
     unpacking: int = 0  # bytes that making values from the signs takes beside the values
 
 

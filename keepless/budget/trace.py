@@ -46,7 +46,7 @@ class Progress(Enum):
 
 
 class _Busy(NamedTuple):
-    """A call that takes bytes while it runs. `values`: whose costs it tells."""
+    """A call that takes bytes while it runs. `values`: those that it computes, whose costs are measured with it."""
 
     call: MeasuredCall
     event: int
@@ -264,7 +264,7 @@ class StepTrace:
         measured = self._measured_call(call, result)
         if measured is not None:
             event, extra = len(self.events), 0
-            if call.inside:  # of which the events of its nodes tell the rest
+            if call.inside:  # the events of its nodes cover the rest
                 event, extra = self._began, result.nbytes
             if not call.inside or is_node(result.grad_fn):
                 self._backward[node_number(result.grad_fn)] = measured

@@ -134,7 +134,7 @@ _CALL_OTHERS: frozenset[Callable[..., Any]] = frozenset(filter(_calls_others, va
 
 
 def body(function: FunctionType) -> FunctionType:
-    """A function of `torch.nn.functional` that runs although a function mode is in effect, which sees inner calls.
+    """A copy of a function of `torch.nn.functional` whose body runs under a function mode, which sees its inner calls.
 
     For arguments without a `__torch_function__` of their own.
     """

@@ -94,7 +94,7 @@ def _value_before(known: KnownValues, call: Call, overwritten: Tensor) -> Value 
 
 
 def _lent(known: KnownValues, tensor: Tensor, is_small: bool) -> tuple[Value | Kept, int]:
-    """Keep an argument for a recipe, and tell its bytes. A copy, if the original is small or may change unseen."""
+    """Keep an argument for a recipe; return it and its bytes. A copy, if the original is small or may change unseen."""
     size = _bytes(tensor)
     if tensor.requires_grad:
         is_copied = is_small and tensor.is_leaf
@@ -151,7 +151,7 @@ def _follow_base(known: KnownValues, call: Call, result: Tensor, base: Tensor, o
 
 
 def leave_own_inside(call: Call, result: Tensor) -> None:
-    """Leave in `call.inside` what the call has made itself, beside its result, and what is worth it."""
+    """Reduce `call.inside` to what the call has made itself, other than its result, and what is not tiny beside it."""
     given = {address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
     call.inside = tuple(
         part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes

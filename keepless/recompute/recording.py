@@ -29,11 +29,11 @@ Rule 12. Gradients never differ from autograd's: random functions are called aga
     versions are kept as they are, and inside other saved-tensor hooks, such as a checkpoint's, and in functorch's
     transforms no call is followed. When in doubt, keep the tensor.
 Rule 13. A policy decides what is kept: these rules here, or `ByPlan` (budget/execution.py), which decides call by call
-    and whose recipes may read any tensor that the forward pass has made. What a plan keeps gets a value only when a
-    recipe, or an operation that may do with less, reads it.
-Rule 14. A step that fits as it is, by a plan, is left as it is (`Policy.watches`): its calls are only compared with the
-    plan's, and recorded from the first that differs. In other steps, calls that by the plan save nothing but what is
-    kept run without our hooks (`Policy.is_unhooked`): PyTorch saves these tensors itself.
+    and whose recipes may read any tensor that the forward pass has made. A tensor that a plan keeps gets a value only
+    when a recipe reads it, or an operation that needs less of it.
+Rule 14. If a plan keeps everything, nothing is recorded (`Policy.watches`): calls are only compared with the plan's,
+    and recorded from the first that differs. Otherwise, calls whose saved tensors the plan keeps unchanged run without
+    our hooks (`Policy.is_unhooked`): PyTorch saves these tensors itself.
 
 An example, and what autograd holds of each tensor:
 
@@ -81,7 +81,7 @@ class Policy:
     planned: Container[int] | None = None  # numbers of the nodes whose results a plan keeps; None: there is no plan
     trace: Trace | None = None
     watches = False  # calls are only compared with a plan's, and nothing is recorded while they are the same
-    skips_hooks = False  # in the calls of which `is_unhooked` says so
+    skips_hooks = False  # whether `is_unhooked` may be True
 
     def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
         """Give the result of a call a recipe, or not."""
@@ -89,11 +89,11 @@ class Policy:
             follow(known, again, call, result)
 
     def kept_in(self, log: Log) -> Sequence[KeptTensor]:
-        """At the end of the forward pass: what it has kept. `log`: of the calls with hooks."""
+        """The tensors that the forward pass, which has ended, has kept. `log`: of the calls with hooks."""
         return log.kept()
 
     def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
-        """In a pass that is only compared with a plan: whether a call differs."""
+        """Whether a call differs from the plan's, in a pass that is only compared with it (`watches`)."""
         raise NotImplementedError
 
     def is_unhooked(self, function: Callable[..., Any]) -> bool:
@@ -235,7 +235,7 @@ class Recording(TorchFunctionMode):
                 after_overwriting(write, known.memories)
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let subclasses of tensors handle a call, and see the functions that they call, on plain tensors."""
+        """Dispatch a call to subclasses of tensors, and see the functions that they call on plain tensors."""
         super().__enter__()
         try:
             results = (kind.__torch_function__(function, types, args, kwargs) for kind in types)

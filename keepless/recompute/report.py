@@ -89,7 +89,7 @@ class Log:
             self.others.append((weakref.ref(kept), entry))
 
     def kept(self, why: Callable[[Value | Kept, int], str] = lambda value, node: "") -> list[KeptTensor]:
-        """The tensors kept at the end of the forward pass, one per storage. `why`, given the number of their node."""
+        """The tensors kept at the end of the forward pass, one per storage. `why`: (value, node's number) -> reason."""
         found: dict[int, KeptTensor] = {}
         for reference, storage, size, node, made_by, function, parameter in self.entries:
             value = reference()

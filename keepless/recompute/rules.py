@@ -203,7 +203,7 @@ def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, b
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Equal to the bit, while `normalised` rounds otherwise than cuDNN; but it computes the statistics once more."""
+    """Equal to cuDNN's norm to the bit, unlike `normalised`, but it computes the statistics once more."""
     return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
@@ -296,7 +296,7 @@ def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
 
 @cache
 def dropout_scale(device: torch.device, double: bool, share: float) -> float:
-    """What a dropout's kernel multiplies values with. It may round 1 - p before it divides, so it is measured, once.
+    """The factor by which a dropout's kernel scales values. It is measured, as kernels may round 1 - p before dividing.
 
     NotFollowed where nothing can be measured: while a CUDA graph is captured, or if all values are dropped.
     """

@@ -125,7 +125,7 @@ class Value:
                     return tensor
 
     def steps(self) -> Generator["Value", Any, Tensor]:
-        """Yields the values that it needs, and is sent their tensors. Returns its own."""
+        """Coroutine: yields each `Value` that it needs, is sent its tensor, and returns this value's."""
         tensor = self.computed
         if tensor is None:
             source = self.source
@@ -168,7 +168,7 @@ def wait_for(stream: torch.cuda.Stream | None, *tensors: Any) -> None:
 
 
 def unread_bytes(values: Iterable[Value]) -> int:
-    """Bytes of kept memory that these values need, and that no operation reads so far, except for signs."""
+    """Bytes of kept memory that these values need, and that no operation reads, or only for its signs."""
     seen: set[Value] = set()
     waiting = list(values)
     while waiting:
