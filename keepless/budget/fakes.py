@@ -40,11 +40,10 @@ class LeftBehind(RuntimeError):
 
 
 def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any, kwargs: Any) -> T:
-    """Call `run` with a copy of a network and of its arguments, on fake tensors. Tensors of the meta device become
-    fake ones of the CPU.
+    """Call `run` with a copy of a network and of its arguments, on fake tensors, and return its result.
 
-    Fake tensors that the network's code puts into dictionaries and `functools.lru_cache`s outside of the network are
-    removed from there.
+    Tensors of the meta device become fake ones of the CPU. Fake tensors that the network's code has put into
+    dictionaries and `functools.lru_cache`s outside of the network are removed from there.
 
     Raises:
         RuntimeError: the copy uses the network itself, e.g. because its `forward` is a function that refers to it; or
@@ -53,8 +52,8 @@ def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any,
         Exception: whatever `run` raises.
     """
     given = tensors_in((args, kwargs))
-    is_fake = [one for one in [*given, *network.parameters()] if isinstance(one, FakeTensor)]
-    mode = is_fake[0].fake_mode if is_fake else FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [one for one in [*given, *network.parameters()] if isinstance(one, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
     watch = _Watch([*network.parameters(), *network.buffers()])
     memo: dict[int, Any] = {id(one): _faked(mode, one.detach()).requires_grad_(one.requires_grad) for one in given}
     for module in network.modules():
@@ -72,7 +71,7 @@ def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any,
         return result
     finally:
         memo.clear()
-        if not is_fake:
+        if not fakes:  # the caller's own mode
             watch.forget(by_error=not has_ended)
 
 
