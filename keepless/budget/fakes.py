@@ -10,18 +10,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..inputs import Network, tensors_in
+from ..saved import is_ordinary
 from ..torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    address,
     tree_leaves,
     with_dispatch_modes_off,
     written_arguments,
@@ -36,25 +37,42 @@ _LruCache: type[Any] = type(cache(len))
 
 
 class LeftBehind(RuntimeError):
-    """Objects outside the network hold fake tensors of a step, which real steps would read."""
+    """A step reads a fake tensor that code outside the network has kept."""
+
+
+class _Rehearsal(FakeTensorMode):
+    """A mode whose tensors raise an error when they are used after it has ended."""
+
+    has_ended = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.has_ended:
+            raise LeftBehind(
+                f"{function} reads a tensor that code outside the network has kept from a step on fake tensors, by "
+                f"which a budget is planned: keep such tensors in the network, in a functools.lru_cache, or in a "
+                f"dictionary by size, from where they are removed"
+            )
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any, kwargs: Any) -> T:
     """Call `run` with a copy of a network and of its arguments, on fake tensors, and return its result.
 
-    Tensors of the meta device become fake ones of the CPU. Fake tensors that the network's code has put into
-    dictionaries and `functools.lru_cache`s outside of the network are removed from there.
+    Tensors of the meta device become fake ones of the CPU. Code outside the network may keep fake tensors: they are
+    removed from `functools.lru_cache`s, and from dictionaries that hold nothing but tensors by size or the like.
+    Elsewhere they may stay, and raise `LeftBehind` when they are used.
 
     Raises:
         RuntimeError: the copy uses the network itself, e.g. because its `forward` is a function that refers to it; or
-            tensors outside that are trained or written over; or it communicates with other processes.
-        LeftBehind: fake tensors stay elsewhere outside of the network.
+            tensors outside that are trained or written over; or it communicates with other processes; or a part is
+            scripted, which shares its parameters with its copies.
         Exception: whatever `run` raises.
     """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise RuntimeError("scripted modules cannot be rehearsed")
     given = tensors_in((args, kwargs))
     fakes = [one for one in [*given, *network.parameters()] if isinstance(one, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
-    watch = _Watch([*network.parameters(), *network.buffers()])
+    mode = fakes[0].fake_mode if fakes else _Rehearsal(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {id(one): _faked(mode, one.detach()).requires_grad_(one.requires_grad) for one in given}
     for module in network.modules():
         leaves = tree_leaves(list(vars(module).values()))
@@ -63,16 +81,19 @@ def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any,
         packages = ("torch",) if module is network else ("torch", "keepless")  # not our own for this pass
         for hooks in (getattr(module, name) for name in _HOOKS):
             memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if _package(hook) in packages)
-    has_ended = False
+    watch = _Watch([*network.parameters(), *network.buffers()], memo.values())
+    copied: list[Any] = []
     try:
-        with _one_at_a_time, _as_before(), _quiet(), with_dispatch_modes_off(), mode, watch:
-            result = run(*copy.deepcopy((network, args, kwargs), memo))
-        has_ended = True
-        return result
+        with _one_at_a_time, _as_before(), _quiet(), with_dispatch_modes_off(), mode:
+            copied += copy.deepcopy((network, args, kwargs), memo)
+            with watch:
+                return run(*copied)
     finally:
         memo.clear()
-        if not fakes:  # the caller's own mode
-            watch.forget(by_error=not has_ended)
+        copied.clear()
+        if isinstance(mode, _Rehearsal):
+            mode.has_ended = True
+            watch.forget()
 
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -92,16 +113,18 @@ def _package(hook: object) -> str:
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses operations that reach out of the copy, and knows the fake tensors that operations have made.
+    """Refuses operations that reach out of the copy, and knows the fake tensors that there are.
 
     Args:
         own: the parameters and buffers of the network itself.
+        given: fake tensors, among other things.
     """
 
-    def __init__(self, own: Iterable[Tensor]):
+    def __init__(self, own: Iterable[Tensor], given: Iterable[Any]):
         super().__init__()
-        self.own = set(map(id, own))
-        self.made: list[weakref.ref[Tensor]] = []
+        self.own = [one.untyped_storage() for one in own if is_ordinary(one)]
+        self.addresses = set(map(address, self.own))
+        self.made = [weakref.ref(one) for one in given if isinstance(one, FakeTensor)]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,83 +138,49 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _check(self, function: OpOverload, real: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.own.isdisjoint(map(id, real)):
+        if any(is_ordinary(one) and address(one.untyped_storage()) in self.addresses for one in real):
             raise RuntimeError(f"{function} reads a tensor of the network itself: is a `forward` bound to it?")
-        if any(one.requires_grad for one in real):
+        if torch.is_grad_enabled() and any(one.requires_grad for one in real):
             raise RuntimeError(f"{function} reads a trained tensor outside the network")
         written = [args[n] if n < len(args) else kwargs.get(name) for n, name in written_arguments(function)]
         if any(one is other for one in tensors_in(written) for other in real):
             raise RuntimeError(f"{function} writes over a tensor outside the network")
 
-    def forget(self, by_error: bool) -> None:
-        """Remove fake tensors from where code outside the network has put them.
-
-        LeftBehind: it is not known how. Not raised `by_error`, which itself holds some.
-        """
+    def forget(self) -> None:
+        """Remove fake tensors from caches outside of the network."""
         if self._left():
             torch.clear_autocast_cache()
             gc.collect()
-        if self._left():
-            with _thawed():
-                self._clean(by_error)
-
-    def _clean(self, by_error: bool) -> None:
-        left = self._left()
-        for tensor in left:
-            _remove_from_caches(tensor, {id(left)})
-        del left, tensor
-        gc.collect()
-        if (left := self._left()) and not by_error:
-            holders = sorted({_name(one) for tensor in left for one in gc.get_referrers(tensor) if one is not left})
-            raise LeftBehind(
-                f"a budget is planned on fake tensors, and {len(left)} of them are now held outside the network (by "
-                f"{', '.join(holders) or 'a graph'}), where real steps would read them: hold such tensors in the "
-                f"network, in a dictionary, or in a functools.lru_cache, from where they can be removed"
-            )
+        if left := self._left():
+            _remove_from_caches(left)
+        del left
+        if gc.get_freeze_count() and self._left():
+            gc.unfreeze()  # frozen caches are not seen; to freeze again would keep garbage for ever
+            _remove_from_caches(self._left())
 
     def _left(self) -> list[Tensor]:
         return [tensor for reference in self.made if (tensor := reference()) is not None]
 
 
-def _remove_from_caches(held: object, ours: set[int]) -> None:
-    """Remove an object from the caches that hold it, directly or in tuples and lists. `ours`: other lists, by id."""
-    holders = gc.get_referrers(held)
-    ours = {*ours, id(holders)}
+def _remove_from_caches(fakes: list[Tensor]) -> None:
+    """Remove fake tensors from the caches that hold them, or tuples, lists and dictionaries with them."""
+    ids = set(map(id, fakes))
+    holders = gc.get_referrers(*fakes)
+    containers = [one for one in holders if isinstance(one, (tuple, list, dict)) and one is not fakes]
+    holders += gc.get_referrers(*containers) if containers else []
+    ids |= {id(one) for one in containers if isinstance(one, tuple)}
     for holder in holders:
-        if id(holder) in ours:
-            continue
         if isinstance(holder, _LruCache):
             holder.cache_clear()
-        elif isinstance(holder, (tuple, list)):
-            _remove_from_caches(holder, ours)
-        elif isinstance(holder, dict) and not _is_namespace(holder):
-            for key in [key for key, value in holder.items() if value is held]:
+        if type(holder) is dict and not any(isinstance(key, str) for key in holder) and _holds_tensors(holder):
+            for key in [key for key, value in holder.items() if id(value) in ids]:
                 del holder[key]
 
 
-@contextmanager
-def _thawed() -> Iterator[None]:
-    """Context in which the garbage collector sees all objects, also those that it was told to leave alone."""
-    is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:
-        gc.unfreeze()
-    try:
-        yield
-    finally:
-        if is_frozen:
-            gc.freeze()
-
-
-def _is_namespace(names: dict[Any, Any]) -> bool:
-    """Whether a dictionary has the variables of a module or the attributes of an object."""
-    return any(getattr(one, "__dict__", None) is names for one in gc.get_referrers(names))
-
-
-def _name(holder: object) -> str:
-    if isinstance(holder, dict):
-        owners = [one for one in gc.get_referrers(holder) if getattr(one, "__dict__", None) is holder]
-        holder = owners[0] if owners else holder
-    return holder.__name__ if isinstance(holder, (ModuleType, type)) else f"a {type(holder).__name__}"
+def _holds_tensors(values: dict[Any, Any]) -> bool:
+    """Whether all values of a dictionary are tensors or tuples of tensors."""
+    parts = [part for value in values.values() for part in (value if isinstance(value, tuple) else (value,))]
+    return all(isinstance(part, Tensor) for part in parts)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from ..saved import is_ordinary, size_text
 from ..torch_internals import profiler_runs
 from .estimates import Estimates
 from .execution import ByPlan, Guard
-from .fakes import LeftBehind
 from .saved_plans import FORMAT, dtype_of, is_usable, plan_from_plain, plan_to_plain
 from .scaling import Sized, remember, scaled
 from .search import frontier
@@ -130,8 +129,6 @@ class PlansByShape:
         self._unconfirmed.remove(functions)
         try:
             step = rehearsed_step(module, args, kwargs, None)
-        except LeftBehind:
-            raise
         except Exception as error:  # a network may raise anything; the calls are compared as they come
             _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
             return
@@ -168,8 +165,6 @@ class PlansByShape:
             if (step := scaled(shape.known, shape.dims)) is None:
                 step = rehearsed_step(module, args, kwargs, self.estimates)
                 remember(shape.known, Sized(shape.dims, step))
-        except LeftBehind:
-            raise
         except Exception as error:  # a network may raise anything
             _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
             return error
