@@ -268,7 +268,7 @@ class _Run:
                 yield begin, end, size
 
     def _expand(self, value: int, is_read: bool) -> None:
-        """An operation reads values unpacked from signs, or has read them: their bytes, and those of unpacking."""
+        """Unpack values from signs for an operation that reads them (`is_read`), or free them after it has run."""
         self.level = self.values[value].bytes if is_read else -self.values[value].bytes
         self.most = self.whole.unpacking[value] if is_read else 0
 

@@ -46,10 +46,10 @@ class Progress(Enum):
 
 
 class _Busy(NamedTuple):
-    """A call that takes bytes while it runs. `values`: those that it computes, whose costs are measured with it."""
+    """A call whose temporary bytes are measured after the step. `values`: numbers of the values that it computes."""
 
     call: MeasuredCall
-    event: int
+    event: int  # number of its BUSY
     values: list[int]
 
 

@@ -262,7 +262,7 @@ class KnownValues:
         return None if value is None else Again(Tensor.reshape, (value, tensor.shape))
 
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
-        """The argument's value, unless more would be kept for it alone than its copy takes, or than that is worth."""
+        """The value of an argument, if keeping it takes no more bytes than its copy (by a plan: a few times more)."""
         value = self.value_of(argument)
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
         return None if value is None or unread_bytes([value]) > most else value

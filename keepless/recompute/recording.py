@@ -94,15 +94,15 @@ class Policy:
 
     def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
         """Whether a call differs from the plan's, in a pass that is only compared with it (`watches`)."""
-        raise NotImplementedError
+        return False
 
     def is_unhooked(self, function: Callable[..., Any]) -> bool:
         """Whether the next call is one of this function, and saves nothing but what is kept."""
-        raise NotImplementedError
+        return False
 
     def stays(self, call: Call, result: Tensor) -> bool:
         """After an unhooked call: whether its result is kept, so that there is nothing to `decide`."""
-        raise NotImplementedError
+        return False
 
 
 class Recording(TorchFunctionMode):
