@@ -193,11 +193,11 @@ def within_a_share(network: nn.Module, x: Tensor, share: float, step=train) -> t
 def test_gradients_that_were_released_come_on_top_of_a_budget():
     torch.manual_seed(0)
     network = nn.Sequential(*itertools.chain(*((nn.Linear(64, 64), nn.GELU()) for _ in range(8))))
-    x = torch.randn(32, 64)  # fewer bytes than a layer's weights
+    x = torch.randn(128, 64)
     plans, asked = within_a_share(network, x, 0.6)
     trained = sum(parameter.nbytes for parameter in network.parameters())
     for _ in range(4):
-        assert 1.03 * asked < plans.peak(network, x, lambda: gradients(network, x)) <= 1.03 * asked + trained
+        assert plans.peak(network, x, lambda: gradients(network, x)) <= 1.03 * asked + trained < asked / 0.6
 
 
 def test_two_backward_passes_over_a_graph_are_planned():
