@@ -37,8 +37,8 @@ def loss(config: Loss, ignore_index: int, index: ClassIndex | None = None) -> nn
     if index is not None and config.class_weights == "frequency":
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
     if isinstance(config, BootstrappedLoss):
-        return BootstrappedCrossEntropy(config.fraction, ignore_index, weights, tiles=bool(config.tiles))
-    return CrossEntropy(ignore_index, weights, tiles=bool(config.tiles))
+        return BootstrappedCrossEntropy(config.fraction, ignore_index, weights, tiles=config.tiles == "auto")
+    return CrossEntropy(ignore_index, weights, tiles=config.tiles == "auto")
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:

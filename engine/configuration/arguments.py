@@ -6,7 +6,6 @@ Hydra's own messages advise `+key=value`, which is refused here, and have five l
 import difflib
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -21,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from engine.configuration.choices import CONFIGS, alternatives_of, choices, groups_in, no_such_choice
 from engine.configuration.config import Known, Schema, flat, known_in, typed
 from engine.schema.commands import COMMANDS, SYNONYMS
-from engine.schema.keys import groups_of, names_in, override
+from engine.schema.keys import groups_of, types_in
 
 OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
 # Hydra's options without a value, and with one, as in --cfg job.
@@ -163,9 +162,7 @@ class Arguments:
         try:
             return PARSER.parse_override(word)
         except HydraException as error:
-            fix = """quote lists and mappings for the shell, and special characters for Hydra too: 'key=["a=b",c]'"""
-            if name not in self.groups and name in self.known and self._hint(name) in (str, str | None):
-                fix = f"give {shlex.quote(override(name, value))}"
+            fix = "quote lists and mappings for the shell, as in 'key=[a, b]'"
             raise ValueError(f"{word}: Hydra cannot read the value; {fix}") from error
 
     def _check_choice(self, given: Override) -> None:
@@ -197,7 +194,7 @@ class Arguments:
             return of_choice
         if meant := self._alike(name):
             return f"{name}={value}: there is no such key; give {' or '.join(f'{key}={value}' for key in meant)}"
-        if takers := [command for command, schema in COMMANDS.items() if name in names_in(schema)]:
+        if takers := [command for command, schema in COMMANDS.items() if name in types_in(schema)]:
             trained = "checkpoint" in self.known and takers[0].startswith("train")
             return f"{name}={value} is for {' and '.join(takers)}" + ("; a checkpoint keeps its own" if trained else "")
         group, _, last = name.rpartition(".")
@@ -223,7 +220,7 @@ class Arguments:
         having = {
             (group, alternative)
             for alternative, schema in groups_of(self.schema).get(group, {}).items()
-            if any(f"{known}.".startswith(f"{name}.") for known in names_in(schema, f"{group}."))
+            if any(f"{known}.".startswith(f"{name}.") for known in types_in(schema, f"{group}."))
         }
         if not having:
             return None

@@ -26,10 +26,11 @@ from engine.configuration.arguments import check_arguments, chosen
 from engine.configuration.choices import CONFIGS, groups_in
 from engine.configuration.config import register
 from engine.configuration.help import help_text
+from engine.configuration.texts import as_typed
 from engine.console import logger, make_printing_safe
 from engine.distributed import launched, world_size
 from engine.memory import is_out_of_memory
-from engine.schema.keys import Keys, override
+from engine.schema.keys import Keys
 from engine.stopping import EXIT_CODE, Preempted
 
 # ${per_process:2} in a configuration: twice the number of processes.
@@ -76,14 +77,15 @@ def configured(
 
         @wraps(run)
         def checked() -> None:
-            sys.argv[1:] = map(_quoted_path, sys.argv[1:])
-            arguments, text = sys.argv[1:], about or sys.modules[main.__module__].__doc__ or name
+            sweeps = not {*sweep.FLAGS}.isdisjoint(sys.argv)
+            sys.argv[1:] = arguments = [as_typed(word, schema, sweeps) for word in sys.argv[1:]]
+            text = about or sys.modules[main.__module__].__doc__ or name
             with errors_for_users():
                 if not {"--help", "-h"}.isdisjoint(arguments):
                     print(help_text(text, name, schema, chosen(name, arguments, schema, compose)))
                     return
                 check_arguments(name, arguments, schema, compose)
-                if not {*sweep.FLAGS}.isdisjoint(arguments):
+                if sweeps:
                     has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
                     sweep.run(arguments, checked_job, has_run_dir)
                     return
@@ -96,19 +98,15 @@ def configured(
 
 def composed(name: str, *overrides: str) -> DictConfig:
     """Compose the configuration of a declared command with `overrides`, also while another command runs."""
+    schema = OmegaConf.get_type(ConfigStore.instance().load(f"schema/{name}.yaml").node)
+    assert schema is not None, name
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra.compose(f"command/{name}", list(overrides))
+            return hydra.compose(f"command/{name}", [as_typed(word, schema) for word in overrides])
     finally:
         GlobalHydra.instance().hydra = running
-
-
-def _quoted_path(argument: str) -> str:
-    """key=PATH as Hydra takes it, if PATH exists and has a = or a comma, as run directories of sweeps have."""
-    key, _, value = argument.partition("=")
-    return override(key, value) if {"=", ","} & set(value) and os.path.exists(value) else argument
 
 
 def command_line() -> str:

@@ -101,18 +101,19 @@ def groups_of(schema: type[Keys]) -> dict[str, Mapping[str, type[Keys]]]:
 
 
 @cache
-def names_in(schema: type[Keys], prefix: str = "") -> frozenset[str]:
-    """Every key of a schema, its groups, and the keys of all their alternatives."""
-    found: set[str] = set()
+def types_in(schema: type[Keys], prefix: str = "") -> dict[str, Any]:
+    """{key: its type}, of a schema, its groups, and all their alternatives."""
+    found: dict[str, Any] = {}
     hints, groups = get_type_hints(schema), groups_of(schema)
     for entry in fields(schema):
         name = prefix + entry.name
         of_entry = groups.get(entry.name, {"": hints[entry.name]}).values()
-        below = [names_in(each, f"{name}.") for each in of_entry if isinstance(each, type) and is_dataclass(each)]
-        found.update(*below)
+        below = [types_in(each, f"{name}.") for each in of_entry if isinstance(each, type) and is_dataclass(each)]
+        for each in below:
+            found |= each
         if entry.name in groups or not below:
-            found.add(name)
-    return frozenset(found)
+            found[name] = hints[entry.name]
+    return found
 
 
 def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any) -> type[T]:
@@ -183,10 +184,13 @@ def as_list(value: Any) -> list[str]:
 
 def override(name: str, path: object) -> str:
     """`name=path` as a Hydra override, quoted for Hydra if needed. Quote the result for the shell as well."""
-    text = str(path)
-    if not re.fullmatch(r"[\w.+-]*(/[\w.+-]+)+", text, re.ASCII):
-        text = QuotedString(without_interpolation(text), Quote.double).with_quotes()
-    return f"{name}={text}"
+    return f"{name}={quoted(str(path))}"
+
+
+def quoted(text: str) -> str:
+    """A text as Hydra reads it back, in quotes if it would read something else, such as a number."""
+    plain = re.fullmatch(r"(?!(null|true|false|inf|nan)\Z)(\.{0,2}/|[a-z_])[\w/.+-]*", text, re.ASCII | re.IGNORECASE)
+    return text if plain else QuotedString(without_interpolation(text), Quote.double).with_quotes()
 
 
 def named_after(overrides: Sequence[str], digest: bool = False) -> str:

@@ -1,5 +1,6 @@
-"""Overrides in messages can be pasted into a command."""
+"""Texts on the command line: as they were typed, and in overrides that messages advise."""
 
+import importlib
 import shlex
 
 import pytest
@@ -18,3 +19,44 @@ def test_an_override_that_is_advised_reads_back_to_the_path(path):
     """Through a shell and Hydra."""
     (word,) = shlex.split(shlex.quote(override("checkpoint", path)))
     assert composed("eval", word).checkpoint == path
+
+
+TEXTS = (
+    *(
+        "1.10",
+        "2024_01_01",
+        "1e5",
+        "0x1f",
+        "007",
+        "+5",
+        ".5",
+        "true",
+        "No",
+        "inf",
+        "NaN",
+        "~/a",
+        "/data/Straße",
+        "a=b,c",
+    ),
+    *("it's", "runs (1)", "[a]", "{a: b}", "a: b", "a#b", "-1", ""),
+)
+
+
+@pytest.mark.parametrize("typed, read", [*((text, text) for text in TEXTS), ("'1.10'", "1.10"), ('"a b"', "a b")])
+def test_texts_are_read_as_typed(typed, read):
+    """Hydra alone reads numbers and booleans, as 1.1, 20240101 and True."""
+    assert composed("eval", f"checkpoint={typed}", f"results={typed}") == composed(
+        "eval", override("checkpoint", read), override("results", read)
+    )
+
+
+def test_texts_in_lists_and_mappings_are_read_as_typed():
+    values = composed("train_seg", "data.train_split=[a, 1.10,'1e5',${norm.name},x=1]", "run_dir=${seed}/1.10")
+    assert list(values.data.train_split) == ["a", "1.10", "1e5", "inplace", "x=1"] and values.run_dir == "0/1.10"
+    values = composed("train_seg", "init={weights: 1.10, format: null}", "data={train_split: [1e5], mean: [0,0,1e-1]}")
+    assert (values.init.weights, values.init.format) == ("1.10", None)
+    assert (values.data.train_split, values.data.mean) == (["1e5"], [0.0, 0.0, 0.1])
+    assert composed("train_seg", "run_dir=null", "loss.tiles=false").loss.tiles == "false"
+    importlib.import_module("scripts.run_table")  # declares the command
+    values = composed("run_table", "roots={camvid: 2024, vistas: /a=b}", "+roots.voc=1.10", "overrides=[run_dir=1e5]")
+    assert (values.roots, values.overrides) == ({"camvid": "2024", "vistas": "/a=b", "voc": "1.10"}, ["run_dir=1e5"])
