@@ -14,10 +14,10 @@ from engine.schema.training import LIBRARIES, TrainingRun
 from keepless import from_released
 from models.bodies import LibraryBody
 from models.checkpoints import released, torch_files
-from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name
+from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name, unwrapped
 from models.checkpoints.published import PUBLISHED, downloaded, recognised_by_size
 from models.checkpoints.recognition import body_of, recognised
-from models.checkpoints.torchvision_names import from_library, from_torchvision, unwrapped
+from models.checkpoints.torchvision_names import backbone_of, from_library, from_torchvision
 
 
 class Weights(NamedTuple):
@@ -130,13 +130,14 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
             f"{name} with init.format={format}: expected a state dict {{name: tensor}}, possibly below the key "
             f"state_dict or model"
         )
-    if all(parameter.startswith("module.") for parameter in tensors):  # of DataParallel
-        tensors = {parameter.removeprefix("module."): tensor for parameter, tensor in tensors.items()}
-    remarks = torch_files.unchecked(path, name)
+    body = getattr(network, "body", network)
+    parts = {part.partition(".")[0] for each in (network, body) for part in each.state_dict()}
+    tensors, remarks = unwrapped(tensors, parts | {"body", "backbone", "features"})
+    remarks += torch_files.unchecked(path, name)
     if format == "standard_bn":
         return Weights(tensors, f"{path} (standard_bn)", remarks=remarks)
-    tensors, of_backbone = unwrapped(tensors)
-    source, remarks, body = f"{path} ({format})", remarks + of_backbone, getattr(network, "body", network)
+    tensors, of_backbone = backbone_of(tensors)
+    source, remarks = f"{path} ({format})", remarks + of_backbone
     if isinstance(body, LibraryBody):
         return Weights(from_library(tensors, body.state_dict()), source, remarks=remarks + body.remarks)
     try:

@@ -1,6 +1,6 @@
 """Load weights into a network by name and shape, and report what matched."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -75,6 +75,22 @@ def load_by_name(
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
     network.load_state_dict({**own, **wanted})
     return Loaded(source, list(wanted), skipped, new, tuple(remarks))
+
+
+def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """A state dict without what other programs wrap a network in, and remarks about it.
+
+    DataParallel, torch.compile and Lightning put `module.`, `_orig_mod.` or `model.` before every name; AveragedModel
+    adds a counter. `parts`: first parts of names that belong to the network, so that they stay.
+    """
+    found, taken = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}, ""
+    while len(found) > 1 and all("." in name for name in found):
+        prefix, *others = {name.partition(".")[0] for name in found}
+        if others or prefix in parts or prefix.isdecimal():
+            break
+        found, taken = {name.partition(".")[2]: tensor for name, tensor in found.items()}, f"{taken}{prefix}."
+    found = {name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}
+    return found, (f"names without {taken}, which all of them begin with",) if taken else ()
 
 
 def is_of_body(name: str) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from keepless import from_released
 from keepless.norms.report import listed
 from models.checkpoints import torch_files
-from models.checkpoints.loading import Loaded, load_by_name
+from models.checkpoints.loading import Loaded, load_by_name, unwrapped
 from models.checkpoints.recognition import body_of, recognised
 from models.checkpoints.released_files import released_file
 
@@ -136,10 +136,8 @@ def _tensors(content: object, name: str) -> dict[str, Tensor]:
 
 
 def _renamed(tensors: Mapping) -> dict[str, Tensor]:
-    """Without DataParallel's prefix and the old level."""
-    names = {str(name): tensor for name, tensor in tensors.items()}
-    if all(name.startswith("module.") for name in names):
-        names = {name.removeprefix("module."): tensor for name, tensor in names.items()}
+    """Without the prefix of a wrapper and the old level."""
+    names, _ = unwrapped({str(name): tensor for name, tensor in tensors.items()}, PARTS)
     return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in names.items()}
 
 

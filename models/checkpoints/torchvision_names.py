@@ -28,7 +28,7 @@ _DENSENET = (
 )
 
 
-def unwrapped(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def backbone_of(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The classification network's tensors in a state dict of torchvision or timm, and remarks about the others.
 
     Of a segmentation network these are the ones below `backbone.`; its head is another than ours.

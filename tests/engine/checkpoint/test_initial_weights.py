@@ -152,16 +152,21 @@ def test_the_keys_of_init_are_what_is_loaded(file, trained, monkeypatch):
         initialise(config, network(), CLASSES)
 
 
-@pytest.mark.parametrize("wrapped, zipped", [(False, True), (True, False)])
-def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, wrapped, zipped):
-    """As other programs write it: below "state_dict", from DataParallel, without counters, in the old format."""
+@pytest.mark.parametrize(
+    "prefix, zipped",
+    [("", True), ("module.", False), *((prefix, True) for prefix in ("_orig_mod.", "module._orig_mod.", "model.net."))],
+)
+def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix, zipped):
+    """As other programs write it: below "state_dict", from wrappers, without counters, in the old format."""
     tensors = without_counts(trained.state_dict())
-    if wrapped:
-        tensors = {"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()}}
+    if prefix:
+        averages = {f"{prefix}{name}": tensor for name, tensor in tensors.items()} | {"n_averaged": torch.tensor(7)}
+        tensors = {"epoch": 3, "state_dict": averages}
     torch.save(tensors, tmp_path / "net.pth", _use_new_zipfile_serialization=zipped)
     tuned, report = tuned_from(tmp_path / "net.pth", format="standard_bn")
     assert same(without_counts(tuned.state_dict()), without_counts(trained.state_dict()))
     assert all(name.endswith("num_batches_tracked") for name in report.new) and not report.skipped
+    assert (f"names without {prefix}, which all of them begin with" in report.remarks) == bool(prefix)
     with pytest.raises(ValueError, match="net.pth is not a checkpoint of this project: give init.format=standard_bn"):
         initialise_from(tuned, tmp_path / "net.pth", CLASSES)
 
