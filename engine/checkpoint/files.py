@@ -17,6 +17,11 @@ from keepless.torch_internals import tree_leaves
 from models.checkpoints import torch_files
 
 FORMAT = "inplace-abn/2"
+RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
+FOREIGN = (
+    "if it is of the in-place ABN release, scripts.convert_checkpoint makes a checkpoint of it; a training starts from "
+    "its weights with init.weights=FILE and init.format=standard_bn, released, torchvision or timm"
+)
 
 
 class OtherFormat(ValueError):
@@ -107,7 +112,7 @@ def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError
     size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
     return (
         f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. It needs "
-        f"{size:,} bytes, and {what_is_left(path.parent, path, previous)}"
+        f"{size:,} bytes, and {what_is_left(path.parent, *map(path.with_name, RESUMED), path, previous)}"
     )
 
 
@@ -144,11 +149,14 @@ def load(path: Path) -> dict:
 
 def checked(state: object, path: Path) -> dict:
     """Return a file's content. ValueError unless it is a checkpoint that can be evaluated."""
+    if not isinstance(state, dict) or "format" not in state:
+        raise ValueError(f"checkpoint {path} is not of this project: {FOREIGN}")
     if not torch_files.has_checksums(path):
         raise ValueError(f"checkpoint {path} has no checksums: expected a file that this project has written")
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise OtherFormat(f"checkpoint {path} has format {found!r}: expected {FORMAT!r}, which this version writes")
+    if state["format"] != FORMAT:
+        raise OtherFormat(
+            f"checkpoint {path} has format {state['format']!r}: expected {FORMAT!r}, as this version writes"
+        )
     for key, (fits, expected) in PARTS.items():
         absent = key not in state
         if absent and key in OPTIONAL:
@@ -175,7 +183,7 @@ def read(path: Path) -> object:
 
 def advice_if_damaged(path: Path) -> str | None:
     """Advice for a damaged file: the other checkpoints of its run; None if there are none."""
-    names = "last.pt", "previous.pt", "best.pt"
+    names = *RESUMED, "best.pt"
     found = [name for name in names if path.name in names and name != path.name and (path.parent / name).is_file()]
     return f"{' or '.join(found)} of the same run may be good" if found else None
 

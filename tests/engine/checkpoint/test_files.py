@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import resource
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
@@ -98,6 +99,13 @@ def test_a_first_checkpoint_without_room_leaves_nothing(tmp_path):
         checkpoint.save(path, {"step": 1, "code": lambda: None})
     checkpoint.save(path, {"step": 2})
     assert list(path.parent.iterdir()) == [path]
+    checkpoint.save(path, state_of(2))
+    best = path.with_name("best.pt")
+    for kept in (False, True):
+        if kept:
+            checkpoint.save(best, state_of(1))
+        with files_of_at_most(100), pytest.raises(OSError, match=f"best.pt of .*is kept: {path}, of step 2. Make room"):
+            checkpoint.save(best, {"step": 3, "w": torch.randn(100)})
 
 
 def is_noticed(path: Path, content: bytes, good: dict) -> bool:
@@ -156,11 +164,17 @@ def test_unusable_files_are_named(tmp_path):
     path.with_name("best.pt").touch()
     with pytest.raises(ValueError, match=r"\); best.pt of the same run may be good"):
         checkpoint.load(path)
-    contents = {"'list'": [1], "'NoneType'": None, "None": {"state_dict": {}}, "'abn/1'": {"format": "abn/1"}}
-    for found, content in contents.items():
+    foreign = "is not of this project: .* scripts.convert_checkpoint .* init.format=standard_bn"
+    contents = {"has format 'abn/1': expected": {"format": "abn/1"}, foreign: {"state_dict": {}}}
+    for found, content in [*contents.items(), (foreign, [1]), (foreign, None)]:
         torch.save(content, path)
-        with pytest.raises(ValueError, match=f"^checkpoint {path} has format {found}: expected"):
+        with pytest.raises(ValueError, match=f"^checkpoint {path} {found}"):
             checkpoint.load(path)
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(unzipped := tmp_path / "net.pth.tar")
+    for folder in (unzipped, *unzipped.iterdir()):
+        with pytest.raises(ValueError, match=f"^checkpoint {folder} is .* unzipped: give the file itself, unopened"):
+            checkpoint.load(folder)
 
 
 @pytest.mark.parametrize(
