@@ -72,6 +72,8 @@ class ABN(NormBase):
             raise ValueError(f"num_features={num_features}: expected the number of channels, at least 1")
         if not eps > 0:
             raise ValueError(f"eps={eps}: expected a number above 0, which is added to the variance")
+        if momentum is not None and not 0 <= momentum <= 1:
+            raise ValueError(f"momentum={momentum}: expected 0 to 1, the weight of the newest minibatch, or None")
         check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
         check_backend(backend)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)

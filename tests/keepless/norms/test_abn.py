@@ -338,6 +338,7 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
         (InPlaceABN, {"variant": "III"}, "'III': expected 'I' or 'II'"),
         (InPlaceABN, {"gamma_floor": 0.0}, "gamma_floor=0.0"),
         (ABN, {"eps": 0.0}, "eps=0.0: expected a number above 0"),
+        (ABN, {"momentum": 1.5}, "momentum=1.5: expected 0 to 1"),
         (ABN, {"activation_param": -0.1}, "not a valid slope.*0 or more"),
         (CheckpointedABN, {"activation_param": float("nan")}, "not a valid slope.*0 or more"),
     ],
