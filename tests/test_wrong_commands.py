@@ -57,6 +57,7 @@ ANSWERS = {
     "train_seg.py data=cifar10": "is for train_imagenet.py; expected one of camvid, cityscapes, ",
     "train_seg.py optim=adam": "there is no such optim; the nearest are adamw, sgd, ",
     "train_seg.py 'norm=[[std]]'": "norm=[[std]]: there is no such norm; the nearest are std, ",
+    "train_seg.py norm=bn": "norm=bn: there is no such norm; the nearest are std, ",
     "train_seg.py norm=null": "norm=null: there is no such norm; the nearest are ",
     "train_seg.py trainer=long": "trainer=long: there is no such trainer; the nearest is default",
     "train_seg.py +experiment=camvid/resnext_small": "leave out the +: experiment=camvid/resnext_small",

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from engine.schema.keys import groups_of
 
+WORDS = {"bn": "std", "batchnorm": "std", "batchnorm2d": "std", "syncbn": "std", "iabn": "inplace"}  # of other programs
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -56,6 +57,7 @@ def _defaults(file: Path) -> list:
 
 def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
     """The error for a choice that does not exist, which names the nearest ones."""
-    nearest = difflib.get_close_matches(choice, known, n=5, cutoff=0)
+    meant = WORDS.get(choice.lower().replace("_", ""))
+    nearest = sorted(difflib.get_close_matches(choice, known, n=5, cutoff=0), key=lambda name: name != meant)
     are = "is" if len(nearest) == 1 else "are"
     return ValueError(f"{group}={choice}: there is no such {group}; the nearest {are} {', '.join(nearest)}")
