@@ -17,7 +17,7 @@ with the norms of nn.BatchNorm2d, and FILE.json beside it.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -80,7 +80,9 @@ def export(values: DictConfig) -> dict:
     else:
         precision = getattr(torch, options.precision)
         program = exported(found.network, options.size, precision, options.argmax)
-        content = onnx_model(program, about) if options.format == "onnx" else exported_program(program, about)
+        content = (
+            onnx_model(program, about, options.size) if options.format == "onnx" else exported_program(program, about)
+        )
         loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()
         try:
             difference = largest_difference(loaded, found.network, options.size)
@@ -132,10 +134,17 @@ def exported_program(program: ExportedProgram, about: str) -> bytes:
     return content.getvalue()
 
 
-def onnx_model(program: ExportedProgram, about: str) -> bytes:
-    """The ONNX file of a program. ValueError: PyTorch's exporter lacks a package."""
+def onnx_model(program: ExportedProgram, about: str, size: Sequence[int] | None) -> bytes:
+    """The ONNX file of a program, for images of one `size` or any. ValueError: PyTorch's exporter lacks a package."""
     try:
-        made = torch.onnx.export(program, dynamo=True, input_names=["images"], output_names=["output"], verbose=False)
+        made = torch.onnx.export(
+            program,
+            dynamo=True,
+            input_names=["images"],
+            output_names=["output"],
+            dynamic_shapes=({0: "batch"} if size is not None else {0: "batch", 2: "height", 3: "width"},),
+            verbose=False,
+        )
     except ImportError as error:  # torch.onnx's own error derives from it
         raise ValueError(f"format=onnx needs packages ({error}): pip install keepless[onnx]") from error
     assert made is not None

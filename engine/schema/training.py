@@ -197,8 +197,10 @@ class TrainingRun:
         return f"{self.score_label} {100 * score:.2f} %"
 
     def evaluation_command(self, checkpoint: Path) -> str:
-        """The command that evaluates a checkpoint."""
-        return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
+        """The command that evaluates a checkpoint, from the folder that this process was started in."""
+        entry = Path(__file__).resolve().parents[2] / "eval.py"
+        here = entry.parent == Path.cwd()
+        return shlex.join(["python", entry.name if here else str(entry), override("checkpoint", checkpoint)])
 
     def apply_options(self, options: Any) -> None:
         """Take over this task's options of eval.py or scripts.predict (`schema.evaluation.TrainedNetwork`).
@@ -242,6 +244,14 @@ class TrainingRun:
                 f"{self.division(processes)} gives {at_a_time} crop(s) at a time, and {reason}: use at least "
                 f"{fewest * parts} crops"
             )
+
+    def unsynchronised(self, processes: int) -> str | None:
+        """A warning if norms of several processes see their own crops alone; otherwise None."""
+        if processes == 1 or getattr(self.norm, "sync", False):
+            return None
+        crops = self.data.crops_per_minibatch // processes // self.trainer.accumulation_steps
+        every = "norm=inplace norm.sync=true" if isinstance(self.norm, ReleasedNorm) else "norm.sync=true"
+        return f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: {every} shares them"
 
     def division(self, processes: int) -> str:
         """The split of a minibatch into micro-batches, for messages."""

@@ -110,6 +110,8 @@ def test_an_onnx_model_computes_the_same_at_other_sizes(checkpoints, task, optio
     onnxruntime = pytest.importorskip("onnxruntime")
     about = run(checkpoints / f"{task}.pt", tmp_path / "net.onnx", "format=onnx", *options)
     session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    sides = [40, 64] if "size=[40,64]" in options else ["height", "width"]
+    assert session.get_inputs()[0].shape == ["batch", 3, *sides]
     assert json.loads(session.get_modelmeta().custom_metadata_map["network"]) == about
     images = 255 * torch.rand(1, 3, 40, 64)
     found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])

@@ -20,7 +20,7 @@ from engine.checkpoint.run_directory import RunDirectory
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.data import Data
-from tests.runs import NARROW_A2, SHORT, composed, run_config, same
+from tests.runs import NARROW_A2, REPOSITORY, SHORT, composed, run_config, same
 from train_seg import train
 
 SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75}
@@ -133,7 +133,7 @@ def test_skipped_images_and_loss_scale_are_recorded_where_there_are_any(tmp_path
     assert [event.value for event in events_of(tmp_path).Scalars("train/skipped_images")] == [3, 3, 6]
 
 
-def test_the_summary_says_what_is_there(tmp_path):
+def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
     directory = RunDirectory(str(tmp_path))
     with logger(tmp_path) as running:
         running.evaluation(5, 0.0, evaluated(miou=math.nan))
@@ -148,9 +148,11 @@ def test_the_summary_says_what_is_there(tmp_path):
     directory.best.touch()
     assert summary_of(running, directory)[3] == f"best      {tmp_path}/checkpoints/best.pt, step 7, mIoU 75.00 %"
     directory = RunDirectory(str(tmp_path / "lr=1,bs=2 [a'b]"))  # the command survives any folder
-    (line,) = (line for line in summary_of(running, directory) if line.startswith("evaluate"))
-    *command, argument = shlex.split(line.removeprefix("evaluate"))
-    assert command == ["python", "eval.py"] and composed("eval", argument).checkpoint == str(directory.last)
+    for folder, entry in ((REPOSITORY, "eval.py"), (tmp_path, str(REPOSITORY / "eval.py"))):  # and from any folder
+        monkeypatch.chdir(folder)
+        (line,) = (line for line in summary_of(running, directory) if line.startswith("evaluate"))
+        *command, argument = shlex.split(line.removeprefix("evaluate"))
+        assert command == ["python", entry] and composed("eval", argument).checkpoint == str(directory.last)
 
 
 def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
