@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -34,9 +35,9 @@ class LibraryBody(Body):
     """The features of a classification network of another library: its modules run one after the other.
 
     Parameters keep their names and shapes, so the library's weights fit. With standard norms and ReLU, features are the
-    library's. Other norms' activations replace its ReLUs; other activations stay. In-place norms are used where
-    `to_inplace` can, standard ones elsewhere, each with the eps that it had. Images are padded with zeros to a multiple
-    of the output stride if the network would round sizes down.
+    library's. Other norms' activations replace its ReLUs and ReLU6s; other activations stay. In-place norms are used
+    where `to_inplace` can, standard ones elsewhere, each with the eps that it had. Images are padded with zeros to a
+    multiple of the output stride if the network would round sizes down.
 
     Args (in addition to `Body`):
         make: () -> the modules by name, in the order in which they run.
@@ -220,18 +221,20 @@ def _dilate(part: nn.Module, before: int, after: int) -> None:
 
 
 def _exchange_activations(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
-    """Replace ReLUs by the activation that `norm_act` gives its norms. Returns remarks."""
+    """Replace ReLUs and ReLU6s by the activation that `norm_act` gives its norms. Returns remarks."""
     norm: Any = norm_act(1)
-    replaced = 0
+    replaced: list[str] = []
     for parent in list(body.modules()) if norm.activation != "relu" else ():
         for name, child in parent.named_children():
-            if type(child) is nn.ReLU:
+            if type(child) in (nn.ReLU, nn.ReLU6):
                 activation = LIBRARY_ACTIVATIONS[norm.activation](norm.activation_param, inplace=child.inplace)
                 setattr(parent, name, activation)
-                replaced += 1
-    if not replaced:
-        return ()
-    return (f"{replaced} ReLUs became {norm.activation}({norm.activation_param}), so trained weights only start there",)
+                replaced.append(type(child).__name__)
+    new = f"{norm.activation}({norm.activation_param})"
+    return tuple(
+        f"{count} {kind}s became {new}, so trained weights only start there"
+        for kind, count in Counter(replaced).items()
+    )
 
 
 class _WithActivation(ABN):

@@ -184,6 +184,27 @@ def test_norms_take_the_options_of_the_run_and_keep_their_eps():
     assert sum(norm.weight is None for norm in unscaled.modules() if isinstance(norm, ABN)) == 34
 
 
+def test_relu6_is_replaced_too_so_that_norms_can_be_in_place():
+    """It has no inverse either. Its bound of 6 goes; with activations below it, features stay the same."""
+    relu6, leaky, inplace = (
+        torchvision_body(norm, network="mobilenet_v2").double().eval()
+        for norm in (
+            partial(ABN, activation="relu"),
+            partial(LEAKY, activation_param=0.0),
+            partial(IN_PLACE, activation_param=1e-9),
+        )
+    )
+    assert inplace.remarks == (
+        "35 ReLU6s became leaky_relu(1e-09), so trained weights only start there",
+        "42 of 52 norms are in place; elsewhere it would be wrong or save nothing",
+    )
+    for body in (leaky, inplace):
+        body.load_state_dict(relu6.state_dict())
+    images = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    torch.testing.assert_close(leaky(images), relu6(images), rtol=0, atol=0)
+    torch.testing.assert_close(inplace(images), relu6(images), rtol=0, atol=1e-8)
+
+
 @pytest.mark.parametrize("name", some_slow(("regnet_x_400mf", "convnext_tiny", "resnet50")))
 def test_it_can_be_planned_and_classify(name):
     """Under fake tensors, where RegNet's constructor could not compute its widths."""
