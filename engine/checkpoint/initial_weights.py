@@ -139,7 +139,8 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
     tensors, of_backbone = backbone_of(tensors)
     source, remarks = f"{path} ({format})", remarks + of_backbone
     if isinstance(body, LibraryBody):
-        return Weights(from_library(tensors, body.state_dict()), source, remarks=remarks + body.remarks)
+        tensors, of_names = from_library(tensors, body.state_dict())
+        return Weights(tensors, source, remarks=remarks + of_names + body.remarks)
     try:
         return Weights(from_torchvision(tensors), source, remarks=remarks, activation="relu")
     except ValueError as error:

@@ -55,8 +55,12 @@ def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {_renamed(name, _RESNET if resnet else _DENSENET): tensor for name, tensor in state.items()}
 
 
-def from_library(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give a network's tensors the names of its features, `names`; what is not of its features becomes `classifier`."""
+def from_library(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Give a network's tensors the names of its features, `names`; what is not of its features becomes `classifier`.
+
+    A program with other names for the same network has its tensors in the same order. They are taken if each has the
+    same kind (the last part of its name) and shape, and a remark says so. Returns the tensors and remarks.
+    """
     parts = {name.partition(".")[0] for name in names}
     renamed = {}
     for name, tensor in state.items():
@@ -68,7 +72,24 @@ def from_library(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> di
         elif name.partition(".")[0] not in parts:
             name = f"classifier.{name}"
         renamed[name] = tensor
-    return renamed
+    if renamed.keys().isdisjoint(names) and (pairs := _in_order(state, names)):
+        others = {f"classifier.{name}": tensor for name, tensor in state.items() if name not in pairs.values()}
+        first, there = next(iter(pairs.items()))
+        remark = f"other names for {len(pairs)} tensors of the same order and shapes, such as {there} for {first}"
+        return {ours: state[theirs] for ours, theirs in pairs.items()} | others, (remark,)
+    return renamed, ()
+
+
+def _in_order(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, str]:
+    """The network's name -> the file's, if the file begins with tensors of the same kinds and shapes; else nothing."""
+    counted = any(name.endswith("num_batches_tracked") for name in state)  # older programs saved none
+    ours = [name for name in names if counted or not name.endswith("num_batches_tracked")]
+    theirs = list(state)[: len(ours)]
+    kinds = [
+        [(name.rpartition(".")[2], tuple(tensors[name].shape)) for name in each]
+        for each, tensors in ((ours, names), (theirs, state))
+    ]
+    return dict(zip(ours, theirs, strict=True)) if kinds[0] == kinds[1] else {}
 
 
 def _renamed(name: str, rules: tuple) -> str:
