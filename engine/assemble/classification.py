@@ -92,8 +92,7 @@ def classified_crops(
     data = config.data
     crops: Dataset
     if isinstance(data, SmallImagesData):
-        red, green, blue = (255 * value for value in data.mean)
-        padded = PaddedCrop(data.crop_size, data.padding, fill=(red, green, blue), flip=data.flip)
+        padded = PaddedCrop(data.crop_size, data.padding, fill=data.mean_colour(), flip=data.flip)
         crops = CropsInMemory(dataset, padded, config.seed)
     else:
         assert isinstance(data, ImageNetData), data

@@ -168,14 +168,13 @@ def order_of(config: TrainingRun, total_steps: int, world: World, start_step: in
 def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed: int) -> TrainingCrops:
     """The augmented crops that a sampler draws from."""
     jitter, (lowest, highest) = config.colour_jitter, config.scale
-    red, green, blue = (255 * value for value in config.mean)
     transform = TrainingTransform(
         config.crop(),
         scale=(lowest, highest),
         flip=config.flip,
         base_size=config.base_size,
         base_side=config.base_side,
-        fill=(red, green, blue),
+        fill=config.mean_colour(),
         ignore_index=dataset.ignore_index,
         colour_jitter=ColourJitter(**vars(jitter)) if any(vars(jitter).values()) else None,
         antialias=config.antialias,

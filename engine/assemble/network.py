@@ -62,9 +62,7 @@ def options_of(config: schema.Norm | schema.Body | schema.Head, *others: str) ->
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:
     """A forward pass through `network`, moved to `device`, with the run's normalisation and precision."""
     memory_format = torch.channels_last if config.trainer.channels_last else torch.contiguous_format
-    mean, std = (
-        torch.tensor(values, device=device).view(1, 3, 1, 1) * 255 for values in (config.data.mean, config.data.std)
-    )
+    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) * 255 for values in config.data.normalisation())
     dtype = getattr(torch, config.trainer.precision)
     low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast refuses float32, which needs none
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)

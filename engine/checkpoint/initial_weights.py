@@ -15,7 +15,13 @@ from keepless import from_released
 from models.bodies import LibraryBody
 from models.checkpoints import released, torch_files
 from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name, unwrapped
-from models.checkpoints.published import PUBLISHED, downloaded, recognised_by_size
+from models.checkpoints.published import (
+    IMAGENET,
+    PUBLISHED,
+    Normalisation,
+    downloaded,
+    recognised_by_size,
+)
 from models.checkpoints.recognition import body_of, recognised
 from models.checkpoints.torchvision_names import backbone_of, from_library, from_torchvision
 
@@ -30,6 +36,7 @@ class Weights(NamedTuple):
     remarks: tuple[str, ...] = ()  # for the report
     norm: Norm | None = None  # of the network; None: the file does not say
     activation: str | None = None  # of the norms in training; None: unknown, or the remarks speak of it
+    normalisation: Normalisation | None = None  # of the images in training; None: unknown
     body: str | None = None  # the choice of configs/body; None: the file does not say, or it has no name
 
     def converted(self) -> Mapping[str, Tensor]:
@@ -82,6 +89,12 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
             f"norm.activation={config.norm.activation}: the weights were trained with {weights.activation}, so this is "
             f"only a starting point; norm=std norm.activation={weights.activation} computes the same",
         )
+    expected = weights.normalisation
+    if expected not in (None, config.data.normalisation()):
+        remarks += (
+            f"trained on images with data.mean={list(expected.mean)} data.std={list(expected.std)}; this run has "
+            f"data.mean={config.data.mean} data.std={config.data.std}",
+        )
     try:
         report = load_by_name(
             network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=remarks
@@ -105,7 +118,7 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         )
     state = checkpoint.checked(content, path)
     norm = group_from_plain(state["config"], "norm", NORMS, name)
-    averaged = "ema" in state
+    averaged, data = "ema" in state, state["config"].get("data", {})  # other tasks may have other keys
     return Weights(
         state["ema" if averaged else "network"],
         f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
@@ -113,6 +126,7 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         norm.eps if isinstance(norm, ReleasedNorm) else None,
         norm=norm,
         activation=norm.activation,
+        normalisation=Normalisation(tuple(data["mean"]), tuple(data["std"])) if {"mean", "std"} <= set(data) else None,
         body=choice_with(state["config"], "body", BODIES, but="output_stride"),
     )
 
@@ -140,9 +154,12 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
     source, remarks = f"{path} ({format})", remarks + of_backbone
     if isinstance(body, LibraryBody):
         tensors, of_names = from_library(tensors, body.state_dict())
-        return Weights(tensors, source, remarks=remarks + of_names + body.remarks)
+        return Weights(
+            tensors, source, remarks=remarks + of_names + body.remarks, normalisation=config.body.normalisation()
+        )
     try:
-        return Weights(from_torchvision(tensors), source, remarks=remarks, activation="relu")
+        tensors = from_torchvision(tensors)
+        return Weights(tensors, source, remarks=remarks, activation="relu", normalisation=IMAGENET)
     except ValueError as error:
         needed = _needed_body(tensors, config.body)
         advice = f"give {needed}" if needed else "body=torchvision or body=timm takes others"

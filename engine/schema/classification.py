@@ -45,7 +45,7 @@ class SmallImagesData(ClassificationData):
     mean_image: bool = False
 
     def check(self) -> None:
-        if self.mean_image and any(self.mean):
+        if self.mean_image and any(self.normalisation().mean):
             raise ValueError(
                 f"data.mean_image=true with data.mean={self.mean}: the mean image takes the place of the mean colour; "
                 f"give data.mean=[0,0,0]"

@@ -8,6 +8,7 @@ from omegaconf import MISSING
 from datasets.coco_stuff import LISTS
 from datasets.registry import FOR_SEGMENTATION
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, by_name, key
+from models.checkpoints.published import IMAGENET, Normalisation
 
 
 @dataclass
@@ -19,10 +20,11 @@ class Data:
     crop_size: int = key(MISSING, above=0, most=MOST_PIXELS)  # pixels, square unless there is data.crop_aspect
     # The paper's number: global, over all processes and accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0, most=1_000_000)
-    # Mean of each colour channel, from 0 to 1: images are normalised by mean and std.
-    mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1, entries=("red", "green", "blue"))
-    # Standard deviation of each colour channel.
-    std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1, entries=("red", "green", "blue"))
+    # Mean of each colour channel, from 0 to 1: images are normalised by mean and std. null: as the weights that timm
+    # publishes for its network expect, else ImageNet's.
+    mean: list[float] | None = key(None, least=0, most=1, entries=("red", "green", "blue"))
+    # Standard deviation of each colour channel; null: as for mean.
+    std: list[float] | None = key(None, above=0, most=1, entries=("red", "green", "blue"))
     workers: int = key(2, least=0, most=MOST_WORKERS, per_machine=True)  # processes that read and augment images
     # Check every file before the first step, unless unchanged since the last check.
     verify: bool = key(True, per_machine=True)
@@ -35,6 +37,15 @@ class Data:
     def crop(self, size: int | None = None) -> tuple[int, int]:
         """(height, width) of a crop, or of one with another data.crop_size."""
         return size or self.crop_size, size or self.crop_size
+
+    def normalisation(self) -> Normalisation:
+        """Mean and standard deviation of each colour channel, from 0 to 1."""
+        return Normalisation(tuple(self.mean or IMAGENET.mean), tuple(self.std or IMAGENET.std))
+
+    def mean_colour(self) -> tuple[float, float, float]:
+        """Red, green and blue of padding, in levels of 0 to 255."""
+        red, green, blue = (255 * value for value in self.normalisation().mean)
+        return red, green, blue
 
     def check_skipped(self, images: int) -> None:
         """Raise ValueError if a run has skipped too many images."""

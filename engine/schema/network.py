@@ -8,6 +8,7 @@ from engine.schema.keys import by_name, key
 from keepless.norms.backends import BACKENDS
 from keepless.norms.backends.activations import Activation, check_activation
 from models.bodies.stem import STEM_STRIDES
+from models.checkpoints.published import IMAGENET, Normalisation, timm_normalisation
 from models.released_norm import RELEASED_ACTIVATIONS
 
 SYNC_GROUPS = ("world", "node")
@@ -86,6 +87,10 @@ class ReleasedNorm(Norm):
 class Body:
     name: str = MISSING
     output_stride: int = key(8, one_of=(8, 16, 32))  # pixels per feature cell
+
+    def normalisation(self) -> Normalisation:
+        """The normalisation of the images on which its published weights were trained."""
+        return IMAGENET
 
     def is_reversible(self) -> bool:
         """Whether the body can restore its activations in the backward pass."""
@@ -181,6 +186,9 @@ class TorchvisionBody(Body):
 @dataclass
 class TimmBody(TorchvisionBody):
     name: str = "timm"
+
+    def normalisation(self) -> Normalisation:
+        return timm_normalisation(self.network)
 
 
 @dataclass

@@ -144,7 +144,7 @@ class TrainingRun:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
 
     def _check_library(self) -> None:
-        """Fill in weights and activation of a network of torchvision or timm, and refuse norms that it cannot have."""
+        """Fill in weights, normalisation and activation of torchvision's and timm's networks; refuse other norms."""
         body, norm, init = self.body, self.norm, self.init
         if isinstance(body, TorchvisionBody):
             if body.weights is not None and init.weights is not None:
@@ -159,6 +159,8 @@ class TrainingRun:
                 )
         elif init.weights == PUBLISHED:
             raise ValueError(f"init.weights={PUBLISHED} needs body=torchvision or body=timm, and body.network=NAME")
+        expected = body.normalisation()
+        self.data.mean, self.data.std = self.data.mean or list(expected.mean), self.data.std or list(expected.std)
         trained_with_relu = isinstance(body, TorchvisionBody) or init.format in LIBRARIES
         if norm.activation is None and trained_with_relu and isinstance(norm, (InPlaceNorm, ReleasedNorm)):
             raise ValueError(

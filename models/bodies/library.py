@@ -47,7 +47,7 @@ class LibraryBody(Body):
             strided network's features, unless the network averages over all cells (squeeze and excitation).
 
     Attributes:
-        remarks: how the network, or the images that it expects, differ from the library's and ours.
+        remarks: how the network differs from the library's.
 
     ValueError: the modules do not run in this order, or stride by other layers than convolutions.
     """
@@ -166,11 +166,7 @@ def timm_body(norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 
                 raise ValueError(f"{title} does not run its {', '.join(layers)} one after the other")
         return layers
 
-    body = LibraryBody(norm_act, classes, output_stride, make=make, title=title)
-    published = timm.get_pretrained_cfg(network)
-    if published is not None and published.mean != timm.data.IMAGENET_DEFAULT_MEAN:
-        body.remarks += (f"published weights need images of mean {published.mean} and deviation {published.std}",)
-    return body
+    return LibraryBody(norm_act, classes, output_stride, make=make, title=title)
 
 
 def _check_name(network: str, known: Sequence[str], library: str) -> None:

@@ -1,12 +1,33 @@
-"""The weights that torchvision and timm publish: download them, and recognise their network."""
+"""The weights that torchvision and timm publish: their images, download, and network."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 PUBLISHED = "published"  # instead of a file: the library's own
+
+
+class Normalisation(NamedTuple):
+    """Mean and standard deviation of images' colour channels, red first, from 0 to 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def timm_normalisation(network: str) -> Normalisation:
+    """The normalisation with which timm's published weights of a network were trained; IMAGENET if it has none."""
+    try:
+        import timm
+    except ImportError:  # `timm_body` says how to install it
+        return IMAGENET
+    published = timm.get_pretrained_cfg(network)
+    return IMAGENET if published is None else Normalisation(published.mean, published.std)
 
 
 def downloaded(library: str, network: str) -> Path:

@@ -14,6 +14,7 @@ from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.initial_weights import initialise
 from engine.configuration import config as cfg
+from engine.schema.data import Data
 from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.training import Init
 from keepless import ABN
@@ -40,7 +41,7 @@ def network(*overrides: str, classes: int = 3, seed: int = 0):
 def initialise_from(network, path, classes, package: bool = False, **options):
     """`initialise` by the keys of `init` and the norm alone."""
     norm = (ReleasedNorm if package else InPlaceNorm)(activation="leaky_relu")
-    return initialise(SimpleNamespace(init=Init(str(path), **options), norm=norm), network, classes)
+    return initialise(SimpleNamespace(init=Init(str(path), **options), norm=norm, data=Data()), network, classes)
 
 
 def tuned_from(file, *overrides: str, classes=CLASSES, seed: int = 0, **options):
@@ -279,16 +280,20 @@ def test_a_released_segmentation_network_starts_training_on_other_classes(tmp_pa
     assert {name.partition(".")[0] for name in report.new if "num_batches" not in name} == {"head", "cls"}
 
 
-@pytest.mark.parametrize("activation, warned", [("relu", False), ("leaky_relu", True)])
-def test_a_resnet_of_torchvision(tmp_path, activation, warned):
+@pytest.mark.parametrize("activation, mean, warned", [("relu", "null", False), ("leaky_relu", "[0.5,0.5,0.5]", True)])
+def test_a_resnet_of_torchvision(tmp_path, activation, mean, warned):
     torch.save(torchvision.models.resnet18(weights=None).state_dict(), tmp_path / "net.pth")
     start = (f"init.weights={tmp_path / 'net.pth'}", "init.format=torchvision")
-    config = run_config("body=resnet18", "norm=std", f"norm.activation={activation}", *start)
+    config = run_config("body=resnet18", "norm=std", f"norm.activation={activation}", f"data.mean={mean}", *start)
     tuned = assemble.segmentation_network(config, 3)
     report = initialise(config, tuned, CLASSES)
     assert {name.partition(".")[0] for name in report.new} == {"head", "cls"}
     assert set(report.skipped.values()) == {"it classifies whole images"}
     assert (f"norm.activation={activation}: the weights were trained with relu" in str(report)) == warned
+    of_images = (
+        "images with data.mean=[0.485, 0.456, 0.406] data.std=[0.229, 0.224, 0.225]; this run has data.mean=[0.5,"
+    )
+    assert (of_images in str(report)) == warned
     with pytest.raises(ValueError, match="net.pth is of another network: give body=resnet18"):
         initialise(run_config("norm=std", *start), network("norm=std"), CLASSES)
 

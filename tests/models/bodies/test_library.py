@@ -3,6 +3,7 @@
 import copy
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from engine import assemble
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models.bodies import timm_body, torchvision_body
+from models.checkpoints.published import IMAGENET
 from models.recomputation import RECOMPUTE, choose_recomputation
 from tests.bodies import trained
 from tests.runs import run_config
@@ -266,6 +268,19 @@ def test_features_are_timm_s(name):
     torch.testing.assert_close(inplace(images), leaky(images), rtol=1e-10, atol=1e-10)
     if name in ("resnet18", "convnext_atto", "regnetx_002"):  # the others average cells: over all, or in shortcuts
         check_dilation(partial(timm_body, network=name), (8, 16), first=int(name.startswith("convnext")))
+
+
+def test_normalisation_is_the_one_of_timm_s_weights_unless_given(monkeypatch):
+    published = SimpleNamespace(mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1))
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(get_pretrained_cfg={"net": published}.get))
+    for network, std, expected in (
+        ("net", "null", published),
+        ("net", "[1,1,1]", (published.mean, (1, 1, 1))),
+        ("other", "null", IMAGENET),
+    ):
+        config = run_config("body=timm", f"body.network={network}", "norm=std", f"data.std={std}")
+        mean, std = expected if isinstance(expected, tuple) else (expected.mean, expected.std)
+        assert (config.data.mean, config.data.std) == (list(mean), list(std))
 
 
 def test_without_timm_its_body_says_how_to_install_it(monkeypatch):
