@@ -153,7 +153,7 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
     tensors, of_backbone = backbone_of(tensors)
     source, remarks = f"{path} ({format})", remarks + of_backbone
     if isinstance(body, LibraryBody):
-        tensors, of_names = from_library(tensors, body.state_dict())
+        tensors, of_names = from_library(tensors, body.state_dict(), body.left_out)
         return Weights(
             tensors, source, remarks=remarks + of_names + body.remarks, normalisation=config.body.normalisation()
         )

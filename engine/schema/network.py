@@ -179,6 +179,7 @@ class WiderResNetBody(Body):
 class TorchvisionBody(Body):
     name: str = "torchvision"
     network: str = MISSING  # its name there, such as resnet50, regnet_y_400mf or convnext_tiny
+    last: str | None = None  # its last part that is used, such as layer3, features.13 or blocks.4; null: all
     # A file of its weights, or published: the library's own, downloaded. Short for init.weights and init.format.
     weights: str | None = None
 

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -42,14 +42,17 @@ class LibraryBody(Body):
     Args (in addition to `Body`):
         make: () -> the modules by name, in the order in which they run.
         title: of the network, for messages.
+        last: name of the last part that is used, such as layer3 or blocks.4; None: all. Dense prediction may do without
+            the last stages, whose features are about whole images, and which cost most when dilated.
         norm_act: makes `ABN` or `InPlaceABN` with an activation of LIBRARY_ACTIVATIONS.
         output_stride: strided convolutions beyond it become dilated ones. Every second, fourth, … cell then has the
             strided network's features, unless the network averages over all cells (squeeze and excitation).
 
     Attributes:
         remarks: how the network differs from the library's.
+        left_out: names of the parts behind `last`.
 
-    ValueError: the modules do not run in this order, or stride by other layers than convolutions.
+    ValueError: the modules do not run in this order, or stride by other layers than convolutions; no part is `last`.
     """
 
     def __init__(
@@ -60,12 +63,15 @@ class LibraryBody(Body):
         *,
         make: Callable[[], Mapping[str, nn.Module]],
         title: str,
+        last: str | None,
     ):
         super().__init__()
         here = torch.empty(0)
         # Constructors and examples compute with values, which fake and meta tensors lack.
         with with_dispatch_modes_off(), torch.device("cpu"):
-            layers = make()
+            layers, self.left_out = make(), ()
+            if last is not None:
+                layers, self.left_out = _up_to(layers, last, f"body.last={last}: {title}")
             for name, layer in layers.items():
                 self.add_module(name, layer)
             self.order = tuple(layers)
@@ -74,7 +80,8 @@ class LibraryBody(Body):
             with torch.no_grad():
                 odd = self.eval()(torch.zeros(1, 3, SIDE - 1, SIDE - 1))
             self.rounds_up = odd.shape[2] == SIDE // self.output_stride
-            self.remarks = _exchange_activations(self, norm_act) + _exchange_norms(self.train(), norm_act)
+            ends = (f"ends with {last}; without {', '.join(self.left_out)}",) if last is not None else ()
+            self.remarks = ends + _exchange_activations(self, norm_act) + _exchange_norms(self.train(), norm_act)
             self.add_classifier(channels, classes)
             if self.classifier is not None:
                 initialise(self.classifier)
@@ -133,7 +140,7 @@ class LibraryBody(Body):
 
 
 def torchvision_body(
-    norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 32, *, network: str
+    norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 32, *, network: str, last: str | None = None
 ) -> LibraryBody:
     """A classification network of torchvision, such as resnet50. ValueError: see `LibraryBody`."""
     from torchvision import models
@@ -145,10 +152,12 @@ def torchvision_body(
         layers = dict(takewhile(lambda entry: entry[0] not in _HEADS, whole.named_children()))
         return layers | ({"relu": nn.ReLU()} if isinstance(whole, models.DenseNet) else {})  # a function there
 
-    return LibraryBody(norm_act, classes, output_stride, make=make, title=f"torchvision's {network}")
+    return LibraryBody(norm_act, classes, output_stride, make=make, title=f"torchvision's {network}", last=last)
 
 
-def timm_body(norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 32, *, network: str) -> LibraryBody:
+def timm_body(
+    norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 32, *, network: str, last: str | None = None
+) -> LibraryBody:
     """The last features of a network of timm, by `features_only=True`. ValueError as for `torchvision_body`."""
     try:
         import timm
@@ -166,7 +175,23 @@ def timm_body(norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 
                 raise ValueError(f"{title} does not run its {', '.join(layers)} one after the other")
         return layers
 
-    return LibraryBody(norm_act, classes, output_stride, make=make, title=title)
+    return LibraryBody(norm_act, classes, output_stride, make=make, title=title, last=last)
+
+
+def _up_to(layers: Mapping[str, nn.Module], last: str, of: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+    """The layers up to the part `last`, and the names of the parts behind it. `of` begins messages."""
+    first, _, inner = last.partition(".")
+    if first not in layers:
+        raise ValueError(f"{of} has no such part; expected one of {', '.join(layers)}, or a part of these")
+    names = list(layers)
+    end = names.index(first)
+    kept, behind = {name: layers[name] for name in names[:end]}, names[end + 1 :]
+    part = layers[first]
+    if inner:
+        children = dict(part.named_children()) if type(part) is nn.Sequential else {}
+        below, others = _up_to(children, inner, of)
+        part, behind = nn.Sequential(OrderedDict(below)), [f"{first}.{name}" for name in others] + behind
+    return kept | {first: part}, tuple(behind)
 
 
 def _check_name(network: str, known: Sequence[str], library: str) -> None:

@@ -55,11 +55,14 @@ def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {_renamed(name, _RESNET if resnet else _DENSENET): tensor for name, tensor in state.items()}
 
 
-def from_library(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def from_library(
+    state: Mapping[str, Tensor], names: Mapping[str, Tensor], left_out: tuple[str, ...] = ()
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Give a network's tensors the names of its features, `names`; what is not of its features becomes `classifier`.
 
-    A program with other names for the same network has its tensors in the same order. They are taken if each has the
-    same kind (the last part of its name) and shape, and a remark says so. Returns the tensors and remarks.
+    So do the parts `left_out`. A program with other names for the same network has its tensors in the same order. They
+    are taken if each has the same kind (the last part of its name) and shape, and a remark says so. Returns the tensors
+    and remarks.
     """
     parts = {name.partition(".")[0] for name in names}
     renamed = {}
@@ -67,6 +70,8 @@ def from_library(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> tu
         flattened = name.replace(".", "_", 1)  # as timm names the stages of its features
         if re.fullmatch(r"(fc|head|classifier|head\.fc|classifier\.1)\.(weight|bias)", name):
             name = f"classifier.fc.{name.rpartition('.')[2]}"
+        elif name.startswith(tuple(f"{part}." for part in left_out)):
+            name = f"classifier.{name}"
         elif flattened.partition(".")[0] in parts:
             name = flattened
         elif name.partition(".")[0] not in parts:

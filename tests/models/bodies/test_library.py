@@ -15,6 +15,7 @@ from engine import assemble
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models.bodies import timm_body, torchvision_body
 from models.checkpoints.published import IMAGENET
+from models.checkpoints.torchvision_names import from_library
 from models.recomputation import RECOMPUTE, choose_recomputation
 from tests.bodies import trained
 from tests.runs import run_config
@@ -184,6 +185,27 @@ def test_norms_take_the_options_of_the_run_and_keep_their_eps():
     unscaled = torchvision_body(partial(ABN, activation="relu", learn_scale=False), network="mobilenet_v3_small")
     assert not any(key.endswith("1.weight") and "bn" in key for key in dict(unscaled.named_parameters()))
     assert sum(norm.weight is None for norm in unscaled.modules() if isinstance(norm, ABN)) == 34
+
+
+@torch.no_grad()
+def test_a_body_may_end_early():
+    """It then has the features of that part, and a file of the whole network fits it."""
+    torch.manual_seed(0)
+    theirs, images = torchvision.models.mobilenet_v2(weights=None).eval(), torch.randn(1, 3, 64, 64)
+    body = torchvision_body(network="mobilenet_v2", last="features.13").eval()
+    assert (body.out_channels, body.output_stride) == (96, 16)
+    assert body.remarks == (
+        "ends with features.13; without features.14, features.15, features.16, features.17, features.18",
+    )
+    tensors, remarks = from_library(theirs.state_dict(), body.state_dict(), body.left_out)
+    assert remarks == () and not body.load_state_dict(tensors, strict=False).missing_keys
+    assert all(name.startswith("classifier.") for name in tensors.keys() - body.state_dict().keys())
+    torch.testing.assert_close(body(images), theirs.features[:14](images), rtol=0, atol=0)
+    whole = torchvision_body(network="resnet18", last="layer3")
+    assert (whole.order[-1], whole.left_out, whole.out_channels) == ("layer3", ("layer4",), 256)
+    for last in ("features.40", "stem", "features.0.0.x"):
+        with pytest.raises(ValueError, match=f"body.last={last}: torchvision's mobilenet_v2 has no such part"):
+            torchvision_body(network="mobilenet_v2", last=last)
 
 
 def test_relu6_is_replaced_too_so_that_norms_can_be_in_place():
