@@ -57,7 +57,7 @@ def upsampled_cross_entropy(
     Raises:
         ValueError: shapes do not fit, an option is unknown, or `weight` requires a gradient.
         IndexError: a label is neither a class nor `ignore_index`; on CUDA the loss is NaN, or an assertion fails.
-        RuntimeError: a second derivative is asked for.
+        RuntimeError: it is differentiated with create_graph=True.
     """
     tensors = (logits, labels) if weight is None else (logits, labels, weight)
     options: dict[str, Any] = {"size": size, "weight": weight, "ignore_index": ignore_index, "fraction": fraction}
@@ -113,11 +113,16 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "upsampled_cross_entropy has no second derivative: interpolate the logits and use F.cross_entropy"
-            )
-        return (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 6
+        return _scaled_gradient(ctx, outer), *[None] * 6
+
+
+def _scaled_gradient(ctx: Any, outer: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: upsampled_cross_entropy has no second derivative; interpolate the logits and use "
+            "F.cross_entropy"
+        )
+    return (ctx.saved_tensors[0] * outer).to(ctx.dtype)
 
 
 def _value_and_gradient(
@@ -311,8 +316,8 @@ def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.dtype = inputs[1].dtype
 
 
-def _scaled_gradient(ctx: Any, outer: Tensor, _: Tensor) -> tuple[Any, ...]:
-    return None, (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 6
+def _gradients(ctx: Any, outer: Tensor, _: Tensor) -> tuple[Any, ...]:
+    return None, _scaled_gradient(ctx, outer), *[None] * 6
 
 
-_operator.register_autograd(_scaled_gradient, setup_context=_keep_gradient)
+_operator.register_autograd(_gradients, setup_context=_keep_gradient)

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ..torch_internals import node_class
 from .backends import backend_for
@@ -110,37 +110,34 @@ class BatchNormActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:
-        # With create_graph=True a second derivative must raise. Otherwise the wrapper would only cost time.
-        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return (_backward_once if differentiable else _backward)(ctx, dz)
+        """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # At once: an error in the gradient's own backward pass would not be reached from every tensor.
+            raise RuntimeError(
+                "create_graph=True: in-place, checkpointed, synchronised and fused norms have no second derivative; "
+                "use ABN with backend='eager' and sync=False, or keepless.to_standard(network)"
+            )
+        kept, ctx.kept = ctx.kept or kept_by(ctx), None
+        backend = backend_for(ctx.strategy.backend, kept.values)
+        kept = kept if backend.floors else kept.explicit()
+        dz = dz.contiguous() if is_misread(dz) else dz
+        if not dz.numel():  # PyTorch's kernels divide by the number of values
+            dx, dgamma, dbeta = torch.empty_like(kept.values), torch.zeros_like(kept.gamma), torch.zeros_like(kept.beta)
+        elif not ctx.arguments.use_batch_statistics:
+            dx, dgamma, dbeta = backend.backward_frozen(kept, dz)
+        elif ctx.arguments.group is None:
+            dx, dgamma, dbeta = backend.backward(kept, dz)
+        else:
+            dbeta, dgamma = backend.sums(kept, dz)
+            sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.arguments.group)
+            dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
+        wanted = ctx.needs_input_grad
+        return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None, None, None, None
 
 
 def norm_and_activation(*arguments: Any) -> Tensor:
     """`BatchNormActivation.apply`, as function modes see it: one call."""
     return BatchNormActivation.apply(*arguments)
-
-
-def _backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:
-    """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
-    kept, ctx.kept = ctx.kept or kept_by(ctx), None
-    backend = backend_for(ctx.strategy.backend, kept.values)
-    kept = kept if backend.floors else kept.explicit()
-    dz = dz.contiguous() if is_misread(dz) else dz
-    if not dz.numel():  # PyTorch's kernels divide by the number of values
-        dx, dgamma, dbeta = torch.empty_like(kept.values), torch.zeros_like(kept.gamma), torch.zeros_like(kept.beta)
-    elif not ctx.arguments.use_batch_statistics:
-        dx, dgamma, dbeta = backend.backward_frozen(kept, dz)
-    elif ctx.arguments.group is None:
-        dx, dgamma, dbeta = backend.backward(kept, dz)
-    else:
-        dbeta, dgamma = backend.sums(kept, dz)
-        sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.arguments.group)
-        dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
-    wanted = ctx.needs_input_grad
-    return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None, None, None, None
-
-
-_backward_once = once_differentiable(_backward)
 
 
 def is_node(value: object) -> TypeGuard[BatchNormActivationBackward]:

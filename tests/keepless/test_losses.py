@@ -146,8 +146,9 @@ def test_wrong_arguments_are_refused():
         upsampled_cross_entropy(logits, labels.where(labels != 1, 9))
 
 
-def test_a_second_derivative_is_refused():
+@pytest.mark.parametrize("run", [upsampled_cross_entropy, torch.compile(upsampled_cross_entropy, backend="eager")])
+def test_a_second_derivative_is_refused(run):
     logits, labels = sample()
     logits.requires_grad_()
     with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(upsampled_cross_entropy(logits, labels), logits, create_graph=True)
+        torch.autograd.grad(run(logits, labels), logits, create_graph=True)

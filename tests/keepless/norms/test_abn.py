@@ -88,6 +88,28 @@ def test_equals_autograd_in_float64(strategy, training):
         assert z.is_contiguous(memory_format=memory_format)
 
 
+@pytest.mark.parametrize("strategy", LAYERS)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("power", [1, 2], ids=["constant dz", "dz that depends on x"])
+def test_a_second_derivative_is_right_or_raises(strategy, training, power):
+    layer = randomise(LAYERS[strategy](CHANNELS)).train(training)
+    x = torch.randn(3, CHANNELS, 4, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(3, CHANNELS, 4, dtype=torch.float64)
+
+    def penalty(output):
+        (slope,) = torch.autograd.grad((output.pow(power) * target).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), [x, layer.weight])
+
+    if strategy != "std":
+        with pytest.raises(RuntimeError, match="no second derivative; use ABN .*to_standard"):
+            penalty(layer(x.sin()))
+        return
+    for found, expected in zip(
+        penalty(layer(x.sin())), penalty(reference(layer, x.sin(), layer.weight, layer.bias)), strict=True
+    ):
+        assert_close(found, expected)
+
+
 def test_the_paper_prints_a_wrong_sign():
     """dL/dx of in-place II from y (section 3.3): the second term of dL/dbeta is subtracted, not added as printed."""
     layer = randomise(InPlaceABN(CHANNELS, activation="identity"))
