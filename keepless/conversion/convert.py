@@ -78,11 +78,15 @@ def to_inplace(
     return _convert(module, tree, replacement_of, report)
 
 
-def to_standard(module: Network, *, report: Callable[[ConversionReport], object] = log_report) -> Network:
+def to_standard(
+    module: Network, *, sync: bool = True, report: Callable[[ConversionReport], object] = log_report
+) -> Network:
     """Replace every layer of ours by PyTorch's batch normalisation and activation; the contrary of `to_inplace`.
 
     A network of PyTorch's modules then needs nothing of this package, e.g. to be unpickled. A layer becomes a
     BatchNorm1d, 2d or 3d, as the convolutions of the network tell, or SyncBatchNorm, which needs CUDA to synchronise.
+    With `sync=False` synchronised layers become ordinary ones, which `torch.jit.script` can read.
+
     Where an nn.Identity follows it in an nn.Sequential, as `to_inplace` leaves one, the activation takes its place, and
     the names in the state dict stay. Elsewhere the layer becomes nn.Sequential(norm, activation): `bn.weight` is then
     `bn.0.weight`, so load older state dicts before. Parameters stay the same objects. With `learn_scale=False` the
@@ -98,7 +102,7 @@ def to_standard(module: Network, *, report: Callable[[ConversionReport], object]
 
     def replacement_of(layer: nn.Module) -> Replacement | None:
         """The standard layers for one of ours; None for other modules."""
-        return own_to_standard(tree, layer, kinds.get(layer)) if isinstance(layer, ABN) else None
+        return own_to_standard(tree, layer, kinds.get(layer), sync) if isinstance(layer, ABN) else None
 
     return _convert(module, tree, replacement_of, report)
 

@@ -70,17 +70,22 @@ def batch_norm_to_inplace(tree: CallOrder, layer: BatchNormBase, relu_slope: flo
     return Replacement(layer, new, f"{type(layer).__name__} + {type(activation).__name__}", emptied)
 
 
-def own_to_standard(tree: CallOrder, layer: ABN, kind: type[nn.Module] | None) -> Replacement | None:
-    """PyTorch's norm, of a `kind`, and activation for one of our layers; or `ABN`, or None if it is one."""
+def own_to_standard(tree: CallOrder, layer: ABN, kind: type[nn.Module] | None, sync: bool) -> Replacement | None:
+    """PyTorch's norm, of a `kind`, and activation for one of our layers; or `ABN`, or None if it is one.
+
+    `sync`: whether a synchronised layer stays synchronised.
+    """
     check_plain(layer, OWN_LAYERS)
-    before, kind = f"{type(layer).__name__}({layer.activation})", nn.SyncBatchNorm if layer.sync else kind
+    sync = sync and layer.sync
+    before, kind = f"{type(layer).__name__}({layer.activation})", nn.SyncBatchNorm if sync else kind
     left = MergedActivation if hands_over(layer) else nn.Identity  # by `to_inplace`, behind the layer
     free = tree.following.get(tree.places[layer][0], [])[:1] if len(tree.places[layer]) == 1 else []
     if any(type(p.module) is not left or is_customised(p.module) or len(tree.places[p.module]) > 1 for p in free):
         free = []
     if kind is None or layer.backend not in ("auto", "eager") or (hands_over(layer) and not free):
-        return None if type(layer) is ABN else Replacement(layer, like(layer, ABN), before)
-    norm = like(layer, kind, **({"process_group": layer.group} if layer.sync else {}))
+        is_one = type(layer) is ABN and layer.sync == sync
+        return None if is_one else Replacement(layer, like(layer, ABN, sync=sync), before)
+    norm = like(layer, kind, **({"process_group": layer.group} if sync else {}))
     activation = _activation_of(layer).train(layer.training)
     after = f"{kind.__name__} + {type(activation).__name__}"
     if free:

@@ -12,7 +12,9 @@ import torch
 import torchvision
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
+from torch.ao.quantization import fuse_modules
+from torch.fx.experimental.optimization import fuse
 from torch.nn.utils import parametrizations
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
@@ -154,6 +156,27 @@ def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims, by_ex
     assert str(network) == str(reference) and state_of(network) == state
     assert b"keepless" not in pickle.dumps(network)
     assert torch.equal(network(x), reference(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_pytorchs_functions_for_its_own_norms_work_on_the_standard_network():
+    """docs/layers.md says what they do to ours. Synchronised layers become ordinary ones where asked."""
+    layers = nn.Conv2d(3, C, 3), InPlaceABNSync(C), nn.Conv2d(C, C, 1), ABN(C, sync=True)
+    network = trained(nn.Sequential(*layers)).eval()
+    x = torch.randn(2, 3, 5, 5)
+    before = network(x)
+    nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    assert [type(layer) for layer in network[1::2]] == [InPlaceABNSync, ABN]
+    with pytest.raises(fx.proxy.TraceError):
+        fuse(network)
+    with pytest.raises((AssertionError, NotImplementedError), match="InPlaceABNSync"):
+        fuse_modules(network, ["0", "1"])
+    network, report = converted(partial(to_standard, sync=False), network)
+    assert report.replaced["1"] == "InPlaceABNSync(leaky_relu) -> BatchNorm2d + LeakyReLU"
+    for run in (torch.jit.script(network), fuse(network), fuse_modules(network, [["0", "1.0"], ["2", "3.0"]])):
+        torch.testing.assert_close(run(x), before)
+    alone, _ = converted(partial(to_standard, sync=False), ABN(C, sync=True))
+    assert type(alone) is ABN and not alone.sync
 
 
 def test_what_only_ours_computes_stays_ours():
