@@ -16,6 +16,7 @@ from .backends.activations import Activation, activate_, check_activation
 from .backends.eager import EagerBackend
 from .bn_act import BatchNormActivation, NormArguments, Strategy, is_misread, norm_and_activation, statistics_dtype
 from .loading import warn_if_released
+from .old_names import names_arguments
 from .synchronisation import refuse_jointly, synchronised_group
 
 
@@ -53,6 +54,7 @@ class ABN(NormBase):
     invertible_activation = False
     weight: nn.Parameter | None  # type: ignore[assignment]
 
+    @names_arguments
     def __init__(
         self,
         num_features: int,

@@ -11,6 +11,7 @@ from .abn import ABN
 from .backends.interface import floored
 from .bn_act import Strategy
 from .checkpointed_abn import CheckpointedABN
+from .old_names import names_arguments
 from .report import ConversionReport, log_report
 
 VARIANTS = ("I", "II")
@@ -42,6 +43,7 @@ class InPlaceABN(ABN):
 
     invertible_activation = True
 
+    @names_arguments
     def __init__(
         self,
         num_features: int,
@@ -90,6 +92,7 @@ class InPlaceABN(ABN):
 class InPlaceABNSync(InPlaceABN):
     """`InPlaceABN` with sync=True: minibatch statistics over all processes of `group`."""
 
+    @names_arguments
     def __init__(
         self,
         num_features: int,

@@ -41,7 +41,8 @@ def check_activation(activation: Activation, invertible: bool) -> None:
     """Raise ValueError if an activation does not exist or, with `invertible`, cannot be inverted."""
     name, param = activation
     if name not in ACTIVATIONS:
-        raise ValueError(f"activation={name!r} is not known; choose one of {', '.join(ACTIVATIONS)}")
+        old = "; 'none' of older versions of inplace_abn is 'identity'" if name in ("none", None) else ""
+        raise ValueError(f"activation={name!r} is not known; choose one of {', '.join(ACTIVATIONS)}{old}")
     if invertible and name not in INVERTIBLE_ACTIVATIONS:
         raise ValueError(
             f"activation={name!r} maps all negative inputs to one value, so an in-place layer cannot recover them; "
@@ -72,7 +73,7 @@ def activate_(activation: Activation, y: Tensor) -> Tensor:
         return y.sigmoid_()
     if name == "tanh":
         return y.tanh_()
-    assert name == "identity", name
+    check_activation(activation, invertible=False)  # it may have been set after the construction
     return y
 
 

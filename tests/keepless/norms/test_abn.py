@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from keepless import ABN, CheckpointedABN, InPlaceABN
+from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
 from keepless.norms import abn as abn_module
 from keepless.norms.backends.interface import floored
 from keepless.norms.bn_act import Strategy
@@ -353,6 +353,7 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
     [
         (InPlaceABN, {"activation": "relu"}, "cannot recover.*leaky_relu"),
         (InPlaceABN, {"activation": "swish"}, "'swish' is not known; choose one of leaky_relu"),
+        (InPlaceABNSync, {"activation": "none"}, "'none' is not known; .* is 'identity'"),
         (InPlaceABN, {"activation": "leaky_relu", "activation_param": 0.0}, "slope above 0"),
         (InPlaceABN, {"activation": "elu", "activation_param": -1.0}, "above 0"),
         (InPlaceABN, {"activation_param": float("nan")}, "slope above 0"),
@@ -368,6 +369,17 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
 def test_options_without_a_meaning_are_refused(cls, options, message):
     with pytest.raises(ValueError, match=message):
         cls(CHANNELS, **options)
+
+
+@pytest.mark.parametrize("cls", [ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync])
+@pytest.mark.parametrize("old, new", [("slope", "activation_param"), ("devices", "group")])
+def test_old_names_of_arguments_are_answered_with_the_present_ones(cls, old, new):
+    with pytest.raises(TypeError, match=f"{cls.__name__} got {old}=0.1: its name is {new}"):
+        cls(CHANNELS, **{old: 0.1})
+    layer = cls(CHANNELS)
+    layer.activation = "none"  # as programs for older versions set it
+    with pytest.raises(ValueError, match="'none' is not known; .* is 'identity'"):
+        layer(torch.randn(2, CHANNELS, 4))
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
