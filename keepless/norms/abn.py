@@ -14,7 +14,15 @@ from ..torch_internals import NormBase, backward_runs, is_exporting, without_fun
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
 from .backends.eager import EagerBackend
-from .bn_act import BatchNormActivation, NormArguments, Strategy, is_misread, norm_and_activation, statistics_dtype
+from .bn_act import (
+    BatchNormActivation,
+    NormArguments,
+    Strategy,
+    is_misread,
+    norm_and_activation,
+    norm_over_input,
+    statistics_dtype,
+)
 from .loading import warn_if_released
 from .old_names import names_arguments
 from .synchronisation import refuse_jointly, synchronised_group
@@ -165,7 +173,8 @@ class ABN(NormBase):
         given = (x, weight, bias, running_mean, running_var, arguments, strategy)
         if has_torch_function_unary(x) and group is None and not strategy.overwrite_input:
             return handle_torch_function(norm_and_activation, (x,), *given)  # recordings see one call
-        return BatchNormActivation.apply(*given)
+        overwrites = strategy.overwrite_input and not torch.compiler.is_compiling()
+        return norm_over_input(*given) if overwrites else BatchNormActivation.apply(*given)
 
     def strategy(self) -> Strategy | None:
         """How to compute z; None for PyTorch's batch normalisation and activation, which are two autograd nodes."""

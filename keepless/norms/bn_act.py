@@ -140,6 +140,33 @@ def norm_and_activation(*arguments: Any) -> Tensor:
     return BatchNormActivation.apply(*arguments)
 
 
+def norm_over_input(*arguments: Any) -> Tensor:
+    """`BatchNormActivation.apply` with `overwrite_input`. RuntimeError if autograd cannot follow writes to x."""
+    try:
+        return BatchNormActivation.apply(*arguments)
+    except RuntimeError as error:
+        if "inplace" not in str(error).lower().replace("-", ""):
+            raise
+        raise RuntimeError(
+            f"overwrite_input=True cannot write over this input: leave it out in layers whose input is a leaf or one "
+            f"of the parts that chunk, split or unbind return. {error}"
+        ) from error
+
+
+def _saved_tensors(node: BatchNormActivationBackward) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        return node.saved_tensors
+    try:
+        return node.saved_tensors
+    except RuntimeError as error:
+        if node.strategy.keep != "z" or "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"an in-place layer needs its output in the backward pass: if that was written over, write `out = out + x` "
+            f"instead of `out += x`, and use inplace=False in the layers behind it. {error}"
+        ) from error
+
+
 def is_node(value: object) -> TypeGuard[BatchNormActivationBackward]:
     """Whether a value is a `BatchNormActivation` node."""
     return isinstance(value, node_class(BatchNormActivation))
@@ -152,7 +179,7 @@ def is_fused(node: object, inputs: Sequence[Tensor]) -> bool:
 
 def kept_by(node: BatchNormActivationBackward) -> BackwardInputs:
     """The tensors that a node keeps, in the form that backends take."""
-    values, gamma, beta, invstd, *rest = node.saved_tensors
+    values, gamma, beta, invstd, *rest = _saved_tensors(node)
     if not is_packed(values):  # z, written over an x with gaps
         values = values.contiguous()
     strategy, floor = node.strategy, 0.0

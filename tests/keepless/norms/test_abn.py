@@ -1,5 +1,6 @@
 """Every strategy against PyTorch's batch normalisation, activation and autograd."""
 
+import copy
 from functools import partial
 from itertools import cycle, product
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
+from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute_activations
 from keepless.norms import abn as abn_module
 from keepless.norms.backends.interface import floored
 from keepless.norms.bn_act import Strategy
@@ -296,6 +297,26 @@ def test_overwriting_what_an_earlier_operation_kept_raises():
         z = InPlaceABN(CHANNELS, overwrite_input=True)(first(x))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             z.sum().backward()
+
+
+@pytest.mark.parametrize("strategy", [*IN_PLACE, *OVERWRITING])
+@pytest.mark.parametrize("prepare", [nn.Sequential, recompute_activations], ids=["plain", "recomputed"])
+def test_writing_over_the_output_raises_and_says_what_to_write(strategy, prepare):
+    layer, add = LAYERS[strategy](CHANNELS), lambda z: z.add_(1)
+    for behind in (add, partial(F.relu, inplace=True), partial(F.dropout, inplace=True), torch.no_grad()(add)):
+        network = nn.Sequential(nn.Conv1d(3, CHANNELS, 1), copy.deepcopy(layer), nn.Identity())
+        network[2].forward = behind
+        z = prepare(network)(torch.randn(2, 3, 4))
+        with pytest.raises(RuntimeError, match="(?s)`out = out . x`.*inplace=False.* inplace operation"):
+            z.sum().backward()
+
+
+@pytest.mark.parametrize("strategy", OVERWRITING)
+def test_an_input_that_autograd_does_not_let_go_is_named(strategy):
+    leaf = torch.randn(2, 2 * CHANNELS, 4, requires_grad=True)
+    for x in (leaf[:, :CHANNELS], leaf.sin().chunk(2, 1)[0], leaf.sin().split(CHANNELS, 1)[0]):
+        with pytest.raises(RuntimeError, match="(?s)overwrite_input=True cannot.*leaf.*chunk, split .*in-?place"):
+            LAYERS[strategy](CHANNELS)(x)
 
 
 @pytest.mark.parametrize("variant", ["I", "II"])
