@@ -477,7 +477,8 @@ def test_a_batch_norm_that_only_looks_like_one_with_an_activation(case):
 @pytest.mark.slow
 def test_networks_of_timm():
     timm = pytest.importorskip("timm")
-    for name, counts in {"cspdarknet53": (67, 0), "regnetx_002": (27, 17), "resnet26": (17, 12)}.items():
+    replaced_and_kept = {"cspdarknet53": (67, 0), "regnetx_002": (27, 17), "resnet26": (17, 12), "tresnet_m": (36, 24)}
+    for name, counts in replaced_and_kept.items():
         torch.manual_seed(0)
         network = trained(timm.create_model(name)).double()
         x = torch.randn(2, 3, 48, 48, dtype=torch.float64)
