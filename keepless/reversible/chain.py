@@ -19,9 +19,10 @@ The rules, which this file keeps together with replay.py and environment.py:
    boundary to the step that follows. A step without an inverse also refers to the boundary before it; other steps only
    weakly. So the chain is freed with the graph, and values that no earlier step needs are not restored.
 7. Environment. A repetition runs with the autocast settings, modes, buffers and (with `preserve_rng_state`) random
-   numbers of the first run. Running statistics do not move again. Parameters, and buffers that the forward pass left
-   alone, may not be modified or replaced in between. The repetition must save tensors of the same number, shapes,
-   dtypes and devices as the first run. Otherwise an error is raised.
+   numbers of the first run. Running statistics do not move again. A module that initialised itself in the first run
+   does not do so again: its buffers are as that left them, as are those that a module's own inverse reads. Parameters,
+   and buffers that the forward pass left alone, may not be modified or replaced after it. The repetition must save
+   tensors of the same number, shapes, dtypes and devices as the first run. Otherwise an error is raised.
 8. Gradients are right or an error is raised. A function that writes over its input is refused. A kept tensor that was
    modified raises PyTorch's error about an in-place operation. Reading a slot after the graph was freed, or still
    inside the forward pass, raises an error that says so. Only one thing is taken on trust: branches compute the same
@@ -141,7 +142,7 @@ class Update(NamedTuple):
         checksum.see(output)
         return self.half.replaced(halves, self.half.combine(halves[self.half.target], output))
 
-    def again(self, halves: Values, like: Inputs, checksum: Checksum) -> Undo:
+    def again(self, halves: Values, like: Inputs, checksum: Checksum, environment: Environment) -> Undo:
         """Run the branch on the halves after the update."""
         half, target = self.half, self.half.target
         halves = like(halves, any_layout=target)
@@ -173,10 +174,10 @@ class Apply(NamedTuple):
         checksum.see(outputs)
         return outputs
 
-    def again(self, values: Values, like: Inputs, checksum: Checksum) -> Undo:
+    def again(self, values: Values, like: Inputs, checksum: Checksum, environment: Environment) -> Undo:
         """Run the function again: on `values`, which are its kept inputs, or outputs to invert."""
         if self.inverse is not None:
-            with torch.no_grad():
+            with torch.no_grad(), environment.ended():
                 values = _unchanged(self.inverse, values)
                 values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, like.dtypes, strict=True))
         checksum.see(self.function(*like(values)))
@@ -224,7 +225,7 @@ class Step:
     def _again(self, context: AbstractContextManager) -> None:
         values = self.source.take()
         with self.environment.restored(), context:
-            undo = self.move.again(values, self.inputs, self.checksum)
+            undo = self.move.again(values, self.inputs, self.checksum, self.environment)
         before = self.before()
         if before is not None and self.move.invertible:
             before.give(undo())

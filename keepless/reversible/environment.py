@@ -2,15 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..norms.inplace_abn import OWN_LAYERS
 from ..norms.statistics import BATCH_NORMS, has_running_statistics
 from ..saved import check_version
-from ..torch_internals import without_dispatch_modes
+from ..torch_internals import address, without_dispatch_modes
 
 # Norms whose outputs do not depend on their buffers in training.
 _KNOWN_NORMS = frozenset([*OWN_LAYERS, *BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
@@ -20,18 +21,36 @@ _RANDOM = (*_DROPOUTS, nn.RReLU)
 
 
 class _Buffer(NamedTuple):
-    """A buffer that a repetition must not change. `start`: a copy of its first values; None if they have no effect."""
+    """A buffer that a repetition must not change.
+
+    `start`: a copy of its values in the repetition, at first those before the forward pass; None if they have no
+    effect. `end`: a copy of those after it; None if no inverse reads them.
+    """
 
     owner: nn.Module
     name: str
     values: Tensor
     version: int
     start: Tensor | None
+    end: Tensor | None = None
+
+    def is_same(self) -> bool:
+        return self.owner._buffers[self.name] is self.values and self.values._version == self.version
 
     def is_constant(self) -> bool:
         """Whether the forward pass left it alone, and later ones will too: they move running statistics."""
-        same = self.owner._buffers[self.name] is self.values and self.values._version == self.version
-        return same and not has_running_statistics(self.owner)
+        return self.is_same() and not has_running_statistics(self.owner)
+
+    def is_flag(self) -> bool:
+        """Whether it says that something has happened, such as an initialisation."""
+        return self.values.numel() == 1 and self.values.dtype in (torch.bool, torch.uint8)
+
+    def ended(self, initialised: bool) -> "_Buffer":
+        """The same after the forward pass, in which its module may have `initialised` itself."""
+        end = self.owner._buffers[self.name]
+        if self.start is None or end is None:
+            return self
+        return self._replace(start=end.clone() if initialised else self.start, end=end.clone())
 
 
 class Environment:
@@ -56,20 +75,44 @@ class Environment:
                 _refuse_random(parts)
         self.random = self._random() if preserve_rng_state else None
         self.modes = [(part, part.training) for part in parts]
-        self.constants: list[tuple[nn.Module, str, Tensor, int]] = [  # which may not change before the repetition
+        self.lazy = [part for part in parts if any(is_lazy(one) for one in part._buffers.values() if one is not None)]
+        self.buffers = [buffer for part in parts for buffer in _buffers(part)]
+        copied = any(buffer.start is not None for buffer in self.buffers)
+        self.before = {part: _written_once(part) for part in parts} if copied else {}
+        self.constants: list[tuple[nn.Module, str, Tensor, int]] = []  # which may not change before the repetition
+
+    def forward_pass_ended(self) -> None:
+        """See which parameters and buffers the repetition gets: a module may have initialised itself.
+
+        Drop the random state (5 KB) if no numbers were drawn, and the copies of unchanged buffers.
+        """
+        if self.random is not None and all(map(_equal, self.random, self._random())):
+            self.random = None
+        self.buffers += [buffer for part in self.lazy for buffer in _buffers(part)]
+        self.constants = [
             (part, name, parameter, parameter._version)
-            for part in parts
+            for part, _ in self.modes
             for name, parameter in part._parameters.items()
             if parameter is not None
         ]
-        self.buffers = [buffer for part in parts for buffer in _buffers(part)]
-
-    def forward_pass_ended(self) -> None:
-        """Drop the random state (5 KB) if no numbers were drawn, and the copies of unchanged buffers."""
-        if self.random is not None and all(map(_equal, self.random, self._random())):
-            self.random = None
         self.constants += [buffer[:4] for buffer in self.buffers if buffer.is_constant()]
-        self.buffers = [buffer for buffer in self.buffers if not buffer.is_constant()]
+        changed = [buffer for buffer in self.buffers if not buffer.is_constant()]
+        initialised = self._initialised(changed) if self.before and changed else set()
+        self.buffers = [buffer.ended(buffer.owner in initialised) for buffer in changed]
+        self.before = {}
+
+    def _initialised(self, changed: list[_Buffer]) -> set[nn.Module]:
+        """The modules that initialised themselves, as ActNorm does with its first minibatch.
+
+        Their buffers say so, and a repetition may not do it again. They, or modules inside, have written parameters; or
+        they, or modules around them, have turned a flag, which is a buffer or an attribute.
+        """
+        after = {part: _written_once(part) for part in self.before}
+        written = {part for part, (parameters, _) in self.before.items() if _differ(parameters, after[part][0])}
+        flagged = {part for part, (_, flags) in self.before.items() if _differ(flags, after[part][1])}
+        flagged |= {buffer.owner for buffer in changed if buffer.is_flag() and not buffer.is_same()}
+        around = {part for part in self.before if not written.isdisjoint(part.modules())}
+        return around.union(*(part.modules() for part in flagged))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -90,6 +133,13 @@ class Environment:
             stack.callback(_set_modes, changed)
             _set_modes([(part, not mode) for part, mode in changed])
             stack.enter_context(_swapped(self.buffers))
+            yield
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Context of an inverse, inside `restored`: the forward pass has left the buffers that the inverse reads."""
+        own = [one for one in self.buffers if one.end is not None and callable(getattr(one.owner, "inverse", None))]
+        with _swapped([one._replace(start=one.end) for one in own]):
             yield
 
     def _check_constants(self) -> None:
@@ -124,9 +174,25 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
         values.copy_(value)
 
 
+def _written_once(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an initialisation writes: the module's own parameters, told apart as states of them, and its flags."""
+    parameters = {
+        name: (id(parameter), parameter._version, address(parameter.untyped_storage()))
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not is_lazy(parameter) and type(parameter).__name__ != "DTensor"
+    }
+    flags = {name: value for name, value in vars(module).items() if value is None or isinstance(value, bool)}
+    return parameters, flags
+
+
+def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether an entry of both has changed."""
+    return any(name in after and after[name] is not value and after[name] != value for name, value in before.items())
+
+
 def _buffers(module: nn.Module) -> list[_Buffer]:
-    """The buffers that a forward pass may change, or that may change before it is repeated."""
-    found = [(name, values) for name, values in module._buffers.items() if values is not None]
+    """The buffers that a forward pass may change, or that may change before it is repeated. Not uninitialised ones."""
+    found = [(name, values) for name, values in module._buffers.items() if values is not None and not is_lazy(values)]
     if type(module) in _KNOWN_NORMS and module.training:  # the minibatch's statistics count
         return [_Buffer(module, name, values, values._version, None) for name, values in found]
     return [_Buffer(module, name, values, values._version, values.clone()) for name, values in found]
