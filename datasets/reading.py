@@ -1,14 +1,14 @@
 """Reads image files, with the checks that decoders leave out. Every error names the file and says what is wrong."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
 
@@ -19,7 +19,9 @@ PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "T
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # from Pillow, for damaged files
 
-_BITS, _INTERPRETATION = 258, 262  # tags of TIFF files; an interpretation of 0 means that 0 is white
+# Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 3: palette; 6: YCbCr.
+_BITS, _COMPRESSION, _INTERPRETATION, _CHANNELS, _PLANES, _EXTRA_CHANNELS, _KIND = 258, 259, 262, 277, 284, 338, 339
+_KINDS = {1: "unsigned integers", 2: "signed integers", 3: "floats"}
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
@@ -113,9 +115,11 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     """Decode a label of the user's own images, (H, W): uint8 ids, or int32 0xRRGGBB if it holds colours.
 
     Reads what `decode_label` does, PNGs with one bit per pixel (ids 0 and 1), RGB, and both with opaque alpha.
-    ValueError if the file holds anything else.
+    ValueError if the file holds anything else, or has an EXIF orientation: its image would be turned, but not it.
     """
     stored = _stored(file)
+    if b"eXIf" in stored.data and _orientation(BytesIO(stored.data)) > 1:
+        raise Unreadable(f"{stored.path}: has an EXIF orientation, but labels are read as stored; expected none.")
     depth, colour_type = stored.data[24:26].ljust(2)
     is_png, is_bit = stored.data.startswith(formats.PNG), (depth, colour_type) == (1, formats.GRAY)
     if not is_png or not (is_bit or (depth == 8 and colour_type in formats.COLOURS_OR_ALPHA)):
@@ -162,22 +166,62 @@ def decode_photograph(path: Path) -> np.ndarray:
 def _decode_photograph(file: Stored) -> np.ndarray:
     """`decode_image` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
+    tags: Mapping[int, Any] = {}
     try:
+        tags = _tiff_tags(data)
         with Image.open(BytesIO(data), formats=PHOTOGRAPHS) as stored:
             image = ImageOps.exif_transpose(stored)
-            tags = getattr(stored, "tag_v2", {})  # of a TIFF
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
             levels = np.asarray(image) >> (tags.get(_BITS, (16,))[0] - 8)
             image = Image.fromarray((255 - levels if tags.get(_INTERPRETATION) == 0 else levels).astype(np.uint8))
-        if image.mode in ("I", "F"):  # 32 bits: their black and white are unknown
-            raise Unreadable(f"{path}: has pixels of Pillow's mode {image.mode!r}; expected 8 or 16 bits per channel.")
+        if image.mode in ("I", "F") or (tags and _is_misread(tags)):  # the black and white of 32 bits are unknown
+            raise UnidentifiedImageError
         return np.array(image.convert("RGB"))
-    except Unreadable:
-        raise
     except UnidentifiedImageError:
-        raise Unreadable(f"{path}: cannot be decoded as an image; expected {', '.join(PHOTOGRAPHS)}.") from None
+        if tags:
+            raise Unreadable(
+                f"{path}: is a TIFF of {_tiff_content(tags)}, which is not supported; expected gray, RGB, CMYK or a "
+                f"palette, with unsigned integers of 8 or 16 bits, channels interleaved."
+            ) from None
+        expected = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel"
+        raise Unreadable(f"{path}: cannot be decoded as an image; expected {expected}.") from None
     except Exception as error:  # Pillow's readers of rare formats raise whatever Python does for damaged bytes
         raise Unreadable(f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}).") from None
+
+
+def _tiff_tags(data: bytes) -> Mapping[int, Any]:
+    """The tags of a TIFF's first page; none for other formats. Raises whatever Python does for damaged bytes."""
+    if data[:4] not in TiffImagePlugin.PREFIXES:
+        return {}
+    file = BytesIO(data)
+    tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(16 if b"+" in data[2:4] else 8))
+    file.seek(tags.next)
+    tags.load(file)
+    return tags
+
+
+def _tiff_content(tags: Mapping[int, Any]) -> str:
+    """What a TIFF stores, such as "3 channels of 16 bits (floats), stored plane by plane, uncompressed"."""
+    bits = " + ".join(map(str, sorted({*tags.get(_BITS, (1,))})))
+    kinds = " and ".join(_KINDS.get(kind, f"kind {kind}") for kind in sorted({*tags.get(_KIND, (1,))}))
+    planes = ", stored plane by plane" * (tags.get(_PLANES) == 2)
+    packed = "uncompressed" if tags.get(_COMPRESSION, 1) == 1 else f"compression {tags[_COMPRESSION]}"
+    return f"{tags.get(_CHANNELS, 1)} channel(s) of {bits} bits ({kinds}){planes}, {packed}"
+
+
+def _is_misread(tags: Mapping[int, Any]) -> bool:
+    """Whether Pillow opens a TIFF but gives wrong pixels, or those of one band among several.
+
+    Pillow 13 was compared with tifffile over bits, kinds, interpretations, planes, compressions, byte orders, tiles,
+    strips, predictors and orientations.
+    """
+    raw, interpretation = tags.get(_COMPRESSION, 1) == 1, tags.get(_INTERPRETATION, 0)
+    return (
+        {*tags.get(_KIND, (1,))} != {1}
+        or (raw and tags.get(_PLANES) == 2 and max(tags.get(_BITS, (1,))) > 8)
+        or (raw and interpretation == 6)  # its blocks of subsampled colours
+        or (interpretation in (0, 1, 3) and 0 in tags.get(_EXTRA_CHANNELS, ()))
+    )
 
 
 def read_size(path: Path, turned: bool = False) -> tuple[int, int]:

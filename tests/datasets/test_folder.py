@@ -179,6 +179,13 @@ def test_labels_in_colours_or_with_a_palette_hold_the_same_ids(root):
         folder(root, "train").read_label(0)
 
 
+def encoded(pixels: np.ndarray, mode: str, kind: str, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).convert(mode).save(file := BytesIO(), kind, exif=exif)
+    return file.getvalue()
+
+
 def jpeg(label: np.ndarray) -> bytes:
     return cv2.imencode(".jpg", label)[1].tobytes()
 
@@ -191,6 +198,7 @@ def png(pixels: np.ndarray) -> bytes:
 WRONG = {
     "jpeg": (".jpg", jpeg, "is a JPEG, which changes values; expected a PNG"),
     "bmp": (".bmp", lambda label: cv2.imencode(".bmp", label)[1].tobytes(), "is neither PNG nor JPEG"),
+    "turned": (".png", lambda label: encoded(label, "L", "PNG", 3), "has an EXIF orientation, but labels are read as"),
     "an id without a class": (".png", lambda label: png(label + np.uint8(2)), "contains the ids 4, .*0-3, 255"),
     "another size": (".png", lambda label: png(label.T.copy()), "the label is 24x40 .* 40x24; expected the same"),
 }
@@ -267,13 +275,6 @@ def test_images_without_labels_and_classes_without_pixels_are_named(root, tmp_pa
     with pytest.raises(ValueError, match=f"{root}/classes.json is missing[^$]*python -m scripts.make_classes"):
         folder(root, "val")
     assert verify(camvid(trees.camvid_folders(tmp_path / "camvid"), "train"), workers=0) == []
-
-
-def encoded(pixels: np.ndarray, mode: str, kind: str, orientation: int) -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    Image.fromarray(pixels).convert(mode).save(file := BytesIO(), kind, exif=exif)
-    return file.getvalue()
 
 
 PIXELS = trees.pair(7, [0], (24, 40))[0]

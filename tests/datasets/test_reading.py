@@ -1,6 +1,7 @@
 """Windows of image files: exactly the pixels of the whole image, without decoding the rows below."""
 
 import itertools
+import struct
 import zlib
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets.reading import decode_image, decode_label, decode_uint16, read_size
+from datasets.reading import decode_image, decode_label, decode_photograph, decode_uint16, read_size
 from tests.datasets.classification_trees import encoded
 
 HEIGHT, WIDTH = 75, 53
@@ -278,3 +279,91 @@ def test_checksums_of_a_whole_label_are_verified(damage, tmp_path):
     for window in [(), (WINDOWS[0],)]:
         with pytest.raises(ValueError, match=f"{path}: damaged pixels or header"):
             decode_label(path, *window)
+
+
+def tiff(
+    values: np.ndarray, order: str = "<", bits: int = 0, interpretation: int = 0, planes: int = 1, **more
+) -> bytes:
+    """A TIFF file of `values`, (H, W, channels) or with planes=2 (channels, H, W). `more`: kind, extra, compression."""
+    height, width, channels = values.shape if planes == 1 else np.moveaxis(values, 0, 2).shape
+    data = values.astype(values.dtype.newbyteorder(order)).tobytes()
+    if bits == 12:
+        data = bytes.fromhex("".join(f"{level:03x}" for level in values.flat))
+    strips = planes if planes == 1 else channels
+    tags = {
+        **{256: [width], 257: [height], 258: channels * [bits or 8 * values.itemsize], 259: [1], 262: [interpretation]},
+        **{273: [8 + strip * len(data) // strips for strip in range(strips)], 277: [channels], 278: [height]},
+        **{279: strips * [len(data) // strips], 284: [planes], 338: more.get("extra", []), 339: more.get("kind", [1])},
+    }
+    tags, entries, beyond = {tag: numbers for tag, numbers in tags.items() if numbers}, b"", b""
+    for tag, numbers in tags.items():
+        packed = struct.pack(f"{order}{len(numbers)}H", *numbers)
+        if len(packed) > 4:
+            place = 8 + len(data) + 2 + 12 * len(tags) + 4 + len(beyond)
+            packed, beyond = struct.pack(f"{order}I", place), beyond + packed
+        entries += struct.pack(f"{order}HHI", tag, 3, len(numbers)) + packed.ljust(4, b"\0")
+    head = struct.pack(f"{order}2sHI", b"II" if order == "<" else b"MM", 42, 8 + len(data))
+    return head + data + struct.pack(f"{order}H", len(tags)) + entries + bytes(4) + beyond
+
+
+BYTES = np.random.default_rng(2).integers(0, 256, (5, 6, 4), dtype=np.uint8)
+DEEP = BYTES.astype(np.uint16) * 256 + 200
+PLANES = np.moveaxis(DEEP[..., :3], 2, 0)
+RIGHT = {  # a TIFF and its pixels, (H, W, 1 or 3)
+    "RGB": (tiff(BYTES[..., :3], interpretation=2), BYTES[..., :3]),
+    "RGB in planes": (
+        tiff(PLANES.astype(np.uint8), interpretation=2, planes=2),
+        PLANES.astype(np.uint8).transpose(1, 2, 0),
+    ),
+    "RGB of 16 bits": (tiff(DEEP[..., :3], interpretation=2), BYTES[..., :3]),
+    "RGB of 16 bits, big-endian": (tiff(DEEP[..., :3], ">", interpretation=2), BYTES[..., :3]),
+    "RGB and another band": (tiff(BYTES, interpretation=2, extra=[0]), BYTES[..., :3]),
+    "gray": (tiff(BYTES[..., :1], interpretation=1), BYTES[..., :1]),
+    "gray and alpha": (tiff(BYTES[..., :2], interpretation=1, extra=[2]), BYTES[..., :1]),
+    "gray, 0 is white": (tiff(BYTES[..., :1]), 255 - BYTES[..., :1]),
+    "gray of 16 bits": (tiff(DEEP[..., :1], interpretation=1), BYTES[..., :1]),
+    "gray of 16 bits, 0 is white": (tiff(65535 - DEEP[..., :1]), BYTES[..., :1]),
+    "gray of 12 bits": (tiff(DEEP[..., :1] >> 4, bits=12, interpretation=1), BYTES[..., :1]),
+}
+REFUSED = {  # a TIFF that Pillow does not open, or misreads, and what the message says of it
+    "16 bits in planes": (
+        tiff(PLANES, interpretation=2, planes=2),
+        r"3 channel\(s\) of 16 bits .*, stored plane by plane",
+    ),
+    "the same, big-endian": (tiff(PLANES, ">", interpretation=2, planes=2), "of 16 bits .*, stored plane by plane"),
+    "signed": (tiff(BYTES[..., :1], interpretation=1, kind=[2]), r"1 channel\(s\) of 8 bits \(signed integers\)"),
+    "signed RGB": (tiff(BYTES[..., :3], interpretation=2, kind=[2, 2, 2]), "8 bits .signed integers"),
+    "floats": (tiff(BYTES[..., :1].astype(np.float32), interpretation=1, kind=[3]), "32 bits .floats"),
+    "32 bits": (tiff(BYTES[..., :1].astype(np.uint32), interpretation=1), "32 bits .unsigned integers"),
+    "four bands": (tiff(BYTES, interpretation=1, extra=[0, 0, 0]), r"4 channel\(s\) of 8 bits"),
+    "four bands in planes": (
+        tiff(np.moveaxis(BYTES, 2, 0).copy(), interpretation=1, planes=2, extra=[0, 0, 0]),
+        r"4 channel\(s\) of 8 bits .*, stored plane by plane",
+    ),
+    "subsampled YCbCr": (tiff(BYTES[..., :3], interpretation=6), r"3 channel\(s\) of 8 bits .*, uncompressed"),
+    "14 bits": (tiff(DEEP[..., :1], bits=14, interpretation=1), "of 14 bits"),
+}
+
+
+@pytest.mark.parametrize("kind", [*RIGHT, *REFUSED])
+def test_a_tiff_is_read_as_it_was_written_or_refused_by_its_content(kind, tmp_path):
+    """Pillow opens some kinds without an error and gives other pixels, as a comparison with tifffile showed."""
+    path = tmp_path / "x.tif"
+    path.write_bytes((RIGHT | REFUSED)[kind][0])
+    if kind in RIGHT:
+        assert np.array_equal(decode_photograph(path), np.broadcast_to(RIGHT[kind][1], (5, 6, 3)))
+        return
+    message = (
+        f"^{path}: is a TIFF of .*{REFUSED[kind][1]}.* not supported; expected gray, RGB, CMYK or a palette, with unsig"
+    )
+    for read in (decode_photograph, partial(read_size, turned=True)):
+        with pytest.raises(ValueError, match=message):
+            read(path)
+
+
+def test_gray_photographs_of_other_formats_become_rgb(tmp_path):
+    gray = BYTES[..., 0].copy()
+    eight, sixteen = Image.fromarray(gray), Image.fromarray(gray.astype(np.uint16) * 257)
+    for name, image in {"a.tga": Image.merge("LA", [eight, eight]), "b.png": sixteen, "c.pgm": sixteen}.items():
+        image.save(tmp_path / name)
+        assert np.array_equal(decode_photograph(tmp_path / name), np.dstack([gray] * 3)), name

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -274,40 +273,6 @@ def test_every_usual_format_is_predicted(trained, tmp_path, capsys):
     lossless = [number for number, suffix in enumerate(formats) if suffix in (".bmp", ".ppm", ".qoi", ".tga", ".tif")]
     assert {written[number].read_bytes() for number in lossless} == {written[-2].read_bytes()}
     assert np.array_equal(decode_photograph(tmp_path / "in" / "film.gif")[..., 0], pixels[..., 0])  # the first frame
-
-
-def tiff(levels: np.ndarray, bits: int, interpretation: int) -> bytes:
-    """A little-endian TIFF file of gray levels: 16 bits each, or 12, which Pillow cannot write."""
-    data = levels.astype("<u2").tobytes()
-    if bits == 12:
-        data = bytes.fromhex("".join("".join(f"{level:03x}" for level in row) for row in levels))
-    height, width = levels.shape
-    tags = {256: width, 257: height, 258: bits, 259: 1, 262: interpretation, 273: 8, 277: 1, 278: height}
-    entries = b"".join(struct.pack("<HHII", tag, 3, 1, value) for tag, value in (tags | {279: len(data)}).items())
-    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(tags) + 1) + entries + bytes(4)
-
-
-def test_gray_photographs_become_rgb(tmp_path):
-    gray = picture(tmp_path / "b.png")[..., 0]
-    eight, sixteen = Image.fromarray(gray), Image.fromarray(gray.astype(np.uint16) * 257)
-    both = Image.merge("LA", [eight, eight])
-    for mode, image, suffix in (
-        *(("I;16", sixteen, ".tif"), ("L", eight, ".tif")),
-        *(("LA", both, ".tga"), ("I;16", sixteen, ".png")),
-    ):
-        path = tmp_path / f"{mode}{suffix}"
-        image.save(path)
-        assert Image.open(path).mode == mode
-        assert np.array_equal(decode_photograph(path), np.dstack([gray] * 3)), path
-    sixteen.save(tmp_path / "sixteen.pgm")
-    assert np.array_equal(decode_photograph(tmp_path / "sixteen.pgm"), np.dstack([gray] * 3))
-    for bits, black in ((12, 0), (16, 65535)):
-        levels = np.array([[0, 255 << bits - 8], [128 << bits - 8, 0]], np.uint16)
-        (tmp_path / "levels.tif").write_bytes(tiff(abs(black - levels.astype(np.int32)), bits, 0 if black else 1))
-        assert np.array_equal(decode_photograph(tmp_path / "levels.tif")[..., 0], [[0, 255], [128, 0]]), (bits, black)
-    Image.fromarray(gray.astype(np.float32)).save(path.with_suffix(".tif"))  # its black and white are unknown
-    with pytest.raises(ValueError, match="I;16.tif: has pixels of Pillow's mode 'F'; expected 8 or 16"):
-        decode_photograph(path.with_suffix(".tif"))
 
 
 def test_no_program_is_started_for_an_image(tmp_path, monkeypatch):
