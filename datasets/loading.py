@@ -99,7 +99,8 @@ class TrainingCrops(_Crops):
     transform: TrainingTransform
 
     def _crop(self, draw: Draw) -> dict:
-        image, label = self.transform(*self.dataset.undecoded(draw.image), self._rng(draw), draw.pixel)
+        read = self.dataset.undecoded(draw.image)
+        image, label = self.transform(*read, self._rng(draw), draw.pixel, draw.class_id)
         return {
             "image": _channels_first(image),
             "label": torch.from_numpy(label),

@@ -58,11 +58,13 @@ class TrainingTransform:
         label: Pixels,
         rng: np.random.Generator,
         pixel: tuple[int, int] | None = None,
+        class_id: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """image uint8 (H, W, 3), label uint8 (H, W) -> image uint8 (h, w, 3), label uint8 (h, w), both contiguous.
 
-        `pixel`: (row, column) in `image` that the crop must contain, at a random place in the crop. `image` and `label`
-        are sliced once each.
+        `pixel`: (row, column) in `image` that the crop must contain, at a random place in the crop. `class_id`: its
+        class. An image that shrinks may lose all pixels of a class; then the pixel of the crop around the drawn pixel's
+        centre gets its class. `image` and `label` are sliced once each.
         """
         height, width = image.shape[:2]
         scaled_size, offset, mirrored = self.draw((height, width), rng, pixel)
@@ -76,6 +78,9 @@ class TrainingTransform:
             ignore_index=self.ignore_index,
             antialias=self.antialias,
         )
+        if pixel is not None and class_id is not None and not (label_crop == class_id).any():
+            row, column = map(at_scale, pixel, (height, width), scaled_size)
+            label_crop[row - offset[0], column - offset[1]] = class_id
         if self.colour_jitter is not None:  # draws last, so jitter does not change the choice of crops
             covered = tuple(
                 slice(max(0, -start), size - start) for start, size in zip(offset, scaled_size, strict=True)

@@ -141,8 +141,10 @@ def test_a_crop_decodes_what_it_needs_of_the_image_and_gives_what_the_whole_give
     for epoch in range(20):
         for index in range(6):
             whole, rng = dataset[index], np.random.default_rng([3, epoch, index])
-            image, label = transform(whole.image, whole.label, rng, pixel=(5, 9))
-            crop = crops[Draw(epoch, index, pixel=(5, 9))]
+            class_id = int(whole.label[5, 9])
+            image, label = transform(whole.image, whole.label, rng, (5, 9), class_id)
+            crop = crops[Draw(epoch, index, class_id=class_id, pixel=(5, 9))]
+            assert (label == class_id).any()
             assert np.array_equal(crop["image"].permute(1, 2, 0).numpy(), image)
             assert np.array_equal(crop["label"].numpy(), label)
 

@@ -184,7 +184,8 @@ def test_a_crop_contains_the_pixel_it_is_told_to(size, scale, crop_size, place, 
     """Larger and smaller images than the crop, pixels on borders and in corners, mirrored or not.
 
     The label holds the coordinate of its pixels along one axis. An image that shrinks loses some of its pixels: the
-    crop then shows a neighbour, at most half a pixel of the scaled image (plus rounding) away.
+    crop then shows a neighbour, at most half a pixel of the scaled image (plus rounding) away. But a class is never
+    lost: where its only pixel would be, a pixel of the crop gets it, and no other changes.
     """
     pixel = tuple(round(share * (length - 1)) for share, length in zip(place, size, strict=True))
     transform = TrainingTransform(crop_size, scale=(scale, scale), flip=flip, base_size=base_size, ignore_index=IGNORE)
@@ -198,6 +199,12 @@ def test_a_crop_contains_the_pixel_it_is_told_to(size, scale, crop_size, place, 
         lost = 0 if scaled_size[axis] >= size[axis] else size[axis] / scaled_size[axis] / 2 + 1
         near &= (crop != IGNORE) & (np.abs(crop.astype(int) - pixel[axis]) <= lost)
     assert near.any()
+    label = np.zeros(size, np.uint8)
+    label[pixel] = 1
+    _, without = transform(image, label, np.random.default_rng(seed), pixel)
+    _, crop = transform(image, label, np.random.default_rng(seed), pixel, class_id=1)
+    assert (crop == 1).sum() == max(1, (without == 1).sum()) and ((crop == without) | (crop == 1)).all()
+    assert near[crop == 1].all()
 
 
 def test_the_pixel_lies_anywhere_in_the_crop_and_the_crop_in_the_image():
