@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import time
+import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from datasets.time_limit import limited
 _VERSION = 1  # increment when the content of cached lists changes
 _SETTLED_SECONDS = 60  # since the last change of a folder, before its list is kept; see `list_classes`
 _ARRAYS = ("names", "sizes", "times", "images")  # in a cached list
+# Folders that systems put beside images: network disks' thumbnails and bins, macOS' and Linux' own.
+_OF_SYSTEMS = {"@eadir", "#recycle", "#snapshot", "$recycle.bin", "system volume information", "__macosx", "lost+found"}
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,21 @@ def listed(root: Path, paths: Sequence[Path]) -> FileList:
     return _file_list(root, [(str(path)[start:], _size_and_time(path)) for path in paths])
 
 
+def composed(name: str) -> str:
+    """A name whose letters and accents are one character each (NFC); macOS writes two."""
+    return unicodedata.normalize("NFC", name)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder does not count: its name starts with a dot, or it is a system's own folder."""
+    return name.startswith(".") or name.lower() in _OF_SYSTEMS
+
+
 def class_folders(folder: Path) -> tuple[str, ...]:
-    """Names of the folders in `folder`, sorted; hidden ones are left out."""
+    """Names of the folders in `folder`, sorted as if they were `composed`; hidden ones are left out."""
     with os.scandir(folder) as entries:
-        return tuple(sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")))
+        found = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
+    return tuple(sorted(found, key=composed))
 
 
 def list_classes(folder: Path, classes: Sequence[str], suffixes: tuple[str, ...]) -> tuple[FileList, np.ndarray]:
@@ -101,7 +115,7 @@ def _file_list(root: Path, found: Sequence[tuple[str, tuple[int, int]]]) -> File
 def _files(folder: Path, name: str, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[int, int]]]:
     """(path below `folder`, (size, time)) of each file in the class folder `name`, sorted."""
     with limited(folder / name), os.scandir(folder / name) as entries:
-        chosen = [e for e in entries if e.name.lower().endswith(suffixes) and not e.name.startswith(".")]
+        chosen = [e for e in entries if e.name.lower().endswith(suffixes) and not is_hidden(e.name)]
         if folders := [entry.path for entry in chosen if entry.is_dir()]:
             raise ValueError(f"{folders[0]} is a folder with an image's name: rename it")
         return sorted((f"{name}/{entry.name}", _size_and_time(entry)) for entry in chosen)

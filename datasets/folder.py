@@ -11,7 +11,18 @@ import numpy as np
 
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
-from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, drawn_images, first_of, list_files, read_list
+from datasets.file_list import composed
+from datasets.layout import (
+    DRAWN,
+    OTHER_IMAGES,
+    PHOTOGRAPHS,
+    Layout,
+    drawn_images,
+    first_of,
+    list_files,
+    read_list,
+    spelled,
+)
 from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
 from datasets.text_files import read_json
@@ -128,7 +139,7 @@ def folder(
         )
     images = layout.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
-    labels = {} if without else layout.files(root, above / "labels", _LABELS, deep=True)
+    labels = {} if without else spelled(layout.files(root, above / "labels", _LABELS, deep=True), images)
     if strict and (alone := labels.keys() - images.keys()):
         _check_formats(above / "images", alone)
     if above == root:
@@ -193,8 +204,8 @@ def _on_list(layout: Layout, root: Path, split: str, images: Mapping[str, Path],
         own, known = root / split / "images", [root / each / "images" for each in (split, *DRAWN)]
         raise layout.error(f"folder: neither the folder {own} nor the list {file} exists", root, missing=known)
     lines = read_list(file, "the name of an image")
-    stems = {f"{name}{path.suffix}": name for name, path in images.items()}
-    names = sorted({stems.get(line, line) for line in lines})
+    stems = {composed(f"{name}{end}"): name for name, path in images.items() for end in ("", path.suffix)}
+    names = sorted({stems.get(composed(line), line) for line in lines})
     layout.check_list(file, names, images, root, strict)
     return names
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from datasets.classification import ClassificationDataset
-from datasets.file_list import FileList, class_folders, list_classes
+from datasets.file_list import FileList, class_folders, composed, list_classes
 from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, drawn_images, first_of
 from datasets.time_limit import limited
 
@@ -121,7 +121,7 @@ def _in_folders(
     if not len(files):
         looked_for = f"{folder}/*/*{{{','.join(suffixes)}}}"
         raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
-    return ClassificationDataset(layout.name, split, classes, labels, files)
+    return ClassificationDataset(layout.name, split, tuple(map(composed, classes)), labels, files)
 
 
 def _check_flat(layout: Layout, root: Path, folder: Path, has_classes: bool, suffixes: tuple[str, ...]) -> None:
@@ -140,7 +140,7 @@ def _check_flat(layout: Layout, root: Path, folder: Path, has_classes: bool, suf
 
 def _check_classes(layout: Layout, root: Path, classes: dict[str, tuple[str, ...]]) -> None:
     """ValueError if two splits have different classes, unless one has none."""
-    (split, own), (other, others) = classes.items()
+    (split, own), (other, others) = ((split, [*map(composed, names)]) for split, names in classes.items())
     differences = [
         f"{len(alone)} only in {where} ({first_of(alone)})"
         for where, alone in ((split, sorted({*own} - {*others})), (other, sorted({*others} - {*own})))

@@ -1,13 +1,14 @@
 """Finds a dataset's files on disk. Errors name what is missing, the expected layout and the fix."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
 
+from datasets.file_list import composed, is_hidden
 from datasets.segmentation import Files
 from datasets.text_files import read_text
 
@@ -129,11 +130,12 @@ class Layout:
         strict: bool = True,
         fix: str | None = None,
     ) -> list[Files]:
-        """Pair images with labels by stem. ValueError counts the images without a label and names the first ones.
+        """Pair images with labels by stem (`composed`). ValueError counts and names the images without a label.
 
         Without `strict`, images without a label and labels without an image are returned too, with None for the
         missing file, for the caller to report. ValueError then only if no image has its label. `fix`: see `error`.
         """
+        labels = spelled(labels, images)
         missing = [stem for stem in images if stem not in labels]
         if len(missing) == len(images) or (strict and missing):
             count = f"{len(missing)} of {len(images)} images"
@@ -141,6 +143,12 @@ class Layout:
             raise self.error(problem, root, fix=fix)
         stems = images if strict else sorted({*images, *labels})
         return [Files(name=stem, image=images.get(stem), label=labels.get(stem)) for stem in stems]
+
+
+def spelled(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
+    """`files` under those of `names` that are the same when `composed`."""
+    known = {composed(name): name for name in names}
+    return {known.get(composed(name), name): path for name, path in files.items()}
 
 
 def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
@@ -154,7 +162,7 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dic
     with os.scandir(folder) as entries:
         for entry in entries:
             suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
-            if entry.name.startswith("."):
+            if is_hidden(entry.name):
                 continue
             if suffix is not None and entry.is_dir():
                 raise ValueError(f"{folder / entry.name} is a folder with an image's name: rename it")

@@ -169,12 +169,14 @@ def _decode_photograph(file: Stored) -> np.ndarray:
     tags: Mapping[int, Any] = {}
     try:
         tags = _tiff_tags(data)
+        if tags and _is_misread(tags):
+            raise UnidentifiedImageError
         with Image.open(BytesIO(data), formats=PHOTOGRAPHS) as stored:
             image = ImageOps.exif_transpose(stored)
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
             levels = np.asarray(image) >> (tags.get(_BITS, (16,))[0] - 8)
             image = Image.fromarray((255 - levels if tags.get(_INTERPRETATION) == 0 else levels).astype(np.uint8))
-        if image.mode in ("I", "F") or (tags and _is_misread(tags)):  # the black and white of 32 bits are unknown
+        if image.mode in ("I", "F"):  # 32 bits: their black and white are unknown
             raise UnidentifiedImageError
         return np.array(image.convert("RGB"))
     except UnidentifiedImageError:

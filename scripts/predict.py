@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from datasets import reading_errors
+from datasets.file_list import is_hidden
 from datasets.layout import first_of
 from datasets.reading import PHOTOGRAPHS, decode_photograph
 from datasets.time_limit import limited
@@ -151,7 +152,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     files = sorted(
         path
         for path in source.rglob("*")
-        if path.is_file() and not path.name.startswith(".")
+        if path.is_file() and not any(map(is_hidden, path.relative_to(source).parts))
         if ours.isdisjoint([path.resolve(), *path.resolve().parents])
     )
     suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in PHOTOGRAPHS}

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import unicodedata
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from datasets import ClassTable, camvid, folder, image_folder, index_classes, inspect, verify
+from datasets.file_list import class_folders
 from datasets.folder import folder_classes, folder_splits
 from datasets.reading import decode_photograph
 from datasets.segmentation import joined
@@ -365,6 +367,37 @@ def test_nothing_outside_of_the_folder_is_read_or_written(root):
     with pytest.raises(ValueError, match="classes.json is there already; to make it again, move it away"):
         make_classes(composed("make_classes", f"data.root={root}", "workers=0"))
     assert not (root.parent / "elsewhere.json").exists()
+
+
+def test_names_are_the_same_with_accents_of_their_own(root, tmp_path):
+    """macOS stores them decomposed. Files keep their spelling, and predictions get the image's."""
+    apart, together = (unicodedata.normalize(form, "Bäume/é") for form in ("NFD", "NFC"))
+    for kind, name, suffix in (("images", apart, ".jpg"), ("labels", together, ".png")):
+        (root / "val" / kind / name).parent.mkdir()
+        (root / "val" / kind / f"a/board.0{suffix}").rename(root / "val" / kind / f"{name}{suffix}")
+    for name in (apart, "b/board.1"):
+        assert name in names(folder(root, "val")) == names(folder(root, "val", strict=False))
+    verify(folder(root, "val"), workers=0)
+    flat(root)
+    (root / "some.txt").write_text(f"val/{together}\nval/b/board.1")
+    assert names(folder(root, "some")) == [f"val/{apart}", "val/b/board.1"]
+    for split, form in (("train", "NFC"), ("val", "NFD")):
+        for name in ("é", "f", "z"):
+            (tmp_path / "sorted" / split / unicodedata.normalize(form, name)).mkdir(parents=True)
+            trees.write(tmp_path / "sorted" / split / unicodedata.normalize(form, name) / "1.png", PIXELS)
+    train, val = (image_folder(tmp_path / "sorted", split) for split in ("train", "val"))
+    assert train.classes == val.classes == ("f", "z", "é") and val.labels.tolist() == [0, 1, 2]
+
+
+def test_folders_of_systems_are_no_part_of_the_data(root):
+    """Such as the thumbnails of a network disk, in folders with the images' names."""
+    before, splits = names(folder(root, "train")), folder_splits(root)
+    for system in ("@eaDir/board.0.jpg/thumb.jpg", "#recycle/old.png", "__MACOSX/board.0.png"):
+        for place in ("train/images/a", "train/labels/a", "train/images"):
+            (root / place / system).parent.mkdir(parents=True)
+            trees.write(root / place / system, PIXELS)
+    assert names(folder(root, "train")) == before and folder_splits(root) == splits
+    assert class_folders(root / "train/images") == ("a", "b")
 
 
 def test_a_folder_with_the_name_of_an_image_is_named(root):

@@ -225,6 +225,8 @@ def test_a_folder_with_odd_images_and_a_broken_one(trained, tmp_path, capsys):
     (source / "notes.txt").write_text("not looked at")
     (sub / "film.mp4").write_text("not looked at")
     (source / ".hidden.png").write_text("not looked at")
+    (source / "@eaDir").mkdir()  # of a network disk
+    (source / "@eaDir" / "thumb.jpg").write_text("not looked at")
     with pytest.raises(ValueError) as error:
         run(trained, source, tmp_path / "out")
     message = str(error.value)
