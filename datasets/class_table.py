@@ -1,7 +1,7 @@
 """How classes are numbered in label files, in training and in the official evaluation."""
 
 import colorsys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,22 +14,23 @@ _ILLEGAL = 254  # in lookup tables: a raw value that label files must not contai
 class Palettes:
     """Compares the palettes of label files, which may give the same number to different classes.
 
-    `conflict` is a message that names the first two files that give an id different colours; None if none do.
+    `expected`: {id: RGB}, where the colours are known. `conflict` is a message that names the first file that gives an
+    id another colour, and where it has its expected one; None if none does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Mapping[int, tuple[int, ...]] = {}) -> None:
         self.conflict: str | None = None
-        self._first: dict[int, tuple[Path, tuple[int, ...]]] = {}  # by id: a file, and its colour there
+        # By id: where it has its colour.
+        self._first = {number: ("the dataset's list of classes", colour) for number, colour in expected.items()}
 
     def add(self, path: Path, colours: Mapping[int, tuple[int, ...]]) -> None:
         """See a file's colours of the ids that it holds."""
         for number, colour in colours.items():
-            first, expected = self._first.setdefault(number, (path, colour))
+            first, expected = self._first.setdefault(number, (str(path), colour))
             if self.conflict is None and colour != expected:
                 self.conflict = (
                     f"{path}: its palette gives the id {number} the colour {colour}, and {first} the colour "
-                    f"{expected}: the same id may mean different classes. Export all labels with one palette; if their "
-                    f"ids are right, write them without palettes (mode L)."
+                    f"{expected}: the same id may mean different classes"
                 )
 
 
@@ -43,7 +44,9 @@ class ClassTable:
 
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
     label file may contain to a train id or to `ignore_index`; any other raw value is an error. `label_colours`,
-    {0xRRGGBB: raw value}, is for label files in colours. Official prediction files hold `official_void` for ignored
+    {0xRRGGBB: raw value}, is for label files in colours, `label_palette`, {raw value: RGB}, for known palettes.
+    `absent`: classes that no image shows, as is known. `ignored`, {raw value: name}: ignored ones that should not
+    occur; `ignored_by`: the list that ignores them. Official prediction files hold `official_void` for ignored
     pixels, and carry the palette if `coloured_predictions` is set.
 
     The other fields are for the official evaluation, `benchmark`, if there is one. `official_only`: raw values of the
@@ -59,6 +62,10 @@ class ClassTable:
     ignore_index: int = 255
     official_void: int = 0
     coloured_predictions: bool = False
+    label_palette: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    ignored: Mapping[int, str] = field(default_factory=dict)
+    ignored_by: str = "the dataset's list of classes"
     benchmark: str | None = None
     official_only: Mapping[str, Sequence[int]] = field(default_factory=dict)
     categories: tuple[str, ...] = ()
@@ -106,6 +113,36 @@ class ClassTable:
         """As `train_ids`, but positions in `scored`: train ids for trained classes, the other classes after them."""
         return self._mapped(raw, self._to_scored)
 
+    def known(self, raw: np.ndarray) -> np.ndarray:
+        """Raw label values, uint8 (H, W). Raises UnknownIds for values outside the table."""
+        self.train_ids(raw)
+        return raw
+
+    def by_class(self, pixels: np.ndarray) -> np.ndarray:
+        """Pixels of each raw value, int64 (256,) -> pixels of each train id, int64 (256,)."""
+        return np.bincount(self._to_train, pixels, minlength=256).astype(np.int64)
+
+    def doubts(self, pixels: np.ndarray, images: str) -> list[str]:
+        """What looks wrong in label files. `pixels` of each raw value, int64 (256,); `images`: what shows them."""
+        classes, found = self.by_class(pixels), []
+        held, total, most = {*np.flatnonzero(pixels).tolist()}, max(1, int(pixels.sum())), len(self.names) - 1
+        ids = [number for number, train_id in self.label_ids.items() if train_id != self.ignore_index]
+        names = [name for number, name in enumerate(self.names) if not classes[number] and name not in self.absent]
+        if held and names:
+            found.append(f"no {images} shows {', '.join(names)}: check the labels and the classes")
+            if self.benchmark and max(held - {255}, default=0) <= most < max(ids) and held - {*ids, 255}:
+                found[-1] += f". They hold {_ranges(held)}, which look like train ids; expected {_ranges(ids)}"
+        for number in held & self.ignored.keys():
+            share = pixels[number] / total
+            name = self.ignored[number]
+            found.append(
+                f'{share:.2%} of the pixels have the id {number}, "{name}", which is ignored by {self.ignored_by}'
+            )
+        if (share := classes[self.ignore_index] / total) > 0.5:
+            ignored = _ranges(held - {*ids})
+            found.append(f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ignored}")
+        return found
+
     def _mapped(self, raw: np.ndarray, table: np.ndarray) -> np.ndarray:
         mapped = cv2.LUT(raw, table)
         if (mapped == _ILLEGAL).any():
@@ -145,7 +182,7 @@ def _shortened(values: list[int]) -> str:
     return ", ".join(map(str, values[:8])) + more
 
 
-def _ranges(values: Mapping[int, int]) -> str:
+def _ranges(values: Iterable[int]) -> str:
     """{0, 1, 2, 5} -> "0-2, 5"."""
     runs: list[list[int]] = []
     for value in sorted(values):

@@ -93,6 +93,8 @@ def folder_classes(file: Path) -> ClassTable:
         label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
         official_void=ignored[0] if ignored else _IGNORED,
         coloured_predictions=True,
+        ignored_by=f'"ignored" in {file}',
+        ignored={number: str(entries[number]["name"]) for number in ignored if number < len(entries)},
     )
 
 
@@ -115,6 +117,7 @@ def folder(
     folds: int | None = None,
     fold: int = 0,
     fold_seed: int = 0,
+    palettes: str = "equal",
     keys: str = "",
 ) -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
@@ -122,7 +125,8 @@ def folder(
     The list is `root`/`split`.txt. With `folds`, "train" and "val" are drawn from `root`/images instead: "val" is part
     `fold` of as many equal parts, drawn with `fold_seed`. Images and labels are paired by their paths below the two
     folders; the split "test" may have no labels. Labels are PNGs of ids, or in the classes' colours, on the images as
-    viewers show them: EXIF orientation counts. `keys`: prefix of option names in messages.
+    viewers show them: EXIF orientation counts. `palettes`: "equal" refuses labels whose palettes
+    give an id different colours, "any" does not compare them. `keys`: prefix of option names in messages.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label
     (without `strict`: no image has one).
     """
@@ -167,7 +171,17 @@ def folder(
     table = folder_classes(root / CLASSES)
     levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
     decode = partial(_decode, table.label_colours, np.array(levels, np.uint8))
-    return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
+    one_palette = None if palettes == "any" else palette_fix(keys)
+    return SegmentationDataset(
+        "folder", split, files, table, decode, turned=True, label_fix=fix, palette_fix=one_palette
+    )
+
+
+def palette_fix(keys: str = "") -> str:
+    """What to do about labels whose palettes differ. `keys`: prefix of option names."""
+    return (
+        f"Export all labels with one palette, or give {keys}palettes=any: their ids then count, whatever the colours."
+    )
 
 
 def _below(root: Path, split: str) -> Path:

@@ -69,7 +69,8 @@ class SegmentationDataset(Dataset):
     `name`: the dataset, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` returns the raw values
     in a window of a label file, uint8 (H, W), `decode_instances` the instances in a file, as in `scored`. `turned`: see
     `decode_image`; so are the user's own images. Reading checks the files: a ValueError names the file, the problem,
-    the expected content and the fix. `label_fix` is the fix for wrong labels that no archive can restore.
+    the expected content and the fix. `label_fix` is the fix for wrong labels that no archive can restore; labels whose
+    palettes differ are refused if there is a `palette_fix`.
     """
 
     mean_image = None  # only small images have one
@@ -82,6 +83,7 @@ class SegmentationDataset(Dataset):
     decode_instances: Callable[[Path], np.ndarray] | None = None
     turned: bool = False
     label_fix: str | None = None
+    palette_fix: str | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -170,6 +172,10 @@ class SegmentationDataset(Dataset):
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
         return self._decode_label(self._stored_label(index), self.table.train_ids)
 
+    def raw_label(self, index: int) -> np.ndarray:
+        """As `read_label`, but the values in the file."""
+        return self._decode_label(self._stored_label(index), self.table.known)
+
     @restorable()
     def image_size(self, path: Path) -> tuple[int, int]:
         """(width, height) of an image file, from its header. ValueError if it is missing, truncated or not an image."""
@@ -235,7 +241,7 @@ class SegmentationDataset(Dataset):
         """Hexadecimal hash of how label files number the classes, ignored ones among them."""
         return hashlib.sha256(repr(sorted(self.table.label_ids.items())).encode()).hexdigest()
 
-    def fingerprint(self, version: int | list) -> str:
+    def fingerprint(self, version: list) -> str:
         """Hexadecimal hash under which results computed from the files are cached.
 
         It covers the paths below the folder, sizes and modification times of all files, the class table's label ids

@@ -23,7 +23,7 @@ from datasets.reading import decode_image, label_palette, read
 from datasets.segmentation import RESTORE, SegmentationDataset, restorable
 from datasets.workers import Progress, in_order
 
-_CHECKS = 5  # increment when the checks change: all data is then checked again
+_CHECKS = 6  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 # Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
 _DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
@@ -32,7 +32,7 @@ Split = SegmentationDataset | ClassificationDataset
 
 
 class Found(NamedTuple):
-    """Problems of an image and its label, and the label's pixels by train id, int64 (256,).
+    """Problems of an image and its label, and the label's pixels of each raw value, int64 (256,).
 
     `palette`: a label's file, and {id: RGB} of the ids that it holds, if it has a palette.
     """
@@ -49,11 +49,20 @@ class Problem(NamedTuple):
     message: str
 
 
-def verify(dataset: Split, workers: int | None = None, progress: Progress = None) -> list[str]:
-    """Check every image and label of a split. ValueError lists the first problems and counts all.
+class _Sums(NamedTuple):
+    """Over all labels: the pixels of each raw value (256), the labels that hold each train id, the first differing
+    palette. In a classification: no pixels, and the images of each class.
+    """
 
-    Returns the classes without a pixel, unless a benchmark has chosen the classes. In a classification, the classes
-    without an image file.
+    pixels: list[int]
+    labels: list[int]
+    conflict: str | None = None
+
+
+def verify(dataset: Split, workers: int | None = None, progress: Progress = None) -> list[str]:
+    """Check every image and label of a training split. ValueError lists the first problems and counts all.
+
+    Returns doubts about its labels, such as classes that no image shows.
 
     TimeoutError names the first image that takes longer than the `reading_limit` around this call.
 
@@ -63,25 +72,13 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
     success until a path, size or modification time changes. If it cannot be written, the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):
-        if dataset.pixels is not None:
-            return []
-        look = partial(_seen, dataset.image)
-        _check_once(dataset, look, dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
-        held = {*dataset.labels.tolist()}
-        return [name for number, name in enumerate(dataset.classes) if number not in held]
-    look = partial(_looked, dataset, dataset.image_size)
-    seen = _check_once(dataset, look, dataset.fingerprint(_CHECKS), workers, progress)
-    return [name for number, name in enumerate(dataset.classes) if number not in seen and not dataset.table.benchmark]
-
-
-def _check_once(
-    dataset: Split, look: Callable[[int], Found], key: str, workers: int | None, progress: Progress
-) -> set[int]:
-    """Check all images; return the train ids with a pixel. Success is remembered as `key`, and not checked again."""
+        look, key = partial(_seen, dataset.image), dataset.files.fingerprint([_CHECKS, dataset.name])
+    else:
+        look, key = partial(_looked, dataset, dataset.image_size), dataset.fingerprint([_CHECKS, dataset.palette_fix])
     remembered = cache_folder() / "verified" / key
-    with suppress(OSError, ValueError):
-        return {*json.loads(remembered.read_text())}
-    problems, pixels, _ = _all(dataset, look, workers, progress)
+    with suppress(OSError, ValueError, TypeError):
+        return _doubts(dataset, _Sums(**json.loads(remembered.read_text())), "training image")
+    problems, sums = _all(dataset, look, workers, progress)
     if problems:
         listed = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in problems]))
         raise ValueError(
@@ -89,24 +86,38 @@ def _check_once(
         )
     with suppress(OSError):  # a read-only cache folder only costs the time of the next check
         remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(json.dumps(np.flatnonzero(pixels).tolist()))
-    return {*np.flatnonzero(pixels).tolist()}
+        remembered.write_text(json.dumps(sums._asdict()))
+    return _doubts(dataset, sums, "training image")
 
 
 def _all(
     dataset: Split, look: Callable[[int], Found], workers: int | None, progress: Progress
-) -> tuple[list[Problem], np.ndarray, np.ndarray]:
-    """Problems, and for each train id its pixels and the labels that hold it, int64 (256,)."""
-    problems, palettes, pixels, labels = [], Palettes(), np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for found in every(dataset, look, workers, progress):
-        problems += found.problems
-        pixels += found.pixels
-        labels += found.pixels > 0
-        if found.palette is not None:
-            palettes.add(*found.palette)
-    if palettes.conflict is not None:
-        problems.append(Problem("palettes differ", palettes.conflict))
-    return problems, pixels, labels
+) -> tuple[list[Problem], _Sums]:
+    if isinstance(dataset, ClassificationDataset):
+        in_files = dataset.pixels is None
+        found = every(dataset, look, workers, progress) if in_files else ()
+        labels = np.bincount(dataset.labels, minlength=len(dataset.classes))
+        return [problem for each in found for problem in each.problems], _Sums([], labels.tolist())
+    problems, palettes = [], Palettes(dataset.table.label_palette)
+    pixels, labels = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    for each in every(dataset, look, workers, progress):
+        problems += each.problems
+        pixels += each.pixels
+        labels += dataset.table.by_class(each.pixels) > 0
+        if each.palette is not None:
+            palettes.add(*each.palette)
+    if palettes.conflict is not None and dataset.palette_fix is not None:
+        problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
+    return problems, _Sums(pixels.tolist(), labels.tolist(), palettes.conflict)
+
+
+def _doubts(dataset: Split, sums: _Sums, images: str) -> list[str]:
+    """What may be wrong with the labels of `images`, such as "training image", where every file is right."""
+    if isinstance(dataset, ClassificationDataset):
+        absent = [name for name, count in zip(dataset.classes, sums.labels, strict=True) if not count]
+        return [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(absent)
+    conflict = [sums.conflict] if sums.conflict and dataset.palette_fix is None else []
+    return dataset.table.doubts(np.array(sums.pixels), images) + conflict
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
@@ -163,13 +174,13 @@ def _looked(dataset: SegmentationDataset, size_of: Callable[[Path], tuple[int, i
             problems.append(Problem("sizes differ", message))
 
     image_size = None if entry.image is None else attempted("image", size_of, entry.image)
-    label = None if entry.label is None else attempted("label", dataset.read_label, index)
+    label = None if entry.label is None else attempted("label", dataset.raw_label, index)
     compare(entry.label, None if label is None else label.shape[::-1])
     pixels = np.bincount(() if label is None else label.reshape(-1), minlength=256)
     palette = None
-    if dataset.turned and entry.label is not None and label is not None:  # the user's own
-        colours, ids = label_palette(read(entry.label)), dataset.table.official_ids
-        held = (ids[number] for number in np.flatnonzero(pixels[: len(ids)]))
+    if entry.label is not None and label is not None and (dataset.palette_fix or dataset.table.label_palette):
+        colours = label_palette(read(entry.label))
+        held = np.flatnonzero(pixels).tolist()
         palette = entry.label, {number: colours[number] for number in held if number in colours}
     compare(entry.instances, None if entry.instances is None else attempted("instances", size_of, entry.instances))
     return Found(problems, pixels, palette)
@@ -181,7 +192,7 @@ class Inspection:
 
     `images`: their number. `problems`: unpaired files first, then in the order of the files. Over all readable labels,
     `pixels`, int64 (classes,), counts the pixels of each class, `labels`, int64 (classes,), the labels that contain it
-    (in a classification, its images), and `ignored` the pixels of no class.
+    (in a classification, its images), and `ignored` the pixels of no class. `doubts`: what may be wrong with them.
     """
 
     images: int
@@ -189,6 +200,7 @@ class Inspection:
     pixels: np.ndarray
     labels: np.ndarray
     ignored: int
+    doubts: tuple[str, ...] = ()
 
 
 def inspect(dataset: Split, workers: int | None = None, progress: Progress = None) -> Inspection:
@@ -203,13 +215,14 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     if isinstance(dataset, SegmentationDataset):
         images, ignore_index = sum(entry.image is not None for entry in dataset.files), dataset.ignore_index
         problems = _unpaired(dataset)
-    pixels, labels = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    if isinstance(dataset, SegmentationDataset) or dataset.pixels is None:
-        found, pixels, labels = _all(dataset, partial(_inspected, dataset), workers, progress)
-        problems += found
-    if isinstance(dataset, ClassificationDataset):
-        labels = np.bincount(dataset.labels, minlength=classes)
-    return Inspection(images, tuple(problems), pixels[:classes], labels[:classes], ignored=int(pixels[ignore_index]))
+    found, sums = _all(dataset, partial(_inspected, dataset), workers, progress)
+    pixels = np.zeros(256, np.int64)
+    if isinstance(dataset, SegmentationDataset):
+        pixels = dataset.table.by_class(np.array(sums.pixels))
+    doubts = _doubts(dataset, sums, f"image of {dataset.split}") if dataset.has_labels else []
+    labels = np.array(sums.labels[:classes])
+    ignored = int(pixels[ignore_index])
+    return Inspection(images, (*problems, *found), pixels[:classes], labels, ignored, tuple(doubts))
 
 
 def _inspected(dataset: Split, index: int) -> Found:

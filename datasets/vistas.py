@@ -63,6 +63,7 @@ def vistas_classes(config: Path) -> ClassTable:
         label_ids={**ignored, **{position: train_id for train_id, position in enumerate(ids)}},
         official_void=next((position for position, label in enumerate(labels) if not label[2]), 255),
         coloured_predictions=True,
+        label_palette={position: colour for position, (_, colour, _) in enumerate(labels)},
         benchmark="vistas",
     )
 

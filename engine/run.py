@@ -232,10 +232,8 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
                 write_file(directory.config, head + configuration.yaml(config))
             with world.first_goes_ahead() as first:
                 if data.verify and first:
-                    absent = verify_with_progress(run.train_set, run.console, data.on_error == "stop")
-                    if absent:
-                        named = ", ".join(absent)
-                        logger.warning(f"no training image shows {named}: check the labels and the classes")
+                    for doubt in verify_with_progress(run.train_set, run.console, data.on_error == "stop"):
+                        logger.warning(doubt)
                     verify_with_progress(run.val_set, run.console)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":

@@ -6,9 +6,9 @@
 
 Compares the number of images with the official number, looks for missing labels and missing images, and decodes every
 file, for segmentation and classification. Reports unreadable and damaged files, labels whose size differs from their
-image's, and ids that are not in the class table. Does not stop at the first problem. Prints the pixels of every class,
-then every kind of problem with its first files. Exit status 0 means no problem. You can train on part of a dataset, but
-its number of images is reported.
+image's, and ids that are not in the class table. Does not stop at the first problem. Prints the pixels of every class
+and doubts (classes that no image shows, many ignored pixels), then every kind of problem with its first files. Exit
+status 0 means no problem. You can train on part of a dataset, but its number of images is reported.
 """
 
 import json
@@ -56,7 +56,7 @@ class SplitReport:
     classes: tuple[str, ...]
     problems: tuple[Problem, ...]
     inspection: Inspection | None
-    absent: tuple[str, ...] = ()  # classes without a pixel, or without an image, where others have some
+    doubts: tuple[str, ...] = ()  # about the labels
 
     def by_kind(self) -> dict[str, list[str]]:
         """{kind: messages}"""
@@ -77,6 +77,7 @@ class SplitReport:
             columns = ({"pixels": pixels, "labels": labels} for pixels, labels in counts)
             report["classes"] = dict(zip(self.classes, columns, strict=True))
             report["ignored_pixels"] = self.inspection.ignored
+        report["doubts"] = list(self.doubts)
         return report
 
 
@@ -121,9 +122,7 @@ def check_split(
         message = f"expected {official_images}, found {found.images}: an incomplete dataset, or an archive not unpacked"
         problems = (Problem("number of images", message), *problems)
     inspection = found if found.pixels.any() or found.ignored else None
-    labelled = zip(dataset.classes, found.labels, strict=True)
-    absent = tuple(name for name, count in labelled if not count) if found.labels.any() else ()
-    return SplitReport(split, found.images, official_images, dataset.classes, problems, inspection, absent)
+    return SplitReport(split, found.images, official_images, dataset.classes, problems, inspection, found.doubts)
 
 
 def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
@@ -131,10 +130,9 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
     for report in reports:
         if report.inspection is not None:
             console.print(histogram(report, report.inspection))
-        if report.absent:
-            without = "an image" if report.inspection is None else "a pixel"
-            console.print(f"{report.split}: without {without}: {', '.join(report.absent)}", soft_wrap=True)
-        if report.inspection is not None or report.absent:
+        for doubt in report.doubts:
+            console.print(f"{report.split}: {doubt}", soft_wrap=True)
+        if report.inspection is not None or report.doubts:
             console.print()
     layout_is_known = any(report.classes for report in reports)  # or has been shown
     for report in reports:

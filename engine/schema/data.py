@@ -119,6 +119,9 @@ class Folds:
 
 @dataclass
 class FolderData(Folds, SegmentationData):
+    # Refuse labels whose palettes give the same id different colours, or let the ids count whatever their colours.
+    palettes: str = key("equal", one_of=("equal", "any"))
+
     def check(self) -> None:
         super().check()
         self.check_fold()

@@ -3,13 +3,18 @@
 `verify` runs before a training and remembers success; `inspect` is run by hand and decodes all pixels.
 """
 
+import json
 import os
 import re
 import shutil
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
+from PIL import Image
 
 import datasets
 from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, imagenet, index_classes, inspect, verify
@@ -17,6 +22,87 @@ from datasets.registry import FOR_SEGMENTATION
 from datasets.time_limit import reading_limit
 from tests import trees
 from tests.datasets import classification_trees
+
+
+def relabelled(root: Path, pattern: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Change the values of all labels below `root`."""
+    for path in root.glob(pattern):
+        trees.write(path, change(cv2.imread(str(path), cv2.IMREAD_UNCHANGED)))
+
+
+def train_ids(kind: str) -> Callable[[Path], None]:
+    """What a dataset's own tool, or a user, may have made of its labels."""
+    pattern = {"cityscapes": "gtFine/train/*/*_labelIds.png", "coco_stuff": "stuffthingmaps/train2017/*.png"}[kind]
+
+    def change(root: Path) -> None:
+        shutil.rmtree(root / "annotations" / "stuff_train2017_pixelmaps", ignore_errors=True)
+        dataset = FOR_SEGMENTATION[kind].make(root, "train", **({"lists": "full"} if kind == "coco_stuff" else {}))
+        relabelled(root, pattern, dataset.table.train_ids)
+
+    return change
+
+
+def one_more_class(root: Path) -> None:
+    classes = {**trees.FOLDER, "classes": [*trees.FOLDER["classes"], {"name": "knot"}]}
+    (root / "classes.json").write_text(json.dumps(classes))
+
+
+def other_palette(root: Path) -> None:
+    label = next((root / "training" / "labels").glob("*.png"))
+    trees.write_palette(label, np.asarray(Image.open(label)), [(index, 9, 9) for index in range(66)])
+
+
+SCALE = '11.04% of the pixels have the id 3, "scale", which is ignored by "ignored" in .*/classes.json'
+DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts about them
+    "cityscapes": ("cityscapes", lambda root: None, []),
+    "coco_stuff": ("coco_stuff", lambda root: None, []),
+    "camvid": ("camvid", lambda root: None, []),
+    "vistas": ("vistas", lambda root: None, []),
+    "an ignored class": ("folder", lambda root: None, [SCALE]),
+    "train ids": (
+        "cityscapes",
+        train_ids("cityscapes"),
+        [
+            "no training image shows traffic light, .*, bicycle: check the labels and the classes. They hold 0-18, "
+            "255, which look like train ids; expected 7-8, 11-13, 17, 19-28, 31-33$",
+            "82% of .* by the dataset's list of classes: their ids are 0-6, 9-10, 14-16, 18, 255",
+        ],
+    ),
+    "train ids of stuffthingmaps": (
+        "coco_stuff",
+        train_ids("coco_stuff"),
+        ["no .* shows banner, .* They hold 0-90, 255, which look like train ids; expected 91-181$", "100% of .*"],
+    ),
+    "a class that no image shows": (
+        "camvid",
+        lambda root: relabelled(root, "train/labels/*", lambda label: label % 10),
+        ["no training image shows bicyclist: check the labels and the classes$"],
+    ),
+    "one more class": ("folder", one_more_class, ["no training image shows knot: check", SCALE]),
+    "mostly ignored": (
+        "folder",
+        lambda root: relabelled(root, "train/labels/*/*", lambda label: np.where(label == 0, 255, label)),
+        ["no training image shows wood", SCALE, "67% of .* by .*classes.json: their ids are 3, 255"],
+    ),
+    "a palette of another order": (
+        "vistas",
+        other_palette,
+        [r"/street-0*..png: its palette gives the id 0 the colour \(0, 9, 9\), and the dataset's list of classes the "],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DOUBTS)
+def test_labels_that_look_wrong_are_doubted_for_every_dataset(what, tmp_path):
+    """Not refused: small or cleaned copies of a dataset may look like this."""
+    kind, change, expected = DOUBTS[what]
+    root = trees.SEGMENTATION[kind](tmp_path / "data")
+    change(root)
+    dataset = FOR_SEGMENTATION[kind].make(root, "train")
+    for _ in range(2):  # the second time it is remembered
+        doubts = verify(dataset, workers=0)
+        assert len(doubts) == len(expected) and all(map(re.search, expected, doubts)), doubts
+    assert [doubt.replace("image of train", "training image") for doubt in inspect(dataset, workers=0).doubts] == doubts
 
 
 def refusal(dataset: SegmentationDataset, workers: int = 0) -> str:
@@ -190,8 +276,8 @@ def test_success_is_remembered_until_a_file_changes(camvid_folders, tmp_path, mo
 def test_no_other_thread_decodes(camvid_folders, monkeypatch, workers, reads_here):
     """A process forked while such a thread ends may inherit OpenCV mutexes that stay locked."""
     dataset, threads = camvid(camvid_folders, "train"), []
-    read_label = dataset.read_label
-    monkeypatch.setattr(dataset, "read_label", lambda i: threads.append(threading.current_thread()) or read_label(i))
+    raw_label = dataset.raw_label
+    monkeypatch.setattr(dataset, "raw_label", lambda i: threads.append(threading.current_thread()) or raw_label(i))
     verify(dataset, workers)
     assert threads == [threading.main_thread()] * reads_here
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import ClassTable, camvid, folder, image_folder, index_classes, inspect, verify
+from datasets import ClassTable, folder, image_folder, index_classes, inspect, verify
 from datasets.file_list import class_folders
 from datasets.folder import folder_classes, folder_splits
 from datasets.reading import decode_photograph
@@ -154,7 +154,6 @@ def test_labels_in_colours_or_with_a_palette_hold_the_same_ids(root):
     """Also in a window; the colours of classes without one in classes.json are not known."""
     train = folder(root, "train")
     expected = [train[index].label for index in range(6)]
-    assert verify(train, workers=0) == []
     classes = [{"name": name, "colour": [9, number, 200]} for number, name in enumerate("abcd")]
     (root / "classes.json").write_text(json.dumps({"classes": classes, "ignored": [3]}))
     colours = np.array([entry["colour"] for entry in classes], np.uint8)
@@ -169,10 +168,10 @@ def test_labels_in_colours_or_with_a_palette_hold_the_same_ids(root):
         assert np.array_equal(coloured[index].label, label)
         window = slice(3, 11), slice(5, 30)
         assert np.array_equal(coloured.undecoded(index)[1][window], label[window])
-    before = coloured.fingerprint(0)
+    before = coloured.fingerprint([0])
     classes[0]["colour"], classes[1]["colour"] = classes[1]["colour"], classes[0]["colour"]
     (root / "classes.json").write_text(json.dumps({"classes": classes, "ignored": [3]}))
-    assert folder(root, "train").fingerprint(0) != before  # of which the class index depends
+    assert folder(root, "train").fingerprint([0]) != before  # of which the class index depends
     (root / "classes.json").write_text(json.dumps({"classes": [*classes[:2], {"name": "c"}], "ignored": [3]}))
     message = (
         r"labels/a/board.0.png: contains 2 colours that no class has, such as \(9, 2, 200\), \(9, 3, 200\). Labels hold"
@@ -257,7 +256,7 @@ def test_a_divided_folder_is_not_divided_again(root):
         folder(root.parent, "train", folds=5)
 
 
-def test_images_without_labels_and_classes_without_pixels_are_named(root, tmp_path):
+def test_images_without_labels_are_named(root):
     (root / "train/labels/b/board.3.png").rename(root / "train/labels/b/board.x.png")
     with pytest.raises(
         ValueError, match="folder: 1 of 6 images have no label: b/board.3; looked for .*/train/labels/"
@@ -270,13 +269,9 @@ def test_images_without_labels_and_classes_without_pixels_are_named(root, tmp_pa
         "has no image; expected one. Add it, or take the label out.",
     ]
     assert [problem.kind for problem in problems] == ["image without label", "label without image"]
-    (root / "classes.json").write_text(json.dumps({"classes": [*trees.FOLDER["classes"], {"name": "knot"}]}))
-    for _ in range(2):  # the second time it is remembered
-        assert verify(folder(root, "val"), workers=0) == ["knot"]
     (root / "classes.json").unlink()
     with pytest.raises(ValueError, match=f"{root}/classes.json is missing[^$]*python -m scripts.make_classes"):
         folder(root, "val")
-    assert verify(camvid(trees.camvid_folders(tmp_path / "camvid"), "train"), workers=0) == []
 
 
 PIXELS = trees.pair(7, [0], (24, 40))[0]
