@@ -131,7 +131,7 @@ class ClassTable:
         if held and names:
             found.append(f"no {images} shows {', '.join(names)}: check the labels and the classes")
             if self.benchmark and max(held - {255}, default=0) <= most < max(ids) and held - {*ids, 255}:
-                found[-1] += f". They hold {_ranges(held)}, which look like train ids; expected {_ranges(ids)}"
+                found[-1] += f". They hold {ranges(held)}, which look like train ids; expected {ranges(ids)}"
         for number in held & self.ignored.keys():
             share = pixels[number] / total
             name = self.ignored[number]
@@ -139,7 +139,7 @@ class ClassTable:
                 f'{share:.2%} of the pixels have the id {number}, "{name}", which is ignored by {self.ignored_by}'
             )
         if (share := classes[self.ignore_index] / total) > 0.5:
-            ignored = _ranges(held - {*ids})
+            ignored = ranges(held - {*ids})
             found.append(f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ignored}")
         return found
 
@@ -149,7 +149,7 @@ class ClassTable:
             foreign = sorted(set(np.unique(raw).tolist()) - set(self.label_ids))
             raise UnknownIds(
                 f"contains the ids {_shortened(foreign)}, which are not in the class table; expected only "
-                f"{_ranges(self.label_ids)}"
+                f"{ranges(self.label_ids)}"
             )
         return mapped
 
@@ -182,7 +182,7 @@ def _shortened(values: list[int]) -> str:
     return ", ".join(map(str, values[:8])) + more
 
 
-def _ranges(values: Iterable[int]) -> str:
+def ranges(values: Iterable[int]) -> str:
     """{0, 1, 2, 5} -> "0-2, 5"."""
     runs: list[list[int]] = []
     for value in sorted(values):

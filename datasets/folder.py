@@ -1,7 +1,7 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -54,7 +54,7 @@ def folder_classes(file: Path) -> ClassTable:
     """The classes of a file classes.json.
 
     A class's position is its id. Ids in "ignored" are not trained, nor are the classes that have them. Predictions hold
-    ids, as PNGs with the classes' colours. ValueError for a file of another form.
+    ids, as PNGs with the classes' colours, unless these are `alike`. ValueError for a file of another form.
     """
     try:
         content = read_json(file)
@@ -85,9 +85,11 @@ def folder_classes(file: Path) -> ClassTable:
             f"{file}: cannot be read as a list of classes ({type(error).__name__}: {error}); expected {_EXAMPLE}"
         ) from None
     others = distinct_colours(len(entries))
+    given = {number: colours.get(number, others[number]) for number in ids}
+    given |= {number: others[number] for number in alike(given)}
     return ClassTable(
         names=names,
-        palette=tuple(colours.get(number, others[number]) for number in ids),
+        palette=tuple(given.values()),
         official_ids=tuple(ids),
         label_ids={**dict.fromkeys(ignored, 255), **{number: train_id for train_id, number in enumerate(ids)}},
         label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
@@ -96,6 +98,15 @@ def folder_classes(file: Path) -> ClassTable:
         ignored_by=f'"ignored" in {file}',
         ignored={number: str(entries[number]["name"]) for number in ignored if number < len(entries)},
     )
+
+
+def alike(colours: Mapping[int, Sequence[int]]) -> set[int]:
+    """The classes whose colours nobody could tell from another's: all channels differ by less than 8 levels."""
+    if not colours:
+        return set()
+    levels = np.array([*colours.values()], np.int16)
+    near = np.abs(levels[:, None] - levels).max(axis=2) < 8
+    return {number for number, count in zip(colours, near.sum(axis=0), strict=True) if count > 1}
 
 
 def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:
@@ -170,7 +181,8 @@ def folder(
     )
     table = folder_classes(root / CLASSES)
     levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
-    decode = partial(_decode, table.label_colours, np.array(levels, np.uint8))
+    colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
+    decode = partial(_decode, colours, np.array(levels, np.uint8))
     one_palette = None if palettes == "any" else palette_fix(keys)
     return SegmentationDataset(
         "folder", split, files, table, decode, turned=True, label_fix=fix, palette_fix=one_palette
@@ -201,13 +213,20 @@ def _check_formats(folder: Path, names: Set[str]) -> None:
         )
 
 
-def folder_labels(root: str | os.PathLike | None) -> list[Path]:
-    """All label files in a folder, of every split."""
+def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path]]:
+    """All label files in a folder, of every split: those that have an image, and those that have none.
+
+    Where there is no folder of images beside the labels, all count.
+    """
     root = _LAYOUT.top(root)
-    folders = [path for path in sorted(root.rglob("labels")) if path.is_dir()]
-    found = [path for each in folders for path in _LAYOUT.files(root, each, _LABELS, deep=True).values()]
-    if not found:
-        raise _LAYOUT.error(f"folder: no labels in {root}", root)
+    found: tuple[list[Path], list[Path]] = ([], [])
+    for each in sorted(path for path in root.rglob("labels") if path.is_dir()):
+        folder = each.parent / "images"
+        images = list_files(folder, (*PHOTOGRAPHS, *OTHER_IMAGES), deep=True) if folder.is_dir() else None
+        for name, path in spelled(list_files(each, _LABELS, deep=True), images or ()).items():
+            found[images is not None and name not in images].append(path)
+    if not found[0]:
+        raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found[1])} in {root}", root)
     return found
 
 

@@ -1,27 +1,30 @@
 """Write classes.json for your own images, from their labels:
 
     python -m scripts.make_classes data.root=DIR
-    python -m scripts.make_classes data.root=DIR workers=8
+    python -m scripts.make_classes data.root=DIR ignored=null    # 255 is a class
     python -m scripts.make_classes data.root=DIR data.timeout_seconds=3600    # a slow disk
 
-Reads all labels below DIR. Classes are the ids up to the largest, or the colours of RGB labels and of masks in
-black and white. The id 255 is ignored, and so are ids below the largest that occur nowhere. Palettes give ids their
-colours. The classes are called class_0, class_1, …: change their names in the file before you train. Prints the pixels
-of every id, which show strays.
+Reads all labels below DIR that have an image. Classes are the ids up to the largest, or the colours of RGB labels and
+of masks in black and white; RGB labels whose channels are equal and small hold ids. `ignored` is no class, nor are
+ids below the largest that occur nowhere. Palettes give ids their colours. The classes are called class_0, class_1, …:
+change their names in the file before you train. Prints the pixels of every id, which show strays, and what looks odd.
 """
 
 import json
 import os
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
+from rich.console import Console
 
 from datasets import reading_errors
-from datasets.class_table import Palettes
-from datasets.folder import CLASSES, TRAINED, folder_labels
+from datasets.class_table import Palettes, ranges
+from datasets.folder import CLASSES, TRAINED, alike, folder_labels, palette_fix
+from datasets.layout import first_of
 from datasets.reading import decode_mask, label_palette, read
 from datasets.segmentation import restorable
 from datasets.workers import in_order
@@ -34,69 +37,133 @@ from engine.schema.data import FolderData
 from engine.schema.keys import MOST_WORKERS, group, key
 from scripts.verify_data import class_table
 
-IGNORED = 255
+WHITE = 255
+BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colours", "ids"  # kinds of labels
 
 
 @dataclass
 class MakeClasses:
-    data: FolderData = group({"folder": FolderData})  # only root and timeout_seconds matter
+    data: FolderData = group({"folder": FolderData})  # only root, palettes and timeout_seconds matter
+    ignored: int | None = key(255, least=0, most=255)  # the id that is no class, and does not count; null: none
     workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
 
 
+@dataclass
+class Held:
+    """What the labels hold: for each kind, the pixels of every id or 0xRRGGBB, and the labels that hold it."""
+
+    pixels: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    labels: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    colours: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of ids with a palette, and of colours
+    palettes: Palettes = field(default_factory=Palettes)
+
+    def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
+        """Count what is of one kind as another, under the `value` of each entry."""
+        for of in (self.pixels, self.labels):
+            for entry, count in of.pop(kind, Counter()).items():
+                of[to][value(entry)] += count
+
+
 def make_classes(values: DictConfig) -> Path:
-    """Write the file and return it; print the pixels of every id, and how many labels hold it.
+    """Write the file and return it; print the pixels of every id, how many labels hold it, and what looks odd.
 
     ValueError: the file is there, labels cannot be read or are not all of one kind, or the number of classes is wrong.
     """
     config = configuration.typed(values, MakeClasses)
     with assemble.root_named(config.data):
-        labels = folder_labels(config.data.root)
+        labels, alone = folder_labels(config.data.root)
     root = f"data.root={config.data.root}"
     file = Path(str(config.data.root)) / CLASSES
     if os.path.lexists(file):  # also a link to nowhere
         raise ValueError(f"{root}: {file} is there already; to make it again, move it away")
-    kinds, palettes, colours = set[str](), Palettes(), dict[int, tuple[int, ...]]()
-    pixels, holding = Counter[int](), Counter[int]()
     console = make_console()
-    with (
-        reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"),
-        progress_bar(console) as progress,
-    ):
-        read_labels = in_order(lambda number: contents(labels[number]), range(len(labels)), config.workers)
-        for label, (kind, held, coloured) in zip(tracked(progress, labels, "reading labels"), read_labels, strict=True):
-            kinds.add(kind)
-            pixels.update(held)
-            holding.update(held.keys())
-            palettes.add(label, coloured)
-            colours = coloured | colours
-    if len(kinds) > 1:
-        raise ValueError(f"{root}: some labels hold {', others '.join(sorted(kinds))}; expected one kind")
-    if palettes.conflict is not None:
-        raise ValueError(f"{root}: {palettes.conflict}")
-    in_colours = "colours" in kinds
-    if not colours and {*pixels} == {0, IGNORED}:  # masks in black and white
-        in_colours = True
-        pixels, holding = (Counter({0x010101 * level: n for level, n in of.items()}) for of in (pixels, holding))
-        colours = {code: (code & 255,) * 3 for code in pixels}
-    values_of = dict(enumerate(sorted(pixels))) if in_colours else {number: number for number in sorted(pixels)}
-    ignored = None if in_colours else IGNORED
+    with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
+        held = read_labels(labels, config.workers, console)
+    if held.palettes.conflict is not None and config.data.palettes != "any":
+        raise ValueError(f"{root}: {held.palettes.conflict}. {palette_fix('data.')}")
+    notes = [f"left out {len(alone)} labels without an image: {first_of([*map(str, alone)])}"] * bool(alone)
+    void = [] if config.ignored is None else [config.ignored]
+    notes += settle_kind(held, void)
+    if len(held.pixels) > 1:
+        raise ValueError(f"{root}: some labels hold {', others '.join(sorted(held.pixels))}; expected one kind")
+    ((kind, pixels),), (holding,) = held.pixels.items(), held.labels.values()
+    ignored = [] if kind == COLOURS else void
+    values_of = dict(enumerate(sorted(pixels))) if kind == COLOURS else {number: number for number in sorted(pixels)}
     if len(values_of) <= 256:
-        names = [f"{n} ignored" if n == ignored else f"{n} {colours.get(value, '')}" for n, value in values_of.items()]
+        names = [
+            f"{n} ignored" if n in ignored else f"{n} {held.colours.get(value, '')}" for n, value in values_of.items()
+        ]
         counts = (np.array([of[value] for value in values_of.values()]) for of in (pixels, holding))
         console.print(class_table(f"ids in the labels ({len(labels)})", names, *counts))
-    ids = {number: colours.get(value) for number, value in values_of.items() if number != ignored}
-    smoothed = not in_colours and has_smoothed_edges(pixels)
+    ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
+    check_number(root, kind, pixels, ids, ignored)
+    for note in [*notes, *doubts(pixels, ids, ignored)]:
+        console.print(note, soft_wrap=True)
+    write_file(file, written(ids, ignored))
+    console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
+    return file
+
+
+def read_labels(labels: list[Path], workers: int | None, console: Console) -> Held:
+    held = Held()
+    with progress_bar(console) as progress:
+        contents_of = in_order(lambda number: contents(labels[number]), range(len(labels)), workers)
+        for label, (kind, pixels, colours) in zip(
+            tracked(progress, labels, "reading labels"), contents_of, strict=True
+        ):
+            held.pixels[kind].update(pixels)
+            held.labels[kind].update(pixels.keys())
+            held.palettes.add(label, colours)
+            held.colours = colours | held.colours
+    return held
+
+
+def settle_kind(held: Held, ignored: list[int]) -> list[str]:
+    """Decide whether gray values are ids or colours; return what to say about it."""
+    if GRAY in held.pixels:
+        levels = {code & WHITE for code in held.pixels[GRAY]} - {*ignored}
+        if COLOURS in held.pixels or not max(levels, default=0) or (IDS not in held.pixels and has_large_gaps(levels)):
+            held.recast(GRAY, COLOURS, lambda code: code)
+        else:
+            held.recast(GRAY, IDS, lambda code: code & WHITE)
+            held.colours = {}
+            return ["labels in RGB have three equal channels: they are read as ids"]
+    if {*held.pixels} == {IDS} and not held.colours and {*held.pixels[IDS]} == {0, WHITE}:
+        held.recast(IDS, COLOURS, lambda level: 0x010101 * level)  # masks in black and white
+        held.colours = {code: (code & WHITE,) * 3 for code in held.pixels[COLOURS]}
+    return []
+
+
+def check_number(
+    root: str, kind: str, pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]
+) -> None:
+    """ValueError unless the number of classes can be trained, and looks like one."""
+    smoothed = kind != COLOURS and has_smoothed_edges(pixels)
     if smoothed or len(ids) not in TRAINED:
-        without = "" if in_colours else f", not counting {IGNORED}, which is ignored"
+        without = f", not counting {', '.join(map(str, ignored))}, which is ignored" if ignored else ""
         found, expected = ("values", "one per class") if smoothed else ("classes", f"{TRAINED[0]} to {TRAINED[-1]}")
         likely = ". Smoothed (antialiased) edges make values of their own: export the labels without them"
         raise ValueError(
             f"{root}: the number of {found} in the labels is {len(ids)}{without}; expected {expected}"
             f"{likely if smoothed or len(ids) > TRAINED[-1] else ''}"
         )
-    write_file(file, written(ids, [] if in_colours else [IGNORED]))
-    console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
-    return file
+
+
+def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]) -> Iterator[str]:
+    """What may be wrong with the classes."""
+    if unseen := [number for number in range(max(ids)) if number not in ids and number not in ignored]:
+        why = ": check that the labels are no gray copies of colours, nor stretched" * has_large_gaps({*ids})
+        yield f"ids that occur nowhere, and are ignored: {ranges(unseen)}{why}"
+    left_out = {number: pixels[number] for number in ignored if pixels[number]}
+    if (share := sum(left_out.values()) / pixels.total()) > 0.5:
+        yield f"{share:.0%} of the pixels have the ignored ids {ranges(left_out)}: if they are classes, give ignored=null"
+    if similar := sorted(alike({number: colour for number, colour in ids.items() if colour})):
+        yield f"the colours of the classes {ranges(similar)} can hardly be told apart: pictures show others"
+
+
+def has_large_gaps(ids: Set[int]) -> bool:
+    """Whether far more ids below the largest are missing than there are."""
+    return max(ids) + 1 > len(ids) + max(8, 3 * len(ids))
 
 
 def has_smoothed_edges(pixels: Counter[int]) -> bool:
@@ -104,12 +171,12 @@ def has_smoothed_edges(pixels: Counter[int]) -> bool:
 
     Resizing and JPEG also change pixels far from the edges by a few levels, to values that no class has beside white.
     """
-    between = [value for value in pixels if 0 < value < IGNORED]
+    between = [value for value in pixels if 0 < value < WHITE]
     if len(between) < 8 or max(between) == len(between):
         return False
-    near = 8 if max(between) > IGNORED - 8 else 1  # levels that count as black, or as white
-    gray = sum(count for value, count in pixels.items() if near <= value <= IGNORED - near)
-    return gray < sum(count for value, count in pixels.items() if value > IGNORED - near)
+    near = 8 if max(between) > WHITE - 8 else 1  # levels that count as black, or as white
+    gray = sum(count for value, count in pixels.items() if near <= value <= WHITE - near)
+    return gray < sum(count for value, count in pixels.items() if value > WHITE - near)
 
 
 def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
@@ -120,23 +187,27 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
         {"name": f"class_{number}"} | ({"colour": colours[number]} if number in colours else {})
         for number in range(max(ids) + 1)
     ]
-    ignored = [number for number in range(len(classes)) if number not in ids] + ignored
+    ignored = sorted({*range(len(classes)), *ignored} - {*ids})
     entries = ",\n".join(map(json.dumps, classes))
     return f'{{"classes": [\n{entries}\n],\n"ignored": {ignored}}}\n'
 
 
 @restorable("Labels are 8-bit PNGs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
 def contents(path: Path) -> tuple[str, dict[int, int], dict[int, tuple[int, ...]]]:
-    """A label's kind, "ids", "single bits" or "colours"; {id or 0xRRGGBB: pixels}; and the known colours of these."""
+    """A label's kind; {id or 0xRRGGBB: pixels}; and the known colours of these."""
     file = read(path)
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
     pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
     if raw.dtype == np.int32:
-        return "colours", pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}
+        kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
+        return kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}
     palette = label_palette(file)
-    kind = "single bits" if file.data[24] == 1 and not palette else "ids"
-    return kind, pixels, {number: palette[number] for number in pixels if number in palette}
+    return (
+        BITS if file.data[24] == 1 and not palette else IDS,
+        pixels,
+        {number: palette[number] for number in pixels if number in palette},
+    )
 
 
 @configured("make_classes", MakeClasses)

@@ -1,0 +1,98 @@
+"""What make_classes makes of labels that other programs wrote, and what it says about them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datasets import folder, verify
+from scripts.make_classes import make_classes
+from tests import trees
+from tests.runs import composed
+
+IDS = np.arange(24 * 40, dtype=np.uint8).reshape(24, 40) % 3  # 0, 1 and 2
+
+
+def made(tmp_path: Path, label: np.ndarray, *keys: str, write: Callable = trees.write) -> dict:
+    """The classes of two images with this label."""
+    root = tmp_path / "own"
+    for split in ("train", "val"):
+        trees.write(root / split / "images" / "a.png", np.repeat(IDS[..., None], 3, axis=2))
+        write(root / split / "labels" / "a.png", label)
+    make_classes(composed("make_classes", f"data.root={root}", "workers=0", *keys))
+    return json.loads((root / "classes.json").read_text())
+
+
+def equal_channels(ids: np.ndarray) -> np.ndarray:
+    return np.repeat(ids[..., None], 3, axis=2)
+
+
+def values(*of: int) -> np.ndarray:
+    """A label with these values, each as often as the others."""
+    return np.resize(np.array(of, np.uint8), (24, 40))
+
+
+SAID = {  # a label, the keys, the classes and the entries of the file, and what is printed about it
+    "ids": (IDS, (), 3, 3, ""),
+    "ids in RGB": (equal_channels(IDS), (), 3, 3, "three equal channels: they are read as ids"),
+    "ids and 255 in RGB": (equal_channels(values(0, 1, 255)), (), 2, 2, "three equal channels: they are read as ids"),
+    "gray colours": (equal_channels(values(0, 100, 200)), (), 3, 3, ""),
+    "black and white in RGB": (equal_channels(values(0, 255)), (), 2, 2, ""),
+    "colours that look alike": (np.dstack([IDS, 0 * IDS, 0 * IDS]), (), 3, 3, "0-2 can hardly be told apart: pictures"),
+    "an unseen id": (values(0, 1, 4), (), 3, 5, "ids that occur nowhere, and are ignored: 2-3\n"),
+    "gray copies of colours": (
+        values(35, 70, 142),
+        (),
+        3,
+        143,
+        "0-34, 36-69, 71-141: check that the labels are no gray",
+    ),
+    "mostly 255": (values(0, 1, 255, 255, 255), (), 2, 2, "60% of the pixels have the ignored ids 255: if they are"),
+    "255 that counts": (
+        values(0, 128, 255),
+        ("ignored=null",),
+        3,
+        256,
+        "ids that occur nowhere, and are ignored: 1-127,",
+    ),
+    "another void": (values(0, 1, 2), ("ignored=0",), 2, 3, ""),
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_classes_are_what_the_values_mean_and_what_is_odd_is_said(what, tmp_path, capsys):
+    label, keys, classes, entries, said = SAID[what]
+    written = made(tmp_path, label, *keys)
+    printed = [line for line in capsys.readouterr().out.splitlines() if ":" in line]
+    assert len(printed) == bool(said) and said in "".join(f"{line}\n" for line in printed), printed
+    assert len(written["classes"]) == entries
+    train = folder(tmp_path / "own", "train")
+    assert len(train.classes) == classes and {*np.unique(train[0].label)} - {255} == {*range(classes)}
+    shown = np.array(train.palette, int)
+    apart = np.abs(shown[:, None] - shown).max(axis=2) + 255 * np.eye(classes, dtype=int)
+    assert apart.min() >= 8  # whatever the labels' colours are
+
+
+def test_only_labels_of_an_image_count(tmp_path, capsys):
+    """Such as a second folder of colour maps beside the masks. Without a folder of images, all labels count."""
+    trees.write(tmp_path / "own/train/labels/colour/a.png", np.dstack([IDS, 9 * IDS, 99 * IDS]))
+    assert len(made(tmp_path, IDS)["classes"]) == 3
+    left_out = f"left out 1 labels without an image: {tmp_path}/own/train/labels/colour/a.png"
+    assert left_out in capsys.readouterr().out.replace("\n", "")
+    (tmp_path / "own/train/images").rename(tmp_path / "own/train/pictures")
+    (tmp_path / "own/classes.json").unlink()
+    with pytest.raises(ValueError, match="some labels hold colours, others ids"):
+        make_classes(composed("make_classes", f"data.root={tmp_path / 'own'}", "workers=0"))
+
+
+def test_palettes_may_differ_if_the_ids_count(tmp_path):
+    def write(path: Path, ids: np.ndarray) -> None:
+        trees.write_palette(path, ids, [(9, 9, 9), (99, 9, 9), (9, 99, 9 + 90 * ("val" in path.parts))])
+
+    with pytest.raises(ValueError, match="the same id may mean different classes. Export all .* data.palettes=any"):
+        made(tmp_path, IDS, write=write)
+    assert len(made(tmp_path, IDS, "data.palettes=any", write=write)["classes"]) == 3
+    whole = folder(tmp_path / "own", "train", palettes="any")
+    assert verify(whole, workers=0) == [] and whole.palette_fix is None
