@@ -165,7 +165,7 @@ class CropsInMemory(_Items):
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> dict:
         """A minibatch, for `collated`. All keys have the same epoch."""
-        epoch, numbers = keys[0][0], np.array([number for _, number in keys])
+        epoch, numbers = keys[0][0], np.array([number for _, number, *_ in keys])
         images = self.dataset.in_memory(numbers)
         # One generator per epoch draws for all images at once: a generator per image would take longer than the crops.
         if self._drawn is None or self._drawn[0] != epoch:

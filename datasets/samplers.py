@@ -10,14 +10,9 @@ from datasets.class_index import ClassIndex
 from datasets.loading import Draw
 
 
-def minibatches_per_epoch(images: int, crops_per_minibatch: int, key: str = "crops_per_minibatch") -> int:
-    """Full minibatches in one pass over `images`. ValueError, naming the setting `key`, if not even one is full."""
-    if images < crops_per_minibatch:
-        raise ValueError(
-            f"{key}={crops_per_minibatch} is more than the {images} images of the training split, so no minibatch is "
-            f"full; set {key} to at most {images}"
-        )
-    return images // crops_per_minibatch
+def minibatches_per_epoch(images: int, crops_per_minibatch: int) -> int:
+    """Full minibatches in one pass over `images`. Where they do not fill one, each is drawn more than once."""
+    return max(1, images // crops_per_minibatch)
 
 
 @dataclass(eq=False)
@@ -27,8 +22,8 @@ class _Minibatches(Sampler):
     If a minibatch does not divide equally, shares differ by one crop, in the same way in every minibatch.
 
     Iterating yields this rank's keys for each step `start_step … steps - 1` of the run. An epoch's list depends only on
-    (seed, epoch); leftover keys that do not fill a minibatch are dropped. Use it as the `batch_sampler` of a DataLoader
-    over `TrainingCrops`.
+    (seed, epoch); leftover keys that do not fill a minibatch are dropped. An epoch has as many draws as there are
+    images, but at least a minibatch. Use it as the `batch_sampler` of a DataLoader over `TrainingCrops`.
     """
 
     images: int
@@ -41,6 +36,7 @@ class _Minibatches(Sampler):
 
     def __post_init__(self) -> None:
         self.steps_per_epoch = minibatches_per_epoch(self.images, self.crops_per_minibatch)
+        self.draws = max(self.images, self.crops_per_minibatch)  # in an epoch
         assert 0 <= self.start_step, f"a run has no step {self.start_step}"
         assert 0 <= self.rank < self.world_size, f"there is no rank {self.rank} among {self.world_size}"
         assert self.crops_per_minibatch >= self.world_size, "each rank needs a crop"
@@ -65,24 +61,26 @@ class _Minibatches(Sampler):
 
 
 class ShuffledMinibatches(_Minibatches):
-    """The paper's uniform sampling: every epoch shuffles all images. Keys are (epoch, index)."""
+    """The paper's uniform sampling: every epoch shuffles all images. Keys are (epoch, index), or `Draw`."""
 
-    def keys(self, epoch: int) -> list[tuple[int, int]]:
-        order = _generator(self.seed, epoch, stream=0).permutation(self.images).tolist()
+    def keys(self, epoch: int) -> list[tuple]:
+        order = _rounds(np.arange(self.images), self.draws, _generator(self.seed, epoch, stream=0)).tolist()
+        if self.draws > self.images:
+            return [Draw(epoch, index, place) for place, index in enumerate(order)]
         return [(epoch, index) for index in order]
 
 
 class ClassUniformMinibatches(_Minibatches):
     """The paper's class-uniform sampling (section 4.2): rare classes are drawn as often as frequent ones.
 
-    An epoch has as many draws as the split has images. The share `fraction` of them is class-uniform: draw a class, an
+    The share `fraction` of an epoch's draws is class-uniform: draw a class, an
     image that contains it, a pixel of the class, then a crop that contains the pixel. The other draws are images
     without repetition, as in uniform sampling, at random positions in the list. Keys are `Draw`.
 
     Classes come in rounds: each round holds every class once, in random order. So the counts of any two classes differ
     by at most one, in the whole list and in any prefix, such as the part that fills minibatches. Likewise, a class uses
     all images that contain it before repeating one. Classes without pixels are not drawn. ValueError if no class has a
-    pixel, or a minibatch has more crops than there are images.
+    pixel.
     """
 
     def __init__(
@@ -102,11 +100,11 @@ class ClassUniformMinibatches(_Minibatches):
     def keys(self, epoch: int) -> list[Draw]:
         """The draws of one epoch: `fraction` of them class-uniform, the rest uniform, in random order."""
         rng = _generator(self.seed, epoch, stream=1)
-        count = round(self.fraction * self.images)
+        count = round(self.fraction * self.draws)
         class_uniform = iter(self._class_uniform(count, rng))
-        uniform = iter(rng.permutation(self.images).tolist())
+        uniform = iter(_rounds(np.arange(self.images), self.draws, rng).tolist())
         draws = []
-        for place, is_class_uniform in enumerate((rng.permutation(self.images) < count).tolist()):
+        for place, is_class_uniform in enumerate((rng.permutation(self.draws) < count).tolist()):
             if is_class_uniform:
                 class_id, image, pixel = next(class_uniform)
                 draws.append(Draw(epoch, image, place, class_id, pixel))

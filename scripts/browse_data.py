@@ -111,9 +111,7 @@ def training_crops(
     config: BrowseData, dataset: SegmentationDataset | ClassificationDataset, console: Console
 ) -> Iterator[Shown]:
     """The crops of a run with this configuration, from the first step of the epoch on."""
-    steps_per_epoch = minibatches_per_epoch(
-        len(dataset), config.data.crops_per_minibatch, key="data.crops_per_minibatch"
-    )
+    steps_per_epoch = minibatches_per_epoch(len(dataset), config.data.crops_per_minibatch)
     start_step = config.epoch * steps_per_epoch
     steps = start_step + -(-config.count // config.data.crops_per_minibatch)
     if isinstance(dataset, ClassificationDataset):

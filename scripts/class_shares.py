@@ -56,9 +56,7 @@ def compare(values: DictConfig) -> dict:
         dataset = assemble.labelled_dataset(data, "data.train_split", data.train_split)
         with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
             index = index_classes(dataset, config.folder, progress=progress)
-        steps = config.epochs * minibatches_per_epoch(
-            len(dataset), data.crops_per_minibatch, key="data.crops_per_minibatch"
-        )
+        steps = config.epochs * minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
         options = dict(crops_per_minibatch=data.crops_per_minibatch, seed=config.seed, steps=steps)
         samplers = {
             "uniform": ShuffledMinibatches(len(dataset), **options),

@@ -156,7 +156,7 @@ def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignore
         yield f"ids that occur nowhere, and are ignored: {ranges(unseen)}{why}"
     left_out = {number: pixels[number] for number in ignored if pixels[number]}
     if (share := sum(left_out.values()) / pixels.total()) > 0.5:
-        yield f"{share:.0%} of the pixels have the ignored ids {ranges(left_out)}: if they are classes, give ignored=null"
+        yield f"{share:.0%} of the pixels have the ignored id {ranges(left_out)}: if it is a class, give ignored=null"
     if similar := sorted(alike({number: colour for number, colour in ids.items() if colour})):
         yield f"the colours of the classes {ranges(similar)} can hardly be told apart: pictures show others"
 

@@ -100,9 +100,9 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
 
 
 def schedule_of(config: TrainingRun, images: int) -> Schedule:
-    """The run's schedule in steps, for `images` training images. ValueError if no minibatch is full."""
+    """The run's schedule in steps, for `images` training images."""
     trainer = config.trainer
-    steps_per_epoch = minibatches_per_epoch(images, config.data.crops_per_minibatch, key="data.crops_per_minibatch")
+    steps_per_epoch = minibatches_per_epoch(images, config.data.crops_per_minibatch)
     total_steps = in_steps(trainer.epochs, trainer.steps, steps_per_epoch)
     assert total_steps is not None, "TrainingRun.check requires epochs or steps"
     return Schedule(

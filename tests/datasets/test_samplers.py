@@ -67,17 +67,27 @@ def test_the_order_and_the_first_images_crop_have_different_random_streams():
     assert [index for _, index in keys] != of_crop.permutation(1000).tolist()
 
 
-def test_impossible_settings_are_named():
-    too_many = "{0}=16 is more than the 10 images.*set {0} to at most 10"
-    nothing = index_of(np.zeros((5, 3), int))
+def test_classes_without_pixels_are_named():
     absent = "class-uniform sampling: none of the 3 classes has a labelled pixel.*choose uniform sampling"
-    for call, message in (
-        (lambda: ShuffledMinibatches(10, 16, 0, 1), too_many.format("crops_per_minibatch")),
-        (lambda: minibatches_per_epoch(10, 16, "crops.each"), too_many.format("crops.each")),
-        (lambda: ClassUniformMinibatches(nothing, 1, 0, 1), absent),
+    with pytest.raises(ValueError, match=f"^{absent}"):
+        ClassUniformMinibatches(index_of(np.zeros((5, 3), int)), 1, 0, 1)
+
+
+@pytest.mark.parametrize("images, times", [(1, {8}), (3, {2, 3}), (7, {1, 2})])
+def test_too_few_images_for_a_minibatch_are_drawn_more_than_once(images, times):
+    """As who first tries to overfit one image needs. No crop repeats: each has a place in the epoch."""
+    index = index_of(np.ones((images, 2), int))
+    options = dict(crops_per_minibatch=8, seed=4, steps=3)
+    for sampler in (
+        ShuffledMinibatches(images, **options),
+        ClassUniformMinibatches(index, **options),
+        ClassUniformMinibatches(index, fraction=0.5, **options),
     ):
-        with pytest.raises(ValueError, match=f"^{message}"):
-            call()
+        assert sampler.steps_per_epoch == minibatches_per_epoch(images, 8) == 1
+        for minibatch in sampler:
+            assert {draw.place for draw in minibatch} == {*range(8)}
+    drawn = [[draw.image for draw in minibatch] for minibatch in ShuffledMinibatches(images, **options)]
+    assert all({*np.bincount(images_drawn)} == times for images_drawn in drawn)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
