@@ -21,6 +21,7 @@ class ClassificationDataset(Dataset):
     """
 
     palette = None  # classes have no colours
+    label_ids = ()  # no label files
     numbering = ""  # no label files
     has_labels = True
 

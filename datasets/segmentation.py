@@ -94,6 +94,11 @@ class SegmentationDataset(Dataset):
         return self.table.palette
 
     @property
+    def label_ids(self) -> tuple[int, ...]:
+        """The id of each class in labels and predictions."""
+        return self.table.official_ids
+
+    @property
     def ignore_index(self) -> int:
         return self.table.ignore_index
 

@@ -53,7 +53,8 @@ class Predictor(nn.Module):
 class Segmenter(Predictor):
     """Segments images: logits (N, classes, H, W).
 
-    `palette`: uint8 (classes, 3) RGB. `views`: the scales, windows and mirror images in which the network sees them.
+    `palette`: uint8 (classes, 3) RGB. `label_ids`: uint8 (classes,), the ids in labels. `views`: the scales, windows and
+    mirror images in which the network sees them.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class Segmenter(Predictor):
         classes: Sequence[str],
         memory_advice: str,
         palette: Sequence[Sequence[int]],
+        label_ids: Sequence[int],
         views: inference.Views,
     ):
         super().__init__(forward, classes, memory_advice)
         self.palette = np.array(palette, np.uint8)
+        self.label_ids = np.array(label_ids, np.uint8)
         self.views = views
 
     def predict(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:

@@ -162,10 +162,11 @@ class Run(Generic[Config, Split]):
             self.directory.start_saving(state, best)
 
     def _about_data(self) -> dict:
-        """Facts about the data for checkpoints: classes, palette, mean image."""
+        """Facts about the data for checkpoints: classes, palette, ids of the labels, mean image."""
         about: dict[str, Any] = {"classes": list(self.train_set.classes)}
         if self.train_set.palette is not None:
             about["palette"] = [list(colour) for colour in self.train_set.palette]
+            about["label_ids"] = list(self.train_set.label_ids)
         if self.train_set.mean_image is not None:
             about["mean_image"] = torch.from_numpy(self.train_set.mean_image)
         return about

@@ -148,8 +148,8 @@ def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, sourc
     config.data.root = options.data.root
     if not unnamed:
         del state["unnamed_classes"]
-        state["classes"], colours = _classes(options, config, len(state["classes"]))
-        state |= {"palette": colours} if segments else {}
+        names, colours, ids = _classes(options, config, len(state["classes"]))
+        state |= {"classes": names} | ({"palette": colours, "label_ids": ids} if segments else {})
     checkpoint.write_alone(output, {"format": checkpoint.FORMAT, **state, "config": configuration.plain(config)})
     names = state["classes"]
     named = "numbered, as the file does not name them" if unnamed else f"{names[0]}, …"
@@ -161,30 +161,32 @@ def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, sourc
     return lines
 
 
-def _classes(options: Conversion, config: SegmentationRun | ClassificationRun, count: int) -> tuple[list[str], Colours]:
-    """Names and colours; colours mean nothing in classification."""
-    given, colours = "", list(distinct_colours(count))
+def _classes(
+    options: Conversion, config: SegmentationRun | ClassificationRun, count: int
+) -> tuple[list[str], Colours, list[int]]:
+    """Names, colours and the labels' ids; the last two mean nothing in classification."""
+    given, colours, ids = "", list(distinct_colours(count)), list(range(count))
     names = [str(number) for number in range(count)]
     if options.data.root is not None:
         given = f"data.root={options.data.root}"
         with reading_errors(config.data.timeout_seconds):
             if isinstance(config, SegmentationRun):
                 dataset = assemble.dataset(config.data, config.data.val_split, key="data.val_split")
-                names, colours = list(dataset.classes), list(dataset.palette)
+                names, colours, ids = list(dataset.classes), list(dataset.palette), list(dataset.label_ids)
             else:
                 names = list(assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes)
     elif options.classes is not None:
         given, file = f"classes={options.classes}", Path(options.classes)
         if file.suffix == ".json":
             table = vistas_classes(file)
-            names, colours = list(table.names), list(table.palette)
+            names, colours, ids = list(table.names), list(table.palette), list(table.official_ids)
         else:
             names = read_list(file, "one class")
             if repeated := [name for name, times in Counter(names).items() if times > 1]:
                 raise ValueError(f"{given} has {listed(repeated)} more than once: expected different names; {NAMES}")
     if len(names) != count:
         raise ValueError(f"{given} has {len(names)} classes: expected {count}, as the classifier of the file")
-    return names, colours
+    return names, colours, ids
 
 
 @configured("convert_checkpoint", Conversion)

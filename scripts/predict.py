@@ -5,9 +5,10 @@
     python -m scripts.predict checkpoint=CLASSIFIER.pt 'input="Straße 1"' output=DIR top_k=3 report=FILE.html
 
 Reads the usual formats of photographs, and turns them as their EXIF orientation says. Segmentation writes three PNGs
-per image, at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and overlays/NAME.png, and with
-probabilities=true probabilities/NAME.npy. Classification writes predictions.csv, the likeliest classes of each image.
-report=FILE.html also writes a page to look at: every image, its overlay, and each class's share.
+per image, at its size: ids/NAME.png (the labels' own ids, or with ids=train train ids; classes.json lists them),
+colour/NAME.png and overlays/NAME.png, and with probabilities=true probabilities/NAME.npy. Classification writes
+predictions.csv, the likeliest classes of each image. report=FILE.html also writes a page to look at: every image, its
+overlay, and each class's share.
 window.size=PIXELS bounds the memory for large images, as in eval.py. A path with blanks or non-ASCII letters needs
 quotes that reach Hydra: 'input="Straße 1"'.
 """
@@ -45,7 +46,7 @@ KINDS, CLASSES, TABLE = ("ids", "colour", "overlays", "probabilities"), "classes
 def predict(values: DictConfig) -> list[Path]:
     """Predict as configured (`engine.schema.evaluation.Prediction`).
 
-    Returns each image's file of train ids; for a classifier the table.
+    Returns each image's file of ids; for a classifier the table.
 
     Raises:
         ValueError: the checkpoint or the input cannot be used; or some images are unreadable. In that case it names
@@ -65,7 +66,10 @@ def predict(values: DictConfig) -> list[Path]:
         images = find_images(source, output)
         writable_folder("output", output)
         if isinstance(network, Segmenter):
-            write_classes(output / CLASSES, network.classes, network.palette)
+            by_train_id = options.ids == "train"
+            numbers = np.arange(len(network.classes), dtype=np.uint8) if by_train_id else network.label_ids
+            key = "train_id" if by_train_id else "id"
+            write_classes(output / CLASSES, key, numbers, network.classes, network.palette)
         with progress_bar(console) as progress, counting(progress, "windows") as windows:
             for name, file in tracked(progress, images.items(), "predicting"):
                 try:
@@ -77,7 +81,7 @@ def predict(values: DictConfig) -> list[Path]:
                     continue
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
                 if isinstance(network, Segmenter):
-                    ids = segment(network, image, places, options.probabilities, windows)
+                    ids = segment(network, image, places, numbers, options.probabilities, windows)
                     written.append(places["ids"])
                     if options.report:
                         page.add_segmented(shown, image, ids)
@@ -100,17 +104,18 @@ def segment(
     network: Segmenter,
     image: np.ndarray,
     places: dict[str, Path],
+    numbers: np.ndarray,
     with_probabilities: bool,
     windows: Callable[[int, int], None],
 ) -> np.ndarray:
-    """Predict an image and write the files of it. Returns the ids, uint8 (H, W)."""
+    """Predict an image and write its files. Returns train ids, uint8 (H, W). `numbers`: of the classes in ids/."""
     if with_probabilities:
         probabilities = network.probabilities(image, windows)  # (K, H, W)
         write_array(places["probabilities"].with_suffix(".npy"), probabilities.astype(np.float16))
         ids = probabilities.argmax(axis=0).astype(np.uint8)
     else:
         ids = network.predict(image, windows)
-    write_png(places["ids"], ids)
+    write_png(places["ids"], numbers[ids])
     write_png(places["colour"], network.palette[ids])
     write_png(places["overlays"], overlay(image, network.palette[ids]))
     return ids
@@ -179,11 +184,11 @@ def result_names(images: Sequence[Path]) -> list[str]:
         names = full
 
 
-def write_classes(path: Path, classes: Sequence[str], palette: np.ndarray) -> None:
-    """Write the meaning of ids and colours: [{"id": 0, "name": "road", "colour": [128, 64, 128]}, …]."""
+def write_classes(path: Path, key: str, numbers: np.ndarray, classes: Sequence[str], palette: np.ndarray) -> None:
+    """Write what ids and colours mean, with `key` "id": [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …]."""
     entries = [
-        {"id": number, "name": name, "colour": colour}
-        for number, (name, colour) in enumerate(zip(classes, palette.tolist(), strict=True))
+        {key: number, "name": name, "colour": colour}
+        for number, name, colour in zip(numbers.tolist(), classes, palette.tolist(), strict=True)
     ]
     write_file(path, "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
 

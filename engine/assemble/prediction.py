@@ -33,7 +33,10 @@ def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward
     if isinstance(config, SegmentationRun):
         if "palette" not in state:
             raise ValueError("it has no palette: expected a colour for each class, as training writes them")
-        return Segmenter(forward, classes, advice, state["palette"], views(options, config.data))
+        ids = state.get("label_ids", range(len(classes)))  # files of others have no labels
+        if len(ids) != len(classes):
+            raise ValueError(f"it has {len(ids)} label_ids: expected one for each of {len(classes)} classes")
+        return Segmenter(forward, classes, advice, state["palette"], ids, views(options, config.data))
     data = config.data
     if isinstance(data, ImageNetData):
         view = (TenCrops if options.view == TEN_CROP else CentreCrop)(data.resize, data.crop_size)

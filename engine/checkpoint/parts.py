@@ -73,6 +73,7 @@ PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
         _are(_are(partial(_is_number, most=255), 3, 3), 1, MOST_CLASSES),
         "an (R, G, B) of 0 to 255 for each class",
     ),
+    "label_ids": (_are(partial(_is_number, most=255), 1, MOST_CLASSES), "the id of each class in labels, 0 to 255"),
     "unnamed_classes": (lambda value: value is True, "True"),
     "mean_image": (_is_image, "a finite float64 tensor (3, H, W)"),
     "skipped_images": (partial(_is_number, most=math.inf), "a number of images"),
@@ -81,6 +82,6 @@ PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "plans": (_are_plans, "the name of a device, and a network's plans for its activations"),
 }
 OF_TRAINING = ("skipped_images", "recorded", "data")  # only to resume a run
-# Present only with averaged weights, with coloured classes, if `classes` are mere numbers because the checkpoint was
-# converted from a file without names, if a mean image was subtracted from the images, and to resume within a budget.
-OPTIONAL = ("ema", "palette", "unnamed_classes", "mean_image", "plans", *OF_TRAINING)
+# Present only with averaged weights, with classes of pixels (twice), if `classes` are mere numbers because the checkpoint
+# was converted from a file without names, if a mean image was subtracted, and to resume within a budget.
+OPTIONAL = ("ema", "palette", "label_ids", "unnamed_classes", "mean_image", "plans", *OF_TRAINING)

@@ -168,6 +168,8 @@ class Prediction(TrainedNetwork):
     # Of the norms. auto: PyTorch's operators. compiled (CPU) and triton (CUDA) are faster on many images of one size;
     # compiled takes 10 seconds and more for each of the first sizes.
     backend: str = key("auto", one_of=BACKENDS)
+    # What the files in ids/ hold: the ids of the labels, as eval.py predictions=DIR writes, or train ids from 0.
+    ids: str = key("labels", one_of=("labels", "train"), task=SEGMENTATION)
     # Also write each pixel's probability of every class: float16 (classes, height, width), as NumPy files.
     probabilities: bool = key(False, task=SEGMENTATION)
     top_k: int = key(5, above=0, task=CLASSIFICATION)  # classes of each image in predictions.csv, the likeliest first

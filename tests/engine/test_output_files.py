@@ -63,7 +63,7 @@ def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
         "a.png": lambda path: write_png(path, np.stack(3 * [pixels], axis=2)),
         "ids.png": lambda path: write_png(path, pixels, palette),
         "figure.png": lambda path: write_figure(path, Figure((1, 1)), dpi=50),
-        "classes.json": lambda path: write_classes(path, ["road", "sky"], np.zeros((2, 3), int)),
+        "classes.json": lambda path: write_classes(path, "id", np.arange(2), ["road", "sky"], np.zeros((2, 3), int)),
         "model.pt": lambda path: checkpoint.write_alone(path, {"w": torch.zeros(100)}),
     }
     (tmp_path / "b").touch()

@@ -208,6 +208,24 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
     assert [tuple(entry["colour"]) for entry in classes] == list(trained[1])
 
 
+def test_ids_are_numbered_as_in_the_labels_unless_train_ids_are_asked_for(trained, tmp_path):
+    """As eval.py writes them. classes.json says which numbering the files have."""
+    picture(tmp_path / "a.png")
+    state = checkpoint.load(trained[0])
+    own = [3 * number for number in range(65)]
+    checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": own})
+    found = {}
+    for ids, key, numbers in (("labels", "id", own), ("train", "train_id", [*range(65)])):
+        (file,) = run((tmp_path / "net.pt",), tmp_path / "a.png", tmp_path / ids, f"ids={ids}")
+        found[ids] = np.asarray(Image.open(file))
+        classes = json.loads((tmp_path / ids / "classes.json").read_text())
+        assert [entry.pop(key) for entry in classes] == numbers and {*classes[0]} == {"name", "colour"}
+    assert np.array_equal(found["labels"], np.array(own)[found["train"]]) and found["train"].any()
+    checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": own[1:]})
+    with pytest.raises(ValueError, match="has 64 label_ids: expected one for each of 65 classes"):
+        run((tmp_path / "net.pt",), tmp_path / "a.png", tmp_path / "out")
+
+
 def test_a_folder_with_odd_images_and_a_broken_one(trained, tmp_path, capsys):
     """Readable images are predicted; the others are named at the end."""
     source = tmp_path / "Straßen 街"
