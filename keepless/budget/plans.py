@@ -221,10 +221,10 @@ class PlansByShape:
             warnings.warn(
                 f"no plan keeps this step within {texts[0]}: the least is {texts[1]}, which is taken", stacklevel=2
             )
-        if not step.is_whole:
+        if step.unseen:
             warnings.warn(
-                "the network has saved-tensor hooks of its own, such as a checkpoint's: what is computed again under "
-                "them is not planned, so a step may take more than the budget; switch its own checkpointing off",
+                f"the network runs a part of its forward pass under {step.unseen}, which the budget cannot plan: a "
+                f"step may take more than the budget unless that is switched off",
                 stacklevel=2,
             )
         plan = choice.plan(step)

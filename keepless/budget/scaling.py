@@ -108,4 +108,4 @@ def _with(step: Step, sizes: Sequence[float], costs: Sequence[float]) -> Step:
     calls = [(function, type(shape)([next(whole) for _ in shape]), dtype) for function, shape, dtype in step.calls]
     values = [value._replace(busy=round(next(taken)), seconds=next(taken)) for value in values]
     events = [(event, round(next(taken)) if event == Event.BUSY else what) for event, what in step.events]
-    return Step(values, memories, saved, events, step.forward, calls, step.is_whole)
+    return Step(values, memories, saved, events, step.forward, calls, step.unseen)

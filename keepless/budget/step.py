@@ -77,7 +77,7 @@ class Step(NamedTuple):
     events: list[tuple[Event, int]]
     forward: int  # number of events in the forward pass
     calls: list[Any]  # function, shape and dtype of each call's result
-    is_whole: bool = True  # False: calls under other saved-tensor hooks, such as a checkpoint's, are not in it
+    unseen: str = ""  # what hides calls from it, such as a checkpoint
 
 
 class Plan(NamedTuple):

@@ -34,6 +34,7 @@ Gradients = Sequence[Tensor | None]
 
 _WITH_MEMORY = (Kind.KEPT, Kind.FOLLOWS, Kind.FREE, Kind.INSIDE, Kind.PART)
 _OF_WRITTEN_VIEW = "CopySlices"  # the node of a call that has written over a view, e.g. over an instance norm's result
+_OF_CHECKPOINT = "CheckpointFunctionBackward"  # one that is reentrant: its calls run without gradients at first
 _SMALL = 2**12  # bytes of a call's arguments below which nothing is measured; its event stays, as in larger steps
 
 
@@ -69,7 +70,7 @@ class StepTrace:
         self.events: list[tuple[Event, int]] = []
         self.forward = -1  # number of events in the forward pass, once it has ended
         self.calls: list[Any] = []
-        self.sees_all = True
+        self.unseen = ""
         self.ran = False  # a backward pass, at least through a part of the graph
         self.in_pass = False  # a backward pass runs, or has been given up by an error
         self.released = 0
@@ -312,6 +313,8 @@ class StepTrace:
             call = self._backward.get(node_number(node))
             inside = self._without_rules.get(node_number(node))
             is_copying = type(node).__name__ == _OF_WRITTEN_VIEW
+            if type(node).__name__ == _OF_CHECKPOINT:
+                self.unseen = "a checkpoint of its own"
             self._handles.append(node.register_prehook(partial(self._before, inside, is_copying)))
             self._handles.append(node.register_hook(partial(self._after, call, is_copying)))
             for following, _ in node.next_functions:
@@ -391,7 +394,7 @@ class StepTrace:
                 inside = estimates.backward(call, stride, is_exact, of_many=besides > 0)
                 self.events[event] = Event.BUSY, besides + inside
         values, saved = in_order(self.values, self.saved)
-        return Step(values, self.memories, saved, self.events, self.forward, self.calls, self.sees_all)
+        return Step(values, self.memories, saved, self.events, self.forward, self.calls, self.unseen)
 
 
 def _numbers(arguments: Iterable[object]) -> tuple[int, ...]:

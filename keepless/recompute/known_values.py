@@ -34,7 +34,7 @@ _NODES = frozenset(["BatchNormActivationBackward", "SyncBatchNormBackward"]) | {
 class Trace(Protocol):
     """Sees what a recording does: see `StepTrace`, which traces a step for a budget."""
 
-    sees_all: bool  # False: calls under other saved-tensor hooks, such as a checkpoint's, are hidden from it
+    unseen: str  # what hides calls from it, such as a checkpoint; empty if nothing does
 
     def run(self, call: Call, is_made: Callable[[Tensor], bool]) -> Any:
         """Run a call and measure it."""

@@ -300,11 +300,12 @@ class Recording(TorchFunctionMode):
     def _run(self, call: Call) -> Any:
         """Run a call, and see whether its result can be computed again."""
         known, function, trace = self.known, call.function, self.known.trace
-        if not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
+        needs_grad, is_wrapped = torch.is_grad_enabled(), in_transform()  # before the call, which may switch gradients
+        if not needs_grad or is_wrapped or not self._is_innermost():
+            if trace is not None and needs_grad:
+                trace.unseen = "torch.vmap" if is_wrapped else "a checkpoint or saved-tensor hooks of its own"
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
-            if trace is not None and torch.is_grad_enabled():
-                trace.sees_all = False
         else:
             target, version = None, 0
             if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):

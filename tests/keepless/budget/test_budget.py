@@ -216,14 +216,15 @@ def test_two_backward_passes_over_a_graph_are_planned():
         assert number < 2 or peak <= 1.03 * asked  # the second step is traced
 
 
-def test_checkpoints_of_the_network_itself_are_said():
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_of_the_network_itself_are_said(use_reentrant):
     network = Chain(4)
     for layer in network.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=use_reentrant)
     recompute_activations(network, budget=0.99)
-    with pytest.warns(UserWarning, match="such as a checkpoint's: what is computed again under them is not planned"):
+    with pytest.warns(UserWarning, match="under a checkpoint .*, which the budget cannot plan"):
         for _ in range(3):
-            train(network, torch.randn(2, 4, 8, 8))
+            train(network, torch.randn(2, 4, 8, 8, requires_grad=True))
 
 
 def test_a_backward_pass_that_raises_is_traced_again():
