@@ -29,7 +29,7 @@ from engine.schedule import Schedule
 from engine.schema.keys import deciding
 from engine.schema.training import TrainingRun
 from engine.stopping import StopRequest
-from keepless import budget_state, load_budget_state
+from keepless import share_plans
 
 Config = TypeVar("Config", bound=TrainingRun)
 Split = TypeVar("Split", bound=Dataset)
@@ -85,8 +85,6 @@ class Run(Generic[Config, Split]):
                 if not (torch.equal(given, own) if isinstance(given, torch.Tensor) else given == own):
                     raise ValueError(f"its part {part} is not the data's: {reprlib.repr(given)}")
             learner.load_state_dict(state)
-            if self._has_plans and (plans := state.get("plans")) is not None:
-                self._follow(learner, plans["device"], plans["state"])
             restore_random_states(state.get("random"), self.world)
         except ValueError as error:
             raise ValueError(
@@ -94,23 +92,10 @@ class Run(Generic[Config, Split]):
                 f"{error}. Restore the checkpoint, or give another run_dir to start a new run"
             ) from error
 
-    @property
-    def _has_plans(self) -> bool:
-        return self.config.trainer.recompute == "budget"
-
-    def _follow(self, learner: Learner, device: str, plans: dict) -> None:
-        """Continue with the plans of a checkpoint; on another device times and temporary memory differ."""
-        if device == self.world.device_name:
-            load_budget_state(learner.network, plans)
-        else:
-            logger.warning(f"activations were planned on {device}: on {self.world.device_name} they are planned again")
-
     def share_plans(self) -> None:
         """Let all ranks follow the plans of rank 0, as the times that they measure differ. Every rank must call it."""
-        if self._has_plans and self.world.size > 1:
-            plans = self.world.gather(budget_state(self.learner.network))[0]
-            if not self.world.first:
-                load_budget_state(self.learner.network, plans)
+        if self.config.trainer.recompute == "budget":
+            share_plans(self.learner.network)
 
     def _announce(self, parameters: int) -> None:
         """Log the size and length of the run, and warnings about unusual settings."""
@@ -156,8 +141,6 @@ class Run(Generic[Config, Split]):
             "recorded": self.metrics.recorded,
             **self._about_data(),
         }
-        if self._has_plans:
-            state["plans"] = {"device": self.world.device_name, "state": budget_state(self.learner.network)}
         if self.world.first:
             self.directory.start_saving(state, best)
 

@@ -17,11 +17,10 @@ from .norms.checkpointed_abn import CheckpointedABN
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.statistics import renew_statistics
 from .recompute_activations import (
-    budget_state,
-    load_budget_state,
     recompute_activations,
     recomputing,
     report,
+    share_plans,
     undo,
 )
 from .released.functions import inplace_abn, inplace_abn_sync
@@ -50,7 +49,6 @@ __all__ = [
     "InvertibleModuleWrapper",
     "ReversibleSequence",
     "__version__",
-    "budget_state",
     "checking_repetitions",
     "create_coupling",
     "fit",
@@ -59,13 +57,13 @@ __all__ = [
     "inplace_abn_sync",
     "is_invertible_module",
     "layer_health",
-    "load_budget_state",
     "plan",
     "recompute_activations",
     "recomputing",
     "renew_statistics",
     "report",
     "run_reversibly",
+    "share_plans",
     "stand_in_for_inplace_abn",
     "to_inplace",
     "to_standard",

@@ -1,6 +1,5 @@
 """Train any network in less memory, exactly: cheap activations are computed again instead of kept."""
 
-import os
 import sys
 import threading
 import warnings
@@ -14,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .budget.budget import Budget, arguments_of, checked
-from .budget.plans import PlansByShape
-from .budget.saved_plans import checked_state, is_file_of_plans, read_plans
+from .budget.plans import Plans
 from .budget.trace import StepTrace
 from .inputs import Network, check_has_forward, check_module, tensors_in
 from .recompute.recording import Recording, is_ours, is_running
@@ -28,7 +26,7 @@ def recompute_activations(
     network: Network,
     *,
     checkpointed_only: bool = False,
-    budget: Budget | os.PathLike[str] | None = None,
+    budget: Budget | None = None,
     example: Any = None,
 ) -> Network:
     """Make a network compute cheap activations again in its backward pass, instead of keeping them.
@@ -57,17 +55,17 @@ def recompute_activations(
             and the like are then computed again as well, where that costs the least time. The first pass over a shape
             plans its step on fake tensors and a copy of the network, in about a second per 100 calls; the second step
             is traced, which corrects the plan. If no plan is within the budget, the one with the lowest peak is taken,
-            and a warning names it. A path gives the budget and the plans of `plan(…).save(FILE)` or `budget_state`.
+            and a warning names it.
         example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:
         ValueError: the network's own forward pass is never called, as of an `nn.ModuleList`; the budget is not valid,
-            or is given with `checkpointed_only`; a file holds no plans; an example is given without a budget, or the
-            network does not run on fake tensors like it.
+            or is given with `checkpointed_only`; an example is given without a budget, or the network does not run on
+            fake tensors like it.
     """
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
-    plans = None if budget is None else _plans_within(budget)
+    plans = None if budget is None else Plans(checked(budget))
     if plans is not None and checkpointed_only:
         raise ValueError(f"budget={budget} with checkpointed_only=True: expected one of them")
     if plans is None and example is not None:
@@ -94,41 +92,17 @@ def undo(network: Network) -> Network:
     return network
 
 
-def _plans_within(budget: Budget | os.PathLike[str]) -> PlansByShape:
-    """The plans for a budget, or of a file."""
-    if not is_file_of_plans(budget):
-        return PlansByShape(checked(budget))
-    state = read_plans(budget)
-    plans = PlansByShape(checked(state["budget"]))
-    plans.load(state)
-    return plans
+def share_plans(network: nn.Module) -> None:
+    """Let all ranks follow the plans of rank 0, where they have seen the same inputs. Every rank must call it.
 
-
-def budget_state(network: nn.Module) -> dict[str, Any]:
-    """The plans that a network with a budget follows, as plain containers for a training's checkpoint.
-
-    They load with `weights_only=True`, and they are a few kilobytes for each shape of inputs. ValueError if the network
-    has no budget.
+    Ranks measure times by themselves, so their plans may differ, and the slowest holds the others up. Plans change no
+    gradient. ValueError if the network has no budget.
     """
-    return _plans_of(network, "budget_state").state()
-
-
-def load_budget_state(network: nn.Module, state: dict[str, Any]) -> None:
-    """Let a network with a budget follow the plans of a `budget_state`: a resumed training then takes the same bytes.
-
-    Plans of another budget or version of PyTorch are left out, with a warning. So are those of a network that makes
-    other calls, or takes more bytes in them: its first pass is rehearsed to see that. Plans change no gradient.
-
-    ValueError if the network has no budget, or `state` is something else.
-    """
-    _plans_of(network, "load_budget_state").load(checked_state(state, "the state"))
-
-
-def _plans_of(network: nn.Module, receiver: str) -> PlansByShape:
-    hooks = _hooks_of(network, receiver)
+    hooks = _hooks_of(network, "share_plans")
     if hooks is None or hooks.plans is None:
-        raise ValueError(f"{receiver} got a network without a budget: call recompute_activations(network, budget=…)")
-    return hooks.plans
+        raise ValueError("share_plans got a network without a budget: call recompute_activations(network, budget=…)")
+    if dist.is_initialized():
+        hooks.plans.share()
 
 
 def report(network: nn.Module) -> Report:
@@ -212,13 +186,13 @@ _open = _Open()
 class _Hooks:
     """Module hooks that record a forward pass."""
 
-    def __init__(self, checkpointed_only: bool, plans: PlansByShape | None = None):
+    def __init__(self, checkpointed_only: bool, plans: Plans | None = None):
         self.checkpointed_only = checkpointed_only
         self.plans = plans
         self.kept: Sequence[KeptTensor] | None = None  # by the last forward pass
 
     def __getstate__(self) -> dict[str, Any]:
-        plans = None if self.plans is None else PlansByShape(self.plans.budget)
+        plans = None if self.plans is None else Plans(self.plans.budget)
         return {"checkpointed_only": self.checkpointed_only, "plans": plans, "kept": None}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

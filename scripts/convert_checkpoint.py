@@ -134,7 +134,7 @@ def _write_weights_alone(options: Conversion, state: dict, source: Path, output:
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun) and isinstance(config.sampler, ClassUniformSampler):
         config.sampler.folder = None
-    parts = {name: state[name] for name in PARTS if name in state and name not in ("ema", "plans", *OF_TRAINING)}
+    parts = {name: state[name] for name in PARTS if name in state and name not in ("ema", *OF_TRAINING)}
     parts |= {"config": configuration.plain(config), "network": state.get("ema", state["network"])}
     checkpoint.write_alone(output, {"format": checkpoint.FORMAT, **parts})
     averaged = "averaged " if "ema" in state else ""

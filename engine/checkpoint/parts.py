@@ -57,10 +57,6 @@ def _are_hashes(value: object) -> bool:
     return isinstance(value, dict) and all(map(_are(_is_name, 3, 3), value.values()))
 
 
-def _are_plans(value: object) -> bool:
-    return isinstance(value, dict) and _is_name(value.get("device")) and isinstance(value.get("state"), dict)
-
-
 # A test and a description of each part.
 PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "task": (_is_name, "the name of its task"),
@@ -79,9 +75,8 @@ PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "skipped_images": (partial(_is_number, most=math.inf), "a number of images"),
     "recorded": (_is_record, "the number of records, and step and score of the best evaluation"),
     "data": (_are_hashes, "three hashes of each split's files"),
-    "plans": (_are_plans, "the name of a device, and a network's plans for its activations"),
 }
 OF_TRAINING = ("skipped_images", "recorded", "data")  # only to resume a run
 # Present only with averaged weights, with classes of pixels (twice), if `classes` are mere numbers because the checkpoint
-# was converted from a file without names, if a mean image was subtracted, and to resume within a budget.
-OPTIONAL = ("ema", "palette", "label_ids", "unnamed_classes", "mean_image", "plans", *OF_TRAINING)
+# was converted from a file without names, and if a mean image was subtracted from the images.
+OPTIONAL = ("ema", "palette", "label_ids", "unnamed_classes", "mean_image", *OF_TRAINING)

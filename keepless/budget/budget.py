@@ -1,17 +1,14 @@
 """Budgets, and what they cost: a plan from one step on an example."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..inputs import check_module
 from ..saved import size_text
 from ..torch_internals import tree_map
 from ..units import UNITS, bytes_of
-from .plans import PlansByShape
 from .search import frontier
 from .simulation import on_real_tensors, plain_peak, simulate
 from .traced_step import traced_step
@@ -34,7 +31,7 @@ def checked(budget: object) -> float | int:
     ):
         raise ValueError(
             f"budget={budget!r}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
-            f"{6 * 2**30}, or a share of the plain network's peak up to 1.0, such as 0.3, or an existing file of plans"
+            f"{6 * 2**30}, or a share of the plain network's peak up to 1.0, such as 0.3"
         )
     return number
 
@@ -55,15 +52,6 @@ class Frontier(NamedTuple):
     plain: int  # bytes at the peak of the network as it is
     least: int  # bytes at the lowest peak that a plan reaches
     rows: list[Row]
-    plans: list[PlansByShape]  # of each row
-
-    def save(self, file: str | os.PathLike[str], row: int = -1) -> None:
-        """Write a row's plan to a file for `recompute_activations(network, budget=FILE)`: by default the last one's.
-
-        It is for inputs like the example, in the same mode, precision and version of PyTorch; inputs of other shapes
-        are planned for the same budget when they come.
-        """
-        torch.save(self.plans[row].state(), file)
 
     def __repr__(self) -> str:  # what notebooks show
         return str(self)
@@ -104,10 +92,9 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
     choices, plain = frontier(step), plain_peak(step)
     if budgets is None:
         asked = [share for share in asked if share * plain >= choices[-1].peak] or [choices[-1].peak]
-    is_measured = seconds > 0  # not on fake tensors
     seconds = seconds or 3 * sum(value.seconds for value in step.values)
     operations = 3 * sum(value.operations for value in step.values)
-    rows, plans = [], []
+    rows = []
     for budget in asked:
         limit = budget if isinstance(budget, int) else int(budget * plain)
         choice = next((choice for choice in choices if choice.peak <= limit), None)
@@ -118,12 +105,10 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
             with on_real_tensors():
                 kept = int(outcome.levels[step.forward - 1])
             rows.append(Row(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
-            plans.append(PlansByShape(limit))
-            plans[-1].adopt(choice.plan(step), network, args, kwargs, is_measured)
     if not rows:
         least = size_text(choices[-1].peak)
         raise ValueError(f"budgets={budgets}: expected one of at least {least}, the least peak of all plans")
-    return Frontier(plain, choices[-1].peak, rows, plans)
+    return Frontier(plain, choices[-1].peak, rows)
 
 
 def _apart(leaf: Any) -> Any:

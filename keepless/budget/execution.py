@@ -48,6 +48,7 @@ class ByPlan(Policy):
         self.trace: StepTrace | None = trace
         self.strayed = False  # from all plans
         self.call = -1
+        self.total = 0  # bytes of all results so far
         self.guard = guard
         self.kept_before = kept_before
         self.kept: Sequence[KeptTensor] = ()  # at the end of the forward pass
@@ -61,25 +62,26 @@ class ByPlan(Policy):
 
     def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
         self.call += 1
-        calls = self.plans[0].calls
-        if self.call < len(calls) and calls[self.call] == (function, result.shape, result.dtype):
-            return False
-        self.plans, self.strayed = [], True
-        return True
+        self.total += result.nbytes
+        self.strayed = not self.plans[0].knows(self.call, function, self.total)
+        if self.strayed:
+            self.plans = []
+        return self.strayed
 
     def is_unhooked(self, function: Callable[..., Any]) -> bool:
         if not self.plans:
             return False
         plan, number = self.plans[0], self.call + 1
-        return number in plan.unhooked and plan.calls[number][0] is function
+        return number in plan.unhooked and bool(plan.calls[number][0] == function)
 
     def stays(self, call: Call, result: Tensor) -> bool:
         plan, number = self.plans[0], self.call + 1
         if len(self.plans) > 1 or plan.computes(number) or not is_ordinary(result):
             return False
-        if plan.calls[number] != (call.function, result.shape, result.dtype):
+        if not plan.knows(number, call.function, self.total + result.nbytes):
             return False
         self.call = number
+        self.total += result.nbytes
         self._plan(call, result)
         return True
 
@@ -149,12 +151,12 @@ class ByPlan(Policy):
     def is_computed_again(self, function: Callable[..., Any], result: Tensor) -> bool | None:
         """Whether the next call's result is computed again; None if no plan knows these calls."""
         self.call += 1
-        kind = (function, result.shape, result.dtype)
+        self.total += result.nbytes
         if self.trace is not None:
-            self.trace.calls.append(kind)
+            self.trace.calls.append((function, self.total))
         if not self.plans:
             return None
-        self.plans = [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind]
+        self.plans = [plan for plan in self.plans if plan.knows(self.call, function, self.total)]
         self.strayed = not self.plans
         return None if self.strayed else self.call in self.plans[0].again
 

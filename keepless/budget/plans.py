@@ -1,4 +1,4 @@
-"""The plans of a prepared network: made as new shapes of inputs come, from rehearsals and traced steps."""
+"""The plans of a prepared network: made as new sizes of inputs come, from rehearsals and traced steps."""
 
 import logging
 import time
@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..inputs import tensors_in
@@ -16,183 +16,128 @@ from ..saved import is_ordinary, size_text
 from ..torch_internals import profiler_runs
 from .estimates import Estimates
 from .execution import ByPlan, Guard
-from .saved_plans import FORMAT, dtype_of, is_usable, plan_from_plain, plan_to_plain
-from .scaling import Sized, remember, scaled
 from .search import frontier
 from .simulation import plain_peak, simulate
 from .step import Plan, Step
 from .trace import Progress, StepTrace
 from .traced_step import rehearsed_step
 
-_TRACES = 16  # whole steps of one shape that are traced, if the network takes different paths
-_NEAREST = 4  # plans of other shapes that are tried
+_MOST = 16  # planned sizes of one kind of inputs; and whole steps that are traced, if the network takes several paths
+_LARGER = 1.5  # a size follows the plan of one that has at most so many times its bytes
 _CLOSE = 0.97  # of the budget: a plan that takes so much is not searched for again
 _PAUSE = 1.0  # seconds of planning above which a message explains the pause
-_ABOUT = 1.01  # a saved plan's peak may be higher by so much on fake tensors
-_OF_SHAPE = ("passes", "traces", "needs_trace", "strays")  # attributes that are saved
 _log = logging.getLogger(__name__)
 
 
-class PlansByShape:
+class Plans:
     """The plans of a prepared network.
 
-    The first pass over a shape is rehearsed on fake tensors, and its plan is in force at once. The second step with
+    A pass follows the plan of the smallest planned size that has at least its bytes of inputs. If there is none, or it
+    is 1.5 times as large, the pass is rehearsed on fake tensors, and its plan is in force at once. The second step with
     new calls is traced: it says what the rehearsal cannot, e.g. the seconds that calls take in place, and corrects the
-    plan. The same calls on other shapes are only rehearsed, or scaled between known sizes, and take over a plan that
-    fits.
+    plan.
     """
 
     def __init__(self, budget: float | int):
         self.budget = budget
         self.estimates = Estimates()
-        self._shapes: dict[Any, _Shape] = {}
-        self._sized: dict[Hashable, list[Sized]] = {}  # rehearsed steps, by all but the dimensions of inputs
-        self._families: dict[tuple[Any, ...], _Family] = {}  # by the functions that are called
-        self._unconfirmed: set[tuple[Any, ...]] = set()  # whose plans were saved, and which have not run since
+        self._kinds: dict[Hashable, list[_Size]] = {}  # by what inputs of different sizes have in common
+        self._corrections: dict[tuple[Any, ...], float] = {}  # see `_refine`, by the functions that are called
+        self._traced: list[_Size] = []  # whose last step is traced
+        self._waits = False  # for a profiler to end, which was said
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
         """The policy of the next forward pass."""
-        shape = self._shape(module, args, kwargs)
+        kind, given = _described(module, args, kwargs)
+        size = self._followed(self._kinds.get(kind, []), given)
         if profiler_runs():  # measuring starts another, which would end it
-            if not shape.plans and not shape.waits:
-                shape.waits = True
+            if size is None and not self._waits:
+                self._waits = True
                 warnings.warn("a profiler of PyTorch runs: the budget is planned once it has ended", stacklevel=2)
-            return ByPlan(shape.plans, guard=Guard())
-        if self._unconfirmed and shape.plans:
-            self._confirm(shape, module, args, kwargs)
-        if not (shape.passes or shape.plans):
-            self._rehearse(shape, module, args, kwargs)
-        for other in self._shapes.values():
-            if (step := other.traced()) is not None:
-                self._refine(other, step)
-        return shape.next_pass(self.estimates)
+            return ByPlan([] if size is None else size.plans, guard=Guard())
+        if size is None:
+            size = self._added(kind, given)
+            self._rehearse(size, module, args, kwargs)
+        for other in list(self._traced):
+            if (progress := other.trace.progress()) != Progress.RUNS:
+                self._traced.remove(other)
+                if (step := other.traced(progress)) is not None:
+                    self._refine(other, step)
+        policy = size.next_pass(given, self.estimates)
+        if policy.trace is not None:
+            self._traced.append(size)
+        return policy
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for a shape before its first pass. ValueError if that cannot be rehearsed."""
-        shape = self._shape(module, args, kwargs)
-        if (error := self._rehearse(shape, module, args, kwargs)) is not None:
+        """Make the plan for a size before its first pass. ValueError if that cannot be rehearsed."""
+        size = self._added(*_described(module, args, kwargs))
+        if (error := self._rehearse(size, module, args, kwargs)) is not None:
             raise ValueError(
                 f"a step on fake tensors like the example raises {type(error).__name__}: {error}; give an example that "
                 f"the network can be trained on, or leave it out, as for networks that ask for values"
             ) from error
 
-    def state(self) -> dict[str, Any]:
-        """The plans in force, as plain containers: see `keepless.budget_state`."""
-        shapes = []
-        for ((forms, frozen, training, *autocast), dims), shape in self._shapes.items():
-            inputs = [[size, str(dtype), needs_grad, device] for size, dtype, needs_grad, device in forms]
-            families = [self._family_of(plan.calls) for plan in shape.plans]
-            plans = [
-                {**plan_to_plain(plan), "correction": family.correction, "traced": family.was_traced}
-                for plan, family in zip(shape.plans, families, strict=True)
-            ]
-            found = {"inputs": inputs, "frozen": [*frozen], "training": training, "autocast": autocast, "dims": [*dims]}
-            shapes.append({**found, "plans": plans, **{name: getattr(shape, name) for name in _OF_SHAPE}})
-        return {"format": FORMAT, "torch": str(torch.__version__), "budget": self.budget, "shapes": shapes}
+    def share(self) -> None:
+        """Follow the plans of rank 0, where it has planned the same calls on the same inputs."""
+        mine = {
+            (kind, size.given, tuple(total for _, total in plan.calls)): (size, number)
+            for kind, sizes in self._kinds.items()
+            for size in sizes
+            for number, plan in enumerate(size.plans)
+        }
+        theirs: list[Any] = [{key: size.plans[number]._replace(calls=[]) for key, (size, number) in mine.items()}]
+        dist.broadcast_object_list(theirs)
+        for key in mine.keys() & theirs[0].keys():
+            size, number = mine[key]
+            size.plans[number] = theirs[0][key]._replace(calls=size.plans[number].calls)
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Follow the plans of `state` from now on, if they are for this budget and PyTorch; a warning says if not."""
-        if not is_usable(state, self.budget):
-            return
-        shapes: dict[Any, _Shape] = {}
-        families: dict[tuple[Any, ...], _Family] = {}
-        try:
-            for found in state["shapes"]:
-                forms = tuple((n, dtype_of(kind), grad, device) for n, kind, grad, device in found["inputs"])
-                key = (forms, tuple(found["frozen"]), found["training"], *found["autocast"])
-                dims = tuple(found["dims"])
-                shape = shapes[key, dims] = _Shape(dims, self._sized.setdefault(key, []))
-                shape.plans = [plan_from_plain(plain) for plain in found["plans"]]
-                for name in _OF_SHAPE:
-                    setattr(shape, name, found[name])
-                for plan, plain in zip(shape.plans, found["plans"], strict=True):
-                    family = families.setdefault(_functions(plan.calls), _Family())
-                    family.plans.append(plan)
-                    family.correction, family.was_traced = plain["correction"], plain["traced"]
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            _plan_anew(f"cannot be read here ({type(error).__name__}: {error})")
-            return
-        self._shapes, self._families, self._unconfirmed = shapes, families, {*families}
+    @staticmethod
+    def _followed(sizes: "Sequence[_Size]", given: "_Given") -> "_Size | None":
+        """The planned size that these inputs follow: their own, or the smallest that is large enough."""
+        own = next((size for size in sizes if size.given == given), None)
+        bytes = sum(given[1])
+        larger = [one for one in sizes if one.plans and bytes <= one.serves <= _LARGER * bytes]
+        return own or min(larger, key=lambda one: one.serves, default=None)
 
-    def adopt(self, plan: Plan, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: bool) -> None:
-        """Take over the plan of a step on these arguments. `traced`: it was no rehearsal."""
-        shape, family = self._shape(module, args, kwargs), self._family_of(plan.calls)
-        shape.plans, shape.needs_trace = [plan], not traced
-        family.plans.append(plan)
-        family.was_traced = traced
-
-    def _confirm(self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Rehearse a step whose plan was saved, without measuring or searching: forget all plans of another network."""
-        functions = _functions(shape.plans[0].calls)
-        if functions not in self._unconfirmed:
-            return
-        self._unconfirmed.remove(functions)
-        try:
-            step = rehearsed_step(module, args, kwargs, None)
-        except Exception as error:  # a network may raise anything; the calls are compared as they come
-            _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
-            return
-        known = next((plan for plan in shape.plans if plan.calls == step.calls), None)
-        if known is None or simulate(step, known.choice(step)).peak > _ABOUT * known.peak:
-            _plan_anew(f"do not fit the network, which makes other {'calls' if known is None else 'tensors'} now")
-            for other in self._shapes.values():
-                other.plans = [plan for plan in other.plans if _functions(plan.calls) != functions]
-                if not other.plans:
-                    other.passes, other.needs_trace = 0, True
-            del self._families[functions]
-
-    def _shape(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Shape":
-        """What is known of inputs of this shape."""
-        inputs = tensors_in((args, kwargs))
-        dims = tuple(size for tensor in inputs if is_ordinary(tensor) for size in tensor.shape)
-        forms = tuple(
-            (tensor.dim() if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device.type)
-            for tensor in inputs
-        )
-        frozen = tuple(number for number, one in enumerate(module.parameters()) if not one.requires_grad)
-        devices = {tensor.device.type for tensor in inputs}
-        key = (forms, frozen, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
-        if (key, dims) not in self._shapes:
-            self._shapes[key, dims] = _Shape(dims, self._sized.setdefault(key, []))
-        return self._shapes[key, dims]
+    def _added(self, kind: Hashable, given: "_Given") -> "_Size":
+        """A new size. If there are too many, the one that served the fewest passes is dropped."""
+        sizes = self._kinds.setdefault(kind, [])
+        if len(sizes) == _MOST:
+            sizes.remove(min(sizes, key=lambda size: size.passes))
+        sizes.append(_Size(given, is_first=not sizes))
+        return sizes[-1]
 
     def _rehearse(
-        self, shape: "_Shape", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, size: "_Size", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Exception | None:
-        """Plan a shape from a rehearsal, or scaled from others. Returns the error if that is impossible."""
+        """Plan a size from a rehearsal. Returns the error if that is impossible."""
         began = time.perf_counter()
         try:
-            if (step := scaled(shape.known, shape.dims)) is None:
-                step = rehearsed_step(module, args, kwargs, self.estimates)
-                remember(shape.known, Sized(shape.dims, step))
+            step = rehearsed_step(module, args, kwargs, self.estimates)
         except Exception as error:  # a network may raise anything
             _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
             return error
-        shape.plans.append(self._planned(step, began))
-        shape.needs_trace = not self._family_of(step.calls).was_traced
+        size.plans = [self._planned(step, began)]
+        size.needs_trace = _functions(step.calls) not in self._corrections
         return None
 
-    def _refine(self, shape: "_Shape", step: Step) -> None:
-        """A step was traced: correct the plan of its calls, or add one."""
-        before = next((plan for plan in shape.plans if plan.calls == step.calls), None)
-        family = self._family_of(step.calls)
-        family.was_traced, shape.needs_trace = True, False
+    def _refine(self, size: "_Size", step: Step) -> None:
+        """A step was traced: correct the plan of its calls, or add one. Rehearsals of other sizes are corrected too."""
+        before = next((plan for plan in size.plans if plan.calls == step.calls), None)
+        functions, size.needs_trace = _functions(step.calls), False
+        correction = self._corrections.setdefault(functions, 1.0)
         if before is None:
-            shape.plans.append(self._planned(step))
-            shape.strays = False
+            size.plans.append(self._planned(step))
+            size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough is followed
+            size.strays = False
             return
-        outcome = simulate(step, before.choice(step))
-        limit = self._limit(step)
-        family.correction = max(family.correction, outcome.peak / max(before.peak, 1))
+        outcome, limit = simulate(step, before.choice(step)), self._limit(step)
+        self._corrections[functions] = max(correction, outcome.peak / max(before.peak, 1))
         if outcome.peak > limit or (outcome.peak < _CLOSE * limit and outcome.seconds):
-            family.plans.remove(before)
-            shape.plans[shape.plans.index(before)] = self._planned(step)
+            size.plans[size.plans.index(before)] = self._planned(step)
 
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
-
-    def _family_of(self, calls: Sequence[Any]) -> "_Family":
-        return self._families.setdefault(_functions(calls), _Family())
 
     def _planned(self, step: Step, rehearsed: float | None = None) -> Plan:
         """The fastest plan within the budget. A warning if there is none, which names the least.
@@ -200,20 +145,19 @@ class PlansByShape:
         `rehearsed`: when the rehearsal began, if there was one.
         """
         began = time.perf_counter() if rehearsed is None else rehearsed
-        plain, family = plain_peak(step), self._family_of(step.calls)
-        asked = self._limit(step)
-        limit = asked if rehearsed is None else int(asked / family.correction)
-        nearest = sorted(family.plans, key=lambda plan: abs(plan.plain - plain))[:_NEAREST]
-        known = [plan.choice(step) for plan in nearest] if rehearsed is not None else []
-        choices = frontier(step, limit, known)
+        asked, correction = self._limit(step), 1.0
+        if rehearsed is not None:  # a traced step needs no correction
+            correction = self._corrections.get(_functions(step.calls), 1.0)
+        limit = int(asked / correction)
+        choices = frontier(step, limit)
         choice = next((choice for choice in choices if choice.peak <= limit), choices[-1])
         seconds = time.perf_counter() - began
         _log.log(
             logging.WARNING if seconds > _PAUSE else logging.INFO,  # warnings are seen by default: it explains a pause
             "planned %d calls in %.1f s: a peak of %s instead of %s, for %.1f ms more",
-            *(len(step.calls), seconds, size_text(choice.peak), size_text(plain), choice.seconds * 1e3),
+            *(len(step.calls), seconds, size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
         )
-        least = choice.peak if rehearsed is None else int(choice.peak * family.correction)
+        least = int(choice.peak * correction)
         if least > asked:
             texts = size_text(asked), size_text(least)
             if texts[0] == texts[1]:
@@ -227,68 +171,68 @@ class PlansByShape:
                 f"step may take more than the budget unless that is switched off",
                 stacklevel=2,
             )
-        plan = choice.plan(step)
-        family.plans.append(plan)
-        return plan
+        return choice.plan(step)
+
+
+_Given = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each
+
+
+def _described(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, _Given]:
+    """What inputs of different sizes have in common when a network is called with them; and their sizes."""
+    inputs = tensors_in((args, kwargs))
+    ordinary = [tensor for tensor in inputs if is_ordinary(tensor)]
+    forms = tuple(
+        (tensor.dim() if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device.type)
+        for tensor in inputs
+    )
+    frozen = tuple(number for number, one in enumerate(module.parameters()) if not one.requires_grad)
+    devices = {tensor.device.type for tensor in inputs}
+    kind = (forms, frozen, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
+    return kind, (tuple(size for one in ordinary for size in one.shape), tuple(one.nbytes for one in ordinary))
 
 
 def _functions(calls: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(function for function, *_ in calls)
 
 
-def _plan_anew(why: str) -> None:
-    warnings.warn(f"the saved plans {why}: the network is planned anew", stacklevel=3)
+class _Size:
+    """The plans for inputs of one size, and for smaller ones that follow them. `is_first`: of its kind."""
 
-
-class _Family:
-    """What is known of the same calls in different shapes."""
-
-    def __init__(self) -> None:
-        self.plans: list[Plan] = []
-        self.was_traced = False
-        self.correction = 1.0  # the peak of a traced step, as a multiple of the rehearsed one
-
-
-class _Shape:
-    """The plans for inputs of one shape.
-
-    Args:
-        dims: all dimensions of the inputs.
-        known: rehearsed steps of inputs that differ in these alone.
-    """
-
-    def __init__(self, dims: tuple[int, ...], known: list[Sized]) -> None:
-        self.dims, self.known = dims, known
+    def __init__(self, given: _Given, is_first: bool) -> None:
+        self.given = given
+        self.serves = sum(given[1])  # the most bytes of inputs that follow
+        self.waits = is_first  # the first pass of all warms up, and is not traced
         self.passes = 0
         self.plans: list[Plan] = []
         self.trace: StepTrace | None = None
         self.traces = 0
-        self.last: ByPlan | None = None
+        self.last: tuple[ByPlan, _Given] | None = None
         self.kept: tuple[Plan, Sequence[KeptTensor]] | None = None  # by the last whole pass, and its plan
         self.needs_trace = True
         self.strays = False  # the network takes paths that have no plan
-        self.waits = False  # for a profiler to end, which was said
 
-    def traced(self) -> Step | None:
-        """The step that was traced last, if it has just ended."""
-        if self.trace is None or (progress := self.trace.progress()) == Progress.RUNS:
-            return None
+    def traced(self, progress: Progress) -> Step | None:
+        """The step whose trace has ended; None if it was dropped."""
         self._note_last()
         trace, self.trace = self.trace, None
-        if progress == Progress.DROPPED:
+        if trace is None or progress == Progress.DROPPED:
             return None
         self.traces += 1
         return trace.step()
 
-    def next_pass(self, estimates: Estimates) -> ByPlan:
+    def next_pass(self, given: _Given, estimates: Estimates) -> ByPlan:
         """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed."""
         self.passes += 1
         self._note_last()
-        trace = None
-        if self.passes > 1 and self.trace is None and self.traces < _TRACES and (self.strays or self.needs_trace):
-            trace = self.trace = StepTrace(estimates)
-        self.last = ByPlan(self.plans, trace, Guard(), self._kept_before() if trace is None else None)
-        return self.last
+        is_wanted = given == self.given and (self.strays or self.needs_trace) and self.traces < _MOST
+        if is_wanted and not self.waits and self.trace is None:
+            self.trace = trace = StepTrace(estimates)
+        else:
+            trace = None
+        self.waits = False
+        policy = ByPlan(self.plans, trace, Guard(), self._kept_before() if trace is None else None)
+        self.last = policy, given
+        return policy
 
     def _kept_before(self) -> Sequence[KeptTensor] | None:
         """What the last whole pass kept, if its plan is the only one."""
@@ -300,7 +244,11 @@ class _Shape:
     def _note_last(self) -> None:
         """Note whether the last pass knew the calls, and forget it with its trace."""
         if self.last is not None:
-            self.strays = self.strays or self.last.strayed
-            if self.last.has_ended() and self.last.trace is None:  # which sees more tensors than are kept
-                self.kept = self.last.plans[0], self.last.kept
+            policy, given = self.last
+            if given != self.given and policy.strayed:  # it was too large in spite of its bytes, or makes other calls
+                self.serves = min(self.serves, sum(given[1]) - 1)
+            else:
+                self.strays = self.strays or policy.strayed
+            if policy.has_ended() and policy.trace is None:  # which sees more tensors than are kept
+                self.kept = policy.plans[0], policy.kept
         self.last = None

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+_MORE = 1.01  # bytes of results are as planned if they are at most so many times as large: dimensions are rounded
+
 
 class Kind(IntEnum):
     """The choice that a plan has for a value."""
@@ -76,20 +78,27 @@ class Step(NamedTuple):
     saved: list[Save]
     events: list[tuple[Event, int]]
     forward: int  # number of events in the forward pass
-    calls: list[Any]  # function, shape and dtype of each call's result
+    calls: list[Any]  # function of each call, and bytes of all results up to its own
     unseen: str = ""  # what hides calls from it, such as a checkpoint
 
 
 class Plan(NamedTuple):
     """The results that one sequence of calls keeps or computes again."""
 
-    calls: Sequence[Any]  # function, shape and dtype of each call's result
+    calls: Sequence[Any]  # function of each call, and bytes of all results up to its own
     again: frozenset[int]  # calls whose results are computed again
     kept: frozenset[int] = frozenset()  # calls whose results could be computed again, but are kept
     inside: frozenset[int] = frozenset()  # calls of which all that they save inside is computed again
     unhooked: frozenset[int] = frozenset()  # calls that save nothing but what is kept as PyTorch keeps it
     peak: int = 0  # bytes
     plain: int = 0  # bytes at the peak of the plain network
+
+    def knows(self, number: int, function: Any, total: int) -> bool:
+        """Whether a call is one of this plan. `total`: bytes of all results so far, which may be fewer than planned."""
+        if number >= len(self.calls):
+            return False
+        known, most = self.calls[number]
+        return bool(known == function) and total <= _MORE * most
 
     def computes(self, call: int) -> bool:
         """Whether the result of a call, or what it saves inside, is computed again."""

@@ -115,7 +115,7 @@ READS_SHAPE_ONLY: dict[Function, Question] = {
 }
 # Whether a call draws random numbers.
 RANDOM: dict[Function, Question] = {
-    **dict.fromkeys((F.dropout, torch.dropout, F.alpha_dropout, torch.bernoulli, torch.rrelu), _always),
+    **dict.fromkeys((F.dropout, torch.dropout, torch.bernoulli), _always),
     F.scaled_dot_product_attention: drops_weights,
 }
 # Activations that read only signs of what they save.

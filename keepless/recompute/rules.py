@@ -311,25 +311,6 @@ def dropout_scale(device: torch.device, double: bool, share: float) -> float:
     return scale
 
 
-def _alpha_dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    """x * mask * a + b, where b is of two values: one where x was dropped, and one elsewhere."""
-    node: Any = result.grad_fn
-    product: Any = node.next_functions[0][0] if type(node).__name__ == "AddBackward0" else None
-    if type(product).__name__ != "MulBackward0":
-        raise NotFollowed
-    given = dict(zip(("input", "p"), args, strict=False)) | kwargs
-    mask = _saved(product, "other")
-    return Again(_dropped_to_alpha, [find(given["input"]), *mask, given.get("p", 0.5)], fresh=True)
-
-
-def _dropped_to_alpha(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """As PyTorch computes it. `mask`: 0 where x was dropped, otherwise a."""
-    alpha = 1.7580993408473766
-    a = 1 / ((alpha * alpha * p + 1) * (1 - p)) ** 0.5
-    b = (mask != 0).to(mask.dtype).add_(-1).mul_(alpha * a).add_(alpha * a * p)
-    return (x * mask).add_(b)
-
-
 def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return (x * mask).mul_(scale)
 
@@ -376,7 +357,6 @@ FOLLOWED |= dict.fromkeys((F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d
 FOLLOWED[F.max_pool3d] = _max_pool(3)
 FOLLOWED |= {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
 FOLLOWED |= dict.fromkeys((F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout)
-FOLLOWED |= dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout)
 FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)
 for _name in "matmul mm bmm addmm baddbmm softmax log_softmax".split():
     EXPENSIVE[getattr(torch, _name)] = _made(getattr(torch, _name))
@@ -386,10 +366,10 @@ EXPENSIVE[torch.einsum] = _repeated(torch.einsum)  # which may only permute, and
 for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_sample):
     EXPENSIVE[_function] = _made(_function)
 EXPENSIVE[F.scaled_dot_product_attention] = _attention
-EXPENSIVE |= {torch.bernoulli: random_again(torch.bernoulli), torch.rrelu: random_again(torch.rrelu)}
+EXPENSIVE[torch.bernoulli] = random_again(torch.bernoulli)
 EXPENSIVE |= {F.cross_entropy: _made(F.cross_entropy), norm_and_activation: _layer}
-for _function in (F.scaled_dot_product_attention, torch.rrelu, F.cross_entropy, norm_and_activation):
+for _function in (F.scaled_dot_product_attention, F.cross_entropy, norm_and_activation):
     INSIDE[_function] = EXPENSIVE[_function]
-for _function in (F.dropout, torch.dropout, F.alpha_dropout):
+for _function in (F.dropout, torch.dropout):
     INSIDE[_function] = _mask(_function)
 EXPENSIVE[F.embedding] = _unless(F.embedding, 3, "max_norm")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from keepless.budget.costs import peak_bytes
 from keepless.budget.execution import ByPlan
-from keepless.budget.plans import PlansByShape
+from keepless.budget.plans import Plans
 from keepless.budget.step import Plan
 from keepless.recompute.recording import Recording
 
@@ -31,7 +31,7 @@ def step(network: nn.Module, x: Tensor, plan: Plan | None = None) -> list[Tensor
     return [output.detach(), *gradients, *(buffer.clone() for buffer in network.buffers())]
 
 
-class Ahead(PlansByShape):
+class Ahead(Plans):
     """Plans that are made before a pass, outside the profiler that measures it."""
 
     @classmethod

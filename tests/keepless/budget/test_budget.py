@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from keepless import CheckpointedABN, plan, recompute_activations, report
 from keepless.budget.costs import operations_of, peak_bytes
 from keepless.budget.execution import ByPlan
-from keepless.budget.plans import PlansByShape
+from keepless.budget.plans import Plans
 from keepless.budget.search import Choice, frontier, pareto
 from keepless.budget.simulation import plain_peak, simulate
 from keepless.budget.step import Event, Kind, Plan, Save, Step, StepValue
@@ -284,7 +284,7 @@ def test_any_plan_takes_the_bytes_that_are_simulated(name):
         assert simulate(step, kept).peak == pytest.approx(peak_bytes(lambda: train(prepared, x), "cpu"), rel=0.03)
 
 
-class Fixed(PlansByShape):
+class Fixed(Plans):
     """Plans that are given."""
 
     def __init__(self, plan: Plan):
@@ -488,7 +488,7 @@ def test_other_shapes_and_paths_have_plans_of_their_own():
     for size in [4] * 7 + [9] * 3 + [4] * 2:
         x = torch.randn(size, 6, dtype=torch.float64)
         assert_equal(train(within, x), train(plain, x))
-    assert [len(shape.plans) for shape in hooks.plans._shapes.values()] == [2, 1]
+    assert [len(size.plans) for sizes in hooks.plans._kinds.values() for size in sizes] == [2, 1]
     del hooks
     again = pickle.loads(pickle.dumps(within))
     assert_equal(train(again, x), train(within, x))

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from keepless.budget.budget import traced_step
 from keepless.budget.costs import peak_bytes
-from keepless.budget.saved_plans import plan_from_plain, plan_to_plain
 from keepless.budget.search import Choice
 from keepless.budget.simulation import plain_peak, simulate
 from keepless.recompute.calls import RANDOM, learn
@@ -59,7 +58,7 @@ def test_an_operator_is_repeated_with_its_random_numbers_and_what_it_saves():
     of_operator = [value.call >= 0 and "noisy" in str(traced.calls[value.call][0]) for value in traced.values]
     kept = [not operator for operator in of_operator]
     peak = simulate(traced, kept).peak
-    plan = plan_from_plain(plan_to_plain(Choice(peak, 0.0, tuple(kept)).plan(traced)))
+    plan = Choice(peak, 0.0, tuple(kept)).plan(traced)
     assert len(plan.again) == 8 and plan.calls == traced.calls
     assert all(map(torch.equal, step(network, x, plan), expected))
     measured = peak_bytes(lambda: step(network, x, plan), "cpu")

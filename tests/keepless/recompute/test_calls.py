@@ -70,10 +70,9 @@ DRAWS = {
     "dropout": (lambda x: F.dropout(x, 0.3), 1),
     "dropout in place": (lambda x: F.dropout(x * 1.5, 0.3, inplace=True), 0),  # its mask is kept
     "torch.dropout": (lambda x: torch.dropout(x, 0.3, True), 1),
-    "alpha_dropout": (lambda x: F.alpha_dropout(x, 0.3, training=True), 1),
+    "alpha_dropout": (lambda x: F.alpha_dropout(x, 0.3, training=True), 0),  # no function follows it
     "attention": (attention, 1),
     "transposed": (lambda x: F.dropout(x.transpose(1, 3), 0.3), 1),
-    "rrelu": (lambda x: F.rrelu(x, training=True), 1),
     "bernoulli": (lambda x: x * torch.bernoulli(x.sigmoid()), 0),
     "its own generator": (lambda x: x * torch.bernoulli(x.sigmoid(), generator=torch.Generator(x.device)), 0),
     "cross entropy": (lambda x: F.cross_entropy(x.flatten(0, 2), torch.arange(64, device=x.device).repeat(32)), 1),
