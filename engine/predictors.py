@@ -53,8 +53,8 @@ class Predictor(nn.Module):
 class Segmenter(Predictor):
     """Segments images: logits (N, classes, H, W).
 
-    `palette`: uint8 (classes, 3) RGB. `label_ids`: uint8 (classes,), the ids in labels. `views`: the scales, windows and
-    mirror images in which the network sees them.
+    `palette`: uint8 (classes, 3) RGB. `label_ids`: uint8 (classes,), the ids in labels. `views`: the scales, windows
+    and mirror images in which the network sees them.
     """
 
     def __init__(

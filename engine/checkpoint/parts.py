@@ -77,6 +77,6 @@ PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "data": (_are_hashes, "three hashes of each split's files"),
 }
 OF_TRAINING = ("skipped_images", "recorded", "data")  # only to resume a run
-# Present only with averaged weights, with classes of pixels (twice), if `classes` are mere numbers because the checkpoint
-# was converted from a file without names, and if a mean image was subtracted from the images.
+# Present only with averaged weights, with classes of pixels (twice), if `classes` are mere numbers because the
+# checkpoint was converted from a file without names, and if a mean image was subtracted from the images.
 OPTIONAL = ("ema", "palette", "label_ids", "unnamed_classes", "mean_image", *OF_TRAINING)

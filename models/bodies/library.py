@@ -69,7 +69,8 @@ class LibraryBody(Body):
         here = torch.empty(0)
         # Constructors and examples compute with values, which fake and meta tensors lack.
         with with_dispatch_modes_off(), torch.device("cpu"):
-            layers, self.left_out = make(), ()
+            layers = make()
+            self.left_out: tuple[str, ...] = ()
             if last is not None:
                 layers, self.left_out = _up_to(layers, last, f"body.last={last}: {title}")
             for name, layer in layers.items():
