@@ -48,6 +48,7 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     dataset = assemble.dataset(config, "val")
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")
     assert state["classes"] == list(dataset.classes) and list(map(tuple, state["palette"])) == list(dataset.palette)
+    assert state["label_ids"] == list(dataset.label_ids)
     labelled = sum(int((sample.label != 255).sum()) for sample in dataset)
     assert np.sum(results["confusion_matrix"]) == labelled  # each pixel of the full-size labels counts once
 
