@@ -106,6 +106,8 @@ class Run(Generic[Config, Split]):
             logger.warning(
                 f"{images} do not fill data.crops_per_minibatch={crops}: they are drawn more than once per epoch"
             )
+        if self.world.first and (unsynchronised := self.config.unsynchronised(self.world.size)):
+            logger.warning(unsynchronised)
         logger.info(
             f"{self.directory.path}: {parameters:,} parameters, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
@@ -227,7 +229,11 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/training_cpu.md
-            yield run
+            try:
+                yield run
+            finally:
+                if hasattr(run, "metrics"):
+                    run.metrics.close()  # its thread would write into a folder that is removed
 
 
 @contextmanager

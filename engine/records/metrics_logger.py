@@ -91,10 +91,14 @@ class MetricsLogger:
         self.progress.stop()
         if self.skipped and self.run_dir is not None:
             logger.warning(f"{self.skipped} training images could not be read and were skipped")
+        # After an error such as a full disk, closing may fail too.
+        with suppress(OSError) if exception[0] else nullcontext():
+            self.close()
+
+    def close(self) -> None:
+        """Write what is left, also where no step has begun. Later calls do nothing."""
         if self.run_dir is not None:
-            # After an error such as a full disk, closing may fail too.
-            with suppress(OSError) if exception[0] else nullcontext():
-                self.tensorboard.close()
+            self.tensorboard.close()
 
     @property
     def best_step(self) -> int | None:
