@@ -1,15 +1,18 @@
 """The processes of a run: one per device under torchrun, otherwise just this one."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -77,6 +80,26 @@ class World:
         dist.broadcast(together, src=0)
         for buffer, values in zip(buffers, together.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(values.view_as(buffer))
+
+
+def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool = False) -> DistributedDataParallel:
+    """The network on `device` with gradients averaged over all ranks; buffers stay (`World.share_buffers`).
+
+    `fixed_buckets`: gradients are summed in the same order in all steps. Otherwise DDP rebuilds its buckets after the
+    first step; over three or more ranks, a resumed run would then round differently. (A sum of two has one order.)
+    """
+    # PyTorch 2.13 renamed it.
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else None
+    kept_order = fixed_buckets and dist.get_world_size() > 2
+    if kept_order:  # the flag is not for unused parameters, which there are none of, as PyTorch would say
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified in DDP constructor")
+    return DistributedDataParallel(
+        network,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=kept_order,
+        **{sync or "broadcast_buffers": False},
+    )
 
 
 def _differences(values: list) -> str:

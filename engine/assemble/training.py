@@ -7,12 +7,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from datasets import minibatches_per_epoch
 from engine.assemble import optimization
 from engine.assemble.network import forward
-from engine.distributed import World, node_group
+from engine.distributed import World, data_parallel, node_group
 from engine.forward import Forward
 from engine.learner import Learner, WeightAverage
 from engine.records.waits import GradientExchange
@@ -75,16 +74,8 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         compile_gradients()  # of reversible bodies
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     if world.size > 1:
-        on_cuda = world.device.type == "cuda"
-        trained = DistributedDataParallel(
-            trained,
-            device_ids=[world.device] if on_cuda else None,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # `prepare_evaluation` shares rank 0's
-            # Otherwise DDP rebuilds its buckets after the first step, which changes the order of summation over three
-            # or more ranks: a resumed run would round differently.
-            find_unused_parameters=trainer.deterministic or not on_cuda,
-        )
+        fixed_buckets = trainer.deterministic or world.device.type == "cpu"
+        trained = data_parallel(trained, world.device, fixed_buckets)
     optimizer = optimization.optimizer(config.optim, plain.network, config.head_modules)
     return Learner(
         network=plain.network,

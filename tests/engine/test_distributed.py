@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,7 +202,9 @@ def test_renewed_statistics_are_those_of_all_processes_minibatches(ranks):
 
 
 def run_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
-    return train(composed("train_seg", *(override.format(rank=rank) for override in overrides)))
+    """A training in which every warning is an error."""
+    with warnings.catch_warnings(action="error"):
+        return train(composed("train_seg", *(override.format(rank=rank) for override in overrides)))
 
 
 def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):

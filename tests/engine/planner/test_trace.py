@@ -6,9 +6,8 @@ import weakref
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.nn.parallel import DistributedDataParallel
 
-from engine.distributed import World
+from engine.distributed import World, data_parallel
 from engine.loop import accumulate_gradients
 from engine.planner.fit import fake_step
 from engine.planner.trace import FakeTensors, begun, traced
@@ -162,7 +161,7 @@ def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        trained = DistributedDataParallel(learner.network, gradient_as_bucket_view=True, broadcast_buffers=False)
+        trained = data_parallel(learner.network, torch.device("cpu"))
         learner.forward = learner.forward.through(trained)
         step()
         step()  # which rebuilds the buckets
