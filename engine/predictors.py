@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from datasets.reading import decode_photograph
 from engine.classification.evaluation import class_logits
 from engine.forward import Forward
-from engine.memory import memory_errors
+from engine.memory import memory_errors, return_freed_memory
 from engine.segmentation import inference
 
 Picture = np.ndarray | Image.Image | str | Path
 Progress = Callable[[int, int], None]
+TRIMMED_EVERY = 8  # images of other sizes; each time takes a few milliseconds
 
 
 class Predictor(nn.Module):
@@ -70,17 +71,25 @@ class Segmenter(Predictor):
         self.palette = np.array(palette, np.uint8)
         self.label_ids = np.array(label_ids, np.uint8)
         self.views = views
+        self._last_size: tuple[int, ...] = ()
+        self._changes = 0  # of the size, from one image to the next
 
     def predict(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:
         """The class of every pixel, uint8 (H, W), as positions in `classes`. Errors: see `pixels_of`; MemoryError."""
-        shown = _planes(pixels_of(image))[None]
-        return inference.predict(self.passes, shown, self.views, self.memory_advice, progress)[0].cpu().numpy()
+        return self._shown(image, progress, probabilities=False)
 
     def probabilities(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:
         """The probability of every class at every pixel, float32 (classes, H, W); their argmax is the prediction."""
-        shown = _planes(pixels_of(image))[None]
-        views, advice = self.views, self.memory_advice
-        return inference.predict(self.passes, shown, views, advice, progress, probabilities=True)[0].cpu().numpy()
+        return self._shown(image, progress, probabilities=True)
+
+    def _shown(self, image: Picture, progress: Progress, probabilities: bool) -> np.ndarray:
+        shown, views, advice = _planes(pixels_of(image))[None], self.views, self.memory_advice
+        found = inference.predict(self.passes, shown, views, advice, progress, probabilities=probabilities)
+        if shown.shape != self._last_size:
+            self._last_size, self._changes = shown.shape, self._changes + 1
+            if self._changes % TRIMMED_EVERY == 0:
+                return_freed_memory()
+        return found[0].cpu().numpy()
 
 
 class Classifier(Predictor):

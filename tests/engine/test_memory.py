@@ -1,9 +1,17 @@
 """Failed allocations become a MemoryError that says where; other errors stay as they are."""
 
+import random
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
+from engine import assemble
+from engine.checkpoint import files, open_network
+from engine.configuration.config import plain
 from engine.memory import is_out_of_memory, memory_errors
+from tests.runs import run_config
 
 
 @pytest.mark.parametrize(
@@ -25,3 +33,22 @@ def test_every_kind_of_a_failed_allocation_is_known(error):
         raise error
     with pytest.raises(RuntimeError, match="^another one$"), memory_errors("in step 3"):
         raise RuntimeError("another one")
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 2**10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say how much is resident")
+def test_images_of_many_sizes_leave_no_memory_behind(tmp_path):
+    """The heap would grow by 100 MiB in 300 images; oneDNN's cache of kernels alone grows for a while, by 25 MiB."""
+    config, colours = run_config("data=camvid"), [[number] * 3 for number in range(5)]
+    state = {"task": config.task, "step": 7, "config": plain(config), "classes": [*"abcde"], "palette": colours}
+    files.save(tmp_path / "last.pt", {**state, "network": assemble.network_of(config, 5).state_dict()})
+    network, draw, found = open_network(tmp_path / "last.pt"), random.Random(0), []
+    for number in range(400):
+        network.predict(np.zeros((draw.randrange(64, 320), draw.randrange(64, 320), 3), np.uint8))
+        if number in (99, 399):
+            found.append(resident_mib())
+    assert found[1] - found[0] < 60
