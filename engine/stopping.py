@@ -1,17 +1,24 @@
-"""Stop a run on request: by Ctrl-C, or by the SIGTERM or SIGUSR1 of a scheduler that will take the machine away."""
+"""How commands end: on request, by Ctrl-C or a scheduler's SIGTERM or SIGUSR1; or with an error, as a message."""
 
+import json
+import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from datasets.workers import die_with_parent
+from engine.console import logger, make_printing_safe
 from engine.dataset import SizedIterable
 from engine.distributed import World, launched
+from engine.memory import is_out_of_memory
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 # Signals that ask for a stop, and for how many seconds the same signal is still the same request: Slurm and torchrun
@@ -100,3 +107,48 @@ class UntilStopped:
                 raise Preempted("stopped during an evaluation, which will be repeated")
             if turn < len(self.items):
                 yield next(items)
+
+
+def _ignore_interrupts() -> None:
+    """Ignore Ctrl-C while Python exits: it would only print a traceback."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def errors_for_users() -> Iterator[None]:
+    """Wraps a command: errors that its user can fix become a message and exit status 1; others keep their traceback.
+
+    HYDRA_FULL_ERROR=1 keeps all tracebacks.
+    """
+    make_printing_safe()
+    # Its warning that no CUDA runtime is found means only that code is compiled for the CPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _ignore_interrupts()
+        sys.exit("interrupted")
+    except Preempted as stopped:
+        _ignore_interrupts()
+        logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
+        sys.exit(EXIT_CODE)
+    except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
+        for_users = isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) and bool(str(error))
+        out_of_memory = not for_users and is_out_of_memory(error)
+        if not out_of_memory and (not for_users or os.environ.get("HYDRA_FULL_ERROR") == "1"):
+            raise
+        logger.debug("", exc_info=True)  # the traceback goes to log.txt
+        if out_of_memory:
+            what = next(iter(str(error).strip().splitlines()), "the system gives no more")
+            sys.exit(
+                f"error: out of memory outside of steps and images: {what}. The network and its optimiser alone need "
+                f"more than is free: stop other processes, raise ulimit -v if it is set, or use a smaller body"
+            )
+        # DataLoader workers put the original message at the end of a traceback.
+        message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
+        message = f"error: {message.strip()}"
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints this file: replace the text of `record`
+            about = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"extraInfo": about}}))
+        sys.exit(message)

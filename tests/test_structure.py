@@ -46,6 +46,7 @@ KNOWS_SCHEMA = {
     },
     "engine/run.py": {"keys.deciding", "training.TrainingRun"},
     "engine/checkpoint/run_directory.py": {"keys.named_after", "training.TrainingRun"},
+    "engine/checkpoint/files.py": {"training.OF_OTHERS"},
     "engine/checkpoint/opening.py": {
         "commands.RUNS",
         "evaluation.Prediction",
@@ -55,11 +56,12 @@ KNOWS_SCHEMA = {
     "engine/sweep.py": {"keys.Keys", "keys.deciding", "keys.named_after", "keys.override"},
     "engine/configuration/command_line.py": {"keys.Keys"},
     "engine/configuration/texts.py": {"keys.Keys", "keys.quoted", "keys.types_in"},
-    "engine/configuration/arguments.py": {
-        "keys.groups_of",
-        "keys.types_in",
+    "engine/configuration/messages.py": {
         "commands.COMMANDS",
         "commands.SYNONYMS",
+        "keys.Keys",
+        "keys.groups_of",
+        "keys.types_in",
     },
     "engine/configuration/choices.py": {"keys.groups_of"},
     "engine/configuration/help.py": {"keys.expected"},

@@ -1,14 +1,12 @@
 """The text of --help: about the command, its groups, and its keys with the comments of their declarations."""
 
-import ast
 import inspect
+import re
 import shutil
 import textwrap
-import tokenize
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cache
-from io import StringIO
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, ListConfig
@@ -49,22 +47,20 @@ def about_key(known: Known) -> str:
 @cache
 def sentences(schema: type) -> dict[str, str]:
     """{field: the comments above and beside its declaration}, of a dataclass and its base classes."""
-    found = {}
+    found: dict[str, str] = {}
     for owner in filter(is_dataclass, reversed(schema.__mro__)):
-        source = textwrap.dedent(inspect.getsource(owner))
-        tokens = tokenize.generate_tokens(StringIO(source).readline)
-        comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
-        (declared,) = ast.parse(source).body
-        assert isinstance(declared, ast.ClassDef)
-        for node in declared.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                first = node.lineno
-                while first - 1 in comments and not comments[first - 1].line.partition("#")[0].strip():
-                    first -= 1
-                lines = range(first, (node.end_lineno or first) + 1)
-                said = [comments[line].string.strip("# ") for line in lines if line in comments]
-                if said:
-                    found[node.target.id] = " ".join(said)
+        own: dict[str, list[str]] = {}
+        said: list[str] = []
+        of_last: list[str] | None = None
+        for line in inspect.getsource(owner).splitlines():
+            code, *comment = re.split(r"(?:^|\s)# ", line, maxsplit=1)
+            if declared := re.match(r"\s+(\w+): ", code):
+                own[declared[1]] = of_last = [] if said is of_last else said
+                said = of_last
+            elif not code.strip() and (not comment or said is of_last):
+                said = []
+            said += comment
+        found |= {name: " ".join(said) for name, said in own.items() if said}
     return found
 
 

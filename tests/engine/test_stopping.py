@@ -1,4 +1,4 @@
-"""Signals: the first asks the run to stop, the same one again ends it."""
+"""Signals: the first asks the run to stop, the same one again ends it. Errors that users can fix are one message."""
 
 import os
 import signal
@@ -6,12 +6,14 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import cv2
 import pytest
 import torch
 
+from datasets.class_table import UnknownIds
 from engine import stopping
 from engine.checkpoint import files as checkpoint
-from engine.stopping import EXIT_CODE, Preempted, StopRequest
+from engine.stopping import EXIT_CODE, Preempted, StopRequest, errors_for_users
 from models.checkpoints import torch_files
 
 
@@ -77,3 +79,29 @@ def test_a_request_while_a_checkpoint_is_read_says_nothing_of_damage(tmp_path, m
     monkeypatch.setattr(torch_files, "_check_bytes", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Preempted, match="^stopped before the first step$"), StopRequest(patience_seconds=60):
         checkpoint.load(tmp_path / "last.pt")
+
+
+def test_memory_that_runs_out_anywhere_is_a_message():
+    with pytest.raises(SystemExit, match="error: out of memory outside of steps and images: .*smaller body"):
+        with errors_for_users():
+            torch.empty(2**60, dtype=torch.uint8)
+    opencv = cv2.error("OpenCV(5) alloc.cpp:66: error: (-4:Insufficient memory) Failed to allocate 9 bytes")
+    for error, what in ((MemoryError(), "the system gives no more"), (opencv, "Failed to allocate 9 bytes")):
+        with pytest.raises(SystemExit, match=f"error: out of memory .*: .*{what}.*ulimit -v"), errors_for_users():
+            raise error
+    with pytest.raises(SystemExit, match="^error: a process died. If the machine ran out of memory, wait$"):
+        with errors_for_users():  # has its words already
+            raise ChildProcessError("a process died. If the machine ran out of memory, wait")
+    for kind in (KeyError, RuntimeError):  # our own mistakes keep their traceback
+        with pytest.raises(kind, match="our own"), errors_for_users():
+            raise kind("our own mistake")
+
+
+@pytest.mark.parametrize("kind, name", [(ValueError, "ValueError"), (UnknownIds, "datasets.class_table.UnknownIds")])
+def test_users_see_the_message_of_a_worker_and_no_traceback(kind, name, monkeypatch):
+    error = kind(f"Caught {kind.__name__} in DataLoader worker process 0.\n  File\n{name}: a.png: is bad")
+    with pytest.raises(SystemExit, match="^error: a.png: is bad$"), errors_for_users():
+        raise error
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # on request it is kept
+    with pytest.raises(kind, match="Caught"), errors_for_users():
+        raise error

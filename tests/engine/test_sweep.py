@@ -144,7 +144,7 @@ def test_a_stopped_sweep_ends_with_the_status_of_a_stopped_run(swept, monkeypatc
 
     monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "-m", "seed=0,1"])
     monkeypatch.setattr(sweep, "run_jobs", stopped)
-    monkeypatch.setattr("engine.configuration.command_line._ignore_interrupts", lambda: None)
+    monkeypatch.setattr("engine.stopping._ignore_interrupts", lambda: None)
     with pytest.raises(SystemExit, match="^75$"):
         train_imagenet.main()
 

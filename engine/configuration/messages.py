@@ -1,0 +1,109 @@
+"""What is wrong with a command, in a line that names the fix."""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from engine.configuration.choices import CONFIGS, choices, groups_in, no_such_choice
+from engine.schema.commands import COMMANDS, SYNONYMS
+from engine.schema.keys import Keys, groups_of, types_in
+
+OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
+QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
+
+
+def refuse_options(words: Sequence[str], schema: type[Keys]) -> None:
+    """Raise ValueError for options that Hydra does not have."""
+    for word in words:
+        if OF_TORCHRUN.match(word):
+            raise ValueError(f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …")
+        name, _, value = word.lstrip("-").partition("=")
+        nearest = _nearest(name.replace("-", "_"), schema)
+        meant = f", such as {nearest[0]}={value or '…'}" if nearest else ""
+        raise ValueError(f"{word}: keys have no dashes; give key=value{meant}")
+
+
+@contextmanager
+def explained(command: str, schema: type[Keys], words: Sequence[str]) -> Iterator[None]:
+    """Context that turns what Hydra and OmegaConf find wrong with a command's overrides into a ValueError of a line."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(_explanation(error, groups_in(command), words, schema)) from error
+
+
+def _explanation(error: Exception, groups: list[str], words: Sequence[str], schema: type[Keys]) -> str:
+    for word in words:
+        name, equals, value = word.lstrip("+").partition("=")
+        if word.startswith("~"):
+            return f"{word}: leave {word[1:]} out to keep its default"
+        if not equals or name != name.strip() or not name:
+            fix = (
+                QUOTE if word.endswith((",", "]", "}")) else "expected key=value without spaces; --help lists the keys"
+            )
+            return f"{word or 'an empty argument'}: {fix}"
+        if name in groups and "," not in value and not value.startswith(("[", "{")):
+            if word.startswith("+"):
+                return f"{word}: leave out the +: {word.lstrip('+')}"
+            if wrong := _wrong_choice(name, value.removesuffix(".yaml"), schema):
+                return wrong
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: Hydra cannot read the value; {QUOTE}"
+    reason = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    about, key = re.split(r"\n    full_key|\nTo append", str(reason))[0], getattr(reason, "full_key", None) or ""
+    unknown = re.match(r"Could not override '(.+)'\.", str(error))
+    if unknown or re.match("Key '.+' (?:is )?not in", about):
+        name = unknown[1] if unknown and unknown[1] not in groups else key
+        values = (word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{name}="))
+        return _unknown(name, next(values, "…"), schema)
+    if below := [each for each in types_in(schema) if each.startswith(f"{key}.")]:
+        return f"{key}: expected one of the keys {', '.join(below[:5])}"
+    _, of_resolver, own = about.partition("ValueError raised while resolving interpolation: ")
+    if of_resolver:  # such as ${per_process:…}, which counts processes: the key is not to blame
+        about, key = own, ""
+    return f"{key}: " * bool(key) + " ".join(about.split())
+
+
+def _wrong_choice(group: str, choice: str, schema: type[Keys]) -> str | None:
+    """The message for a choice that the command does not have; None if it has it."""
+    fitting = choices(group, schema)
+    if choice in fitting:
+        return None
+    if not (CONFIGS / group / f"{choice}.yaml").is_file():
+        return str(no_such_choice(group, choice, fitting))
+    takers = [name for name, other in COMMANDS.items() if groups_of(other) and choice in choices(group, other)]
+    here = "" if group == "experiment" else f"; expected one of {', '.join(fitting)}"
+    return f"{group}={choice} is for {' and '.join(takers) or 'another command'}{here}"
+
+
+def _unknown(name: str, value: str, schema: type[Keys]) -> str:
+    """The message for a key that the command does not have."""
+    if name in types_in(schema):
+        group = name.partition(".")[0]
+        having = [each for each, keys in groups_of(schema)[group].items() if name in types_in(keys, f"{group}.")]
+        return f"{name} is for {' and '.join(f'{group}={each}' for each in having)}; another {group} is chosen"
+    takers = [command for command, other in COMMANDS.items() if name in types_in(other)]
+    if meant := _nearest(name, schema, cutoff=0.9 if takers else 0.6):
+        return f"{name}={value}: there is no such key; give {' or '.join(f'{key}={value}' for key in meant)}"
+    if takers:
+        trained = "checkpoint" in types_in(schema) and takers[0].startswith("train")
+        return f"{name}={value} is for {' and '.join(takers)}" + ("; a checkpoint keeps its own" if trained else "")
+    return f"{name}={value}: there is no such key; --help lists them all"
+
+
+def _nearest(name: str, schema: type[Keys], cutoff: float = 0.6) -> list[str]:
+    """Keys with the same last part; else the one of a word of other tools; else the most alike."""
+    known = [key for key in types_in(schema) if not key.endswith(".name")]
+    group, _, last = name.rpartition(".")
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    if found := same or [key for key in SYNONYMS.get(last, ()) if key in known]:
+        return found if same else found[:1]
+    for keys in ([key for key in known if key.rpartition(".")[0] == group], known):
+        parts = {key.rpartition(".")[2]: key for key in keys}
+        if alike := difflib.get_close_matches(last, parts, n=1, cutoff=cutoff):
+            return [parts[alike[0]]]
+    return []
