@@ -89,7 +89,8 @@ def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool 
     first step; over three or more ranks, a resumed run would then round differently. (A sum of two has one order.)
     """
     # PyTorch 2.13 renamed it.
-    sync = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else None
+    named = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else None
+    no_exchange: dict[str, Any] = {named or "broadcast_buffers": False}
     kept_order = fixed_buckets and dist.get_world_size() > 2
     if kept_order:  # the flag is not for unused parameters, which there are none of, as PyTorch would say
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified in DDP constructor")
@@ -98,7 +99,7 @@ def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool 
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=kept_order,
-        **{sync or "broadcast_buffers": False},
+        **no_exchange,
     )
 
 

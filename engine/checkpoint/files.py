@@ -13,15 +13,12 @@ from torch import Tensor, nn
 from engine.checkpoint.parts import OPTIONAL, PARTS
 from engine.comparison import check_tensors
 from engine.console import logger
+from engine.schema.training import OF_OTHERS
 from keepless.torch_internals import tree_leaves
 from models.checkpoints import torch_files
 
 FORMAT = "inplace-abn/2"
 RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
-FOREIGN = (
-    "if it is of the in-place ABN release, scripts.convert_checkpoint makes a checkpoint of it; a training starts from "
-    "its weights with init.weights=FILE and init.format=standard_bn, released, torchvision or timm"
-)
 
 
 class OtherFormat(ValueError):
@@ -150,7 +147,7 @@ def load(path: Path) -> dict:
 def checked(state: object, path: Path) -> dict:
     """Return a file's content. ValueError unless it is a checkpoint that can be evaluated."""
     if not isinstance(state, dict) or "format" not in state:
-        raise ValueError(f"checkpoint {path} is not of this project: {FOREIGN}")
+        raise ValueError(f"checkpoint {path} is not of this project: {OF_OTHERS}")
     if not torch_files.has_checksums(path):
         raise ValueError(f"checkpoint {path} has no checksums: expected a file that this project has written")
     if state["format"] != FORMAT:

@@ -17,6 +17,10 @@ from models.recomputation import RECOMPUTE
 
 DEVICES = ("auto", "cpu", "cuda")
 LIBRARIES = ("torchvision", "timm")
+OF_OTHERS = (  # for messages about a file that is no checkpoint
+    "if it is of the in-place ABN release, scripts.convert_checkpoint makes a checkpoint of it; a training starts from "
+    "its weights with init.weights=FILE and init.format=standard_bn, released, torchvision or timm"
+)
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 

@@ -30,10 +30,10 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
     archive, a Git LFS pointer and an empty file are named. Messages contain `name`, `expected` and `if_damaged`.
     """
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
+        instead = "is a folder" if path.is_dir() else "does not exist"
         if any(part.is_file() for part in (path / "data.pkl", *path.glob("*/data.pkl"))):
-            found = "is a file of torch.save that was unzipped: give the file itself, unopened"
-        raise ValueError(f"{name} {found}: expected {expected}")
+            instead = "is a file of torch.save that was unzipped: give the file itself, unopened"
+        raise ValueError(f"{name} {instead}: expected {expected}")
     zipped = False  # otherwise it is from PyTorch before 1.6, or not of torch.save at all
     try:
         with open(path, "rb") as file:
