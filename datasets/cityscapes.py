@@ -107,14 +107,14 @@ def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) 
     `strict`: no image has one).
     """
     root = _LAYOUT.check(root, split)
-    folder, archives = root / "leftImg8bit" / split, ("leftImg8bit_trainvaltest.zip",)
-    images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), archives, in_folders=True, images_of=split)
+    folder = root / "leftImg8bit" / split
+    images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), in_folders=True, images_of=split)
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
     else:
-        folder, archives = root / "gtFine" / split, ("gtFine_trainvaltest.zip",)
-        labels = _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), archives, in_folders=True)
-        instances = _LAYOUT.files(root, folder, (_INSTANCE_SUFFIX,), archives, in_folders=True)
+        folder = root / "gtFine" / split
+        labels = _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), in_folders=True)
+        instances = _LAYOUT.files(root, folder, (_INSTANCE_SUFFIX,), in_folders=True)
         paired = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}", strict)
         files = [entry._replace(instances=instances.get(entry.name)) for entry in paired]
     return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), decode_instances=_decode_instances)

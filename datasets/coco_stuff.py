@@ -94,7 +94,8 @@ def coco_stuff(
     if lists not in LISTS:
         raise ValueError(f"{keys}lists={lists}: expected one of {', '.join(LISTS)}")
     root = _LAYOUT.check(root, split)
-    images = _images(root, split)
+    inside = root / "images" / f"{split}2017"
+    images = _LAYOUT.files(root, inside if inside.is_dir() else root / inside.name, (".jpg",), images_of=split)
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))
@@ -104,13 +105,6 @@ def coco_stuff(
         images, labels = ({name: found[name] for name in names if name in found} for found in (images, labels))
     files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png", strict=strict)
     return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps, other_class))
-
-
-def _images(root: Path, split: str) -> dict[str, Path]:
-    name = f"{split}2017"
-    either = [root / name, root / "images" / name]
-    folder = either[1] if either[1].is_dir() else either[0]
-    return _LAYOUT.files(root, folder, (".jpg",), (f"{name}.zip",), missing=either, images_of=split)
 
 
 def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
@@ -123,16 +117,8 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
     for folder in (*pixel_maps, *stuffthingmaps):
         if folder.is_dir() and (found := list_files(folder, (".png",))):
             return found, folder, folder in stuffthingmaps
-    raise _LAYOUT.error(
-        f"coco_stuff: no labels for split {split!r}, looked for {pixel_maps[0]}/*.png and {stuffthingmaps[0]}/*.png",
-        root,
-        archives=(
-            f"stuff_{name}_pixelmaps.zip",
-            "stuff_annotations_trainval2017.zip",
-            "stuffthingmaps_trainval2017.zip",
-        ),
-        missing=[pixel_maps[0], *stuffthingmaps[:3]],  # the others are folders of images too
-    )
+    looked_for = f"{pixel_maps[0]}/*.png and {stuffthingmaps[0]}/*.png"
+    raise _LAYOUT.error(f"coco_stuff: no labels for split {split!r}, looked for {looked_for}", root)
 
 
 def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, keys: str) -> list[str]:
@@ -143,8 +129,6 @@ def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, keys:
         raise _LAYOUT.error(
             f"coco_stuff: {keys}lists=challenge needs {folders[0] / f'{split}-ids.txt'}, which is missing",
             root,
-            archives=("stuff_annotations_trainval2017.zip",),
-            missing=[folders[0] / f"{split}-ids.txt"],
             fix=f"give {keys}lists=full to use all images of the folder, or unpack stuff_annotations_trainval2017.zip "
             f"in {root}, which contains the lists",
         )

@@ -234,8 +234,8 @@ def _on_list(layout: Layout, root: Path, split: str, images: Mapping[str, Path],
     """The names on the list of a split, which may have the images' suffixes."""
     file = root / f"{split}.txt"
     if not file.is_file():
-        own, known = root / split / "images", [root / each / "images" for each in (split, *DRAWN)]
-        raise layout.error(f"folder: neither the folder {own} nor the list {file} exists", root, missing=known)
+        own = root / split / "images"
+        raise layout.error(f"folder: neither the folder {own} nor the list {file} exists", root)
     lines = read_list(file, "the name of an image")
     stems = {composed(f"{name}{end}"): name for name, path in images.items() for end in ("", path.suffix)}
     names = sorted({stems.get(composed(line), line) for line in lines})

@@ -111,7 +111,7 @@ def _in_folders(
         root = layout.check(root, split)
         folder = folder or root / split
         if not folder.is_dir():
-            raise layout.error(f"{layout.name}: the folder {folder} is missing", root, missing=[folder])
+            raise layout.error(f"{layout.name}: the folder {folder} is missing", root)
         classes = class_folders(folder)
         _check_flat(layout, root, folder, bool(classes), suffixes)
         for other in layout.splits:

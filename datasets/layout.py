@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from datasets.text_files import read_text
 PHOTOGRAPHS = (".png", ".jpg", ".jpeg", ".bmp", ".jfif", ".tif", ".tiff", ".webp")  # of the user's own images
 OTHER_IMAGES = (".avif", ".gif", ".heic", ".heif")  # which no dataset reads
 DRAWN = ("train", "val")  # the splits that can be drawn from one folder
-_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
 @dataclass(frozen=True)
@@ -36,39 +34,19 @@ class Layout:
     def top(self, root: str | os.PathLike | None) -> Path:
         """Return the root folder as a Path. ValueError if it does not exist."""
         if root is None or str(root) == "":
-            raise self.error(f"no folder is given; {self.name} needs the folder that holds its files", None)
+            raise self.error(f"no folder is given; {self.name} needs the folder that holds its files")
         root = Path(root).expanduser()
         if not root.is_dir():
-            if root.name.lower().endswith(_ARCHIVES):
-                raise self.error(f"{root} is not an existing folder, but an archive: unpack it first", None)
-            raise ValueError(f"{root} is not an existing folder. Fix: give the dataset's folder{_similar(root)}.")
+            raise self.error(f"{root} is not an existing folder")
         return root
 
-    def error(
-        self,
-        problem: str,
-        root: Path | None,
-        archives: Sequence[str] = (),
-        missing: Sequence[Path] = (),
-        fix: str | None = None,
-    ) -> ValueError:
-        """A ValueError that states the problem, the contents of `root`, the expected tree and the `fix`.
-
-        It also names archives in `root` or its folders that are not unpacked yet: the first of `archives` that is
-        found or, if `archives` is empty, up to three of any name. `missing`: paths of which `root` should hold one; if
-        `root` is one level too high or too low, the fix names the folder that holds it.
-        """
+    def error(self, problem: str, root: Path | None = None, fix: str | None = None) -> ValueError:
+        """A ValueError that states the problem, the contents of `root`, the expected tree and the `fix`."""
         found = ""
         if root is not None:
             entries = sorted(entry.name + "/" * entry.is_dir() for entry in root.iterdir())
             more = f", … ({len(entries)} entries)" if len(entries) > 8 else ""
             found = f"\nFound in {root}: {', '.join(entries[:8]) or 'nothing'}{more}"
-            packed = _packed(root, archives)
-            if packed:
-                found += f"\nStill packed: {', '.join(map(str, packed))}. If it is the dataset, unpack it there."
-            if (instead := one_level_off(root, missing)) is not None:
-                top, name = instead
-                fix = f"give {top}, which holds {name}, instead of {root}"
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
         fix = fix or f"{self.source} and give the folder at the top of this layout"
         return ValueError(f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\nFix: {fix}.")
@@ -78,21 +56,17 @@ class Layout:
         root: Path,
         folder: Path,
         suffixes: Sequence[str],
-        archives: Sequence[str] = (),
-        missing: Sequence[Path] = (),
         in_folders: bool = False,
         images_of: str | None = None,
         deep: bool = False,
     ) -> dict[str, Path]:
         """`list_files` of a folder below `root`, or of every folder in it.
 
-        ValueError if the folder is missing, or two of the folders in it hold files of the same stem.
-
-        `archives`, `missing`: see `error`. `images_of`: the split whose images they are, of which it must have some.
-        `deep`: see `list_files`.
+        ValueError if the folder is missing, or two of the folders in it hold files of the same stem. `images_of`: the
+        split whose images they are, of which it must have some. `deep`: see `list_files`.
         """
         if not folder.is_dir():
-            raise self.error(f"{self.name}: the folder {folder} is missing", root, archives, missing or [folder])
+            raise self.error(f"{self.name}: the folder {folder} is missing", root)
         folders = sorted(filter(Path.is_dir, folder.iterdir())) if in_folders else [folder]
         found: dict[str, Path] = {}
         for each in folders:
@@ -106,8 +80,7 @@ class Layout:
         if images_of is not None and not found:
             between = "**/" if deep else "*/" * in_folders
             looked_for = " and ".join(f"{folder}/{between}*{suffix}" for suffix in suffixes)
-            problem = f"{self.name}: no images in split {images_of!r}, looked for {looked_for}"
-            raise self.error(problem, root, missing=missing)
+            raise self.error(f"{self.name}: no images in split {images_of!r}, looked for {looked_for}", root)
         return found
 
     def check_list(
@@ -191,18 +164,6 @@ def read_list(file: Path, of: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | None:
-    """The folder above `root`, or a folder in `root`, that holds one of `missing`: folder and relative path, or None.
-
-    `missing`: paths below `root`.
-    """
-    root = Path(os.path.abspath(root))
-    below = sorted(entry for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
-    names = [os.path.relpath(path, root) for path in missing]
-    found = ((folder, name) for folder in (root.parent, *below) for name in names if os.path.exists(folder / name))
-    return next(found, None)
-
-
 def drawn_images(classes: np.ndarray, split: str, folds: int, fold: int, seed: int) -> np.ndarray:
     """Which images belong to "train" or "val", bool (n,). "val" is part `fold` of `folds`, of every class alike."""
     if len(classes) < folds:
@@ -216,18 +177,3 @@ def drawn_images(classes: np.ndarray, split: str, folds: int, fold: int, seed: i
 def first_of(names: Sequence[str]) -> str:
     """The first five names, for messages."""
     return ", ".join(names[:5]) + ", …" * (len(names) > 5)
-
-
-def _similar(root: Path) -> str:
-    """For messages: an existing folder whose name is close to the first missing part of `root`."""
-    absent, above = next(pair for pair in zip((root, *root.parents), root.parents, strict=False) if pair[1].is_dir())
-    names = get_close_matches(absent.name, [entry.name for entry in above.iterdir() if entry.is_dir()], n=1)
-    return "".join(f", perhaps {above / name}" for name in names)
-
-
-def _packed(root: Path, archives: Sequence[str]) -> list[Path]:
-    found = [path for pattern in ("*", "*/*") for path in root.glob(pattern) if path.name.lower().endswith(_ARCHIVES)]
-    if not archives:
-        return sorted(found)[:3]
-    by_name = {path.name: path for path in found}
-    return [by_name[name] for name in archives if name in by_name][:1]

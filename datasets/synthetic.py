@@ -12,7 +12,6 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.cityscapes import cityscapes
 from datasets.folder import CLASSES
-from datasets.layout import one_level_off
 from datasets.segmentation import SegmentationDataset
 from datasets.streets import draw_street
 from datasets.text_files import read_json
@@ -80,8 +79,7 @@ def _write_once(folder: Path, settings: dict, own_images: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if (folder / _MARKER).is_file():  # written by another process in the meantime
             return
-        instead = one_level_off(folder, [folder / _MARKER])
-        choice = "Choose another folder" if instead is None else f"Give {instead[0]}, which holds it"
+        choice = "Choose another folder"
         if any((folder / name).exists() for name in (CLASSES, "images", "train/images")):
             choice = f"If it holds images of your own, {own_images}. {choice}"
         raise ValueError(

@@ -31,17 +31,6 @@ _DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|
 Split = SegmentationDataset | ClassificationDataset
 
 
-class Found(NamedTuple):
-    """Problems of an image and its label, and the label's pixels of each raw value, int64 (256,).
-
-    `palette`: a label's file, and {id: RGB} of the ids that it holds, if it has a palette.
-    """
-
-    problems: list["Problem"]
-    pixels: np.ndarray
-    palette: tuple[Path, dict[int, tuple[int, ...]]] | None = None
-
-
 class Problem(NamedTuple):
     """`kind` groups similar problems: "unreadable image", "unknown ids", …. `message` names the file."""
 
@@ -49,75 +38,123 @@ class Problem(NamedTuple):
     message: str
 
 
-class _Sums(NamedTuple):
-    """Over all labels: the pixels of each raw value (256), the labels that hold each train id, the first differing
-    palette. In a classification: no pixels, and the images of each class.
+class Found(NamedTuple):
+    """Problems of an image and its label, and the label's pixels of each raw value, int64 (256,).
+
+    `palette`: a label's file, and {id: RGB} of the ids that it holds, if it has a palette.
     """
 
-    pixels: list[int]
-    labels: list[int]
-    conflict: str | None = None
+    problems: list[Problem]
+    pixels: np.ndarray
+    palette: tuple[Path, dict[int, tuple[int, ...]]] | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `inspect`.
+
+    `problems`: unpaired files first, then in the order of the files. Over all readable labels, `values` counts the
+    pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
+    class); `conflict`: the first label with another palette, if palettes are compared.
+    """
+
+    dataset: Split
+    problems: tuple[Problem, ...]
+    values: list[int]
+    holding: list[int]
+    conflict: str | None
+
+    @property
+    def images(self) -> int:
+        dataset = self.dataset
+        files = dataset.files if isinstance(dataset, SegmentationDataset) else ()
+        return sum(entry.image is not None for entry in files) if files else len(dataset)
+
+    @property
+    def by_class(self) -> np.ndarray:
+        """Pixels of each train id, int64 (256,); none in a classification."""
+        table = self.dataset.table if isinstance(self.dataset, SegmentationDataset) else None
+        return np.zeros(256, np.int64) if table is None else table.by_class(np.array(self.values))
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """Pixels of each class, int64 (classes,)."""
+        return self.by_class[: len(self.dataset.classes)]
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Labels, or images, of each class, int64 (classes,)."""
+        return np.array(self.holding[: len(self.dataset.classes)], np.int64)
+
+    @property
+    def ignored(self) -> int:
+        """Pixels of no class."""
+        return int(self.by_class[255])
+
+    def doubts(self, images: str) -> list[str]:
+        """What may be wrong with the labels of `images`, such as "training image", where every file is right."""
+        if isinstance(self.dataset, ClassificationDataset):
+            absent = [name for name, count in zip(self.dataset.classes, self.holding, strict=True) if not count]
+            return [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(absent)
+        if not self.dataset.has_labels:
+            return []
+        conflict = [self.conflict] if self.conflict and self.dataset.palette_fix is None else []
+        return self.dataset.table.doubts(np.array(self.values), images) + conflict
 
 
 def verify(dataset: Split, workers: int | None = None, progress: Progress = None) -> list[str]:
-    """Check every image and label of a training split. ValueError lists the first problems and counts all.
+    """`inspect` a training split quickly, once. ValueError lists the first problems and counts all.
 
-    Returns doubts about its labels, such as classes that no image shows.
-
-    TimeoutError names the first image that takes longer than the `reading_limit` around this call.
-
-    With labels of pixels, images and instance files must be complete, with a readable header and the size of the label;
-    their pixels are not decoded. Labels are decoded, and every id must be in the class table. In a classification,
-    images in files are decoded; images in memory have been. `workers`: see `in_order`. The cache folder remembers
-    success until a path, size or modification time changes. If it cannot be written, the check runs every time.
+    Returns doubts about its labels, such as classes that no image shows. TimeoutError names the first image that takes
+    longer than the `reading_limit` around this call. The cache folder remembers success until a path, size or
+    modification time changes. If it cannot be written, the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):
-        look, key = partial(_seen, dataset.image), dataset.files.fingerprint([_CHECKS, dataset.name])
+        key = dataset.files.fingerprint([_CHECKS, dataset.name])
     else:
-        look, key = partial(_looked, dataset, dataset.image_size), dataset.fingerprint([_CHECKS, dataset.palette_fix])
+        key = dataset.fingerprint([_CHECKS, dataset.palette_fix])
     remembered = cache_folder() / "verified" / key
     with suppress(OSError, ValueError, TypeError):
-        return _doubts(dataset, _Sums(**json.loads(remembered.read_text())), "training image")
-    problems, sums = _all(dataset, look, workers, progress)
-    if problems:
-        listed = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in problems]))
+        return Inspection(dataset, (), *json.loads(remembered.read_text())).doubts("training image")
+    found = inspect(dataset, workers, progress, decode=False)
+    if found.problems:
+        listed = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in found.problems]))
         raise ValueError(
-            f"{dataset.name}, split {dataset.split!r}: {len(problems)} problem(s) in {len(dataset)} images:\n{listed}"
+            f"{dataset.name}, split {dataset.split!r}: {len(found.problems)} problem(s) in {len(dataset)} images:\n"
+            f"{listed}"
         )
     with suppress(OSError):  # a read-only cache folder only costs the time of the next check
         remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(json.dumps(sums._asdict()))
-    return _doubts(dataset, sums, "training image")
+        remembered.write_text(json.dumps([found.values, found.holding, found.conflict]))
+    return found.doubts("training image")
 
 
-def _all(
-    dataset: Split, look: Callable[[int], Found], workers: int | None, progress: Progress
-) -> tuple[list[Problem], _Sums]:
+def inspect(dataset: Split, workers: int | None = None, progress: Progress = None, decode: bool = True) -> Inspection:
+    """Check every image and label of a split: that they are complete, of the same size, and hold known ids.
+
+    Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
+    images are problems too. Labels are decoded, and so are all images of a classification that are in files; other
+    images and instances only with `decode`, else their headers and ends are read. PNG files have checksums, so any
+    damage is found. JPEG files have none: damage is found only if the decoder meets an invalid code, or the data ends
+    too early or too late. `workers`: see `in_order`.
+    """
+    look = partial(_inspected if decode else _looked, dataset)
     if isinstance(dataset, ClassificationDataset):
-        in_files = dataset.pixels is None
-        found = every(dataset, look, workers, progress) if in_files else ()
-        labels = np.bincount(dataset.labels, minlength=len(dataset.classes))
-        return [problem for each in found for problem in each.problems], _Sums([], labels.tolist())
-    problems, palettes = [], Palettes(dataset.table.label_palette)
-    pixels, labels = np.zeros(256, np.int64), np.zeros(256, np.int64)
+        found = every(dataset, look, workers, progress) if dataset.pixels is None else ()
+        problems = [problem for each in found for problem in each.problems]
+        images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
+        return Inspection(dataset, tuple(problems), [], images, None)
+    problems, palettes = _unpaired(dataset), Palettes(dataset.table.label_palette)
+    values, holding = np.zeros(256, np.int64), np.zeros(256, np.int64)
     for each in every(dataset, look, workers, progress):
         problems += each.problems
-        pixels += each.pixels
-        labels += dataset.table.by_class(each.pixels) > 0
+        values += each.pixels
+        holding += dataset.table.by_class(each.pixels) > 0
         if each.palette is not None:
             palettes.add(*each.palette)
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
-    return problems, _Sums(pixels.tolist(), labels.tolist(), palettes.conflict)
-
-
-def _doubts(dataset: Split, sums: _Sums, images: str) -> list[str]:
-    """What may be wrong with the labels of `images`, such as "training image", where every file is right."""
-    if isinstance(dataset, ClassificationDataset):
-        absent = [name for name, count in zip(dataset.classes, sums.labels, strict=True) if not count]
-        return [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(absent)
-    conflict = [sums.conflict] if sums.conflict and dataset.palette_fix is None else []
-    return dataset.table.doubts(np.array(sums.pixels), images) + conflict
+    return Inspection(dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict)
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
@@ -128,16 +165,6 @@ def first_lines(messages: Sequence[str]) -> list[str]:
     lines = [message.removesuffix(ending).rstrip() for message in shown]
     more = [f"… and {len(messages) - _SHOWN} more"] * (len(messages) > _SHOWN)
     return lines + more + [ending] * bool(ending)
-
-
-def _seen(read: Callable[[Any], object], image: Any) -> Found:
-    """An image without label pixels: a problem if `read(image)` raises ValueError."""
-    problems = []
-    try:
-        read(image)
-    except ValueError as error:
-        problems.append(Problem("unreadable image", str(error)))
-    return Found(problems, np.zeros(256, np.int64))
 
 
 def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progress: Progress) -> Iterator[Any]:
@@ -152,11 +179,18 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
         raise TimeoutError(f"{dataset.path(done)}: {error}") from error
 
 
-def _looked(dataset: SegmentationDataset, size_of: Callable[[Path], tuple[int, int]], index: int) -> Found:
+def _looked(dataset: Split, index: int, size_of: Callable[[Path], tuple[int, int]] | None = None) -> Found:
     """One image and its label files.
 
-    `size_of` returns (width, height) of an image or instance file, or raises ValueError.
+    `size_of` returns (width, height) of an image or instance file, or raises ValueError; by default from its header.
     """
+    if isinstance(dataset, ClassificationDataset):
+        try:
+            dataset.image(index) if size_of is None else size_of(dataset.path(index))
+        except ValueError as error:
+            return Found([Problem("unreadable image", str(error))], np.zeros(0))
+        return Found([], np.zeros(0))
+    size_of = size_of or dataset.image_size
     entry = dataset.files[index]
     problems: list[Problem] = []
 
@@ -186,53 +220,11 @@ def _looked(dataset: SegmentationDataset, size_of: Callable[[Path], tuple[int, i
     return Found(problems, pixels, palette)
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """The result of `inspect`.
-
-    `images`: their number. `problems`: unpaired files first, then in the order of the files. Over all readable labels,
-    `pixels`, int64 (classes,), counts the pixels of each class, `labels`, int64 (classes,), the labels that contain it
-    (in a classification, its images), and `ignored` the pixels of no class. `doubts`: what may be wrong with them.
-    """
-
-    images: int
-    problems: tuple[Problem, ...]
-    pixels: np.ndarray
-    labels: np.ndarray
-    ignored: int
-    doubts: tuple[str, ...] = ()
-
-
-def inspect(dataset: Split, workers: int | None = None, progress: Progress = None) -> Inspection:
-    """Check every image and label of a split as `verify` does, but decode all pixels and count the label pixels.
-
-    Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
-    images are problems too. PNG files have checksums, so any damage is found. JPEG files have none: damage is found
-    only if the decoder meets an invalid code, or the data ends too early or too late. `workers`: see `in_order`.
-    """
-    images, classes, ignore_index = len(dataset), len(dataset.classes), 255
-    problems: list[Problem] = []
-    if isinstance(dataset, SegmentationDataset):
-        images, ignore_index = sum(entry.image is not None for entry in dataset.files), dataset.ignore_index
-        problems = _unpaired(dataset)
-    found, sums = _all(dataset, partial(_inspected, dataset), workers, progress)
-    pixels = np.zeros(256, np.int64)
-    if isinstance(dataset, SegmentationDataset):
-        pixels = dataset.table.by_class(np.array(sums.pixels))
-    doubts = _doubts(dataset, sums, f"image of {dataset.split}") if dataset.has_labels else []
-    labels = np.array(sums.labels[:classes])
-    ignored = int(pixels[ignore_index])
-    return Inspection(images, (*problems, *found), pixels[:classes], labels, ignored, tuple(doubts))
-
-
 def _inspected(dataset: Split, index: int) -> Found:
-    """As `_looked` or `_seen`, with all pixels decoded."""
-    size_of = partial(_decoded_size, turned=dataset.turned)
+    """As `_looked`, with all pixels decoded."""
     try:
-        if isinstance(dataset, ClassificationDataset):
-            return _seen(size_of, dataset.path(index))
         with _printed_by_decoders():  # hidden: a bad label also raises an error
-            return _looked(dataset, size_of, index)
+            return _looked(dataset, index, partial(_decoded_size, turned=dataset.turned))
     except Exception as error:  # it must not stop the check of the other files
         problem = Problem("unexpected error", f"{dataset.path(index)}: {type(error).__name__}: {error}")
         return Found([problem], np.zeros(256, np.int64))

@@ -122,7 +122,8 @@ def check_split(
         message = f"expected {official_images}, found {found.images}: an incomplete dataset, or an archive not unpacked"
         problems = (Problem("number of images", message), *problems)
     inspection = found if found.pixels.any() or found.ignored else None
-    return SplitReport(split, found.images, official_images, dataset.classes, problems, inspection, found.doubts)
+    doubts = tuple(found.doubts(f"image of {split}"))
+    return SplitReport(split, found.images, official_images, dataset.classes, problems, inspection, doubts)
 
 
 def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:

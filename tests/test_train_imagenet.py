@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -83,7 +82,7 @@ def test_it_learns_and_leaves_a_run_directory(trained):
 
 def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path):
     """In the middle of the fourth epoch; the command line resumes it."""
-    root = classification_trees.cifar_folders(tmp_path / "cifar")  # 20 training images
+    root = classification_trees.cifar_zip(tmp_path / "cifar.zip")  # 20 training images
     options = (
         *("data=cifar10", f"data.root={root}", *MEAN_IMAGE, "optim=adamw", "optim.head_lr_factor=10"),
         *("lr_schedule=multistep", "lr_schedule.epochs=null", "lr_schedule.steps=[6,15]", "lr_schedule.warmup_steps=3"),
@@ -169,8 +168,8 @@ def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
 
     The rate is lower, so that other processors' rounding does not grow, and the decay so high that it shows.
     """
-    classification_trees.cifar10_python(tmp_path / "cifar", images=4)
-    options = ("experiment=revnet/cifar10_resnet32", f"data.root={tmp_path / 'cifar'}", "data.crops_per_minibatch=10")
+    root = classification_trees.cifar_zip(tmp_path / "cifar.zip")
+    options = ("experiment=revnet/cifar10_resnet32", f"data.root={root}", "data.crops_per_minibatch=10")
     options += ("lr_schedule.steps=[2,3]", "trainer.steps=4", "trainer.evaluate_images=2")
     options += ("optim.lr=0.001", "optim.weight_decay=0.2")
     config = classification_config(*options)
@@ -187,7 +186,7 @@ def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
         for decays in (True, False)
     ]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
-    images = cifar10(tmp_path / "cifar", "train")
+    images = cifar10(root, "train")
     mean = torch.from_numpy(images.pixels).double().mean(0)
     crops = assemble.classified_crops(config, images.minus(mean.numpy()), 4, World())
     for rate, minibatch in zip((1e-3, 1e-3, 1e-4, 1e-5), crops, strict=True):
@@ -235,14 +234,14 @@ class PlainResNet32(nn.Sequential):
 
 def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(tmp_path):
     """It does not need the training images."""
-    root = classification_trees.cifar_folders(tmp_path / "cifar")
+    root = classification_trees.cifar_zip(tmp_path / "cifar.zip")
     data = ("data=cifar10", f"data.root={root}", "data.crops_per_minibatch=10", "trainer.evaluate_images=null")
     steps = ("trainer.epochs=null", "trainer.steps=4", "trainer.evaluate_every_epochs=null", "trainer.device=cpu")
     trained = train(composed("train_imagenet", *data, *REVERSIBLE, *steps, *MEAN_IMAGE, f"run_dir={tmp_path / 'run'}"))
     state = checkpoint.load(last(tmp_path / "run"))
     train_set, test_set = (cifar10(root, split) for split in ("train", "test"))
     assert np.array_equal(state["mean_image"].numpy(), train_set.pixels.mean(axis=0, dtype=np.float64))
-    shutil.rmtree(root / "train")
+    classification_trees.cifar_zip(root, splits=("test",))
     options = ("workers=0", "device=cpu", "results=" + str(tmp_path / "again.json"))
     again = evaluate(composed("eval", f"checkpoint={last(tmp_path / 'run')}", *options))
     assert again["confusion_matrix"] == trained["confusion_matrix"] and again["images"] == 10

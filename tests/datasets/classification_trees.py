@@ -2,11 +2,14 @@
 
 import pickle
 import zipfile
+from hashlib import md5
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from torchvision.datasets import CIFAR10 as CIFAR10_FILES
+from torchvision.datasets import CIFAR100 as CIFAR100_FILES
 
 from datasets.cifar import _CIFAR10, _CIFAR100
 
@@ -52,40 +55,38 @@ def batch(seed: int, images: int, classes: int) -> tuple[np.ndarray, list[int]]:
     return pixels, [(images * seed + number) % classes for number in range(images)]
 
 
-def as_python2(content: dict) -> bytes:
-    """The pickle that Python 2 with an old numpy writes (protocol 2)."""
-    return pickle.dumps(content, protocol=2).replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
-
-
-def cifar10_python(root: Path, images: int = 2) -> Path:
+def cifar10_python(root: Path, monkeypatch, images: int = 2) -> Path:
+    """The official files; torchvision is told their checksums."""
+    files = []
     for number in range(6):
         pixels, labels = batch(number, images, 10)
-        names = [f"picture_s_{number}{index:05d}.png" for index in range(images)]
-        content = {"batch_label": "a batch", "labels": labels, "data": pixels, "filenames": names}
         name = f"data_batch_{number + 1}" if number < 5 else "test_batch"
-        write(root / "cifar-10-batches-py" / name, as_python2(content))
-    write(root / "cifar-10-batches-py" / "batches.meta", as_python2({"label_names": CIFAR10, "num_vis": 3072}))
-    return root
+        files.append(_pickled(root / CIFAR10_FILES.base_folder / name, {"labels": labels, "data": pixels}))
+    meta = _pickled(root / CIFAR10_FILES.base_folder / "batches.meta", {"label_names": CIFAR10})
+    return _known(CIFAR10_FILES, files[:5], files[5:], meta, root, monkeypatch)
 
 
-def cifar10_binary(root: Path, images: int = 2) -> Path:
-    for number in range(6):
-        pixels, labels = batch(number, images, 10)
-        name = f"data_batch_{number + 1}.bin" if number < 5 else "test_batch.bin"
-        records = np.concatenate([np.array(labels, np.uint8)[:, None], pixels], axis=1)
-        write(root / "cifar-10-batches-bin" / name, records.tobytes())
-    return root
-
-
-def cifar100(root: Path, images: int = 6) -> Path:
-    """Both official forms. The coarse label of fine label 30 + i is i."""
+def cifar100_python(root: Path, monkeypatch, images: int = 6) -> Path:
+    """The coarse label of fine label 30 + i is i."""
+    files = []
     for seed, split in enumerate(("train", "test")):
         pixels, coarse = batch(seed, images, 20)
-        fine = [30 + label for label in coarse]
-        content = {"coarse_labels": coarse, "fine_labels": fine, "data": pixels, "filenames": ["x.png"] * images}
-        write(root / "cifar-100-python" / split, as_python2(content))
-        records = np.concatenate([np.array([coarse, fine], np.uint8).T, pixels], axis=1)
-        write(root / "cifar-100-binary" / f"{split}.bin", records.tobytes())
+        content = {"coarse_labels": coarse, "fine_labels": [30 + label for label in coarse], "data": pixels}
+        files.append(_pickled(root / CIFAR100_FILES.base_folder / split, content))
+    meta = _pickled(root / CIFAR100_FILES.base_folder / "meta", {"fine_label_names": CIFAR100})
+    return _known(CIFAR100_FILES, files[:1], files[1:], meta, root, monkeypatch)
+
+
+def _pickled(path: Path, content: dict) -> list[str]:
+    """Write a pickle as Python 2 with an old numpy does. Returns its name and checksum."""
+    data = pickle.dumps(content, protocol=2).replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+    return [write(path, data).name, md5(data).hexdigest()]
+
+
+def _known(files: type, train: list, test: list, meta: list, root: Path, monkeypatch) -> Path:
+    monkeypatch.setattr(files, "train_list", train)
+    monkeypatch.setattr(files, "test_list", test)
+    monkeypatch.setattr(files, "meta", files.meta | {"md5": meta[1]})
     return root
 
 
@@ -100,15 +101,13 @@ def pictures(classes: list[str], kind: str) -> dict[str, bytes]:
     }
 
 
-def cifar_folders(root: Path, classes: list[str] = CIFAR10, kind: str = "PNG") -> Path:
-    for name, data in pictures(classes, kind).items():
-        write(root / name, data)
-    return root
-
-
-def cifar_zip(path: Path, classes: list[str] = CIFAR10, kind: str = "PNG", above: str = "") -> Path:
+def cifar_zip(
+    path: Path, classes: list[str] = CIFAR10, kind: str = "PNG", above: str = "", splits=("train", "test")
+) -> Path:
+    """20 training and 10 test images of CIFAR-10."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in reversed(pictures(classes, kind).items()):  # in no helpful order
-            archive.writestr(above + name, data)
+            if name.startswith(splits):
+                archive.writestr(above + name, data)
     return path

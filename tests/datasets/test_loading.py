@@ -30,7 +30,7 @@ from tests.datasets import classification_trees
 DATASETS = {
     "segmentation": lambda folder: camvid(trees.camvid_folders(folder), "train"),
     "files": lambda folder: imagenet(classification_trees.imagenet(folder), "train"),
-    "memory": lambda folder: cifar10(classification_trees.cifar10_binary(folder, images=8), "train"),
+    "memory": lambda folder: cifar10(classification_trees.cifar_zip(folder / "cifar.zip"), "train"),
 }
 
 
@@ -233,8 +233,8 @@ def test_evaluated_images_of_files(files):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_whole_images_in_memory_are_evaluated_by_the_minibatch(memory, workers):
-    batches = list(Loader(ImagesInMemory(memory), workers, sampler=range(1, 40, 2), batch_size=8, collate_fn=collated))
-    assert [len(batch["label"]) for batch in batches] == [8, 8, 4]
+    batches = list(Loader(ImagesInMemory(memory), workers, sampler=range(1, 20, 2), batch_size=8, collate_fn=collated))
+    assert [len(batch["label"]) for batch in batches] == [8, 2]
     assert np.array_equal(torch.cat([batch["image"] for batch in batches]).numpy(), memory.pixels[1::2])
     assert torch.cat([batch["label"] for batch in batches]).tolist() == memory.labels[1::2].tolist()
     assert batches[0]["name"][1] == memory.image_name(3)
