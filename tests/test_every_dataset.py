@@ -34,7 +34,13 @@ OFFICIAL = {  # scores of the datasets that have an official evaluation
 }
 
 
-@pytest.mark.parametrize("name", trees.SEGMENTATION)
+# Slow: what camvid and coco_stuff have of their own, the tests of datasets show; other whole runs train on camvid.
+SLOW = ("camvid", "coco_stuff")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in trees.SEGMENTATION]
+)
 def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     """Evaluating again gives the same numbers, also at the base size of the training."""
     base_size = ("data.base_size=48",) if name == "vistas" else ()
