@@ -352,11 +352,6 @@ def compiler_settings(**settings: Any) -> AbstractContextManager:
     return torch._dynamo.config.patch(**settings)
 
 
-def compile_gradients() -> None:
-    """From now on `torch.compile` traces `autograd.grad` inside backward passes, as reversible blocks need it."""
-    torch._dynamo.config.trace_autograd_ops = True
-
-
 def compile_within(graph: fx.GraphModule, inputs: list[Tensor], compiler: str, budget: float) -> Callable[..., Any]:
     """Compile a graph with a backend of `torch.compile` that keeps a share of the activations."""
     with torch._functorch.config.patch(activation_memory_budget=budget):

@@ -19,7 +19,6 @@ from engine.schedule import Schedule, in_steps
 from engine.schema.network import OurNorm
 from engine.schema.training import Trainer, TrainingRun
 from keepless.norms.backends.compiled import check_compiler
-from keepless.torch_internals import compile_gradients
 
 
 def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
@@ -71,7 +70,6 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
     trained = plain.network
     if trainer.compile:
         check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
-        compile_gradients()  # of reversible bodies
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     if world.size > 1:
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"

@@ -1,12 +1,12 @@
 """Errors of the inputs that a reversible network restores."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from .couplings import Coupling
-from .modules import Block, in_rows, in_turn, inverse_of
+from .couplings import Coupling, in_halves
+from .modules import Block, in_turn, inverse_of
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def drift(blocks: Iterable[Block], x: Tensor) -> Tensor:
     """
     errors = [torch.zeros((), device=x.device)]
     wrong: Tensor | None
-    for part in in_rows(blocks, _can_join):
+    for part in _in_rows(blocks):
         if isinstance(part, list):
             y, wrong = _through(part, x)
         else:
@@ -33,8 +33,18 @@ def drift(blocks: Iterable[Block], x: Tensor) -> Tensor:
     return torch.stack(errors).max()
 
 
-def _can_join(coupling: Coupling, row: Sequence[Coupling]) -> bool:
-    return coupling.invertible and all(other.split_dim == coupling.split_dim for other in row)
+def _in_rows(blocks: Iterable[Block]) -> list[list[Coupling] | Block]:
+    """Blocks, with invertible couplings of one `split_dim` in a row as a list."""
+    parts: list[list[Coupling] | Block] = []
+    for block in blocks:
+        last = parts[-1] if parts else None
+        if not in_halves(block) or not block.invertible:
+            parts.append(block)
+        elif isinstance(last, list) and last[0].split_dim == block.split_dim:
+            last.append(block)
+        else:
+            parts.append([block])
+    return parts
 
 
 def _through(row: list[Coupling], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -162,16 +162,8 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
     """Context in which forward passes of some modules do not change the running statistics of their norms."""
     parts = [part for module in modules for part in module.modules()]
     norms = [part for part in parts if part.training and has_running_statistics(part)]
-    if not torch.compiler.is_compiling():
-        with _swapped([buffer for norm in norms for buffer in _buffers(norm)]):
-            yield
-        return
-    # A graph cannot replace buffers. Writing over them needs no care there: it checks no versions.
-    buffers = [values for norm in norms for values in norm._buffers.values() if values is not None]
-    before = [values.clone() for values in buffers]
-    yield
-    for values, value in zip(buffers, before, strict=True):
-        values.copy_(value)
+    with _swapped([buffer for norm in norms for buffer in _buffers(norm)]):
+        yield
 
 
 def _written_once(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

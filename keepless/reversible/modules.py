@@ -1,6 +1,7 @@
 """Modules that restore their inputs from their outputs instead of keeping them (RevNet, MemCNN)."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import check_module
+from ..torch_internals import call_at_compilation
 from .chain import Pass, as_tuple
-from .compiled import is_compilable, run_row
-from .couplings import Coupling, has_hooks, in_halves
+from .couplings import has_hooks, in_halves
 from .environment import statistics_kept
 
 Block = nn.Module | tuple[nn.Module, ...]
@@ -20,8 +21,8 @@ class InvertibleModuleWrapper(nn.Module):
     """Run an invertible module without keeping its activations: the backward pass recomputes them from its output.
 
     If the input of a wrapper is the output of another, that output is no longer kept. An input with other references
-    stays as it is. Gradients, hooks and running statistics are those of `fn` itself. Without gradients the wrapper does
-    nothing, and inside `torch.compile` it only saves memory around couplings.
+    stays as it is. Gradients, hooks and running statistics are those of `fn` itself. Without gradients, and inside
+    `torch.compile`, the wrapper does nothing.
 
     In the backward pass, a coupling's branches run once more, and other modules twice: once to invert them. The
     restored input differs by rounding.
@@ -76,14 +77,14 @@ class InvertibleModuleWrapper(nn.Module):
         if self.disable or not torch.is_grad_enabled():
             return self._fn(*xin)
         as_tuple(xin)
-        if torch.compiler.is_compiling():
-            return self._fn(*xin) if self.keep_input or len(xin) > 1 else _run_compiled([self._fn], *xin)
+        if _is_compiling():
+            return self._fn(*xin)
         return self._run(xin, self._fn, inverse_of(self._fn), self.keep_input, Pass.couple)
 
     def inverse(self, *yin: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return fn.inverse(*yin), without keeping yin."""
         inverse = self._fn.inverse
-        if self.disable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.disable or not torch.is_grad_enabled() or _is_compiling():
             return inverse(*yin)
         return self._run(yin, inverse, self._fn, self.keep_input_inverse, Pass.uncouple)
 
@@ -143,8 +144,10 @@ class ReversibleSequence(nn.Module):
 def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) -> Tensor:
     """Run modules as a `ReversibleSequence` of them does. A tuple of modules is one block, which keeps its input."""
     reversible = torch.is_grad_enabled() and not disable
-    if reversible and torch.compiler.is_compiling():
-        return _run_compiled(blocks, x)
+    if reversible and _is_compiling():
+        for block in blocks:
+            x = in_turn(block, x)
+        return x
     forward = Pass((x,), reversible=reversible)
     for block in blocks:
         if in_halves(block):
@@ -159,25 +162,20 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
     return y
 
 
-def _run_compiled(blocks: Iterable[Block], x: Tensor) -> Tensor:
-    """Inside `torch.compile`: couplings in a row are one node; for other blocks the compiler chooses what to keep."""
-    for part in in_rows(blocks, is_compilable):
-        x = run_row(part, x) if isinstance(part, list) else in_turn(part, x)
-    return x
+def _is_compiling() -> bool:
+    """Whether `torch.compile` traces a graph, in which nothing is forgotten; then it warns."""
+    if not torch.compiler.is_compiling():
+        return False
+    call_at_compilation(_say_that_the_compiler_decides)
+    return True
 
 
-def in_rows(
-    blocks: Iterable[Block], can_join: Callable[[Coupling, Sequence[Coupling]], bool]
-) -> list[list[Coupling] | Block]:
-    """Blocks, with couplings in a row as a list. `can_join`: whether a coupling can join a row, which may be empty."""
-    parts: list[list[Coupling] | Block] = []
-    for block in blocks:
-        last = parts[-1] if parts else None
-        if in_halves(block) and isinstance(last, list) and can_join(block, last):
-            last.append(block)
-        else:
-            parts.append([block] if in_halves(block) and can_join(block, []) else block)
-    return parts
+def _say_that_the_compiler_decides(_: object) -> None:
+    warnings.warn(
+        "reversible modules keep their activations inside torch.compile, where the compiler decides what to keep: "
+        "compile their branches instead, or set torch._functorch.config.activation_memory_budget, e.g. to 0.5",
+        stacklevel=1,
+    )
 
 
 def in_turn(block: Block, x: Tensor) -> Tensor:

@@ -83,8 +83,6 @@ class ResidualFunction(nn.Sequential):
     `activated`: the input comes from the stem's activation, so bn1 is left out.
     """
 
-    repeatable = True  # computes the same each time, see `keepless.reversible.compiled`
-
     def __init__(
         self,
         in_channels: int,
@@ -129,8 +127,6 @@ def shortcut(in_channels: int, channels: Sequence[int], stride: int) -> nn.Modul
 
 class PooledShortcut(nn.Module):
     """Average-pools by the stride and adds channels of zeros, half of them on each side."""
-
-    repeatable = True  # see `ResidualFunction`
 
     def __init__(self, added_channels: int, stride: int):
         super().__init__()
