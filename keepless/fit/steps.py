@@ -1,8 +1,11 @@
 """The steps of a network on fake tensors, run in several ways on examples of several sizes."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -11,24 +14,22 @@ from torch.utils.checkpoint import checkpoint
 
 from ..budget.execution import ByPlan
 from ..budget.search import Choice, frontier
-from ..budget.simulation import plain_peak
 from ..budget.traced_step import traced_step
 from ..inputs import tensors_in
 from ..recompute.recording import Recording
 from .counted import Counted, counted, repeated_blocks
 from .device import optimizer_bytes
 from .made_tensors import bytes_of_tensors
-from .sizes import Growth, largest
+from .sizes import Growth, largest, shape_of
 
 PLAIN, RECOMPUTED, PLANNED, CHECKPOINTED = "plain", "recomputed", "within a budget", "checkpointed"
-_TRIES = 8  # plans for one example, until what is counted fits
 
 
 class Way(NamedTuple):
     """A way to run the step on an example. Bytes count all tensors."""
 
     name: str
-    shape: tuple[int, ...]  # of the example's first tensor
+    shape: tuple[int, ...]  # of the example's first tensor, after the length of a list of such
     held: int  # bytes before and after the step: weights, gradients, the optimiser's states, the example
     peak: int  # bytes, of this step or of the optimiser's
     fits: bool
@@ -41,11 +42,10 @@ def size_of(shape: tuple[int, ...]) -> str:
 
 
 class _Plans(NamedTuple):
-    """The plans of a step within the limit of time."""
+    """The plans of a step within the limit of time, and how to count the step under one of them."""
 
     run: Callable[[Choice], Counted]
     choices: list[Choice]  # by decreasing peak
-    least: Counted  # the step under the last choice
 
 
 class Steps:
@@ -68,7 +68,8 @@ class Steps:
         values = sum(parameter.numel() for parameter in trained)
         self.states, self.temporary = optimizer_bytes(optimizer, values, self.gradients)
         self.blocks = repeated_blocks(network)
-        self.way, self.count, self.plans = cache(self._way), cache(self._count), cache(self._plans)
+        self.way, self.count = cache(self._way), cache(self._count)
+        self.plans, self.least = cache(self._plans), cache(self._least)
 
     def ways(self) -> list[Way]:
         """Each way on the largest example that fits, or on the smallest that was tried."""
@@ -94,7 +95,7 @@ class Steps:
 
         def peak(value: int) -> int:
             if name == PLANNED:  # its fastest plan uses whatever is available
-                return self.held(value) + max(self.plans(value).least.peak, self.temporary)
+                return self.held(value) + max(self.least(value).peak, self.temporary)
             return self.way(name, value).peak
 
         return largest(peak, self.available, value, *growing[1:3], most=growing.most) or value
@@ -107,7 +108,7 @@ class Steps:
         return Way(name, self.shape(value), held, peak, peak <= self.available, time, levels)
 
     def shape(self, value: int) -> tuple[int, ...]:
-        return next((tuple(tensor.shape) for tensor in tensors_in(self.growing.resized(value))), ())
+        return shape_of(self.growing.resized(value))
 
     def held(self, value: int) -> int:
         example = bytes_of_tensors(tensors_in(self.growing.resized(value)))
@@ -144,30 +145,36 @@ class Steps:
             raise ValueError(f"the network does not run on {size_of(self.shape(value))}: {error}") from error
 
     def _planned(self, value: int) -> Counted:
-        """By the fastest plan that fits; if none does, by that with the least peak within the limit of time."""
-        limit = self.available - self.held(value)
-        if self.count(PLAIN, value).peak <= limit:
-            return self.count(PLAIN, value)
-        plans = self.plans(value)
-        for choice in [choice for choice in plans.choices if choice.peak <= limit][:_TRIES]:
-            if (found := plans.run(choice)).peak <= limit:
-                return found
-        return plans.least
+        """By the fastest plan that fits, or by none if that is faster; if none fits, by that with the least peak."""
+        limit, without = self.available - self.held(value), self._without_plan(value)
+        if without[0].peak <= limit:
+            return without[0]
+        run, choices = self.plans(value)
+        first = bisect_left(choices, True, key=lambda choice: run(choice).peak <= limit)
+        counts = [*without, *map(run, choices[first : first + 1])]
+        return min(
+            (count for count in counts if count.peak <= limit), key=attrgetter("seconds"), default=self.least(value)
+        )
+
+    def _without_plan(self, value: int) -> list[Counted]:
+        """The plain step, and the recomputed one if it is within the limit of time."""
+        plain, recomputed = self.count(PLAIN, value), self.count(RECOMPUTED, value)
+        return [plain, recomputed] if recomputed.seconds <= self.time * plain.seconds else [plain]
+
+    def _least(self, value: int) -> Counted:
+        """The step with the least peak within the limit of time."""
+        run, choices = self.plans(value)
+        return min([*self._without_plan(value), *map(run, choices[-1:])], key=attrgetter("peak"))
 
     def _plans(self, value: int) -> _Plans:
         plain, example = self.count(PLAIN, value), self.growing.resized(value)
         step, _ = traced_step(self.network, *example)
-        unseen = plain.peak - plain_peak(step)  # tensors inside calls
-        choices = [choice._replace(peak=choice.peak + unseen) for choice in frontier(step)]
+        longest = self.time * plain.seconds
 
+        @cache
         def run(choice: Choice) -> Counted:
             return self._run(value, Recording(ByPlan([choice.plan(step)]), inputs=tensors_in(example)))
 
-        longest = (self.time - 1) * plain.seconds
-        while True:
-            choices = [choice for choice in choices if choice.seconds <= longest] or choices[:1]
-            least = run(choices[-1])
-            late = least.seconds - self.time * plain.seconds
-            if late <= 0 or len(choices) == 1:
-                return _Plans(run, choices, least)
-            longest = choices[-1].seconds - late
+        choices = frontier(step)  # by increasing time, as estimated
+        late = bisect_left(choices, True, key=lambda choice: longest < math.inf and run(choice).seconds > longest)
+        return _Plans(run, choices[:late])

@@ -20,8 +20,9 @@ from keepless.fit.counted import Loss, repeated_blocks
 from keepless.fit.device import CONTEXT, FRAGMENTATION, OPTIMIZERS, WORKSPACE, bytes_for_tensors, optimizer_bytes
 from keepless.fit.fit import Fit, fit
 from keepless.fit.made_tensors import MadeTensors, bytes_of_tensors
-from keepless.fit.sizes import growth
+from keepless.fit.sizes import growth, shape_of
 from keepless.fit.steps import Way
+from keepless.inputs import tensors_in
 from keepless.torch_internals import FakeTensorMode
 from keepless.units import bytes_of
 from tests.runs import REPOSITORY
@@ -140,24 +141,39 @@ def test_optimisers_take_what_those_of_torch_take(name):
     assert optimizer_bytes(2.5, 7300, 4 * 7300) == (18250, 0)
 
 
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True, dropout=0.1)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 100)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(ids)))
+
+
 @pytest.mark.slow
-def test_the_largest_batch_fits_and_one_more_does_not():
-    network, x = Blocks(2), torch.randn(12, 512, 64)
+@pytest.mark.parametrize(
+    "network, x, time", [(Blocks(2), torch.randn(12, 512, 64), 1.3), (Language(), torch.zeros(12, 64).long(), 1.15)]
+)
+def test_the_largest_batch_fits_and_one_more_does_not(network, x, time):
     device = device_for(fit(network, x, "2GiB").ways[0].peak)
-    found = ways(fit(network, torch.randn(29, 512, 64), device, grow="batch", time=1.3))
-    assert found["plain"].shape == (12, 512, 64) and found["plain"].time == 1.0
+    found = ways(fit(network, x[:4], device, grow="batch", time=time))
+    assert found["plain"].shape == x.shape and found["plain"].time == 1.0
 
     def fits(name: str, batch: int) -> bool:
         try:
-            return ways(fit(network, torch.randn(batch, 512, 64), device))[name].fits
+            way = ways(fit(network, x.new_zeros(batch, *x.shape[1:]), device))[name]
         except ValueError:  # nothing does
             return False
+        return way.fits and way.time <= time
 
     for name in ("recomputed", "within a budget"):
         batch = found[name].shape[0]
         assert batch > 12 and found[name].fits and fits(name, batch) and not fits(name, batch + 1)
-    assert found["within a budget"].shape[0] > found["recomputed"].shape[0]
-    assert 1 < found["within a budget"].time <= 1.3
+    assert found["within a budget"].shape[0] >= found["recomputed"].shape[0]
+    assert 1 < found["within a budget"].time <= time
 
 
 def test_images_and_their_labels_grow_together():
@@ -176,6 +192,44 @@ def test_texts_grow_in_length_and_batches_in_all_tensors_that_have_it():
     assert (longer.value, longer.step, longer.power) == (48, 16, 1)
     assert [tuple(one.shape) for one in longer.resized(80)[1].values()] == [(2, 80), (2, 80), (8,)]
     assert [tuple(one.shape) for one in growth(example, "batch").resized(5)[1].values()] == [(5, 48), (5, 48), (8,)]
+
+
+def shapes(example) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors_in(example)]
+
+
+@pytest.mark.parametrize("kind", [lambda image, mask: image, lambda image, mask: {"image": image, "mask": mask}])
+def test_lists_of_images_grow_in_both_sides_or_in_number(kind):
+    """As detectors take them: of several sizes, with a list of targets; boxes are as many as before."""
+    images = [torch.zeros(3, 64, 96), torch.zeros(3, 32, 32)]
+    masks = [torch.zeros(5, 64, 96), torch.zeros(1, 32, 32)]
+    inputs = [kind(image, mask) for image, mask in zip(images, masks, strict=True)]
+    targets = [{"boxes": torch.zeros(len(mask), 4), "masks": mask} for mask in masks]
+    more = growth(((inputs, targets), {}), "batch")
+    assert (more.value, more.step) == (2, 1)
+    (found, of_them), _ = more.resized(3)
+    assert [shapes(one) for one in found] == [shapes(inputs[0]), shapes(inputs[1]), shapes(inputs[0])]
+    assert shapes(of_them) == shapes([*targets, targets[0]])
+    assert shape_of(((inputs, targets), {})) == (2, 3, 64, 96)
+    larger = growth(((inputs, targets), {}), "size")
+    assert (larger.value, larger.step, larger.power) == (64, 32, 2)
+    (found, of_them), _ = larger.resized(128)
+    assert [shapes(one)[0] for one in found] == [(3, 128, 192), (3, 64, 64)]
+    assert shapes(of_them) == [(5, 4), (5, 128, 192), (1, 4), (1, 64, 64)]
+
+
+class Detector(nn.Conv2d):
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        return [super(Detector, self).forward(image[None]).relu() for image in images]
+
+
+@pytest.mark.slow
+def test_the_largest_list_that_fits_is_found():
+    network, example = Detector(3, 8, 3), [torch.zeros(3, 64, 64)] * 2
+    device = device_for(int(3.5 * fit(network, (example,), "2GiB", optimizer="sgd").ways[0].peak))
+    for grow, expected in (("batch", (7, 3, 64, 64)), ("size", (2, 3, 96, 96))):
+        found = fit(network, (example,), device, optimizer="sgd", grow=grow)
+        assert ways(found)["plain"].shape == expected and found.line.startswith(" x ".join(map(str, expected)))
 
 
 def test_a_network_larger_than_any_machine_is_planned():
