@@ -2,7 +2,7 @@
 
     python -m scripts.compare_runs runs=FOLDER out=OUT
     python -m scripts.compare_runs runs=[RUN_DIR,OTHER_RUN] out=OUT "title=Two norms"
-    python -m scripts.compare_runs runs=[FOLDER,docs/results/NAME/RUN] out=docs/results/NAME
+    python -m scripts.compare_runs runs=[FOLDER,docs/results/camvid/norms] out=OUT
 
 `runs` are run directories, or folders that hold some at any depth. All have the same task. Runs that differ in their
 seed alone share a column: mean ± standard deviation. Columns are named after folders, or after the keys that differ if
@@ -14,7 +14,7 @@ report again.
 import csv
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -25,7 +25,7 @@ from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.output_files import write_figure, write_file
+from engine.output_files import write_file
 from engine.records.confusion_picture import with_literal_texts
 from engine.schema.keys import as_list, key
 from scripts.reports import charts
@@ -46,8 +46,9 @@ class Group(NamedTuple):
     title: str
     runs: list[Run]
 
-    def mean(self, value: Callable[[Run], float]) -> float:
-        return statistics.mean(map(value, self.runs))
+    def training(self, name: str) -> float:
+        """The mean over the runs of what is known of their trainings."""
+        return statistics.mean(run.training[name] for run in self.runs)
 
     def percent(self, score: str, of_class: str = "") -> tuple[float | None, float | None]:
         """Mean and standard deviation of a score over the runs that have it; None for none, or a single one."""
@@ -89,9 +90,9 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         rows.append(["seeds", *(f"{len(g.runs)} ({s})" for g, s in zip(groups, seeds, strict=True))])
     rows += [
         ["images evaluated", *(str(group.runs[0].results["images"]) for group in groups)],
-        ["training images / s, median", *(f"{group.mean(Run.speed):.1f}" for group in groups)],
-        ["peak memory of the process, MiB", *(f"{group.mean(Run.peak_memory):,.0f}" for group in groups)],
-        ["training, minutes", *(f"{group.mean(Run.minutes):.1f}" for group in groups)],
+        ["training images / s, median", *(f"{group.training('images_per_second'):.1f}" for group in groups)],
+        ["peak memory of the process, MiB", *(f"{group.training('peak_memory_mib'):,.0f}" for group in groups)],
+        ["training, minutes", *(f"{group.training('minutes'):.1f}" for group in groups)],
     ]
     folders = ",".join(f"OUT/{folder_name(run.name)}" for run in runs)
     again = f'python -m scripts.compare_runs runs=[{folders}] out=OUT "title={title}"'
@@ -156,25 +157,34 @@ def named_groups(runs: Sequence[Run]) -> list[Group]:
     return [Group(title, group) for title, group in zip(titles, groups, strict=True)]
 
 
-def compare(values: DictConfig) -> Path:
-    """Write the report and return the page's path. Raises ValueError if no run has ended, or for several tasks."""
-    config = configuration.typed(values, Comparison)
-    out = Path(config.out)
-    runs, left_out = found_runs(as_list(config.runs), but_not_below=out)
+def compared(folders: list[str], out: Path | None = None) -> tuple[list[Group], dict[Path, str]]:
+    """Groups of the runs in folders, except for copies below `out`; and the runs that are left out, with the reason.
+
+    ValueError: no run has ended, or they are of several tasks.
+    """
+    runs, left_out = found_runs(folders, but_not_below=out)
     if not runs:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out.items())
-        raise ValueError(f"runs={config.runs}: no run has ended ({reasons})")
+        raise ValueError(f"runs={folders}: no run has ended ({reasons})")
     if len({run.scores for run in runs}) > 1:
-        raise ValueError(f"runs={config.runs}: expected runs of one task")
+        raise ValueError(f"runs={folders}: expected runs of one task")
     groups = named_groups(runs)
     if len({folder_name(run.name) for run in runs}) < len(runs):
-        raise ValueError(f"runs={config.runs}: expected different runs, in folders of different names")
-    folders = {(out / folder_name(run.name)).resolve(): run for run in runs}
-    if any(run.folder.resolve() in folders for run in runs if not run.copied):
+        raise ValueError(f"runs={folders}: expected different runs, in folders of different names")
+    return groups, left_out
+
+
+def compare(values: DictConfig) -> Path:
+    """Write the report and return the page's path. ValueError: see `compared`, or the copies would replace the runs."""
+    config = configuration.typed(values, Comparison)
+    out = Path(config.out)
+    groups, left_out = compared(as_list(config.runs), out)
+    folders = {(out / folder_name(run.name)).resolve(): run for group in groups for run in group.runs}
+    if any(run.folder.resolve() in folders for run in folders.values() if not run.copied):
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
     for folder, run in folders.items():
         run.write(folder)
-    write_figure(Path(f"{out}.png"), with_literal_texts(curves(groups)), dpi=120)
+    charts.save(with_literal_texts(curves(groups)), Path(f"{out}.png"), dpi=120)
     write_file(Path(f"{out}.csv"), as_csv(groups))
     page = Path(f"{out}.md")
     write_file(page, report(groups, left_out, config.title, os.path.basename(f"{out}.png")))

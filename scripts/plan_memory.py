@@ -4,6 +4,7 @@
     python -m scripts.plan_memory experiment=… memory.gpus=4 memory.budget=12GiB memory.fit=batch   # or crop
     python -m scripts.plan_memory experiment=… memory.budget=12GiB memory.fit=crop trainer.recompute=budget
     python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std memory.gpus=1
+    python -m scripts.plan_memory table=table3 out=FILE.json                                       # see below
 
 Prints the tensors on one device at the peak of a step, the module of the peak, and what the backward pass needs.
 memory.fit also finds, for standard, checkpointed and in-place norms, the largest minibatch within memory.budget: the
@@ -13,6 +14,8 @@ memory.fit allows it memory.time, relative to a step that keeps them all (estima
 memory.gpus=1 also lists how much memory one device needs for the whole minibatch with bfloat16, in-place norms,
 recomputed blocks, plans within memory.time and a reversible body. The keys are train_seg.py's, or train_imagenet.py's
 for one of its experiments. Traces run on fake tensors, and are kept in the cache folder.
+
+table=… plans all experiments of a folder of configs/experiment (all: of each) into a record and its page.
 """
 
 import re
@@ -20,7 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -34,11 +37,11 @@ from engine.configuration.choices import no_such_choice
 from engine.configuration.command_line import configured
 from engine.console import make_console, table_of
 from engine.planner.trace import Trace
-from engine.schema.network import NORMS, Norm
 from engine.schema.training import TrainingRun
 from engine.stopping import errors_for_users
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from keepless.saved import size_text
+from scripts import plan_table
 from scripts.reports import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")
@@ -46,7 +49,6 @@ FITS = {  # memory.fit: its meaning, and the paper's name for it
     "batch": "more crops of the same size (the paper's FIXED CROP)",
     "crop": "larger crops, as many (the paper's FIXED BATCH)",
 }
-SMALL_NETWORK = 80_000_000  # bytes of parameters
 
 
 class Fit(NamedTuple):
@@ -128,18 +130,11 @@ def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:
     for norm in PLANNED_NORMS:
         if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
             continue
-        changed = replace(deepcopy(config), norm=_as(norm, config.norm))
+        changed = replace(deepcopy(config), norm=plan_table.as_norm(norm, config.norm))
         chosen = planner.fitting(changed, devices)
         share, size = planner.share_of(chosen, devices), chosen.data.crop_size
         peak = planner.needed(chosen, share, size, devices)
         yield Fit(norm, chosen.data.crops_per_minibatch, share, size, planner.crop_text(chosen.data), peak)
-
-
-def _as(name: str, norm: Norm) -> Norm:
-    """A norm of another name with the same options, as far as it has them."""
-    options = {entry.name: getattr(norm, entry.name) for entry in fields(norm) if entry.name != "name"}
-    known = {entry.name for entry in fields(NORMS[name])}
-    return NORMS[name](**{option: value for option, value in options.items() if option in known})
 
 
 def fit_table(found: list[Fit]) -> Table:
@@ -152,38 +147,10 @@ def fit_table(found: list[Fit]) -> Table:
     return table
 
 
-def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
-    """The configuration with each combination of norm, recomputation, precision and reversible body.
-
-    Small networks get no reversible body: RevNet-104 would need more than they do.
-    """
-    changes = [("std", "none", config.body, "standard norms"), ("inplace", "none", config.body, "in-place norms")]
-    if not config.body.is_reversible():
-        changes += [
-            (norm, recompute, config.body, f"{about}, trainer.recompute={recompute}")
-            for recompute in ("sqrt", "budget")
-            for norm, _, _, about in changes[:2]
-        ]
-        data = config.data
-        if planner.step_memory(config, data.crops_per_minibatch, data.crop_size).parameters > SMALL_NETWORK:
-            reversible = papers.configured_as(None, "body=revnet104").body
-            reversible = replace(reversible, output_stride=config.body.output_stride)
-            changes.append(("inplace", "none", reversible, "in-place norms, body=revnet104"))
-    found = {}
-    for norm, recompute, body, about in changes:
-        if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
-            continue
-        for precision in ("float32", "bfloat16"):
-            trainer = replace(config.trainer, recompute=recompute, precision=precision)
-            changed = replace(deepcopy(config), norm=_as(norm, config.norm), body=body, trainer=trainer)
-            found[f"{about}, {precision}"] = changed
-    return found
-
-
 def combination_table(config: TrainingRun) -> Table:
     """Memory of one device for the whole minibatch, by combination."""
     crops, size = config.data.crops_per_minibatch, config.data.crop_size
-    needed = {name: planner.needed(changed, crops, size) for name, changed in combinations(config).items()}
+    needed = {name: planner.needed(changed, crops, size) for name, changed in plan_table.combinations(config).items()}
     rows = ([name, size_text(config.memory.needed(peak, devices=1))] for name, peak in needed.items())
     return table_of(["combination", "memory"], rows)
 
@@ -193,6 +160,8 @@ def entry_of(arguments: list[str]) -> str:
 
     ValueError: there is no such experiment.
     """
+    if any(argument.startswith("table=") for argument in arguments):
+        return plan_table.BENCHMARK.name
     known = papers.all_experiments()
     chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
     if chosen is None:
@@ -205,6 +174,9 @@ def entry_of(arguments: list[str]) -> str:
 def main() -> None:
     with errors_for_users():
         entry = entry_of(sys.argv[1:])
+    if entry == plan_table.BENCHMARK.name:
+        plan_table.main()
+        return
     schema = papers.SCHEMAS[entry]
 
     def run(values: DictConfig) -> None:

@@ -2,84 +2,60 @@
 
 import json
 import re
-import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from keepless.saved import kept_bytes
-from scripts.compare_runs import Comparison, compare
-from scripts.evidence import (
-    abn_page,
-    documents,
-    jpeg_originals,
-    jpeg_quality,
-    loader,
-    loss,
-    networks,
-    networks_budget,
-    plan_experiments,
-    reconstruction_error,
-    reversible,
-    tables,
-    training,
-)
-from scripts.evidence.gpu import run as gpu_run
-from scripts.evidence.tables import Tables
-from scripts.evidence.training_steps import DEFAULT, GROUPS
+from scripts.evidence import documents, training
+from scripts.evidence.steps import DEFAULT, GROUPS
+from scripts.reports import frame, papers
 from tests import trees
 from tests.faults import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
-PAGES = {  # by the beginning of the record's name: record, its name -> the page's text
-    "abn": abn_page.page,
-    "gpu": gpu_run.page,
-    "faults": lambda record, _: report.page(record),
-    "jpeg_originals": jpeg_originals.page,
-    "jpeg_quality": jpeg_quality.page,
-    "loader": loader.page,
-    "loss": loss.page,
-    "memory": plan_experiments.page,
-    "networks_budget": networks_budget.page,
-    "networks": networks.page,
-    "restored": reconstruction_error.page,
-    "reversible": reversible.page,
-    "training": training.page,
-}
 SLOW_BLOCKS = {"bodies", "recomputation"}  # they trace whole networks
 
 
-def made_again(document: Path, folder: Path) -> str:
-    """The text that the scripts make of a document's records; they may write into `folder`."""
-    if document in documents.DOCUMENTS:
-        return documents.written(document.read_text(), only=lambda name: name not in SLOW_BLOCKS)
-    if document.name == "README.md":  # the papers' tables, of all runs
-        shutil.copytree(RESULTS, folder / "results")
-        arguments = Tables(str(folder / "results"), str(folder / "results"), str(RESULTS / "memory_plan.json"))
-        return tables.write(OmegaConf.structured(arguments)).read_text()
-    if document.with_suffix(".json").is_file():
-        page = next(page for name, page in PAGES.items() if document.stem.startswith(name))
-        return page(json.loads(document.with_suffix(".json").read_text()), document.stem)
-    # A comparison of runs, with the page's own command.
-    command = re.search(r"(?m)^python -m scripts.compare_runs .*$", document.read_text())[0]
-    runs, _, title = (word.partition("=")[2] for word in shlex.split(command)[3:])
-    runs = runs.replace("OUT", str(document.with_suffix(""))).strip("[]").split(",")
-    page = compare(OmegaConf.structured(Comparison(runs, str(folder / document.stem), title)))
-    assert page.with_suffix(".csv").read_text() == document.with_suffix(".csv").read_text()
-    return page.read_text()
-
-
-@pytest.mark.parametrize("document", [*documents.DOCUMENTS, *sorted(RESULTS.glob("*.md"))], ids=lambda path: path.stem)
-def test_every_page_and_marked_block_is_what_the_scripts_make(document, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("document", documents.DOCUMENTS, ids=lambda path: path.stem)
+def test_every_marked_block_is_what_the_scripts_make_and_every_page_has_its_pictures(document):
     text = document.read_text()
-    assert made_again(document, tmp_path) == text
-    if document.with_suffix(".json").is_file():
-        assert document.with_suffix(".png").is_file() == (".png)" in text)
+    assert documents.written(text, only=lambda name: name not in SLOW_BLOCKS) == text
+    drawn = set(re.findall(r"\(([\w/]+\.png)\)", text))
+    assert all((document.parent / file).is_file() for file in drawn)
+    if document.parent == RESULTS:  # and no picture is shown nowhere
+        own = [*RESULTS.glob(f"{document.stem}*.png"), *(RESULTS / document.stem).glob("*.png")]
+        shown = {file for page in documents.DOCUMENTS for file in re.findall(r"([\w/]+\.png)\)", page.read_text())}
+        assert {file.name for file in own} <= {Path(file).name for file in shown}
+
+
+def test_the_page_of_faults_is_made_of_its_record():
+    assert report.page(json.loads((RESULTS / "faults.json").read_text())) == (RESULTS / "faults.md").read_text()
+
+
+def test_results_are_few_pages_and_small():
+    """Of which each record has one; and no record is a rehearsal."""
+    pages, records = ({file.stem for file in RESULTS.glob(f"*.{suffix}")} for suffix in ("md", "json"))
+    assert len(pages) <= 12 and records < pages
+    assert sum(file.stat().st_size for file in RESULTS.rglob("*") if file.is_file()) <= 4 * 2**20
+    assert not [name for name in records if '"rehearsal": true' in (RESULTS / f"{name}.json").read_text()]
+
+
+@pytest.mark.parametrize("name", ["jpeg_quality", "jpeg_originals"])
+def test_numbers_of_an_answered_question_are_in_its_record(name):
+    """No script makes its tables again."""
+    record = json.loads((RESULTS / "cifar" / f"{name}.json").read_text())
+    rows = [row for rows in record.values() if isinstance(rows, list) for row in rows]
+    values = [value for row in rows for value in row.values() if isinstance(value, (int, float))]
+    known = {f"{factor * value:.{digits}f}" for value in values for factor in (1, 100) for digits in (0, 1, 2)}
+    known |= {str(quality) for quality in record["arguments"]["qualities"]}
+    section = (RESULTS / "cifar.md").read_text().split("\n## What JPEG copies cost\n")[1]
+    own = section.split("\n### ")[1 + (name == "jpeg_originals")]
+    cells = [cell for line in own.splitlines() if re.match(r"\| [\w]", line) for cell in line.split("|")]
+    numbers = [number for cell in cells if "±" not in cell for number in re.findall(r"(?<!\w)[\d.]+(?=%? *$)", cell)]
+    assert len(numbers) >= 6 and set(numbers) <= known
 
 
 @pytest.mark.slow
@@ -90,13 +66,14 @@ def test_the_tables_of_whole_networks_are_what_the_script_makes(name):
 
 
 def test_every_block_is_marked_and_every_measured_switch_has_a_row():
-    marked = [name for path in documents.DOCUMENTS for name, *_ in documents.BLOCK.findall(path.read_text())]
-    assert sorted(marked) == sorted(documents.BLOCKS)
-    records = [documents.record(path.stem)["rows"] for path in RESULTS.glob("training_cpu*.json")]
-    switches = {switch.name for group in GROUPS.values() for switch in group if not switch.only_cuda}
-    assert {row["switch"] for rows in records for row in rows} == switches and DEFAULT in switches
-    recomputed = {row["switch"]: row["saved_bytes"] for row in documents.record("training_cpu_recompute")["rows"]}
-    assert abs(recomputed["norm=std trainer.recompute=activations"] / recomputed[DEFAULT] - 1) < 0.02
+    marked = [name for path in documents.DOCUMENTS for name, *_ in frame.BLOCK.findall(path.read_text())]
+    assert sorted(marked) == sorted(documents.BLOCKS) and papers.TABLES.keys() < {*marked}
+    calls = documents.record("training")["calls"]
+    switches = {each.name for part, own in GROUPS.items() for each in own if part != "memory" and not each.only_cuda}
+    assert {name for call in calls for name in training.switches_of(call)} == switches and DEFAULT in switches
+    recomputed = training.measured_with(documents.record("training"), "recompute")
+    ours, default = (recomputed[name][0]["saved_bytes"] for name in ("norm=std trainer.recompute=activations", DEFAULT))
+    assert abs(ours / default - 1) < 0.02
 
 
 def test_a_block_is_made_again_whatever_its_numbers_were():
@@ -109,8 +86,8 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
     changed_blocks = set()
     for path in documents.DOCUMENTS:
         text = path.read_text()
-        changed = documents.BLOCK.sub(other_numbers, text)
-        blocks = zip(documents.BLOCK.findall(text), documents.BLOCK.findall(changed), strict=True)
+        changed = frame.BLOCK.sub(other_numbers, text)
+        blocks = zip(frame.BLOCK.findall(text), frame.BLOCK.findall(changed), strict=True)
         changed_blocks |= {before[0] for before, after in blocks if before != after}
         assert documents.written(changed, only=from_records.__contains__) == text
     assert changed_blocks == from_records
@@ -118,7 +95,7 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
 
 def test_links_in_the_documentation_lead_somewhere():
     pages = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]
-    for page in [page for page in pages if page.parent.name != "tables"]:  # links of the page that is made of them
+    for page in pages:
         for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             if not target.startswith("http"):
                 there = page.parent / target if target else page

@@ -2,7 +2,7 @@
 
     python -m scripts.evidence.loader out=FILE.json
     python -m scripts.evidence.loader rounds=5 out=FILE.json
-    python -m scripts.evidence.loader measure=false out=FILE.json
+    python -m scripts.evidence.loader only=[PNG,JPEG] out=FILE.json
 
 The files are drawn. In a round, all pipelines read the same files and make the same crop.
 """
@@ -38,9 +38,10 @@ from datasets.cityscapes import cityscapes_classes
 from datasets.segmentation import Files
 from datasets.streets import draw_street
 from engine.schema.keys import key
-from scripts.evidence import frame
-from scripts.evidence.measuring import timed
-from scripts.reports.markdown import Columns, columns, section
+from scripts.reports import frame
+from scripts.reports import markdown as md
+from scripts.reports.markdown import Columns, Rows, section
+from scripts.reports.measuring import timed
 
 OURS = "ours"
 OPENCV, V2 = "OpenCV: resize, then crop", "transforms.v2: resize, then crop"  # of images with labels
@@ -70,39 +71,41 @@ class LoaderArguments(frame.Arguments):
     photographs: int = key(24, above=0)  # different files
 
 
-def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
-    """Time all pipelines in one thread, set up like a DataLoader's worker."""
+PHOTOGRAPHS = "ImageNet-like JPEG"
+
+
+def items(arguments: LoaderArguments) -> dict[str, tuple]:
+    """Each source of crops: suffix, size and crop of its images, and the size to which they are resized."""
+    own = arguments
+    sources = (
+        ("small PNG", ".png", own.small_size, own.small_crop_size, None),
+        ("PNG", ".png", own.png_size, own.crop_size, None),
+        ("JPEG", ".jpg", own.jpeg_size, own.crop_size, None),
+        ("JPEG, base_size", ".jpg", own.jpeg_size, own.crop_size, own.base_size),
+        (PHOTOGRAPHS, ".JPEG", own.photograph_size, own.photograph_crop_size, None),
+    )
+    return {source[0]: source for source in sources}
+
+
+def measure(arguments: LoaderArguments, source: str, suffix: str, size: list[int], side: int, base: int | None) -> Rows:
+    """Time all pipelines of a source in one thread, set up like a DataLoader's worker."""
     worker_init(0)
-    torch.set_num_threads(1)
-    rows, about = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        for source, about[source], files, pipelines in sources(arguments, Path(folder)):
-            keys = [(epoch, epoch % files) for epoch in range(arguments.rounds)]
-            each = {name: map(pipeline, [keys[0], *keys]) for name, pipeline in pipelines.items()}  # one call before
-            steps = {name: partial(next, crops) for name, crops in each.items()}
-            for name, times_ms in timed(steps, arguments.rounds, "cpu").items():
-                median_ms = round(statistics.median(times_ms), 3)
-                rows.append({"source": source, "pipeline": name, "median_ms": median_ms, "times_ms": times_ms})
-            clock.report(source)
-    return {"environment": {"threads": 1}, "about": about, "rows": rows}
-
-
-def sources(arguments: LoaderArguments, folder: Path) -> Iterator[tuple[str, str, int, Pipelines]]:
-    """Each source of crops: its name, its files in words and in number, and the pipelines that read them."""
-    for name, suffix, size, side, base_size in (
-        ("small PNG", ".png", arguments.small_size, arguments.small_crop_size, None),
-        ("PNG", ".png", arguments.png_size, arguments.crop_size, None),
-        ("JPEG", ".jpg", arguments.jpeg_size, arguments.crop_size, None),
-        ("JPEG, base_size", ".jpg", arguments.jpeg_size, arguments.crop_size, arguments.base_size),
-    ):
-        pairs = drawn_pairs(folder / name, arguments.pictures, size, suffix)
-        images, labels = zip(*((pair.image, pair.label) for pair in pairs.files), strict=True)
-        crops = TrainingCrops(pairs, TrainingTransform((side, side), base_size=base_size, fill=(0, 0, 0)), seed=0)
-        yield name, f"{described(size, images)}, labels of {kib(labels)} KiB", len(pairs), of_pairs(crops)
-    photographs = drawn_photographs(folder, arguments.photographs, arguments.photograph_size)
-    files = [photographs.path(number) for number in range(len(photographs))]
-    crops_of = ClassificationCrops(photographs, RandomResizedCrop(arguments.photograph_crop_size, colours=()), seed=0)
-    yield "ImageNet-like JPEG", described(arguments.photograph_size, files), len(files), of_photographs(crops_of)
+        if source == PHOTOGRAPHS:
+            photographs = drawn_photographs(Path(folder), arguments.photographs, size)
+            count, files = len(photographs), [photographs.path(number) for number in range(len(photographs))]
+            cut = RandomResizedCrop(side, colours=())
+            about, pipelines = described(size, files), of_photographs(ClassificationCrops(photographs, cut, seed=0))
+        else:
+            pairs = drawn_pairs(Path(folder) / "pairs", arguments.pictures, size, suffix)
+            count, (images, labels) = len(pairs), zip(*((f.image, f.label) for f in pairs.files), strict=True)
+            transform = TrainingTransform((side, side), base_size=base, fill=(0, 0, 0))
+            about = f"{described(size, images)}, labels of {kib(labels)} KiB"
+            pipelines = of_pairs(TrainingCrops(pairs, transform, seed=0))
+        keys = [(epoch, epoch % count) for epoch in range(arguments.rounds)]
+        each = {name: map(pipeline, [keys[0], *keys]) for name, pipeline in pipelines.items()}  # one call before
+        times_ms = timed({name: partial(next, crops) for name, crops in each.items()}, arguments.rounds, "cpu")
+    return [{"source": source, "files": about, "pipeline": name, "times_ms": own} for name, own in times_ms.items()]
 
 
 def described(size: Sequence[int], images: Sequence[Path]) -> str:
@@ -233,21 +236,26 @@ def of_photographs(crops: ClassificationCrops) -> Pipelines:
 
 COLUMNS: Columns = [
     ("pipeline", "{pipeline}"),
-    ("ms", "{median_ms:.3g}"),
-    ("crops/s per core", lambda row: f"{1e3 / row['median_ms']:.1f}"),
-    ("time / ours", lambda row: frame.relative_time(row, OURS)),
+    ("ms", lambda row: f"{md.median_ms(row):.3g}"),
+    ("crops/s per core", lambda row: f"{1e3 / round(md.median_ms(row), 3):.1f}"),
+    ("time / ours", lambda row: md.relative_time(row, OURS)),
 ]
 
 
-def page(result: dict, _: str) -> str:
-    tables = [
-        section(f"{source}: {result['about'][source]}", columns(rows.values(), COLUMNS))
-        for source, rows in frame.grouped(result["rows"], ["source"], "pipeline").items()
-    ]
-    return frame.page_text("loader", result, sources=tables)
+def about(arguments: dict) -> tuple[str, str]:
+    sizes = f"{arguments['crop_size']} pixels (small PNG: {arguments['small_crop_size']}"
+    photographs = f"{PHOTOGRAPHS}: {arguments['photograph_crop_size']})"
+    rounds = f"{arguments['rounds']} rounds over {arguments['pictures']} pictures of each kind"
+    return "Time of a crop", f"Crops of {sizes}, {photographs}, {rounds}"
 
 
-run, main = frame.benchmark("loader", LoaderArguments, measure, page)
+def sections(call: dict, _: str) -> Iterator[str]:
+    for source, rows in md.grouped(frame.rows_of(call), ["source"], "pipeline").items():
+        yield section(f"{source}: {rows[OURS]['files']}", md.columns(rows.values(), COLUMNS))
+
+
+BENCHMARK = frame.Benchmark("loader", LoaderArguments, items, measure, sections, about)
+run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":
     main()

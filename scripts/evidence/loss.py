@@ -1,14 +1,14 @@
 """Peak and time of the segmentation loss: tiles beside whole upsampled logits, plain, compiled and a crop at a time:
 
-    python -m scripts.evidence.loss out=docs/results/loss.json
+    python -m scripts.evidence.loss out=FILE.json
     python -m scripts.evidence.loss crop_size=128 rounds=3 classes=[19] out=FILE.json
-    python -m scripts.evidence.loss device=cuda crops=8 crop_size=512 out=docs/results/loss_cuda.json
+    python -m scripts.evidence.loss device=cuda crops=8 crop_size=512 out=FILE.json
 
 A loss and its gradient with respect to logits at the network's resolution, in one thread on a CPU.
 """
 
+import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +19,10 @@ from torch import Tensor
 
 from engine.schema.keys import key
 from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy
-from scripts.evidence import frame
-from scripts.evidence.frame import MIB, mib
-from scripts.evidence.measuring import peak_bytes, timed
-from scripts.reports import charts
-from scripts.reports.markdown import Columns, columns, section
+from scripts.reports import charts, frame
+from scripts.reports import markdown as md
+from scripts.reports.markdown import MIB, Columns, Rows, mib, section
+from scripts.reports.measuring import peak_bytes, timed
 
 TILES, PLAIN, COMPILED, EACH_CROP = "tiles", "whole logits", "whole logits, compiled", "whole logits, a crop at a time"
 CROSS_ENTROPY, BOOTSTRAPPED = "cross-entropy", "bootstrapped, 25 %"
@@ -37,7 +36,6 @@ class LossArguments(frame.DeviceArguments):
     strides: list[int] = key([8, 16], above=0)  # pixels of a crop per cell of the logits
     crops: int = key(2, above=0)
     crop_size: int = key(256, above=0)
-    rounds: int = key(15, above=0)  # each times every way once
 
 
 def ways_of(name: str) -> dict[str, Way]:
@@ -57,18 +55,16 @@ def ways_of(name: str) -> dict[str, Way]:
     return {TILES: way(tiled), PLAIN: way(whole), COMPILED: way(fused), EACH_CROP: each_crop}
 
 
-def measure(arguments: LossArguments, clock: frame.Clock) -> Iterator[dict]:
-    torch.set_num_threads(1)
-    rows: list[dict] = []
-    for classes in arguments.classes:
-        for stride in arguments.strides:
-            for name in (CROSS_ENTROPY, BOOTSTRAPPED):
-                rows += measured(arguments, classes, stride, name)
-                clock.report(f"{classes} classes, stride {stride}, {name}")
-                yield {"environment": {"threads": 1}, "rows": rows}
+def items(arguments: LossArguments) -> dict[str, tuple[int, int, str]]:
+    cases = itertools.product(arguments.classes, arguments.strides, (CROSS_ENTROPY, BOOTSTRAPPED))
+    return {case_of(*case): case for case in cases}
 
 
-def measured(arguments: LossArguments, classes: int, stride: int, name: str) -> Iterator[dict]:
+def case_of(classes: int, stride: int, name: str) -> str:
+    return f"{classes} classes, stride {stride}, {name}"
+
+
+def measure(arguments: LossArguments, classes: int, stride: int, name: str) -> Rows:
     generator = torch.Generator().manual_seed(0)
     side, cells = arguments.crop_size, math.ceil(arguments.crop_size / stride)
     logits = torch.randn(arguments.crops, classes, cells, cells, generator=generator).to(arguments.device)
@@ -81,45 +77,49 @@ def measured(arguments: LossArguments, classes: int, stride: int, name: str) -> 
     steps = {way: partial(compute, logits, labels) for way, compute in ways.items()}
     exact = ways[PLAIN](logits.detach().double().requires_grad_(), labels)
     times = timed(steps, arguments.rounds, arguments.device)
-    for way, step in steps.items():
-        yield {
-            "case": f"{classes} classes, stride {stride}, {name}",
-            "classes": classes,
-            "stride": stride,
-            "loss": name,
-            "way": way,
+    return [
+        {
+            **{"case": case_of(classes, stride, name), "loss": name, "way": way},
             "peak_bytes": peak_bytes(step, arguments.device),
             "error": ((step().double() - exact).norm() / exact.norm()).item(),
             "times_ms": times[way],
         }
+        for way, step in steps.items()
+    ]
 
 
 COLUMNS: Columns = [
     ("", "{way}"),
     ("peak, MiB", lambda row: mib(row["peak_bytes"])),
     ("/ whole logits", lambda row: f"{row['peak_bytes'] / row['beside'][PLAIN]['peak_bytes']:.3f}"),
-    ("ms", lambda row: f"{statistics.median(row['times_ms']):.0f}"),
-    ("time / whole logits", lambda row: frame.relative_time(row, PLAIN)),
+    ("ms", lambda row: f"{md.median_ms(row):.0f}"),
+    ("time / whole logits", lambda row: md.relative_time(row, PLAIN)),
     ("gradient's error", lambda row: f"{row['error']:.0e}"),
 ]
 
 
-def page(result: dict, file: str) -> str:
-    groups = frame.grouped(result["rows"], ["case"], "way")
-    tables = [section(case, columns(rows.values(), COLUMNS)) for case, rows in groups.items()]
-    slower = frame.longer({case: frame.time_ratio(rows, TILES, PLAIN).median for case, rows in groups.items()})
-    picture = f"![peak and time of each way]({file}.png)"
-    return frame.page_text("loss", result, tables=tables, slower=slower, picture=picture)
+def about(arguments: dict) -> tuple[str, str]:
+    crops = f"{arguments['crops']} crops of {arguments['crop_size']}x{arguments['crop_size']} pixels, float32"
+    return f"Peak and time, on {frame.DEVICES[arguments['device']]}", f"{crops}; {arguments['rounds']} rounds"
 
 
-def pictures(result: dict) -> dict[str, Figure]:
+def sections(call: dict, picture: str) -> Iterator[str]:
+    groups = md.grouped(frame.rows_of(call), ["case"], "way")
+    what = "The bootstrapped loss and its gradient: lower is better, and both axes are logarithmic."
+    yield f"![peak and time of each way]({picture}.png)\n*{what}*"
+    slower = md.longer({case: md.time_ratio(rows, TILES, PLAIN).median for case, rows in groups.items()})
+    yield f"Tiles take longer than whole logits in: {slower}."
+    yield from (section(case, md.columns(rows.values(), COLUMNS)) for case, rows in groups.items())
+
+
+def pictures(call: dict) -> dict[str, Figure]:
     """Bars for each number of classes and stride, of the bootstrapped loss, which the paper trains with."""
-    groups = frame.grouped((row for row in result["rows"] if row["loss"] == BOOTSTRAPPED), ["case"], "way")
+    groups = md.grouped((row for row in frame.rows_of(call) if row["loss"] == BOOTSTRAPPED), ["case"], "way")
     names = ["\n".join(case.split(", ")[:2]) for case in groups]
     figure, (peak, time) = charts.panels(2, 1, (9, 7))
     for axes, value, label in (
         (peak, lambda row: row["peak_bytes"] / MIB, "peak of the loss, MiB"),
-        (time, lambda row: statistics.median(row["times_ms"]), "loss and gradient, ms"),
+        (time, md.median_ms, "loss and gradient, ms"),
     ):
         shown = [
             charts.Series(way, [value(rows[way]) for rows in groups.values()], colour=colour)
@@ -130,7 +130,14 @@ def pictures(result: dict) -> dict[str, Figure]:
     return {"": figure}
 
 
-run, main = frame.benchmark("loss", LossArguments, measure, page, pictures)
+def way_text(record: dict, way: str) -> str:
+    """MiB and ms of a way, of the bootstrapped loss with most classes."""
+    rows = md.grouped(frame.rows_of(record["calls"][0]), ["case"], "way")[case_of(182, 8, BOOTSTRAPPED)]
+    return f"{mib(rows[way]['peak_bytes'], 0)}; {md.median_ms(rows[way]):.0f}"
+
+
+BENCHMARK = frame.Benchmark("loss", LossArguments, items, measure, sections, about, pictures)
+run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":
     main()

@@ -1,105 +1,226 @@
-"""Measure `recompute_activations` on known networks, beside other methods to train in less memory:
+"""Measure `recompute_activations` on known networks, with byte budgets and without, beside other ways to less memory:
 
     python -m scripts.evidence.networks [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
-    python -m scripts.evidence.networks measure=false out=FILE.json
+    python -m scripts.evidence.networks exact=true device=cuda out=FILE.json
 
-FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
-adds networks to it. FILE.png shows bytes against time.
+exact=true compares gradients alone, in every precision. Pictures show memory against time.
 """
 
+import copy
 import math
 import statistics
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor, nn
 
-from scripts.evidence import frame, methods
-from scripts.evidence.frame import mib, time_ratio
-from scripts.evidence.methods import (
-    BLOCKS,
-    BUDGET,
-    COMPILED,
-    EXACT_IMAGES,
-    ON_CPU,
-    PLAIN,
-    RECOMPUTED,
-    NetworksArguments,
-)
-from scripts.reports import charts
-from scripts.reports.markdown import Columns, columns
+from engine.schema.keys import key
+from keepless import plan, recompute_activations
+from keepless.saved import kept_bytes
+from scripts.evidence import methods, zoo
+from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, FLOAT64, ON_CPU, PLAIN, RECOMPUTED, Compared, Trained
+from scripts.evidence.zoo import DECODER, NETWORKS
+from scripts.reports import charts, frame
+from scripts.reports import markdown as md
+from scripts.reports.markdown import Columns, Rows, mib, section
+from scripts.reports.measuring import PRECISIONS, autocast
 
-Rows = dict[str, dict]  # of one network, by method
+AS_BLOCKS, IN_TIME_OF_BLOCKS, AS_COMPILED = "peak of the checkpoints", "time of the checkpoints", "peak of the compiler"
+LEAST, IN_TIME = "the least", "in time"
+TIME_LIMITS = {"convnext_tiny": 1.10, "resnet50": 1.12, "densenet121": 1.12, "mobilenet_v2": 1.15}  # of a step to plain
+TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the plain peak, among which plans within a time are
+HOST = 0.04  # of a plain step: estimate of Python's own overhead of a plan
+SUITED: dict[str, dict] = {  # arguments that are null, by device: a GPU takes milliseconds for few images
+    "cpu": dict(images=8, networks=[], precisions=["float32"], shares=[0.8, 0.6, 0.45, 0.33]),
+    "cuda": dict(
+        images=128,
+        networks=["resnet50", "densenet121", "convnext_tiny", "efficientnet_v2_s", "vit_b_16", DECODER],
+        precisions=["bfloat16", "float32"],
+        shares=[0.3, 0.15],
+    ),
+}
 
-NAMED = (  # in the chart
-    *("densenet121", "resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny"),
-    *("vit_b_16", "maxvit_t"),
-)
 
+@dataclass
+class NetworksArguments(frame.DeviceArguments):
+    """Null takes what suits the device."""
+
+    rounds: int = key(5, above=0)  # each measures every network and method once
+    images: int | None = key(None, least=2)  # per step; some norms have one value per image; an eighth as many texts
+    image_size: int = key(224, above=0)  # pixels
+    networks: list[str] | None = None  # [] for all; `only` chooses some of them for this call
+    precisions: list[str] | None = None  # bfloat16 is autocast
+    shares: list[float] | None = None  # of the plain network's peak: budgets
+    compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
+    exact: bool = False  # only compare gradients, in every precision
+
+    def suited(self) -> "NetworksArguments":
+        return frame.filled(self, SUITED[self.device])
+
+    def check(self) -> None:
+        super().check()
+        own = self.suited()
+        frame.check_choices("networks", own.networks or NETWORKS, (*NETWORKS, DECODER))
+        frame.check_choices("precisions", own.precisions or (), PRECISIONS)
+
+
+def items(arguments: NetworksArguments) -> dict[str, tuple]:
+    names, precisions = arguments.networks or NETWORKS, arguments.precisions or ()
+    if arguments.exact:
+        return {name: (name, None) for name in names}
+    several = len(precisions) > 1
+    return {f"{name}/{each}" if several else name: (name, each) for each in precisions for name in names}
+
+
+def measure(arguments: NetworksArguments, name: str, precision: str | None) -> Rows:
+    """A row for each method and budget of a network, or the reason why it fails. Raises if the plain network fails.
+
+    {"network", "precision", "method", "kept_bytes": None if not known, "peak_bytes", "times_ms", "deviation": largest
+    of a gradient from the plain network's, relative to the largest, "same_outputs", "budget", "planned_bytes": of
+    budgets, "replay_ms": of a CUDA graph of the step}; see `methods.exact_rows` for those of exact=true.
+    """
+    assert arguments.images and arguments.shares is not None
+    what = name, arguments.device, arguments.images, arguments.image_size
+    if precision is None:
+        return methods.exact_rows(*what, arguments.shares)
+    plain, inputs = zoo.made(*what)
+    compared = Compared(name, precision, inputs)
+    for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
+        network = copy.deepcopy(plain)
+        forward = methods.forward_of(network, method, arguments.compiler)
+        facts = partial(_kept, name, precision, method, network, forward, inputs)
+        compared.add(method, Trained(network, forward), facts)
+    try:
+        within_budgets(arguments, compared, plain)
+    except Exception as error:  # e.g. a network without a plan
+        compared.failed.append({**compared.common, "method": "budgets", "reason": frame.reason(error)})
+    return compared.timed(arguments.rounds)
+
+
+def _kept(name: str, precision: str, method: str, network: nn.Module, forward: methods.Forward, inputs: Tensor) -> dict:
+    """What a method keeps, and in float32 how exact it is in float64."""
+    device = inputs.device.type
+    with autocast(device, precision):
+        kept = None if method == ON_CPU else kept_bytes(network, partial(forward, inputs), [inputs])
+    has_exactness = method in (RECOMPUTED, BLOCKS) and precision == "float32"
+    return {"kept_bytes": kept, **(methods.exactness(name, method, device) if has_exactness else {})}
+
+
+def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.Module) -> None:
+    """Add the network within shares of its peak, within the rivals' peaks, and in the rivals' times."""
+    assert arguments.shares is not None
+    name, precision, inputs, rows = *compared.common.values(), compared.inputs, compared.rows
+    asked: dict[str, float | int] = {f"{share:.0%} of plain": share for share in arguments.shares}
+    rivals = {AS_BLOCKS: BLOCKS, AS_COMPILED: BUDGET}
+    asked |= {label: rows[rival]["peak_bytes"] for label, rival in rivals.items() if rival in rows}
+    with autocast(inputs.device.type, precision):
+        planned = plan(Trained(copy.deepcopy(plain)), inputs, [*asked.values(), *TRIED, 1.0])
+    limits = {IN_TIME: TIME_LIMITS[name]} if name in TIME_LIMITS else {}
+    if BLOCKS in rows:
+        limits[IN_TIME_OF_BLOCKS] = compared.relative_times(arguments.rounds)[BLOCKS]
+    for label, limit in limits.items():
+        fast = [row.peak for row in planned.rows if row.seconds <= max(0.0, limit - 1 - HOST)]
+        asked[label] = min(fast, default=planned.plain)
+    reference = methods.gradients_of(Trained(plain), inputs, precision)
+    for label, wanted in {**asked, LEAST: planned.least}.items():
+        budget = int(wanted * planned.plain) if isinstance(wanted, float) else wanted
+        if budget < planned.least and label not in rivals:
+            continue  # no plan reaches this share
+        trained, peaks = Trained(copy.deepcopy(plain)), [row.peak for row in planned.rows if row.budget == budget]
+        recompute_activations(trained, budget=max(budget, planned.least))
+        found = {"budget": budget if budget >= planned.least else None, "planned_bytes": (*peaks, planned.least)[0]}
+        compared.add(label, trained, partial(_exact_within, found, trained, inputs, precision, reference))
+
+
+def _exact_within(found: dict, network: nn.Module, inputs: Tensor, precision: str, reference: Tensor) -> dict:
+    own = methods.gradients_of(network, inputs, precision)
+    return {**found, "deviation": methods.deviation(own, reference)}
+
+
+Networks = dict[str, dict[str, dict]]  # rows by network and method
 STYLES = {
-    RECOMPUTED: (charts.BLUE, "o"),
+    RECOMPUTED: (charts.SKY, "o"),
     BLOCKS: (charts.VERMILION, "s"),
     ON_CPU: (charts.PURPLE, "D"),
     COMPILED: (charts.GREY, "^"),
     BUDGET: (charts.GREEN, "v"),
-    PLAIN: (charts.BLACK, "P"),
 }
+ON_THE_FRONT_PAGE = "resnet50"
 
 
-def page(result: dict, name: str) -> str:
-    networks = _by_network(result)
+def about(arguments: dict) -> tuple[str, str]:
+    names = ", ".join(arguments["networks"]) or "known networks"
+    what = f"Gradients of {names}" if arguments["exact"] else f"Memory and time of {names}"
+    images = f"{arguments['images']} images of {arguments['image_size']}x{arguments['image_size']} per step"
+    return f"{what}, on {frame.DEVICES[arguments['device']]}", f"{arguments['rounds']} rounds; {images}"
+
+
+def networks_in(call: dict) -> Networks:
+    """The name has the precision if there are several."""
+    by = ["network", "precision"] if len(call["arguments"]["precisions"]) > 1 else ["network"]
+    return md.grouped(frame.rows_of(call), by, "method")
+
+
+def sections(call: dict, picture: str) -> Iterator[str]:
+    if call["arguments"]["exact"]:
+        known = md.without_reasons(frame.rows_of(call))
+        yield section("Gradients", "\n".join(_worst(known)), md.columns(known, EXACTNESS, left=4))
+        return
+    networks = networks_in(call)
     rows = [row for of_network in networks.values() for row in of_network.values()]
-    return methods.page_text(
-        "networks",
-        result,
-        picture=f"![memory against time of every network and method]({name}.png)",
-        networks=len(networks),
-        summary=_summary(networks),
-        comparison=_comparison(networks),
-        every_network=columns(rows, [*COLUMNS, *(REPLAYS if any("replay_ms" in r for r in rows) else ())], left=2),
-        exact_images=EXACT_IMAGES,
-        exact_pixels=methods.EXACT_DEFAULT,
-        larger=", ".join(f"{network}: {size}" for network, size in methods.EXACT_SIZE.items()),
-    )
+    yield f"{len(networks)} networks. Medians over networks, with the smallest and the largest:"
+    yield _summary(networks)
+    yield "\n".join([*_comparison(networks), *_of_plans(networks)])
+    yield f"![memory against time of every network]({picture}.png)"
+    yield section("Every network", md.columns(rows, COLUMNS, left=2))
 
 
-def _by_network(result: dict) -> dict[str, Rows]:
-    return frame.grouped(result["rows"], ["network"], "method")
+def _worst(known: Rows) -> Iterator[str]:
+    """The largest deviation of our methods, and of their error's ratio to plain's, by precision and determinism."""
+    for precision, deterministic in dict.fromkeys((row["precision"], row["deterministic"]) for row in known):
+        own = [row for row in known if (row["precision"], row["deterministic"]) == (precision, deterministic)]
+        plain = {row["network"]: max(row["error"], 1e-18) for row in own if row["method"] == PLAIN}
+        if ours := [row for row in own if row["method"] != PLAIN and row["network"] in plain]:
+            most, ratio = max(r["deviation"] for r in ours), max(r["error"] / plain[r["network"]] for r in ours)
+            kind = "deterministic" if deterministic else "default"
+            to_float64 = f", and the error to float64 is at most {ratio:.2f} times plain's"
+            more = "" if precision == FLOAT64 else to_float64
+            yield f"- {precision}, {kind} algorithms: at most {most:.0e} from plain{more}."
 
 
-def _ratio(rows: Rows, method: str, kind: str) -> float:
-    """Bytes relative to plain; NaN if they are not known."""
-    return math.nan if rows[method][kind] is None else rows[method][kind] / rows[PLAIN][kind]
+EXACTNESS: Columns = [
+    ("network", "{network}"),
+    ("precision", "{precision}"),
+    ("deterministic", lambda row: "yes" if row["deterministic"] else "no"),
+    ("method", lambda row: f"{PLAIN}, again" if row["method"] == PLAIN else row["method"]),
+    ("from plain", lambda row: f"{row['deviation']:.0e}"),
+    ("from float64", lambda row: f"{row['error']:.0e}"),
+]
 
 
-def _summary(networks: dict[str, Rows]) -> str:
+def _ratio(rows: dict[str, dict], method: str, kind: str, to: str = PLAIN) -> float:
+    """Bytes relative to plain, or to another method; NaN if they are not known."""
+    return rows[method][kind] / rows[to][kind] if rows[method].get(kind) and rows[to].get(kind) else math.nan
+
+
+def _time(rows: dict[str, dict], method: str, to: str = PLAIN) -> float:
+    return md.time_ratio(rows, method, to).median
+
+
+def _summary(networks: Networks) -> str:
     having = {method: [rows for rows in networks.values() if method in rows] for method in methods.METHODS[1:]}
-
-    def bytes_(kind: str, method: str) -> str:
-        return _range(_ratio(rows, method, kind) for rows in having[method])
-
     shown: Columns = [
         ("method", str),
         ("networks", lambda method: str(len(having[method]))),
-        ("kept / plain", partial(bytes_, "kept_bytes")),
-        ("peak / plain", partial(bytes_, "peak_bytes")),
-        ("time / plain", lambda method: _range(time_ratio(rows, method, PLAIN).median for rows in having[method])),
+        ("kept / plain", lambda method: _range(_ratio(rows, method, "kept_bytes") for rows in having[method])),
+        ("peak / plain", lambda method: _range(_ratio(rows, method, "peak_bytes") for rows in having[method])),
+        ("time / plain", lambda method: _range(_time(rows, method) for rows in having[method])),
     ]
-    return columns(filter(having.get, having), shown)
-
-
-def _comparison(networks: dict[str, Rows]) -> str:
-    """Where `recompute_activations` is ahead of a rival, and where it is behind."""
-    lines = []
-    for rival in (BLOCKS, COMPILED, BUDGET):
-        both = [rows for rows in networks.values() if {rival, RECOMPUTED} <= rows.keys()]
-        if both:
-            faster = sum(time_ratio(rows, RECOMPUTED, rival).median < 1 for rows in both)
-            smaller = sum(_ratio(rows, RECOMPUTED, "kept_bytes") < _ratio(rows, rival, "kept_bytes") for rows in both)
-            counts = f"faster in {faster} of {len(both)} networks, keeps less in {smaller}"
-            lines.append(f"- *{RECOMPUTED}* beside *{rival}*: {counts}.")
-    return "\n".join(lines)
+    return md.columns(filter(having.get, having), shown)
 
 
 def _range(values: Iterable[float]) -> str:
@@ -107,53 +228,121 @@ def _range(values: Iterable[float]) -> str:
     return f"{statistics.median(known):.2f} ({min(known):.2f} – {max(known):.2f})" if known else ""
 
 
-def _bytes_to_plain(kind: str, row: dict) -> str:
-    ratio = _ratio(row["beside"], row["method"], kind)
-    return "1" if row["method"] == PLAIN else "" if math.isnan(ratio) else f"{ratio:.2f}"
+def _comparison(networks: Networks) -> Iterator[str]:
+    """Where `recompute_activations` is ahead of a rival, and where it is behind."""
+    for rival in (BLOCKS, COMPILED, BUDGET):
+        both = [rows for rows in networks.values() if rows.get(rival, {}).get("kept_bytes") and RECOMPUTED in rows]
+        if both:
+            faster = sum(_time(rows, RECOMPUTED, rival) < 1 for rows in both)
+            smaller = sum(_ratio(rows, RECOMPUTED, "kept_bytes", rival) < 1 for rows in both)
+            counts = f"faster in {faster} of {len(both)} networks, keeps less in {smaller}"
+            yield f"- *{RECOMPUTED}* beside *{rival}*: {counts}."
+
+
+def _of_plans(networks: Networks) -> Iterator[str]:
+    """How exact plans are, and where they are ahead of checkpoints and of the compiler, or behind."""
+    plans = [row for rows in networks.values() for row in rows.values() if "planned_bytes" in row]
+    if not plans:
+        return
+    off = max(abs(row["peak_bytes"] / row["planned_bytes"] - 1) for row in plans)
+    most = max(row["deviation"] for row in plans)
+    exact = f"measured peaks are within {off:.1%} of the planned ones, the largest deviation of a gradient is {most:g}"
+    yield f"- {len(plans)} plans: {exact}."
+    for asked, rival in ((AS_BLOCKS, BLOCKS), (AS_COMPILED, BUDGET)):
+        own = {name: rows for name, rows in networks.items() if asked in rows}
+        to_rival = {
+            name: (_ratio(rows, asked, "peak_bytes", rival), _time(rows, asked, rival)) for name, rows in own.items()
+        }
+        behind = {name: ratios for name, ratios in to_rival.items() if ratios[0] > 1.01 or round(ratios[1], 2) > 1}
+        if own:
+            ours, theirs = (statistics.median(_time(rows, each) for rows in own.values()) for each in (asked, rival))
+            medians = f"{ours:.2f} of the plain time, with *{rival}* {theirs:.2f} (medians of {len(own)} networks)"
+            others = ", ".join(f"{name} (peak {x:.2f}, time {y:.2f})" for name, (x, y) in behind.items()) or "none"
+            yield (
+                f"- With the {asked}, a step takes {medians}. Neither peak nor time is above the rival's in "
+                f"{len(own) - len(behind)} of {len(own)}. The others, relative to the rival: {others}."
+            )
+    shares = [_ratio(rows, IN_TIME_OF_BLOCKS, "peak_bytes") for rows in networks.values() if IN_TIME_OF_BLOCKS in rows]
+    if shares:
+        yield f"- In the {IN_TIME_OF_BLOCKS}, the median peak is {statistics.median(shares):.2f} of plain."
 
 
 COLUMNS: Columns = [
     ("network", lambda row: row["network"] if row["method"] == PLAIN else ""),
-    ("method", "{method}"),
-    ("kept, MiB", lambda row: mib(row["kept_bytes"])),
-    ("/ plain", partial(_bytes_to_plain, "kept_bytes")),
+    ("method or budget", "{method}"),
+    ("kept, MiB", lambda row: mib(row.get("kept_bytes"))),
+    ("/ plain", lambda row: md.relative(row, PLAIN, "kept_bytes")),
+    ("planned, MiB", lambda row: mib(row.get("planned_bytes"))),
     ("peak, MiB", lambda row: mib(row["peak_bytes"])),
-    ("/ plain", partial(_bytes_to_plain, "peak_bytes")),
-    ("step, ms", lambda row: f"{statistics.median(row['times_ms']):.0f}"),
-    ("/ plain", lambda row: frame.relative_time(row, PLAIN)),
+    ("/ plain", lambda row: md.relative(row, PLAIN, "peak_bytes")),
+    ("step, ms", lambda row: f"{md.median_ms(row):.0f}"),
+    ("/ plain", lambda row: md.relative_time(row, PLAIN)),
+    ("replayed, ms", lambda row: f"{row['replay_ms']:.1f}" if "replay_ms" in row else ""),
     ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
     ("outputs", lambda row: {True: "equal", False: "differ", None: ""}[row.get("same_outputs")]),
 ]
-REPLAYS: Columns = [("replayed, ms", lambda row: f"{row['replay_ms']:.1f}" if "replay_ms" in row else "")]
 
 
-def pictures(result: dict) -> dict[str, Figure]:
-    """Bytes against time, relative to plain: a point for each network and method."""
-    networks = _by_network(result)
-    figure, panels = charts.panels(1, 2, (14, 8), sharey=True)
-    for axes, kind, title in zip(panels, ("kept_bytes", "peak_bytes"), ("kept bytes", "peak of a step"), strict=True):
-        shown = []
-        for method, (colour, style) in STYLES.items():
-            places = {
-                name: (ratio, time_ratio(rows, method, PLAIN).median)
-                for name, rows in networks.items()
-                if method in rows and not math.isnan(ratio := _ratio(rows, method, kind))
-            }
-            names = [name if name in NAMED and method == RECOMPUTED else "" for name in places]
-            if places:
-                x, y = zip(*places.values(), strict=True)
-                shown.append(charts.Series(method, y, x, colour, style, names))
-        charts.points(axes, shown, xlabel=f"{title}, relative to plain")
-    panels[0].set(ylabel="time of a step, relative to plain")
-    charts.legend(figure, columns=6)
-    return {"": figure}
+def pictures(call: dict) -> dict[str, Figure]:
+    """Peak against time, relative to plain: all networks, or with budgets a panel for each and the README's picture."""
+    networks = {} if call["arguments"]["exact"] else networks_in(call)
+    plans = [row for rows in networks.values() for row in rows.values() if "planned_bytes" in row]
+    if networks and not plans:
+        figure, (axes,) = charts.panels(1, 1, (9, 6))
+        _draw(axes, *networks.values(), xlabel="peak, relative to plain", ylabel="time, relative to plain")
+        charts.legend(figure, columns=4)
+        return {"": figure}
+    if not networks:
+        return {}
+    count = math.ceil(len(networks) / 4)
+    figure, panels = charts.panels(count, 4, (14, 2.6 * count), sharex=True, sharey=True)
+    for axes in panels[len(networks) :]:
+        axes.set_visible(False)
+    for number, (axes, (name, rows)) in enumerate(zip(panels, networks.items(), strict=False)):
+        _draw(axes, rows, title=name)
+        axes.set(ylabel="" if number % 4 else "time, relative to plain", ylim=(0.8, 1.6))
+        if number >= len(networks) - 4:  # the lowest of each column
+            axes.set(xlabel="peak, relative to plain")
+            axes.tick_params(labelbottom=True)
+    charts.legend(figure, columns=4)
+    rows = networks.get(ON_THE_FRONT_PAGE)
+    return {"": figure} | ({f"_{ON_THE_FRONT_PAGE}": _alone(rows, call["arguments"])} if rows else {})
 
 
-def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
-    yield from methods.each(arguments, clock, methods.NETWORKS, methods.measured)
+def _draw(axes: Axes, *networks: dict[str, dict], **labels: str) -> None:
+    """Peak against time: a line for a network's budgets, and points for their rivals."""
+    for rows in networks:
+        plans = [method for method, row in rows.items() if "planned_bytes" in row]
+        if ours := sorted((_ratio(rows, method, "peak_bytes"), _time(rows, method)) for method in plans):
+            x, y = zip(*ours, strict=True)
+            charts.lines(axes, [charts.Series("recompute_activations with budgets", y, x, charts.BLUE, ".-")])
+    shown = []
+    for method, (colour, marker) in STYLES.items():
+        having = [rows for rows in networks if method in rows]
+        x, y = ([_ratio(rows, method, "peak_bytes") for rows in having], [_time(rows, method) for rows in having])
+        shown += [charts.Series(method, y, x, colour, marker)] * bool(having)
+    charts.points(axes, shown, **labels)
 
 
-run, main = frame.benchmark("networks", NetworksArguments, measure, page, pictures)
+def _alone(rows: dict[str, dict], arguments: dict) -> Figure:
+    """The picture for the README: budgets on their own, beside each rival's point."""
+    figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
+    images, side, device = (arguments[name] for name in ("images", "image_size", "device"))
+    title = f"A training step of {ON_THE_FRONT_PAGE} on {images} images of {side} x {side}, on {frame.DEVICES[device]}"
+    _draw(axes, rows, title=title, xlabel="peak memory, relative to plain PyTorch")
+    axes.set_ylabel("time, relative to plain PyTorch")
+    axes.plot(1, 1, "*", color=charts.BLACK, markersize=9, label="plain PyTorch")
+    axes.axhline(1, color=charts.GREY, linewidth=0.8)
+    axes.set(xlim=(0.2, 1.05), ylim=(0.95, 1.4))
+    charts.legend(figure, columns=3)
+    return figure
+
+
+PACKAGES = tuple(dict.fromkeys(zoo.PACKAGES.values()))
+BENCHMARK = frame.Benchmark(
+    "networks", NetworksArguments, items, measure, sections, about, pictures, apart=True, packages=PACKAGES
+)
+run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":
     main()

@@ -4,11 +4,11 @@
     python -m scripts.evidence.tables runs=[docs/results,runs/tables] out=docs/results
     python -m scripts.evidence.tables plan=docs/results/memory_plan.json
 
-`runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, between
-its lines "tables start" and "tables end". A run counts for an experiment if it has the same configuration, apart from
-precision, compilation and memory format, which are printed beside its score; other runs are listed with the keys that
-they changed. `plan`, a record of scripts.evidence.plan_experiments, gives the planned memory. For curves, compare the
-runs with scripts.compare_runs.
+`runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, each
+between <!-- TABLE start --> and <!-- TABLE end -->. A run counts for an experiment if it has the same configuration,
+apart from precision, compilation and memory format, which are printed beside its score; other runs are listed with the
+keys that they changed. `plan`, a record of scripts.plan_memory table=all, gives the planned memory. For curves, compare
+the runs with scripts.compare_runs.
 """
 
 import itertools
@@ -17,6 +17,7 @@ import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,23 +26,22 @@ from omegaconf import DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.output_files import write_file
-from engine.schema.keys import key
-from scripts.evidence import frame
-from scripts.evidence.frame import GIB, MIB
-from scripts.reports import papers
-from scripts.reports.markdown import table
+from engine.schema.keys import as_list, key
+from scripts import plan_table
+from scripts.reports import frame, papers
+from scripts.reports.markdown import GIB, MIB, table
 from scripts.reports.runs import Run, found_runs
 
 SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
 VIEWS = {"_ten_crop": "ten crops", "_crop320": "320 pixels"}
-START, END = "<!-- tables start -->", "<!-- tables end -->"
+LEFT_OUT = "left_out"  # name of the block of run directories that are in no table
 
 
 @dataclass
 class Tables:
     runs: Any = key("docs/results", names=True)  # folder that holds run directories, or a list of such folders
     out: str = "docs/results"  # folder
-    plan: str = "docs/results/memory_plan.json"  # record of scripts.evidence.plan_experiments
+    plan: str = "docs/results/memory_plan.json"  # record of scripts.plan_memory table=all
 
 
 class Row(NamedTuple):
@@ -58,35 +58,49 @@ def write(values: DictConfig) -> Path:
     arguments = configuration.typed(values, Tables)
     out = Path(arguments.out)
     page = out / "README.md"
-    before, _, rest = (page.read_text() if page.is_file() else f"# Results\n\n{START}\n{END}\n").partition(START)
-    _, _, after = rest.partition(END)
-    if not after:
-        raise ValueError(f"out={out}: {page} has no lines {START!r} and {END!r}, between which the tables would go")
-    found, left_out = found_runs([arguments.runs] if isinstance(arguments.runs, str) else arguments.runs)
+    text = page.read_text() if page.is_file() else "".join(map(_empty, (*papers.TABLES, LEFT_OUT)))
+    if not {name for name, *_ in frame.BLOCK.findall(text)} & papers.TABLES.keys():
+        raise ValueError(f"out={out}: {page} has no lines such as <!-- table3 start --> and <!-- table3 end -->")
+    write_file(page, frame.with_blocks(text, blocks_of(as_list(arguments.runs), Path(arguments.plan), out)))
+    return page
+
+
+def _empty(name: str) -> str:
+    return f"## {papers.TABLES.get(name, 'In no table')}\n<!-- {name} start -->\n<!-- {name} end -->\n\n"
+
+
+@cache
+def of_results() -> dict[str, str]:
+    """The blocks of docs/results/README.md."""
+    return blocks_of([str(frame.RESULTS)], frame.RESULTS / "memory_plan.json", frame.RESULTS)
+
+
+def blocks_of(folders: list[str], plan: Path, out: Path) -> dict[str, str]:
+    """{table: its lines}, and the run directories that are in none. Links are relative to the folder `out`."""
+    found, left_out = found_runs(folders)
     finished: dict[str, Run] = {}  # by its records, as a page may hold a copy of another page's run
     for run in found:
         finished.setdefault(run.metrics, run)
     runs = list(finished.values())
-    planned = planned_memory(Path(arguments.plan))
-    tables = rows_of(runs, planned)
+    tables = rows_of(runs, planned_memory(plan))
     shown = {run.folder for rows in tables.values() for run in runs_of(rows)}
     left_out |= {run.folder: "it is of no experiment" for run in runs if run.folder not in shown}
-    text = as_markdown(tables, left_out, out)
-    write_file(page, f"{before}{START}\n{text}\n{END}{after}")
-    return page
+    blocks = {name: as_markdown(rows, out) for name, rows in tables.items()}
+    return blocks | {LEFT_OUT: "\n".join(f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items())}
 
 
 def planned_memory(file: Path) -> dict[str, int]:
-    """{experiment: bytes on each device} of a record of scripts.evidence.plan_experiments; empty without one.
+    """{experiment: bytes on each device} of a record of scripts.plan_memory table=all; empty without one.
 
     ValueError: the file is another benchmark's, or damaged.
     """
     if not file.is_file():
         return {}
     try:
-        return {row["experiment"]: row["peak"] for row in json.loads(file.read_text())["experiments"]}
+        calls = json.loads(file.read_text())["calls"]
+        return {row["experiment"]: row["peak"] for call in calls for row in plan_table.rows_of(call, "experiments")}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"plan={file} is not a record of scripts.evidence.plan_experiments: {error}") from error
+        raise ValueError(f"plan={file} is not a record of scripts.plan_memory table=all: {error}") from error
 
 
 def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
@@ -128,34 +142,22 @@ def runs_of(rows: list[Row]) -> list[Run]:
     return list({run.folder: run for run in own}.values())
 
 
-def as_markdown(tables: dict[str, list[Row]], left_out: dict[Path, str], out: Path) -> str:
-    """All tables. `left_out`: run directories that are in none, and why. Links are relative to the folder `out`."""
-    lines: list[str] = []
-    for name, rows in tables.items():
-        lines += ["", f"### {papers.TABLES[name]}", ""]
-        titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
-        lines.append(table(titles, (cells for row in rows for cells in _cells(row, out)), left=2))
-        if times := list(_times(rows)):
-            lines += [
-                "",
-                "Training times, RevNet's to its ResNet's; published on a GTX 1080, ours on shared CPU cores:",
-                "",
-            ]
-            lines.append(table(["networks", "source", "ResNet, min", "RevNet, min", "ratio"], times, left=2))
-        if note := frame.prose(f"tables/{name}"):
-            lines += ["", note]
-        if others := [other for row in rows for other in row.others]:
-            lines += ["", "Runs that changed keys of their experiment, and so are not rows of it:", ""]
-            for run, changed in others:
-                score = f"{SCORE_TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
-                lines.append(f"- {_link(run, out)}, with `{' '.join(changed)}`: {score}")
-        if runs := runs_of(rows):
-            lines += ["", *(_provenance(run, out) for run in runs)]
-    if left_out:
-        lines += ["", "### Run directories that are in no table", ""]
-        lines += [f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items()]
-    text = (frame.TEMPLATES / "tables.md").read_text()
-    return text.format(plan="[memory_plan](memory_plan.md)", tables="\n".join(lines).strip()).strip()
+def as_markdown(rows: list[Row], out: Path) -> str:
+    """A table, its training times, runs that changed keys, and where its runs were made."""
+    titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
+    parts = [table(titles, (cells for row in rows for cells in _cells(row, out)), left=2)]
+    if times := list(_times(rows)):
+        parts.append("Training times, RevNet's to its ResNet's; published on a GTX 1080, ours on shared CPU cores:")
+        parts.append(table(["networks", "source", "ResNet, min", "RevNet, min", "ratio"], times, left=2))
+    if others := [other for row in rows for other in row.others]:
+        parts.append("Runs that changed keys of their experiment, and so are not rows of it:")
+        lines = []
+        for run, changed in others:
+            score = f"{SCORE_TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
+            lines.append(f"- {_link(run, out)}, with `{' '.join(changed)}`: {score}")
+        parts.append("\n".join(lines))
+    parts.append("\n".join(_provenance(run, out) for run in runs_of(rows)))
+    return "\n\n".join(filter(None, parts))
 
 
 def _cells(row: Row, out: Path) -> Iterator[list[str]]:
@@ -196,7 +198,7 @@ def _times(rows: list[Row]) -> Iterator[list[str]]:
         for entry in published:
             author = entry.source.split()[0]  # RevNet's or MemCNN's
             times.append((entry.source, next(e.minutes for e in theirs if e.source.startswith(author)), entry.minutes))
-        ours = [[run.minutes() for run in itertools.chain(*row.runs.values())] for row in pair]
+        ours = [[run.training["minutes"] for run in itertools.chain(*row.runs.values())] for row in pair]
         if all(ours):
             times.append(("ours", statistics.mean(ours[0]), statistics.mean(ours[1])))
         for number, (source, resnet, revnet) in enumerate(times):
@@ -225,7 +227,7 @@ def _mean(values: list[float]) -> str:
 
 
 def _measured(runs: list[Run]) -> str:
-    return ", ".join(f"{run.peak_memory() * MIB / GIB:.2f}" for run in runs if run.on_gpu()) or "–"
+    return ", ".join(f"{run.training['peak_memory_mib'] * MIB / GIB:.2f}" for run in runs if run.on_gpu()) or "–"
 
 
 def _runs(row: Row, out: Path) -> str:
@@ -237,7 +239,7 @@ def _runs(row: Row, out: Path) -> str:
 
 
 def _link(run: Run, out: Path) -> str:
-    return f"[{run.folder.parent.name}/{run.folder.name}]({_relative(run.folder / 'results.json', out)})"
+    return f"[{_relative(run.folder, out)}]({_relative(run.folder / 'results.json', out)})"
 
 
 def _relative(path: Path, out: Path) -> str:

@@ -2,12 +2,13 @@
 
     python -m scripts.evidence.training [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json
-    python -m scripts.evidence.training measure=false out=FILE.json
+    python -m scripts.evidence.training parts=[memory] device=cuda out=FILE.json
 
-`parts` chooses groups of switches, and the overhead.
+`parts` chooses groups of switches, and the overhead; "memory" has every way to take less.
 """
 
 import statistics
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,121 +16,95 @@ from typing import Any
 
 from datasets import synthetic
 from engine.schema.keys import key
-from scripts.evidence import frame
-from scripts.evidence.measuring import Elsewhere
-from scripts.evidence.training_steps import COMPILE, DEFAULT, GROUPS, Overhead, Switch, Training
-from scripts.reports.markdown import Columns, columns, section
+from scripts.evidence.counted import Cells
+from scripts.evidence.steps import COMPILE, DEFAULT, GROUPS, Overhead, Switch, Training
+from scripts.reports import frame
+from scripts.reports.markdown import Columns, Rows, columns, mib, ratio_of, section, without_reasons
+from scripts.reports.measuring import Elsewhere, interleaved
 
 PARTS = ("overhead", *GROUPS)
-OF_EACH_START = ("times_ms", "process_mib", "first_step_s")  # the rest of a row is of the first start
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only
-
-
-# By device: experiment, pixels of a crop, crops per step. Of Table 3, a device's share.
-SUITED = {"cpu": ("camvid/resnext_small", 240, 8), "cuda": ("table3/cityscapes_resnext101_inplace_fixed_batch", 512, 4)}
+SUITED: dict[str, dict] = {  # arguments that are null, by device. Of Table 3, a device's share
+    "cpu": dict(crop_size=240, crops=8, parts=["overhead", "switches", "allocation"]),
+    "cuda": dict(crop_size=512, crops=4, parts=["memory"]),
+}
+RECIPES = {"cpu": "camvid/resnext_small", "cuda": "table3/cityscapes_resnext101_inplace_fixed_batch"}
 
 
 @dataclass
 class TrainingArguments(frame.DeviceArguments):
-    # Experiment whose network is trained; auto: one that suits the device, see SUITED; null: the default network.
-    recipe: str | None = "auto"
+    """Null takes what suits the device."""
+
+    recipe: str | None = "auto"  # experiment whose network is trained; auto: see RECIPES; null: the default network
     threads: int = key(2, above=0)  # of PyTorch
-    crop_size: int | None = key(None, above=0)  # pixels; null: as suits the device
-    crops: int | None = key(None, above=0)  # per step; null: as suits the device
+    crop_size: int | None = key(None, above=0)  # pixels
+    crops: int | None = key(None, above=0)  # per step
     overhead_crops: int = key(4, least=2)  # for steps of about 200 ms
     overhead_steps: int = key(10, above=0)  # of each loop in each round
     overhead_rounds: int = key(20, above=0)  # each times both loops
     starts: int = key(2, above=0)  # of all processes; their memory is laid out differently each time
     rounds: int = key(10, above=0)  # of each start
     warm_up: int = key(3, above=0)  # steps
-    parts: list[str] = field(default_factory=lambda: list(PARTS))  # what is measured
+    compiler: str = "inductor"  # of steps with a compiler's budget
+    parts: list[str] | None = None  # what is measured
+    overrides: list[str] = field(default_factory=list)  # further ones of train_seg.py, for everything
 
     def suited(self) -> "TrainingArguments":
-        """A copy in which what depends on the device is chosen."""
-        recipe, crop_size, crops = SUITED[self.device]
-        return replace(
-            self,
-            recipe=recipe if self.recipe == "auto" else self.recipe,
-            crop_size=self.crop_size or crop_size,
-            crops=self.crops or crops,
-        )
+        recipe = RECIPES[self.device] if self.recipe == "auto" else self.recipe
+        return frame.filled(replace(self, recipe=recipe), SUITED[self.device])
 
     def check(self) -> None:
         super().check()
-        frame.check_choices("parts", self.parts, PARTS)
+        frame.check_choices("parts", self.suited().parts or (), PARTS)
 
-    def overrides(self, crops: int) -> tuple[str, ...]:
+    def words(self, crops: int | None) -> tuple[str, ...]:
         """The overrides of train_seg.py shared by everything measured: float32, drawn street scenes."""
-        own = self.suited()
-        assert own.crop_size is not None
-        experiment = () if own.recipe is None else (f"experiment={own.recipe}",)
+        assert self.crop_size is not None
+        experiment = () if self.recipe is None else (f"experiment={self.recipe}",)
         # With CamVid's crops, as wide as its pictures.
-        data = ("data=synthetic", f"data.base_size={2 * own.crop_size}", f"data.crop_size={own.crop_size}")
+        data = ("data=synthetic", f"data.base_size={2 * self.crop_size}", f"data.crop_size={self.crop_size}")
         trainer = (f"trainer.device={self.device}", "trainer.precision=float32")
-        return (*experiment, *data, "data.workers=0", f"data.crops_per_minibatch={crops}", *trainer)
+        return (*experiment, *data, "data.workers=0", f"data.crops_per_minibatch={crops}", *trainer, *self.overrides)
 
 
-def measure(arguments: TrainingArguments, clock: frame.Clock) -> dict:
-    """Measure both loops and every switch; switches that cannot run here are listed with the reason."""
-    arguments = arguments.suited()
+def items(arguments: TrainingArguments) -> dict[str, tuple]:
+    """The loop's overhead, and each start of all switches; on CUDA one switch after the other needs the device."""
+    assert arguments.parts is not None
+    found: dict[str, tuple] = {"overhead": (0, ())} if "overhead" in arguments.parts else {}
+    switches = {switch.name: switch for part in arguments.parts for switch in GROUPS.get(part, ())}
+    for start in range(1, 1 + arguments.starts if switches else 1):
+        alone = {f"start{start}/{name}": (start, (switch,)) for name, switch in switches.items()}
+        found |= alone if arguments.device == "cuda" else {f"start{start}": (start, tuple(switches.values()))}
+    return found
+
+
+def measure(arguments: TrainingArguments, start: int, switches: tuple[Switch, ...]) -> Rows:
+    """A row of each loop, or of each switch, with the reason if it cannot run here. Raises if the default fails."""
     synthetic(None, "train")  # written once, before the processes ask for it
-    overhead_ms = {}
-    if "overhead" in arguments.parts:
-        common = arguments.overrides(arguments.overhead_crops)
+    if not switches:
+        common = arguments.words(arguments.overhead_crops)
         with Elsewhere(Overhead, common, arguments.threads, arguments.overhead_steps) as loops:
-            overhead_ms = loops.call("rounds", arguments.overhead_rounds)
-        clock.report("overhead")
-    chosen = {switch.name: switch for part in arguments.parts for switch in GROUPS.get(part, ())}
-    left_out = {s.name: "needs a CUDA device" for s in chosen.values() if s.only_cuda and arguments.device != "cuda"}
-    starts: list[dict[str, dict]] = []
-    for _ in range(arguments.starts if chosen else 0):
-        running = {name: switch for name, switch in chosen.items() if name not in left_out}
-        rows, failed = one_start(arguments, running)
-        if DEFAULT in failed:  # nothing to compare with
-            raise failed[DEFAULT]
-        left_out |= {name: frame.reason(error) for name, error in failed.items()}
-        starts.append(rows)
-        clock.report(f"{len(rows)} switches")
-    chosen_for_device = {name: getattr(arguments, name) for name in ("recipe", "crop_size", "crops")}
-    return {
-        "arguments": chosen_for_device,
-        "environment": {"threads": arguments.threads},
-        "overhead_ms": overhead_ms,
-        "left_out": [{"switch": name, "reason": why} for name, why in left_out.items()],
-        "rows": [
-            {
-                "switch": name,
-                **starts[0][name],
-                **{kind: [rows[name][kind] for rows in starts] for kind in OF_EACH_START},
-            }
-            for name in chosen
-            if name not in left_out
-        ],
-    }
+            times = loops.call("rounds", arguments.overhead_rounds)
+        return [{"loop": name, "times_ms": own} for name, own in times.items()]
+    lacking = "needs a CUDA device"
+    running = {each.name: each for each in switches if not each.only_cuda or arguments.device == "cuda"}
+    rows, failed = together(arguments, running)
+    if DEFAULT in failed:  # nothing to compare with
+        raise failed[DEFAULT]
+    left_out = {each.name: lacking for each in switches} | {name: frame.reason(error) for name, error in failed.items()}
+    own = {each.name: rows.get(each.name) or {"reason": left_out[each.name]} for each in switches}
+    return [{"switch": name, "start": start, **row} for name, row in own.items()]
 
 
-Started = tuple[dict[str, dict], dict[str, Exception]]  # rows by switch, and errors by switch
-
-
-def one_start(arguments: TrainingArguments, chosen: dict[str, Switch]) -> Started:
-    """Time the steps of every switch in a process of its own. On CUDA one after the other: each needs the device."""
-    rows: dict[str, dict] = {}
+def together(
+    arguments: TrainingArguments, chosen: Mapping[str, Switch]
+) -> tuple[dict[str, dict], dict[str, Exception]]:
+    """Start a process for each switch and time their steps in rounds; rows by switch, and errors by switch."""
     failed: dict[str, Exception] = {}
-    for together in [chosen] if arguments.device != "cuda" else [{name: chosen[name]} for name in chosen]:
-        found, errors = _together(arguments, together)
-        rows |= found
-        failed |= errors
-    return rows, failed
-
-
-def _together(arguments: TrainingArguments, chosen: dict[str, Switch]) -> Started:
-    """Start a process for each switch and time their steps in rounds."""
-    assert arguments.crops is not None
-    failed: dict[str, Exception] = {}
-    common = arguments.overrides(arguments.crops)
+    common = arguments.words(arguments.crops)
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(Elsewhere(Training, common, switch, arguments.threads))
+            name: stack.enter_context(Elsewhere(Training, common, switch, arguments.threads, arguments.compiler))
             for name, switch in chosen.items()
         }
         last_ms = dict.fromkeys(chosen, 0.0)
@@ -148,96 +123,133 @@ def _together(arguments: TrainingArguments, chosen: dict[str, Switch]) -> Starte
             return ms
 
         rows = {name: ask(name, "warm_up", arguments.warm_up) for name in chosen}
-        times_ms = frame.interleaved({name: partial(step, name) for name in chosen}, arguments.rounds)
+        times_ms = interleaved({name: partial(step, name) for name in chosen}, arguments.rounds)
         facts = {name: ask(name, "facts") for name in chosen}
     kept = [name for name in chosen if name not in failed]
     return {name: {**rows[name], **facts[name], "times_ms": times_ms[name]} for name in kept}, failed
 
 
-def page(result: dict, _: str) -> str:
-    arguments = result["arguments"]
-    return frame.page_text(
-        "training",
-        result,
-        parts=", ".join(arguments["parts"]),
-        summed_up="[training.md](../training.md#speed-and-precision)",
-        network=arguments["recipe"] or "the default network",
-        of_starts=_plural(arguments["starts"], "start"),
-        of_each=_plural(arguments["rounds"], "round"),
-        of_rounds=frame.prose("parts/rounds_in_turn" if arguments["device"] == "cuda" else "parts/rounds"),
-        sections=[_overhead(result["overhead_ms"]), _switches(result), _graphs(result["rows"])],
+def about(arguments: dict) -> tuple[str, str]:
+    crops = f"minibatches of {arguments['crops']} crops of {arguments['crop_size']} pixels in float32"
+    starts, rounds = (
+        f"{arguments[noun]} {noun}"[: None if arguments[noun] != 1 else -1] for noun in ("starts", "rounds")
     )
+    network = arguments["recipe"] or "the default network"
+    title = ", ".join(arguments["parts"]) + ("" if arguments["device"] == "cpu" else f" of {network}, on CUDA")
+    return title[0].upper() + title[1:], f"{network}, {crops}, {starts} of {rounds}"
 
 
-def _overhead(times_ms: dict[str, list[float]]) -> str:
-    """The time of the training loop beside bare steps."""
-    if not times_ms:
-        return ""
-    ratio, bare_ms = frame.ratio_of(times_ms["real"], times_ms["bare"]), statistics.median(times_ms["bare"])
-    about = f"{ratio:.3f} of the time of bare steps of {bare_ms:.0f} ms, {len(times_ms['bare'])} rounds."
-    return section("Overhead of the training loop", about)
+Starts = list[dict]  # the rows of a switch, one per start
 
 
-GRAPHS: Columns = [
-    ("compiled", lambda row: code(row["switch"])),
-    ("graphs", "{graphs}"),
-    ("breaks", "{graph_breaks}"),
-    ("made after the first steps", lambda row: str(row["graphs"] - row["graphs_warm"])),
-    ("first step, s", lambda row: " and ".join(f"{seconds:.0f}" for seconds in row["first_step_s"])),
-]
+def switches_of(call: dict) -> dict[str, Starts]:
+    found: dict[str, Starts] = {}
+    for row in without_reasons(frame.rows_of(call)):
+        if "switch" in row:
+            found.setdefault(row["switch"], []).append(row)
+    return found
 
 
-def _graphs(rows: list[dict]) -> str:
-    """The graphs that torch.compile has made."""
-    compiled = [row for row in rows if COMPILE in row["switch"]]
-    return section("Graphs of torch.compile", columns(compiled, GRAPHS)) if compiled else ""
+def default_of(found: dict[str, Starts], name: str) -> str:
+    """What a switch is compared with: the default, in the precision in which the group has one."""
+    return next((own for own in found if own.startswith(f"{DEFAULT} ") and own.split()[1] in name), DEFAULT)
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
+def sections(call: dict, _: str) -> Iterator[str]:
+    times = {row["loop"]: row["times_ms"] for row in frame.rows_of(call) if "loop" in row}
+    if times:
+        overhead, bare_ms = ratio_of(times["real"], times["bare"]), statistics.median(times["bare"])
+        of_bare = f"{overhead:.3f} of the time of bare steps of {bare_ms:.0f} ms, {len(times['bare'])} rounds."
+        yield section("Overhead of the training loop", of_bare)
+    if found := switches_of(call):
+        rows = [
+            {"name": name, "own": own, "default": found.get(default_of(found, name))} for name, own in found.items()
+        ]
+        yield section("Switches", columns(rows, SWITCHES))
+        if compiled := [row for row in rows if COMPILE in str(row["name"])]:
+            yield section("Graphs of torch.compile", columns(compiled, GRAPHS))
 
 
-def _switches(result: dict) -> str:
-    default = {row["switch"]: row for row in result["rows"]}.get(DEFAULT, {})
-    shown: Columns = [
-        ("switch", lambda row: code(row["switch"])),
-        ("step, ms", median_ms),
-        ("time / default", lambda row: "1" if row is default else spread(row, default)),
-        ("saved, MiB", lambda row: frame.mib(row["saved_bytes"])),
-        ("peak, MiB", lambda row: frame.mib(row["peak_bytes"])),
-        ("process, MiB", lambda row: f"{row['process_mib'][0]:.0f}"),
-        ("loss", "{loss:.4f}"),
-    ]
-    lines = [columns(result["rows"], shown)]
-    for entry in result["left_out"]:
-        lines.append(f"| {code(entry['switch'])} | not measured: {entry['reason']} |" + "  |" * 5)
-    return section("Switches", "\n".join(lines)) if result["rows"] or result["left_out"] else ""
+def median_ms(own: Starts) -> str:
+    return f"{statistics.median(ms for row in own for ms in row['times_ms']):.0f}"
 
 
-def median_ms(row: dict) -> str:
-    return f"{statistics.median(ms for times in row['times_ms'] for ms in times):.0f}"
-
-
-def ratio(row: dict, default: dict) -> float:
+def ratio(own: Starts, default: Starts) -> float:
     """Median ratio of a training's time to the default's, over the rounds of all starts; slow ones skip rounds."""
-    starts = zip(row["times_ms"], default["times_ms"], strict=True)
-    ours, others = zip(*(pair for times in starts for pair in zip(*times, strict=False)), strict=True)
-    return frame.ratio_of(ours, others).median
+    pairs = [
+        pair
+        for rows in zip(own, default, strict=True)
+        for pair in zip(*(row["times_ms"] for row in rows), strict=False)
+    ]
+    return ratio_of(*zip(*pairs, strict=True)).median
 
 
-def spread(row: dict, default: dict) -> str:
+def spread(row: dict) -> str:
     """The ratio; if there are several starts, each one's ratio in brackets."""
-    starts = zip(row["times_ms"], default["times_ms"], strict=True)
-    each = [f"{ratio({'times_ms': [ours]}, {'times_ms': [others]}):.2f}" for ours, others in starts]
-    return f"{ratio(row, default):.2f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
+    own, default = row["own"], row["default"]
+    if default is None or own is default:
+        return "" if default is None else "1"
+    each = [f"{ratio([ours], [others]):.2f}" for ours, others in zip(own, default, strict=True)]
+    return f"{ratio(own, default):.2f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
 
 
 def code(name: str) -> str:
     """A switch's name in the tables."""
-    return f"`{name}`" if "=" in name else name
+    return f"`{name}`" if "=" in name and "," not in name else name
 
 
-run, main = frame.benchmark("training", TrainingArguments, measure, page)
+SWITCHES: Columns = [
+    ("switch", lambda row: code(row["name"])),
+    ("step, ms", lambda row: median_ms(row["own"])),
+    ("time / default", spread),
+    ("saved, MiB", lambda row: mib(row["own"][0]["saved_bytes"])),
+    ("peak, MiB", lambda row: mib(row["own"][0]["peak_bytes"])),
+    ("process, MiB", lambda row: f"{row['own'][0]['process_mib']:.0f}"),
+    ("loss", lambda row: f"{row['own'][0]['loss']:.4f}"),
+]
+GRAPHS: Columns = [
+    ("compiled", lambda row: code(row["name"])),
+    ("graphs", lambda row: str(row["own"][0]["graphs"])),
+    ("breaks", lambda row: str(row["own"][0]["graph_breaks"])),
+    ("made after the first steps", lambda row: str(row["own"][0]["graphs"] - row["own"][0]["graphs_warm"])),
+    ("first step, s", lambda row: " and ".join(f"{own['first_step_s']:.0f}" for own in row["own"])),
+]
+
+
+def measured_with(record: dict, part: str) -> dict[str, Starts]:
+    """The switches of the call that measured this part alone."""
+    return next(switches_of(call) for call in record["calls"] if call["arguments"]["parts"] == [part])
+
+
+def switches_cells(record: dict) -> Cells:
+    """Time and saved bytes of every switch relative to the default, over all calls."""
+    times: dict[str, set[str]] = {}
+    saved: dict[str, str] = {}
+    for found in map(switches_of, record["calls"]):
+        default = found.pop(DEFAULT)
+        for name, own in found.items():
+            times.setdefault(name, set()).add(f"{ratio(own, default):.2f}")
+            saved[name] = f"{own[0]['saved_bytes'] / default[0]['saved_bytes']:.2f}".replace("1.00", "1")
+    return {code(name): [" – ".join(sorted({min(own), max(own)})), saved[name]] for name, own in times.items()}
+
+
+def overhead_text(record: dict) -> str:
+    times = {row["loop"]: row["times_ms"] for call in record["calls"] for row in frame.rows_of(call) if "loop" in row}
+    overhead = ratio_of(times["real"], times["bare"])
+    quartiles = f"quartiles {overhead.lower:.3f} – {overhead.upper:.3f}"
+    return f"{overhead.median:.3f} ({quartiles}) of {statistics.median(times['bare']):.0f} ms"
+
+
+def or_inplace_text(record: dict) -> str:
+    """Standard norms whose activations are computed again, beside in-place norms."""
+    steps = measured_with(record, "recompute")
+    ours, default = steps["norm=std trainer.recompute=activations"], steps[DEFAULT]
+    inplace, recomputed = (f"{mib(own[0]['saved_bytes'])} MiB" for own in (default, ours))
+    return f"{inplace} against {recomputed}, in {ratio(ours, default):.2f} times the time"
+
+
+BENCHMARK = frame.Benchmark("training", TrainingArguments, items, measure, sections, about)
+run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,11 @@
-"""Tables and sections of pages in Markdown."""
+"""Tables and sections of pages in Markdown, and the numbers in them: bytes, and ratios of times."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+MIB, GIB = 2**20, 2**30
+Rows = list[dict[str, Any]]
 Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a row or row -> its text
 
 
@@ -14,16 +17,19 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
 
 
 def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
-    """A table of rows, from a list of columns."""
+    """A table of rows, from a list of columns; those without any text after the first `left` are left out."""
 
     def texts(row: Any) -> list[str]:
         return [text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown]
 
-    return table([title for title, _ in shown], map(texts, rows), left)
+    lines = [[title for title, _ in shown], *map(texts, rows)]
+    kept = [number for number in range(len(shown)) if number < left or any(line[number] for line in lines[1:])]
+    titles, *others = ([line[number] for number in kept] for line in lines)
+    return table(titles, others, left)
 
 
-def section(title: str, *paragraphs: str) -> str:
-    return "\n\n".join([f"## {title}", *paragraphs])
+def section(title: str, *paragraphs: str, level: int = 3) -> str:
+    return "\n\n".join(filter(None, [f"{'#' * level} {title}", *paragraphs]))
 
 
 def conditions(environment: dict) -> str:
@@ -32,3 +38,67 @@ def conditions(environment: dict) -> str:
     threads = "" if count is None else f", {count} thread" + "s" * (count > 1)
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}"
+
+
+def mib(count: float | None, digits: int = 1) -> str:
+    """Bytes in MiB for a table; nothing if they are not known."""
+    return "" if count is None else f"{count / MIB:.{digits}f}"
+
+
+class Ratio(NamedTuple):
+    """Median and quartiles; f"{ratio:.2f}" prints them all."""
+
+    median: float
+    lower: float
+    upper: float
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.lower:{spec}} – {self.upper:{spec}})"
+
+
+def ratio_of(ours: Sequence[float], others: Sequence[float]) -> Ratio:
+    """The ratios of our times to others' within each round."""
+    ratios = [own / other for own, other in zip(ours, others, strict=True)]
+    lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Ratio(statistics.median(ratios), lower, upper)
+
+
+def without_reasons(rows: Iterable[dict]) -> Rows:
+    """The rows of what could be measured."""
+    return [row for row in rows if "reason" not in row]
+
+
+def grouped(rows: Iterable[dict], by: Sequence[str], name: str) -> dict[str, dict[str, dict]]:
+    """{values of the keys `by`: {value of the key `name`: row}}; a row finds its group in row["beside"]."""
+    groups: dict[str, dict[str, dict]] = {}
+    for row in without_reasons(rows):
+        group = groups.setdefault(", ".join(str(row[key]) for key in by if key in row), {})
+        group[row[name]] = {**row, "beside": group}
+    return groups
+
+
+def median_ms(row: dict) -> float:
+    return statistics.median(row["times_ms"])
+
+
+def relative_time(row: dict, other: str) -> str:
+    """A cell of a table: the time of this row, relative to the row `other` of the same group."""
+    base = row["beside"].get(other)
+    return "" if base is None else "1" if base is row else f"{ratio_of(row['times_ms'], base['times_ms']):.2f}"
+
+
+def relative(row: dict, other: str, value: str) -> str:
+    """A cell of a table: a value of this row, divided by the value of the row `other` of the same group."""
+    base = row["beside"].get(other)
+    known = base is not None and base.get(value) and row.get(value) is not None
+    return "" if not known else "1" if base is row else f"{row[value] / base[value]:.2f}"
+
+
+def time_ratio(rows: Mapping[str, dict], ours: str, others: str) -> Ratio:
+    """`ratio_of` the times of two rows of a group."""
+    return ratio_of(rows[ours]["times_ms"], rows[others]["times_ms"])
+
+
+def longer(ratios: Mapping[str, float]) -> str:
+    """Where we take longer than another: the names with a ratio above 1, {name: ratio of our time to the other's}."""
+    return ", ".join(f"{name} ({ratio:.2f})" for name, ratio in ratios.items() if round(ratio, 2) > 1) or "none"

@@ -26,6 +26,7 @@ _FOLDERS = ("data.root", "init.weights", "sampler.folder")  # keys whose values 
 
 DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(\.\d+)?")
 FROM_CONFUSION = ("precision", "recall", "F1")
+MOST_POINTS = 250  # of a curve in a copy of a run
 LONGEST_TEXT = 500  # characters, of what a page quotes from a file
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 OF_A_RUN = ("run_dir", "resume", "seed")  # keys in which runs of one configuration differ
@@ -53,6 +54,7 @@ class Run:
 
     Attributes:
         copied: whether a comparison wrote the files.
+        training: its speed, minutes and peak of the memory, as its metrics have them, which are then `thinned`.
         typed: its configuration.
         experiment: the one that it was started as, if any.
         classes: their names.
@@ -78,16 +80,21 @@ class Run:
         }
         if not all(_scores_of(results) == self.scores for results in self.others.values()):
             raise ValueError("its evaluations are of different tasks")
-        self.metrics = read_text(folder / "metrics.jsonl")
-        self.records = [parsed(line) for line in self.metrics.splitlines()]
+        self.records = [parsed(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
+        logged = () if "training" in self.results else ("images_per_second", "peak_memory_mib")
         for record in self.records:
-            needed = ("step", *(("images_per_second", "peak_memory_mib") if record["kind"] == "train" else ()))
+            needed = ("step", *(logged if record["kind"] == "train" else ()))
             scored = [record[key] for key in ("loss", self.scores.best) if record.get(key) is not None]
             if not _are_numbers(*map(record.get, needed), *scored):
                 raise ValueError(f"a record of step {record['step']} in its metrics.jsonl lacks a number")
         # Evaluated again on another device, or in other minibatches, a few pixels get other classes.
         if abs(self.records[-1].get(self.scores.best, math.inf) - self.results[self.scores.best]) > 1e-3:
             raise ValueError("its last record is not the evaluation in its results.json, so it has not ended")
+        self.training = self.results.setdefault("training", self._training() if logged else {})
+        if not _are_numbers(*map(self.training.get, ("images_per_second", "minutes", "peak_memory_mib"))):
+            raise ValueError("a number of its training is missing in its results.json")
+        self.records = thinned(self.records, self.scores.best)
+        self.metrics = "".join(f"{json.dumps(record)}\n" for record in self.records)
         (task,) = (task for task in TASKS.values() if task.schema.score == self.scores.best)
         self.entry = task.entry
         self.typed = configuration.from_plain(self.results["config"], task.schema, f"{folder}")
@@ -106,23 +113,17 @@ class Run:
         chosen = [record for record in self.records if record["kind"] == kind]
         return [record["step"] for record in chosen], [record[key] for record in chosen]
 
-    def speed(self) -> float:
-        """Median of the images per second that the training logged."""
-        return statistics.median(self.curve("train", "images_per_second")[1])
-
-    def minutes(self) -> float:
-        """Training time, without evaluations and checkpoints: images over images per second, summed."""
+    def _training(self) -> dict[str, float]:
+        """Median speed, and minutes without evaluations and checkpoints: images over images per second, summed."""
         steps, speeds = self.curve("train", "images_per_second")
-        crops = self.results["config"]["data"]["crops_per_minibatch"]
-        done = [0, *steps[:-1]]
-        return sum((step - before) * crops / s for before, step, s in zip(done, steps, speeds, strict=True)) / 60
+        crops, done = self.results["config"]["data"]["crops_per_minibatch"], [0, *steps[:-1]]
+        seconds = sum((step - before) * crops / s for before, step, s in zip(done, steps, speeds, strict=True))
+        peak = max(self.curve("train", "peak_memory_mib")[1])
+        return {"images_per_second": statistics.median(speeds), "minutes": seconds / 60, "peak_memory_mib": peak}
 
     def interruptions(self) -> list[int]:
         """The steps after which the run was stopped and continued. A killed run had gone further."""
         return [record["step"] for record in self.records if record["kind"] == "resumed"]
-
-    def peak_memory(self) -> float:
-        return max(self.curve("train", "peak_memory_mib")[1])
 
     def on_gpu(self) -> bool:
         """Whether the hardware has GPUs (`engine.records.provenance` names them first), and the run used one."""
@@ -159,6 +160,20 @@ class Run:
             write_file(folder / f"{stem}.json", json.dumps(results) + "\n")
         write_file(folder / "config.yaml", f"# {self.command}\n{self.config}")
         write_file(folder / "metrics.jsonl", self.metrics)
+
+
+def thinned(records: list[dict], best: str) -> list[dict]:
+    """What curves show: at most `MOST_POINTS` records of the training, evaluations, and where it was continued."""
+    train = [record for record in records if record["kind"] == "train"]
+    every = max(1, -(-len(train) // MOST_POINTS))
+    left_out = {record["step"] for number, record in enumerate(train, 1) if number % every}
+    shown = [record for record in records if record["kind"] != "train" or record["step"] not in left_out]
+    names = ("kind", "step", "loss", best)
+    return [{name: _short(record[name]) for name in names if name in record} for record in shown]
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _scores_of(results: Any) -> Scores:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.records.provenance import provenance
-from scripts.evidence.frame import as_text
+from scripts.reports.frame import as_text
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

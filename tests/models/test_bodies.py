@@ -14,7 +14,7 @@ from keepless import ABN, recompute_activations
 from models import bodies
 from models.blocks import IdentityResidualBlock
 from models.bodies import DenseNet, ResNet, densenet264, resnet34, resnet50, resnext101
-from scripts.evidence.strategy_table import STRATEGIES
+from scripts.evidence.counted import STRATEGIES
 from tests.bodies import SMALL_BODIES, kept_maps, parameters, small_wider, small_wider_a2, trained
 from tests.runs import same
 

@@ -14,7 +14,7 @@ from keepless.saved import saved_for_backward
 from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule
 from models.recomputation import BLOCKS, recompute_blocks, run_blocks
-from scripts.evidence.strategy_table import STRATEGIES
+from scripts.evidence.counted import STRATEGIES
 from tests.bodies import SMALL_BODIES
 
 

@@ -13,7 +13,7 @@ from engine.planner.fit import fake_step
 from engine.planner.trace import FakeTensors, begun, traced
 from keepless.fit.made_tensors import MadeTensors
 from keepless.saved import kept_bytes
-from scripts.evidence.measuring import peak_bytes
+from scripts.reports.measuring import peak_bytes
 from tests import runs
 from tests.norms import IN_PLACE, STRATEGIES
 

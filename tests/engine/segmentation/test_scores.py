@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.segmentation.scores import LANES, count_pixels, segmentation_scores
-from scripts.evidence.measuring import peak_bytes
+from scripts.reports.measuring import peak_bytes
 
 
 @pytest.mark.parametrize("lanes", [1, 2, LANES])

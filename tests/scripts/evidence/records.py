@@ -1,39 +1,39 @@
 """A benchmark's record in tests."""
 
+import importlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-from omegaconf import DictConfig
-
 from engine.configuration.command_line import composed
-from scripts.evidence.methods import Measured, NetworksArguments
+from scripts.reports import frame
 
 
-def measured(name: str, run: Callable[[DictConfig], Path], folder: Path, *overrides: str) -> tuple[dict, str]:
-    """The record of `python -m scripts.evidence.NAME OVERRIDES` and its page.
+def measured(name: str, folder: Path, *overrides: str) -> tuple[dict, str]:
+    """The call that `python -m scripts.evidence.NAME OVERRIDES` records, and its page.
 
     The page is made from the record alone, and neither says where the files lie.
     """
-    out = folder / "record.json"
+    out, run = folder / "record.json", importlib.import_module(f"scripts.evidence.{name}").run
     page = run(composed(name, f"out={out}", *overrides))
     text = page.read_text()
     page.unlink()
-    run(composed(name, f"out={out}", "measure=false"))
+    run(composed(name, f"out={out}", *overrides, "measure=false"))
     assert page.read_text() == text
     assert str(folder) not in text + out.read_text()
-    return json.loads(out.read_text()), text
+    (call,) = json.loads(out.read_text())["calls"]
+    return call, text
+
+
+def rows_of(call: dict, name: str) -> dict[str, dict]:
+    """The rows that have been measured, by their `name`."""
+    return {row[name]: row for row in frame.rows_of(call) if "reason" not in row}
 
 
 def here(make: Callable[..., object], *arguments: object) -> AbstractContextManager:
     """`Elsewhere` without a process: tests/scripts/evidence/test_frame.py starts the processes."""
     made = make(*arguments)
-    return nullcontext(SimpleNamespace(call=lambda method, *given: getattr(made, method)(*given)))
-
-
-def alone(measured: Callable[..., Measured], name: str, arguments: NetworksArguments) -> Measured:
-    """`methods.alone` without a process."""
-    size, rounds = arguments.image_size, arguments.rounds
-    return measured(name, arguments.device, arguments.images, size, rounds, arguments.compiler)
+    call = SimpleNamespace(call=lambda method, *given: getattr(made, method)(*given))
+    return nullcontext(call)

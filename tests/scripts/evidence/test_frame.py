@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -15,12 +16,11 @@ import torch
 
 from engine.configuration.command_line import composed
 from keepless.saved import saved_for_backward
-from scripts.evidence import abn, loader, networks, training
-from scripts.evidence.frame import command_line, interleaved, longer, ratio_of
-from scripts.evidence.measuring import Elsewhere, peak_bytes
+from scripts.evidence import check, layers, loader, loss, networks, reversible, training
+from scripts.reports import frame
+from scripts.reports.markdown import longer, ratio_of
+from scripts.reports.measuring import Elsewhere, interleaved, peak_bytes
 from tests.runs import REPOSITORY
-
-RUN = {"abn": abn.run, "loader": loader.run, "training": training.run, "networks": networks.run}
 
 
 def test_every_round_calls_every_timer_once_in_a_new_order():
@@ -43,7 +43,7 @@ def test_ratios_are_taken_within_a_round():
 
 CALLS_A_BUSY_PROCESS = """
 import importlib, os, sys
-from scripts.evidence.measuring import Elsewhere
+from scripts.reports.measuring import Elsewhere
 if __name__ == "__main__":
     process = Elsewhere(importlib.import_module, "os")
     print(process.call("getpid"), flush=True)
@@ -83,6 +83,7 @@ def test_the_peak_has_the_gradients_of_one_step():
     assert len({peak_bytes(step, "cpu", network) for _ in range(2)}) == 1
 
 
+@pytest.mark.slow
 def test_objects_elsewhere_answer_fail_and_end(tmp_path):
     with Elsewhere(importlib.import_module, "os") as there:
         there.call("chdir", tmp_path)
@@ -91,64 +92,130 @@ def test_objects_elsewhere_answer_fail_and_end(tmp_path):
         assert there.call("getcwd") == str(tmp_path) != os.getcwd()
         with pytest.raises(BrokenProcessPool):
             there.call("_exit", 3)
-
-
-@pytest.mark.slow
-def test_an_object_that_cannot_be_made_elsewhere_says_why():
     with Elsewhere(int, "seven") as there, pytest.raises(ValueError, match="seven"):
         there.call("bit_length")
 
 
-def test_the_command_line_says_what_is_not_the_default():
-    for name, arguments, options in (
-        ("abn", abn.AbnArguments(device="cpu", dtypes=["bfloat16"], rounds=3), "dtypes=[bfloat16] rounds=3"),
-        ("training", training.TrainingArguments(recipe=None, parts=["compile"]), "recipe=null parts=[compile]"),
-        (
-            "networks",
-            networks.NetworksArguments(only=["resnet18", "timm/densenet121"]),
-            "only=[resnet18,timm/densenet121]",
-        ),
-    ):
-        command = command_line(name, arguments)
-        assert command == f"python -m scripts.evidence.{name} {options} out=FILE.json"
-        values = composed(name, *command.split()[3:])
-        assert all(values[key] == value for key, value in vars(arguments).items() if key != "out")
+@pytest.mark.parametrize(
+    "benchmark, options, only",
+    [
+        (layers, "dtypes=[bfloat16] channels=[8] pixels=[4]", []),
+        (training, "recipe=null parts=[compile]", ["start1"]),
+        (networks, "images=4", ["resnet18", "timm/densenet121"]),
+    ],
+)
+def test_the_command_line_says_what_is_not_the_default(benchmark, options, only):
+    name, schema = benchmark.BENCHMARK.name, benchmark.BENCHMARK.schema
+    typed = frame.configuration.typed(composed(name, "out=x.json", *options.split()), schema).suited()
+    command = frame.command_line(benchmark.BENCHMARK, typed, only)
+    words = command.removeprefix(f"python -m scripts.evidence.{name} ").split()
+    assert {*words} == {*options.split(), "out=FILE.json", *([f"only=[{','.join(only)}]"] if only else [])}
 
 
-IMPOSSIBLE = {  # {benchmark: {options: message}}
-    "abn": {
-        "device=tpu": "device=tpu: expected one of cpu, cuda",
-        "device=cuda": "PyTorch sees no CUDA device",
-        "dtypes=[float16]": "expected some of float32, bfloat16",
-        "groups=[]": "expected some of bn_act",
-        "backend=cuda": "choose one of auto",
-        "rounds=0": "rounds=0: expected a number above 0",
-        "channels=[7] pixels=[4]": "expected even numbers",
-        "channels=[8,8] pixels=[4]": "expected lists of the same length",
-        "out=page.md": "ends in .json",
-        "out=???": "out has no value",
-        "measure=false": "does not exist",
-    },
-    "loader": {"rounds=0": "rounds", "png_size=[8,8]": "png_size"},
-    "training": {
-        "device=cuda": "PyTorch sees no CUDA device",
-        "parts=[all]": "parts=.*some of overhead, switches, data, norms, allocation, recompute, compile",
-    },
-    "networks": {
-        "device=cuda": "PyTorch sees no CUDA device",
-        "images=1": "images=1: expected 2 or more",
-        "only=[resnet51]": "only=resnet51: .* nearest names are resnet50, ",
-    },
-}
+IMPOSSIBLE = [  # (benchmark, options, message)
+    (layers, "device=tpu", "device=tpu: expected one of cpu, cuda"),
+    (layers, "device=cuda", "PyTorch sees no CUDA device"),
+    (layers, "dtypes=[float16]", "expected some of float32, bfloat16"),
+    (layers, "groups=[]", "expected some of bn_act"),
+    (layers, "backend=cuda", "choose one of auto"),
+    (layers, "rounds=0", "rounds=0: expected a number above 0"),
+    (layers, "channels=[7] pixels=[4]", "expected even numbers"),
+    (layers, "channels=[8,8] pixels=[4]", "expected lists of the same length"),
+    (layers, "out=page.md", "ends in .json"),
+    (layers, "out=???", "out has no value"),
+    (layers, "measure=false", "does not exist"),
+    (loader, "png_size=[8,8]", "png_size"),
+    (training, "parts=[all]", "parts=.*some of overhead, switches, data, norms, allocation, recompute, compile"),
+    (networks, "images=1", "images=1: expected 2 or more"),
+    (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
+    (networks, "networks=[resnet51]", "networks=.*expected some of alexnet"),
+    (reversible, "parts=[all]", "expected some of steps"),
+    (check, "processes=0", "processes=0: expected a number above 0"),
+]
 
 
-@pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_impossible_arguments_are_refused(name, monkeypatch, tmp_path):
+@pytest.mark.parametrize("benchmark, options, message", IMPOSSIBLE)
+def test_impossible_arguments_are_refused(benchmark, options, message, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
-    for options, message in IMPOSSIBLE[name].items():
-        with pytest.raises(ValueError, match=message):
-            RUN[name](composed(name, "out=file.json", *options.split()))
+    with pytest.raises(ValueError, match=message):
+        benchmark.run(composed(benchmark.BENCHMARK.name, "out=file.json", *options.split()))
+
+
+ITEMS = {"a/1": ("a",), "a/2": ("fails",), "b": ("dies",)}
+
+
+@pytest.fixture
+def faked(in_process, monkeypatch) -> list[str]:
+    """The benchmark of the loss has three items, the last of which ends the command; returns those measured."""
+    measured = []
+
+    def measure(arguments: loss.LossArguments, what: str) -> list[dict]:
+        measured.append(what)
+        if what == "fails" and measured.count(what) == 1:
+            raise RuntimeError("out of memory\nat length")
+        if what == "dies" and measured.count(what) == 1:
+            raise KeyboardInterrupt
+        return [{"what": what}]
+
+    measure.__module__ = "scripts.evidence.loss"
+    own = {"items": lambda arguments: ITEMS, "measure": measure, "pictures": lambda call: {}}
+    fake = loss.BENCHMARK._replace(**own, sections=lambda call, picture: [str(frame.rows_of(call))])
+    monkeypatch.setattr(loss, "BENCHMARK", fake)
+    return measured
+
+
+def carried_out(folder: Path, **options: object) -> tuple[list[dict], str]:
+    """The calls in the record, and the page."""
+    page = frame.carry_out(loss.BENCHMARK, loss.LossArguments(out=str(folder / "record.json"), **options))
+    return json.loads((folder / "record.json").read_text())["calls"], page.read_text()
+
+
+def test_a_stopped_call_goes_on_with_what_is_missing_and_another_one_is_added(faked, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        carried_out(tmp_path)
+    (call,), text = carried_out(tmp_path, measure=False)
+    assert call["items"] == {"a/1": [{"what": "a"}]}
+    assert call["left"] == {"a/2": "failed: RuntimeError: out of memory", "b": "not started"}
+    assert "- a/2: failed: RuntimeError: out of memory\n- b: not started" in text
+    carried_out(tmp_path, only=["b"])
+    assert faked == ["a", "fails", "dies", "dies"]
+    (call,), _ = carried_out(tmp_path)
+    assert list(call["items"]) == [*ITEMS] and call["left"] == {} and faked.count("a") == 1
+    before = (tmp_path / "record.json").read_text()
+    calls, text = carried_out(tmp_path, rounds=3, only=["a"])
+    assert [list(call["items"]) for call in calls] == [[*ITEMS], ["a/1", "a/2"]]
+    assert text.count("python -m scripts.evidence.loss ") == 2 and "loss only=[a/1,a/2] rounds=3 out=" in text
+    assert json.loads(before)["calls"][0] == calls[0]
+    with pytest.raises(ValueError, match="only=a/: there is no such item; the nearest names are"):
+        carried_out(tmp_path, only=["a/"])
+
+
+def test_calls_on_other_hardware_or_versions_are_others_and_another_commit_counts_once_it_measures(
+    faked, monkeypatch, tmp_path
+):
+    carried_out(tmp_path, only=["a"])
+    now = frame.provenance()
+    monkeypatch.setattr(frame, "provenance", lambda *_: now | {"commit": "another"})
+    (call,), _ = carried_out(tmp_path, only=["a/1"])
+    assert call["environment"]["commit"] == now["commit"]
+    (call,), _ = carried_out(tmp_path, only=["a"])
+    assert call["environment"]["commit"] == f"{now['commit']}, another"
+    for changed in ({"hardware": "another"}, {"versions": {"torch": "3.0"}}):
+        monkeypatch.setattr(frame, "provenance", lambda *_, changed=changed: now | changed)
+        carried_out(tmp_path, only=["a/1"])
+    assert len(json.loads((tmp_path / "record.json").read_text())["calls"]) == 3
+
+
+def test_without_time_nothing_is_started(faked, tmp_path):
+    (call,), _ = carried_out(tmp_path, minutes=1e-9)
+    assert faked == [] and {*call["left"]} == {*ITEMS}
+
+
+@pytest.mark.slow
+def test_an_item_that_takes_too_long_is_stopped(tmp_path):
+    (call,), _ = carried_out(tmp_path, minutes=0.001, only=["19 classes, stride 8, cross-entropy"])
+    assert [*call["left"].values()] == ["stopped"]
 
 
 def test_counted_tensors_are_freed_with_their_graph():

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from models.checkpoints import released_files as of_the_release
 from scripts import released_table, run_table
 from scripts.evidence import tables
-from scripts.evidence.tables import END, START, Tables
+from scripts.evidence.tables import Tables
 from scripts.reports import papers
 from scripts.run_table import RunTable
 from tests import released_files
@@ -23,7 +23,11 @@ RESULTS = REPOSITORY / "docs" / "results"
 PAPERS = ("table1", "table2", "table3", "table4", "revnet", "memcnn")
 
 
-def written(tmp_path: Path, *runs: Path, before: str = f"{START}\n{END}\n") -> str:
+START, END = "<!-- cifar10 start -->", "<!-- cifar10 end -->"
+MARKS = f"{START}\n{END}\n<!-- left_out start -->\n<!-- left_out end -->\n"
+
+
+def written(tmp_path: Path, *runs: Path, before: str = MARKS) -> str:
     """The page that `tables` makes of runs."""
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out" / "README.md").write_text(before)
@@ -42,7 +46,7 @@ def of_few_tables(monkeypatch):
 
 def copy_of_a_run(folder: Path, seed: int = 0, score: float = 0.9, **changed: object) -> Path:
     """A run of cifar10/resnet14 with another seed, score and keys."""
-    shutil.copytree(RESULTS / "cifar10" / "inplace", folder)
+    shutil.copytree(RESULTS / "cifar" / "norms" / "inplace", folder)
     results = json.loads((folder / "results.json").read_text())
     results["config"]["seed"], results["top1"] = seed, score
     results["config"].update(changed)
@@ -92,8 +96,8 @@ def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
 @pytest.mark.usefixtures("of_few_tables")
 def test_planned_memory_comes_from_the_plan_and_only_a_gpu_measures_the_same(tmp_path):
     results = copy_of_a_run(tmp_path / "runs" / "run") / "results.json"
-    rows = [{"experiment": "cifar10/resnet14", "peak": 3 * 2**29}]
-    record = {"command": "python -m scripts.evidence.plan_experiments out=FILE.json", "experiments": rows}
+    rows = [{"part": "experiments", "experiment": "cifar10/resnet14", "peak": 3 * 2**29}]
+    record = {"calls": [{"items": {"experiments/cifar10/resnet14": rows}}]}
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "memory_plan.json").write_text(json.dumps(record))
     assert "| 1.50 | – |" in written(tmp_path, tmp_path / "runs")
@@ -102,7 +106,7 @@ def test_planned_memory_comes_from_the_plan_and_only_a_gpu_measures_the_same(tmp
     assert "| 1.50 | 1.24 |" in written(tmp_path, tmp_path / "runs")
     for text in ('{"command": "python -m scripts.evidence.abn"}', "[]"):
         (tmp_path / "out" / "memory_plan.json").write_text(text)
-        with pytest.raises(ValueError, match="memory_plan.json is not a record of scripts.evidence.plan_experiments: "):
+        with pytest.raises(ValueError, match="memory_plan.json is not a record of scripts.plan_memory table=all: "):
             written(tmp_path, tmp_path / "runs")
 
 
@@ -115,8 +119,8 @@ def test_unusable_folders_are_named(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             written(tmp_path, tmp_path / folder)
-    with pytest.raises(ValueError, match="README.md has no lines '<!-- tables start -->' and '<!-- tables end -->'"):
-        written(tmp_path, RESULTS / "cifar10", before="# Mine\n")
+    with pytest.raises(ValueError, match="README.md has no lines such as <!-- table3 start -->"):
+        written(tmp_path, RESULTS / "cifar" / "norms", before="# Mine\n")
     run = copy_of_a_run(tmp_path / "runs" / "one")
     other = copy_of_a_run(tmp_path / "runs" / "two", seed=1, score=0.8)
     results = json.loads((other / "results.json").read_text())
@@ -126,7 +130,7 @@ def test_unusable_folders_are_named(tmp_path):
         written(tmp_path, tmp_path / "runs")
     (run / "results.json").unlink()
     (other / "results.json").write_text("{")
-    config = json.loads((RESULTS / "cifar10" / "inplace" / "results.json").read_text())["config"]
+    config = json.loads((RESULTS / "cifar" / "norms" / "inplace" / "results.json").read_text())["config"]
     copy_of_a_run(tmp_path / "runs" / "mine", optim={**config["optim"], "lr": 1e-9})
     header, rest = (tmp_path / "runs" / "mine" / "config.yaml").read_text().split("\n", 1)
     (tmp_path / "runs" / "mine" / "config.yaml").write_text(f"# python train_imagenet.py\n{rest}")
@@ -149,8 +153,8 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
         if "preact_resnet32" in str(run_dir) and len(commands) < 4:
             return True
         name = run_dir.parent.name
-        source = {"resnet14": "cifar10/inplace", "revnet38": "revnet_cifar10/revnet38_seed0"}
-        shutil.copytree(RESULTS / source.get(name, "revnet_cifar10/resnet32_seed0"), run_dir)
+        source = {"resnet14": "cifar/norms/inplace", "revnet38": "cifar/short/revnet38_seed0"}
+        shutil.copytree(RESULTS / source.get(name, "cifar/short/resnet32_seed0"), run_dir)
         return False
 
     monkeypatch.setattr(run_table, "run_jobs", run_jobs)

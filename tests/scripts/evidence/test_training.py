@@ -5,41 +5,49 @@ import torch
 
 from engine import loop
 from scripts.evidence import training
-from scripts.evidence.measuring import Elsewhere
+from scripts.evidence.steps import DEFAULT, GROUPS, PLAIN, Overhead, Switch, Training, composed
 from scripts.evidence.training import TrainingArguments
-from scripts.evidence.training_steps import DEFAULT, GROUPS, PLAIN, Overhead, Switch, Training, composed
+from scripts.reports.measuring import Elsewhere
 from tests.runs import same
-from tests.scripts.evidence.records import here, measured
+from tests.scripts.evidence.records import measured
 
 SWITCHES = list(dict.fromkeys(switch for group in GROUPS.values() for switch in group))
-TINY = TrainingArguments(recipe=None, crop_size=48)
+TINY = TrainingArguments(recipe=None, crop_size=48).suited()
 
 
 def tiny(*overrides: str) -> tuple[str, ...]:
-    return (*TINY.overrides(crops=4), "norm.backend=eager", *overrides)
+    return (*TINY.words(4), "norm.backend=eager", *overrides)
 
 
-def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(monkeypatch, tmp_path):
-    """A whole run on tiny crops: two switches that run here, one that needs CUDA, one that cannot work."""
-    options = ["recipe=null", "threads=1", "crop_size=48", "crops=4", "starts=1", "rounds=2"]
+def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_process, monkeypatch, tmp_path):
+    """A whole run on tiny crops: three switches that run here, one that needs CUDA, one that cannot work."""
+    options = [
+        "recipe=null",
+        "threads=1",
+        "crop_size=48",
+        "crops=4",
+        "starts=1",
+        "rounds=2",
+        'overrides=["norm.backend=eager"]',
+    ]
     options += ["parts=[overhead,switches]", "overhead_crops=2", "overhead_steps=2", "overhead_rounds=2"]
-    some = [s for s in SWITCHES if s.name in ("trainer.accumulation_steps=2", "trainer.tf32=true")]
-    monkeypatch.setattr(training, "Elsewhere", here)
+    names = ("trainer.accumulation_steps=2", "trainer.tf32=true", "norm=std, budget 0.5")
+    some = [switch for switch in SWITCHES if switch.name in names]
     monkeypatch.setitem(training.GROUPS, "switches", (PLAIN, *some, Switch(("optim.lr=1e30",))))
-    result, text = measured("training", training.run, tmp_path, *options)
-    assert {name: len(times) for name, times in result["overhead_ms"].items()} == {"bare": 2, "real": 2}
-    rows = {row["switch"]: row for row in result["rows"]}
-    assert rows.keys() == {DEFAULT, "trainer.accumulation_steps=2"}
-    for row in rows.values():
-        assert [len(times) for times in row["times_ms"]] == [2] and row["loss"] > 0
-        assert row["peak_bytes"] > row["saved_bytes"] > 0 and row["process_mib"][0] > 100
+    call, text = measured("training", tmp_path, *options)
+    loops = {row["loop"]: row["times_ms"] for row in call["items"]["overhead"]}
+    assert {name: len(times) for name, times in loops.items()} == {"bare": 2, "real": 2}
+    rows = {row["switch"]: row for row in call["items"]["start1"]}
+    for name in (DEFAULT, names[0], names[2]):
+        row = rows[name]
+        assert len(row["times_ms"]) == 2 and row["loss"] > 0
+        assert row["peak_bytes"] > row["saved_bytes"] > 0 and row["process_mib"] > 100
     # Half of the crops at a time, beside what does not depend on them.
-    half, whole = rows["trainer.accumulation_steps=2"]["saved_bytes"], rows[DEFAULT]["saved_bytes"]
-    assert 0.5 <= half / whole < 0.6
-    reasons = {entry["switch"]: entry["reason"] for entry in result["left_out"]}
-    assert reasons["trainer.tf32=true"] == "needs a CUDA device"
-    assert reasons["optim.lr=1e30"].startswith("failed: FloatingPointError: the loss is nan")
-    assert "| `trainer.tf32=true` | not measured: needs a CUDA device |" in text and " ms, 2 rounds." in text
+    assert 0.5 <= rows[names[0]]["saved_bytes"] / rows[DEFAULT]["saved_bytes"] < 0.6
+    assert rows[names[2]]["peak_bytes"] < rows[DEFAULT]["peak_bytes"] * 1.2
+    assert rows["trainer.tf32=true"]["reason"] == "needs a CUDA device"
+    assert rows["optim.lr=1e30"]["reason"].startswith("failed: FloatingPointError: the loss is nan")
+    assert "- trainer.tf32=true, 1: needs a CUDA device" in text and " ms, 2 rounds." in text
 
 
 def test_both_loops_train_the_same():
@@ -66,47 +74,24 @@ def test_rounds_alternate_which_loop_comes_first_and_leave_the_first_round_out(m
     assert times["bare"] == [7.0, 7.0] and len(times["real"]) == 2
 
 
-def test_saved_bytes_are_counted_once_and_without_parameters():
-    inplace, standard = (Training(tiny(f"norm={norm}"), PLAIN, threads=1) for norm in ("inplace", "std"))
-    assert 0.4 < inplace.saved_bytes() / standard.saved_bytes() < 0.75
-
-
 def test_every_switch_changes_the_training_that_it_is_compared_with():
-    shared = TrainingArguments().overrides(crops=8)
+    shared = TrainingArguments().suited().words(8)
     default = composed(*shared)
     for override in {override for switch in SWITCHES for override in switch.overrides}:
         assert composed(*shared, override) != default, override
     for switch in SWITCHES:
-        assert switch.overrides or switch == PLAIN or not (switch.freed_memory_kept and switch.data == "in memory")
+        assert (
+            switch.overrides or switch.name == DEFAULT or not (switch.freed_memory_kept and switch.data == "in memory")
+        )
 
 
-def test_a_gpu_is_measured_by_one_process_at_a_time_on_a_network_of_table_3(monkeypatch):
+def test_a_gpu_is_measured_by_one_process_at_a_time_on_a_network_of_table_3():
     """Its memory would not hold them all, and two would share its time."""
-    running, most = [], []
-
-    class Counted:
-        def __init__(self, make, common, switch, threads):
-            self.name = switch.name
-
-        def __enter__(self):
-            running.append(self.name)
-            most.append(len(running))
-            return self
-
-        def __exit__(self, *error):
-            running.remove(self.name)
-
-        def call(self, method, *given):
-            return 1.0 if method == "step" else {method: self.name}
-
-    monkeypatch.setattr(training, "Elsewhere", Counted)
-    switches = {switch.name: switch for switch in SWITCHES}
-    for device, count in (("cuda", 1), ("cpu", len(switches))):
-        most.clear()
-        arguments = TrainingArguments(device=device).suited()
-        rows, failed = training.one_start(arguments, switches)
-        assert list(rows) == [*switches] and not failed and max(most) == count
-        assert (arguments.crop_size == 512) == (arguments.recipe or "").startswith("table3/") == (device == "cuda")
+    own = TrainingArguments(device="cuda").suited()
+    assert (own.recipe or "").startswith("table3/") and own.crop_size == 512
+    assert all(len(switches) == 1 for _, switches in training.items(own).values())
+    (_, (_, switches), *_) = training.items(TrainingArguments(parts=["overhead", "norms"]).suited()).values()
+    assert len(switches) == 4
 
 
 @pytest.mark.slow

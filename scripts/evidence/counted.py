@@ -1,0 +1,184 @@
+"""The tables of docs/memory.md and docs/originals.md, counted now and written by `scripts.evidence.documents`.
+
+They show what each strategy of the paper's Figure 2 keeps in a BN + ACT + CONV block and in whole networks of the
+release; checkpointed blocks; the ranges in which activations can be inverted; and parameters. Whole networks run on
+fake tensors, which needs little time and memory.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from keepless.fit.made_tensors import MadeTensors
+from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
+from keepless.saved import kept_bytes, saved_for_backward
+from keepless.torch_internals import FakeTensorMode
+from models import bodies
+from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
+from models.heads import DeepLabV3
+from models.recomputation import RECOMPUTE, choose_recomputation
+from models.segmentation import SegmentationNetwork
+from scripts.reports.measuring import autocast, operations_of
+
+Cells = dict[str, Sequence[str | None]]  # of a table: {name of a row: cells after it}; None keeps what is written
+
+# {norm: (letter in Figure 2, title, layer)}
+STRATEGIES: dict[str, tuple[str, str, Callable[..., ABN]]] = {
+    "std": ("a", "standard", ABN),
+    "checkpoint": ("b", "checkpointing", partial(CheckpointedABN, store="x")),
+    "checkpoint_xhat": ("c", "checkpointing (proposed)", partial(CheckpointedABN, store="x_hat")),
+    "inplace_1": ("d", "in-place ABN I", partial(InPlaceABN, variant="I")),
+    "inplace": ("e", "in-place ABN II", InPlaceABN),
+}
+BODIES: dict[str, Callable[..., Body]] = {
+    "ResNeXt-101": resnext101,
+    "WideResNet-38": wider_resnet38_a2,
+    "DenseNet-264": densenet264,
+    "ResNet-101": resnet101,
+}
+CROP_SIZE = 512
+
+
+class Cost(NamedTuple):
+    """Tensors of a training step, without parameters, in bytes per input pixel; and its operations."""
+
+    kept: int  # after the forward pass
+    peak: int  # at any moment, with the gradients of the parameters
+    operations: int  # floating-point operations of convolutions
+
+
+def segmentation_network(
+    build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str = "none"
+) -> SegmentationNetwork:
+    """A body at output stride 8 with a DeepLabV3 head, for 19 classes."""
+    features = build(norm_act, output_stride=8)
+    network = SegmentationNetwork(features, DeepLabV3(features.out_channels, norm_act=norm_act), 19)
+    choose_recomputation(network, features, recompute)
+    return network
+
+
+def _loss_of(network: nn.Module, crops: int, side: int) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Images (crops, 3, side, side), and the loss of their upsampled logits, as the paper's networks have it."""
+    images, labels = torch.zeros(crops, 3, side, side), torch.zeros(crops, side, side, dtype=torch.long)
+    return images, lambda: F.cross_entropy(F.interpolate(network(images), labels.shape[1:], mode="bilinear"), labels)
+
+
+def cost(
+    build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str, side: int = CROP_SIZE
+) -> Cost:
+    """Cost of a step of a `segmentation_network` in float32, measured on fake tensors."""
+    crops = 2
+    with FakeTensorMode():
+        network = segmentation_network(build, norm_act, recompute)
+        with MadeTensors() as made:
+            result = _loss_of(network, crops, side)[1]()
+            kept = made.bytes
+            result.backward()
+        network.zero_grad()
+        _, loss = _loss_of(network, crops, side)
+        operations = operations_of(lambda: loss().backward())  # by itself, because counting keeps tensors
+    return Cost(round(kept / (crops * side**2)), round(made.peak / (crops * side**2)), operations)
+
+
+def kept_by_segmentation(
+    build: Callable[..., Body],
+    norm_act: Callable[[int], nn.Module],
+    crops: int,
+    precision: str = "float32",
+    with_images: bool = True,
+) -> int:
+    """Bytes that the loss of a `segmentation_network` keeps for the backward pass, without parameters."""
+    with FakeTensorMode(), autocast("cpu", precision):
+        network = segmentation_network(build, norm_act)
+        images, loss = _loss_of(network, crops, CROP_SIZE)
+        return kept_bytes(network, loss, [] if with_images else [images])
+
+
+def bytes_per_pixel(norm: str, body: str) -> int:
+    """Bytes per input pixel that a whole network keeps for the backward pass in float32, images included."""
+    return round(kept_by_segmentation(BODIES[body], STRATEGIES[norm][2], crops=2) / (2 * CROP_SIZE**2))
+
+
+@cache
+def kept(body: str) -> dict[str, int]:
+    """{norm: bytes per input pixel that a whole network keeps}"""
+    return {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES}
+
+
+def bodies_cells() -> Cells:
+    of_bodies = list(map(kept, BODIES))
+    return {
+        title: [norm, *(_relative(own[norm], own["std"]) for own in of_bodies)]
+        for norm, (_, title, _) in STRATEGIES.items()
+    }
+
+
+def recomputation_cells() -> Cells:
+    """The cost of a ResNeXt-101 with every choice, for two norms."""
+    cells: Cells = {}
+    for norm in ("std", "inplace"):
+        costs = {recompute: cost(resnext101, STRATEGIES[norm][2], recompute) for recompute in RECOMPUTE}
+        stored = costs["none"]
+        for name, own in costs.items():
+            memory = _relative(own.kept, stored.kept), _relative(own.peak, stored.peak)
+            cells[f"{norm}, {name}"] = [*memory, f"{own.operations / stored.operations:.2f}"]
+    return cells
+
+
+def _relative(value: int, stored: int) -> str:
+    if value == stored:
+        return f"{value:,}"
+    return f"{value:,} ({stored / value:.2f}x less)" if value < stored else f"{value:,} ({value / stored:.2f}x more)"
+
+
+def activation_bytes(norm: str) -> int:
+    """Bytes of the tensors with a value per pixel that BN + ACT + CONV keeps of 4x16x8x8 values."""
+    block = nn.Sequential(STRATEGIES[norm][2](16, backend="eager"), nn.Conv2d(16, 16, 1, bias=False))
+    recompute_activations(block, checkpointed_only=True)
+    x = torch.randn(4, 16, 8, 8, requires_grad=True)
+    _, saved = saved_for_backward(lambda: block(x * 1), block.parameters())
+    return sum(tensor.nbytes for tensor in saved if tensor.shape == x.shape)
+
+
+def strategies_cells() -> Cells:
+    kept = {letter: activation_bytes(norm) for norm, (letter, *_) in STRATEGIES.items()}
+    return {letter: [None, None, None, f"{own:,} bytes ({own / kept['a']:.2f})"] for letter, own in kept.items()}
+
+
+def ranges_cells() -> Cells:
+    """The range of y that each activation's inverse can return."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return {
+        name: [
+            _interval(EXACT_RANGES[name]),
+            *(_interval(invertible_range(Activation(name, 1.0), dtype)) for dtype in dtypes),
+        ]
+        for name in INVERTIBLE_ACTIVATIONS
+    }
+
+
+def _interval(bounds: tuple[float, float]) -> str:
+    low, high = bounds
+    if math.isinf(low):
+        return "everywhere"
+    return f"y >= {low:.4g}" if math.isinf(high) else f"{low:.4g} … {high:.4g}"
+
+
+CIFAR = [f"{name}_cifar" for name in ("resnet32", "revnet38", "resnet110", "revnet110", "resnet164", "revnet164")]
+
+
+def parameters_cells() -> Cells:
+    """Millions of parameters, with the classes of CIFAR-10 (100), or of ImageNet."""
+    cells: Cells = {}
+    for name in (*CIFAR, "preact_resnet101", "revnet104"):
+        with torch.device("meta"):
+            networks = [getattr(bodies, name)(classes=classes) for classes in ((10, 100) if name in CIFAR else (1000,))]
+        counts = [f"{sum(p.numel() for p in network.parameters()) / 1e6:.2f}" for network in networks]
+        cells[name] = [None, " ".join([counts[0], *(f"({count})" for count in counts[1:])])]
+    return cells

@@ -1,0 +1,180 @@
+"""The largest minibatch and crop that really fit into a CUDA device, beside the plan:
+
+    python -m scripts.evidence.fit out=FILE.json
+    python -m scripts.evidence.fit only=[resnext101/std/12GiB] out=FILE.json
+    python -m scripts.evidence.fit limits=[24GiB] out=FILE.json
+
+Networks of Table 3 on 512x512 crops, three float32 steps; and RevNet's claims on images of 224x224. A device of 12GiB
+is a limit of PyTorch's allocator, less CUDA's context.
+"""
+
+import gc
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+import train_seg  # noqa: F401  # both declare their commands
+from engine import assemble, loop, planner
+from engine.configuration.command_line import composed
+from engine.configuration.config import typed
+from engine.distributed import World
+from engine.memory import is_out_of_memory
+from engine.tasks import TASKS
+from keepless.fit.sizes import largest
+from keepless.units import bytes_of
+from scripts.evidence.steps import ENDLESS
+from scripts.plan_table import CLAIMS
+from scripts.reports import frame
+from scripts.reports import markdown as md
+from scripts.reports.markdown import GIB, MIB, Columns, Rows
+
+BODIES = {"resnext101": 4, "wrn38": 5}  # of Table 3: crops on each of four devices, as in the first rows
+STEPS = {"batch": 1, "crop": 8}  # of the search
+FEWEST = {"batch": 2, "crop": 64}  # the pooled branch of the head needs two crops
+TINY = ("data.crop_size=48", "body.base_channels=[8,8,16]", "body.stem_channels=8", "norm.backend=eager")
+
+
+@dataclass
+class FitArguments(frame.DeviceArguments):
+    device: str = "cuda"
+    limits: list[str] = field(default_factory=lambda: ["12GiB", "card"])
+    tiny: bool = False  # tiny networks, and no limit: to see that every line runs, also on a CPU
+
+
+def items(arguments: FitArguments) -> dict[str, tuple]:
+    cases = itertools.product(BODIES, ("std", "inplace"), arguments.limits, STEPS)
+    found: list[tuple] = sorted(cases, key=lambda case: arguments.limits.index(case[2]))
+    found += [(network, "std", arguments.limits[0], "batch") for network in CLAIMS]
+    found = [found[1], found[-2]] if arguments.tiny else found
+    return {"/".join(item): item for item in found}
+
+
+class Trained:
+    """A training of random images, whose size changes."""
+
+    def __init__(self, arguments: FitArguments, network: str, norm: str):
+        entry, words = _command(arguments, network)
+        self.task = next(task for task in TASKS.values() if task.entry == entry)
+        trainer = (f"trainer.device={arguments.device}", "trainer.precision=float32", "trainer.accumulation_steps=1")
+        self.config = typed(composed(entry, *words, f"norm={norm}", *trainer), self.task.schema)
+        assemble.arithmetic(self.config.trainer)
+        self.world = World(device=torch.device(arguments.device))
+        classes = planner.classes_of(self.config.data)
+        self.learner = assemble.learner(
+            self.config, lambda group: assemble.network_of(self.config, classes, group), ENDLESS, self.world
+        )
+        self.loss = self.task.loss(self.config)
+
+    def steps_peak(self, crops: int, size: int, allowed: int) -> int:
+        """Bytes that the allocator takes for three steps; more than `allowed` if they do not fit."""
+        device = self.world.device
+        self.learner.network.zero_grad()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        images = torch.randint(256, (crops, 3, size, size), dtype=torch.uint8, device=device)
+        minibatch = {"image": images, "label": self.task.labels(crops, (size, size)).to(device)}
+        try:
+            for _ in range(3):
+                loop.train_step(self.learner, self.loss, minibatch, crops, self.world)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return 2 * allowed
+        return torch.cuda.max_memory_reserved() if device.type == "cuda" else crops * size**2 * 6000  # about
+
+
+def _command(arguments: FitArguments, network: str) -> tuple[str, tuple[str, ...]]:
+    """The entry that trains a network, and its overrides."""
+    if network in CLAIMS:
+        experiment, *more = CLAIMS[network]
+        tiny = ("body=revnet_tiny", "norm.backend=eager")
+        return "train_imagenet", tiny if arguments.tiny else (f"experiment={experiment}", *more)
+    data = ("data=synthetic", f"data.crops_per_minibatch={BODIES[network]}")
+    recipe = (f"experiment=table3/cityscapes_{network}_std", *data, "data.base_size=512", "data.crop_size=512")
+    return "train_seg", (*data, *TINY) if arguments.tiny else recipe
+
+
+def measure(arguments: FitArguments, network: str, norm: str, limit: str, what: str) -> Rows:
+    """The largest batch, or crop in a device's share, with which three steps run in `limit`.
+
+    A row without and one with cuDNN's benchmark: {"network", "norm", "limit", "what", "benchmark", "found",
+    "planned_bytes": of the step found, "allocated_bytes": its peak, "reserved_bytes": of the allocator}.
+    """
+    trained, cuda = Trained(arguments, network, norm), arguments.device == "cuda"
+    size, crops = trained.config.data.crop_size, BODIES.get(network, 8)
+    allowed = _limited(limit, trained, crops, size) if cuda else 200 * MIB
+    rows = []
+
+    def shape(value: int) -> tuple[int, int]:
+        return (value, size) if what == "batch" else (crops, value)
+
+    def peak(value: int) -> int:
+        return trained.steps_peak(*shape(value), allowed)
+
+    for benchmark in (False, True):
+        row: dict = {"network": network, "norm": norm, "limit": limit, "what": what, "benchmark": benchmark}
+        with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
+            found = largest(peak, allowed, FEWEST[what], STEPS[what], power=1 if what == "batch" else 2)
+            if found is None:
+                rows.append({**row, "reason": f"not even {FEWEST[what]} fit"})
+                continue
+            peak(found)  # the device's counters are of this step
+        counted = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+        row |= {"found": found, "planned_bytes": planner.step_memory(trained.config, *shape(found)).peak}
+        rows.append({**row, "allocated_bytes": counted[0], "reserved_bytes": counted[1]})
+    return rows
+
+
+def _limited(limit: str, trained: Trained, crops: int, size: int) -> int:
+    """Limit this process to what a device of `limit` would leave beside CUDA's context; return the bytes left."""
+    trained.steps_peak(crops, size, 0)  # loads the libraries
+    free, total = torch.cuda.mem_get_info()
+    context = total - free - torch.cuda.memory_reserved()
+    allowed = min(total if limit == "card" else bytes_of(limit) or 0, total) - context
+    torch.cuda.set_per_process_memory_fraction(allowed / total)
+    return allowed
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f}"
+
+
+def _to_standard(row: dict) -> str:
+    """Pixels of a minibatch, relative to standard norms."""
+    ratio = row["found"] / row["beside"]["std"]["found"] if "std" in row["beside"] else 0
+    return f"{ratio ** (1 if row['what'] == 'batch' else 2):.2f}" if ratio else ""
+
+
+COLUMNS: Columns = [
+    ("network", "{network}, {norm}"),
+    ("device", "{limit}"),
+    ("cuDNN's benchmark", lambda row: "on" if row["benchmark"] else "off"),
+    ("largest", lambda row: f"{row['found']} {'crops' if row['what'] == 'batch' else 'pixels'}"),
+    ("/ standard", _to_standard),
+    ("planned, GiB", lambda row: _gib(row["planned_bytes"])),
+    ("allocated, GiB", lambda row: _gib(row["allocated_bytes"])),
+    ("reserved, GiB", lambda row: _gib(row["reserved_bytes"])),
+    ("workspace, GiB", lambda row: _gib(row["allocated_bytes"] - row["planned_bytes"])),
+    ("unused", lambda row: f"{1 - row['allocated_bytes'] / max(row['reserved_bytes'], 1):.1%}"),
+]
+
+
+def about(arguments: dict) -> tuple[str, str]:
+    words = "*Workspace*: allocated beyond the plan; *unused*: the allocator's fragmentation"
+    return "What fits into a device", f"{words}: what `memory.workspace` and `memory.fragmentation` should be"
+
+
+def sections(call: dict, _: str) -> Iterator[str]:
+    groups = md.grouped(frame.rows_of(call), ["network", "limit", "what", "benchmark"], "norm")
+    yield md.columns([row for group in groups.values() for row in group.values()], COLUMNS)
+
+
+BENCHMARK = frame.Benchmark("fit", FitArguments, items, measure, sections, about)
+run, main = frame.command(BENCHMARK, __doc__)
+
+if __name__ == "__main__":
+    main()

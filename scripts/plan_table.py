@@ -1,0 +1,376 @@
+"""Plan the memory of the papers' experiments without a GPU: `scripts.plan_memory table=…`:
+
+    python -m scripts.plan_memory table=all out=FILE.json
+    python -m scripts.plan_memory table=table3 out=FILE.json
+    python -m scripts.plan_memory table=all only=[claims] out=FILE.json
+
+Plans the memory of a table's experiments on each device. Of Table 3 also the columns fixed crop (memory.fit=batch) and
+fixed batch (memory.fit=crop) as the planner fills them, beside the paper's, on which `memory.*` are calibrated,
+and the crops that fit on devices of 8 to 141 GB; of Tables 3 and 4 the memory with which each minibatch fits on one
+device; of RevNet its claims. What is compared with the paper has the paper's loss, with logits of full resolution
+(loss.tiles=false); what the loss by tiles changes stands beside it. Traces are kept in the cache folder.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+
+from matplotlib.figure import Figure
+from omegaconf import MISSING
+
+from engine import planner
+from engine.schema.classification import ClassificationRun
+from engine.schema.keys import key
+from engine.schema.memory import Memory
+from engine.schema.network import NORMS, Norm
+from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import TrainingRun
+from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
+from scripts.reports import charts, frame, papers
+from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table
+
+COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
+CARD_BODIES = ("cityscapes_resnext101_std", "cityscapes_wrn38_std")
+ALL = "all"
+IN_FULL = "standard norms, loss.tiles=false"
+LINE = (4, 16, 64)  # crops: a line through the first two, checked at the third
+SMALL_NETWORK = 80_000_000  # bytes of parameters
+# The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
+CLAIMS = {
+    "ResNet-101": ("revnet/imagenet_resnet101", "trainer.accumulation_steps=1"),
+    "RevNet-104": ("revnet/imagenet_revnet104",),
+    "RevNet-602": ("revnet/imagenet_revnet104", "body.structure=[2,2,94,2]"),
+}
+
+
+@dataclass
+class PlanArguments(frame.Arguments):
+    table: str = MISSING  # a folder of configs/experiment; all: each
+    budget: str = "12GiB"  # of each of the papers' devices
+    devices: int = key(4, above=0)  # of Table 3
+
+    def check(self) -> None:
+        if self.table not in (known := (ALL, *papers.TABLES)):
+            raise ValueError(f"table={self.table}: expected one of {', '.join(known)}")
+        Memory(budget=self.budget, gpus=self.devices).check()
+
+
+def items(arguments: PlanArguments) -> dict[str, tuple]:
+    """{PART/…: (part, what of it)}"""
+    own = [name for name in papers.all_experiments() if f"{arguments.table}/" in ("all/", name[: name.index("/") + 1])]
+    chosen: list[tuple] = [("experiments", name) for name in own]
+    if arguments.table in (ALL, "table3"):
+        chosen += [("fits", column, fit, norm) for column in COLUMNS for fit in FITS for norm in ("std", "inplace")]
+        chosen += [("cards", name) for name in CARD_BODIES]
+    whole: dict[tuple, str] = {}  # each minibatch of Tables 3 and 4, by its first experiment
+    for name in own:
+        if found := re.match(r"table[34]/(\w+?_(resnext\d+|wrn\d+))_", name):
+            data = papers.configured_as(name).data
+            whole.setdefault((found[1], data.crops_per_minibatch, data.crop_size), name)
+    chosen += [("one_device", name, network) for (network, *_), name in whole.items()]
+    chosen += [("claims", network) for network in CLAIMS if arguments.table in (ALL, "revnet")]
+    return {"/".join(item): item for item in chosen}
+
+
+def measure(arguments: PlanArguments, part: str, *what: str) -> Rows:
+    memory = (f"memory.budget={arguments.budget}", f"memory.gpus={arguments.devices}")
+    planners: dict[str, Callable[..., Iterable[dict]]] = {
+        "experiments": lambda name: [planned(name)],
+        "fits": lambda column, fit, norm: [fit_of(column, fit, norm, memory)],
+        "cards": line_of,
+        "one_device": on_one_device,
+        "claims": lambda network: [claim_of(network, memory[0])],
+    }
+    return [{"part": part, **row} for row in planners[part](*what)]
+
+
+def planned(experiment: str) -> dict:
+    """Memory of a training step of an experiment, on each of its devices."""
+    tiled, devices = papers.configured_as(experiment), papers.devices_of(experiment)
+    config, share, size = in_full(tiled), planner.share_of(tiled, devices), tiled.data.crop_size
+    trace = planner.step_memory(config, share, size, devices)
+    crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
+    memory = {"peak": trace.peak, "kept": sum(trace.saved.values()), "at_peak": trace.at_peak, "place": trace.place}
+    by_tiles = planner.step_memory(tiled, share, size, devices) if config is not tiled else None
+    memory["by_tiles"] = by_tiles and {"peak": by_tiles.peak, "temporary": by_tiles.at_peak.get("temporary", 0)}
+    return {"experiment": experiment, "devices": devices, **crops, **memory}
+
+
+def in_full(config: TrainingRun) -> TrainingRun:
+    """The configuration with the paper's loss, on logits of the labels' resolution; classifiers are unchanged."""
+    if not isinstance(config, SegmentationRun):
+        return config
+    changed = deepcopy(config)
+    changed.loss.tiles = False
+    return changed
+
+
+def fit_of(column: str, fit: str, norm: str, memory: tuple[str, ...]) -> dict:
+    """The planner's choice for Table 3, and the memory of the paper's choice and of the next larger one."""
+    config = papers.configured_as(f"table3/{column}_std", f"norm={norm}", *memory, f"memory.fit={fit}")
+    devices = config.memory.gpus or 1
+    chosen, tiled = (planner.fitting(loss, devices).data for loss in (in_full(config), config))
+    name = f"table3/{column}_std" if norm == "std" else f"table3/{column}_inplace_{FITS[fit]}"
+    paper = in_full(papers.configured_as(name))
+    share, size = planner.share_of(paper, devices), paper.data.crop_size
+    larger = (share + 1, size) if fit == "batch" else (share, size + 8)
+    return {
+        **{"column": column, "fit": fit, "norm": norm},
+        **{"crops": chosen.crops_per_minibatch, "crop_size": chosen.crop_size},
+        **{"tiled_crops": tiled.crops_per_minibatch, "tiled_crop_size": tiled.crop_size},
+        **{"paper_crops": paper.data.crops_per_minibatch, "paper_crop_size": size},
+        "paper_peak": planner.step_memory(paper, share, size, devices).peak,
+        "larger_peak": planner.step_memory(paper, *larger, devices).peak,
+    }
+
+
+def on_one_device(name: str, network: str) -> Iterator[dict]:
+    """The minibatch of an experiment as a whole on one device."""
+    config = papers.configured_as(name)
+    crops, size = config.data.crops_per_minibatch, config.data.crop_size
+    tiled = combinations(config)
+    standard = {f"{IN_FULL}, {name.rpartition(', ')[2]}": in_full(tiled[name]) for name in list(tiled)[:2]}
+    for combination, changed in (standard | tiled).items():
+        needed = Memory().needed(planner.needed(changed, crops, size), devices=1)
+        yield {"network": network, "crops": crops, "crop_size": size, "combination": combination, "device": needed}
+
+
+def line_of(name: str) -> Iterator[dict]:
+    """The memory of a device as a line over the number of crops."""
+    config = papers.configured_as(f"table3/{name}")
+    for combination, changed in combinations(config).items():
+        peaks = [planner.needed(changed, crops, config.data.crop_size) for crops in LINE]
+        needed = [Memory().needed(peak, devices=1) for peak in peaks]
+        each = (needed[1] - needed[0]) / (LINE[1] - LINE[0])
+        base = needed[0] - LINE[0] * each
+        row = {"network": name.removesuffix("_std"), "crop_size": config.data.crop_size, "combination": combination}
+        yield {**row, "base": round(base), "each": round(each), "error": (base + LINE[2] * each) / needed[2] - 1}
+
+
+def claim_of(network: str, budget: str) -> dict:
+    config = papers.configured_as(*CLAIMS[network], budget, "memory.fit=batch")
+    assert isinstance(config, ClassificationRun)
+    return {"network": network, "images": planner.fitting(config, devices=1).data.crops_per_minibatch}
+
+
+def as_norm(name: str, norm: Norm) -> Norm:
+    """A norm of another name with the same options, as far as it has them."""
+    options = {entry.name: getattr(norm, entry.name) for entry in fields(norm) if entry.name != "name"}
+    known = {entry.name for entry in fields(NORMS[name])}
+    return NORMS[name](**{option: value for option, value in options.items() if option in known})
+
+
+def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
+    """The configuration with each combination of norm, recomputation, precision and reversible body.
+
+    Small networks get no reversible body: RevNet-104 would need more than they do.
+    """
+    changes = [("std", "none", config.body, "standard norms"), ("inplace", "none", config.body, "in-place norms")]
+    if not config.body.is_reversible():
+        changes += [
+            (norm, recompute, config.body, f"{about}, trainer.recompute={recompute}")
+            for recompute in ("sqrt", "budget")
+            for norm, _, _, about in changes[:2]
+        ]
+        data = config.data
+        if planner.step_memory(config, data.crops_per_minibatch, data.crop_size).parameters > SMALL_NETWORK:
+            reversible = papers.configured_as(None, "body=revnet104").body
+            reversible = replace(reversible, output_stride=config.body.output_stride)
+            changes.append(("inplace", "none", reversible, "in-place norms, body=revnet104"))
+    found = {}
+    for norm, recompute, body, about in changes:
+        if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
+            continue
+        for precision in ("float32", "bfloat16"):
+            trainer = replace(config.trainer, recompute=recompute, precision=precision)
+            changed = replace(deepcopy(config), norm=as_norm(norm, config.norm), body=body, trainer=trainer)
+            found[f"{about}, {precision}"] = changed
+    return found
+
+
+TITLES = {
+    "cityscapes_resnext101": "Cityscapes, ResNeXt-101",
+    "coco_stuff_resnext101": "COCO-Stuff, ResNeXt-101",
+    "cityscapes_wrn38": "Cityscapes, WideResNet-38",
+    "coco_stuff_wrn38": "COCO-Stuff, WideResNet-38",
+    "cityscapes_resnext152": "Cityscapes, ResNeXt-152",
+    "vistas_wrn38": "Vistas, WideResNet-38",
+}
+CARDS_GB = (8, 11, 12, 16, 24, 32, 40, 48, 80, 141)
+FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3
+CATEGORIES = {
+    "weights": charts.BLACK,
+    "average": charts.GREY,
+    "momentum": charts.BLUE,
+    "gradients": charts.SKY,
+    "images": charts.YELLOW,
+    "activations": charts.ORANGE,
+    "temporary": charts.VERMILION,
+}
+COLOURS = {  # of float32 and bfloat16 each
+    "standard norms": charts.BLACK,
+    "in-place norms": charts.BLUE,
+    "standard norms, trainer.recompute=sqrt": charts.GREY,
+    "in-place norms, trainer.recompute=sqrt": charts.SKY,
+    "standard norms, trainer.recompute=budget": charts.YELLOW,
+    "in-place norms, trainer.recompute=budget": charts.ORANGE,
+    "in-place norms, body=revnet104": charts.VERMILION,
+}
+PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)", "RevNet-602": "“trains”"}
+
+
+def about(arguments: dict) -> tuple[str, str]:
+    title = "Every experiment" if arguments["table"] == ALL else papers.TABLES[arguments["table"]]
+    return title, f"{arguments['devices']} devices of {arguments['budget']}"
+
+
+def rows_of(call: dict, part: str) -> Rows:
+    return [row for row in frame.rows_of(call) if row["part"] == part]
+
+
+def sections(call: dict, picture: str) -> Iterator[str]:
+    """What they say of the numbers stands at the end of the page."""
+    experiments, fits, arguments = rows_of(call, "experiments"), rows_of(call, "fits"), call["arguments"]
+    if fits:
+        standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
+        shown = ({**row, "standard": standard[row["column"], row["fit"]]} for row in fits)
+        yield section("Table 3: what fits", columns(shown, FIT, left=3), _calibration(fits, experiments, arguments))
+    if rows := rows_of(call, "one_device"):
+        yield section("A minibatch of Tables 3 and 4 on one device", _one_device(rows))
+    if rows := rows_of(call, "cards"):
+        error = f"At {LINE[2]} crops the line is off by {max(abs(row['error']) for row in rows):.1%} at most."
+        yield section("Crops on devices of 8 to 141 GB", *_cards(rows), error)
+    if rows := rows_of(call, "claims"):
+        yield section("RevNet's claims", columns(rows, CLAIM))
+    drawn = [f"![memory of experiments by category, and crops that fit by memory]({picture}.png)"] * bool(fits)
+    ordered = sorted(experiments, key=lambda row: row["experiment"])
+    yield section(f"{len(experiments)} experiments", *drawn, columns(ordered, EXPERIMENT))
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f}"
+
+
+CLAIM: Columns = [
+    ("", "{network}"),
+    ("images", "{images}"),
+    ("published", lambda row: PUBLISHED_CLAIMS[row["network"]]),
+]
+EXPERIMENT: Columns = [
+    ("experiment", "{experiment}"),
+    ("devices", "{devices}"),
+    ("crops on each", "{share} x {crop_size}²"),
+    ("memory", lambda row: _gib(row["peak"])),
+    ("kept", lambda row: _gib(row["kept"])),
+    ("by tiles", lambda row: row["by_tiles"] and _gib(row["by_tiles"]["peak"]) or ""),
+    ("most in", "{place}"),
+]
+FIT: Columns = [
+    ("", lambda row: TITLES[row["column"]]),
+    ("", lambda row: FITS[row["fit"]].replace("_", " ")),
+    ("norm", "{norm}"),
+    ("planned", "{crops} x {crop_size}²"),
+    ("", lambda row: _more(row, "")),
+    ("published", "{paper_crops} x {paper_crop_size}²"),
+    ("", lambda row: _more(row, "paper_")),
+    ("difference", lambda row: f"{row['crops'] * row['crop_size'] ** 2 / _pixels_of_paper(row) - 1:+.0%}"),
+    ("from", lambda row: _gib(row["paper_peak"])),
+    ("to", lambda row: _gib(row["larger_peak"])),
+    ("by tiles", "{tiled_crops} x {tiled_crop_size}²"),
+    ("", lambda row: _more(row, "tiled_")),
+]
+
+
+def _more(row: dict, by: str) -> str:
+    """How many more pixels a minibatch has than with standard norms."""
+    ours, standard = (found[f"{by}crops"] * found[f"{by}crop_size"] ** 2 for found in (row, row["standard"]))
+    return "" if row["norm"] == "std" else f"{ours / standard - 1:+.0%}"
+
+
+def _pixels_of_paper(row: dict) -> int:
+    return row["paper_crops"] * row["paper_crop_size"] ** 2
+
+
+def _calibration(fits: Rows, experiments: Rows, arguments: dict) -> str:
+    """How well the defaults of `memory.*` reproduce the paper's choices."""
+    device = Memory(budget=arguments["budget"])
+    available = device.available(arguments["devices"]) or 0
+    larger = sorted(
+        f"{row['experiment']} {_gib(row['peak'])}"
+        for row in experiments
+        if re.match("table[124]/(?!release)", row["experiment"]) and row["peak"] > available
+    )
+    exact = sum(row["paper_peak"] <= available < row["larger_peak"] for row in fits)
+    return (
+        f"Calibrated on this table: {device.deductions(arguments['devices'])} leave {_gib(available)} GiB for tensors. "
+        f"That is just enough for every row (the first needs {_gib(max(row['paper_peak'] for row in fits))} GiB) and "
+        f"gives {exact} of {len(fits)} choices exactly. No constants give all, because in other rows the paper left "
+        f"more memory unused. Nor do they hold for Tables 1, 2 and 4, where this plan needs more memory than the "
+        f"paper's devices had, in GiB: {', '.join(larger)}."
+    )
+
+
+def _one_device(rows: list[dict]) -> str:
+    networks: dict[tuple, dict[str, list[str]]] = {}
+    for row in rows:
+        combination, _, precision = row["combination"].rpartition(", ")
+        cells = networks.setdefault((TITLES[row["network"]], f"{row['crops']} x {row['crop_size']}²"), {})
+        cells.setdefault(combination, []).append(f"{row['device'] / GIB:.1f}")
+    titles = ["", "crops", *next(iter(networks.values()))]
+    return table(titles, ([*network, *map(" / ".join, cells.values())] for network, cells in networks.items()), 2)
+
+
+def _cards(rows: list[dict]) -> Iterator[str]:
+    """For each network its name and the crops of each combination on each device."""
+    crops = [(str(gb), lambda row, gb=gb: str(crops_on(row, gb) or "–")) for gb in CARDS_GB]
+    for network in dict.fromkeys(row["network"] for row in rows):
+        own = [row for row in rows if row["network"] == network]
+        yield f"{TITLES[network]}, {own[0]['crop_size']}²:"
+        yield columns(own, [("", "{combination}"), *crops])
+
+
+def crops_on(row: dict, gigabytes: float) -> int:
+    """The crops that fit on a device by the line of a row; 0 if none do."""
+    return max(0, int((gigabytes * 10**9 - row["base"]) // row["each"]))
+
+
+def pictures(call: dict) -> dict[str, Figure]:
+    """Memory by category beside the crops that fit by memory, if Table 3 is planned."""
+    lines_of_cards = rows_of(call, "cards")
+    if not lines_of_cards:
+        return {}
+    figure, (left, right) = charts.panels(1, 2, (12, 6.2))
+    rows = [row for row in rows_of(call, "experiments") if row["experiment"].startswith(("table3/", "table4/"))]
+    order = [name for table in ("table3", "table4") for name in papers.experiments_of(table)]
+    rows.sort(key=lambda row: order.index(row["experiment"]))
+    parts = [
+        charts.Series(category, [row["at_peak"].get(category, 0) / GIB for row in rows], colour=colour)
+        for category, colour in CATEGORIES.items()
+    ]
+    about = "GiB of tensors on each of four devices, at the peak"
+    names = [row["experiment"] for row in rows]
+    charts.stacked_bars(left, names, [part for part in parts if any(part.y)], xlabel=about)
+    cards = [row for row in lines_of_cards if row["network"] == lines_of_cards[0]["network"]]
+    gigabytes = range(6, max(CARDS_GB) + 1)
+    lines = []
+    for row in cards:
+        about, _, precision = row["combination"].rpartition(", ")
+        label, style = (about, "-") if precision == "float32" else (f"_{row['combination']}", "--")  # _: no entry
+        crops = [crops_on(row, gb) for gb in gigabytes]
+        lines.append(charts.Series(label, crops, gigabytes, COLOURS[about], style))
+    about = f"crops of {cards[0]['crop_size']}² that fit: {TITLES[cards[0]['network']]}"
+    charts.lines(right, lines, xlabel="GB of the device; dashed: bfloat16", ylabel=about)
+    right.set(xscale="log", yscale="log")
+    for axis, ticks in ((right.xaxis, (8, 12, 16, 24, 32, 48, 80, 141)), (right.yaxis, [2**n for n in range(10)])):
+        axis.set_ticks(ticks, labels=list(map(str, ticks)))
+        axis.set_ticks([], minor=True)
+    for axes in (left, right):  # below the panels, where it covers nothing
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)
+    return {"": figure}
+
+
+BENCHMARK = frame.Benchmark(
+    "memory_plan", PlanArguments, items, measure, sections, about, pictures, program="scripts.plan_memory"
+)
+run, main = frame.command(BENCHMARK, __doc__)

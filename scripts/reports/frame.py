@@ -1,0 +1,299 @@
+"""The frame of all benchmarks: items that are measured one by one and resumed, their record, and its page."""
+
+import difflib
+import importlib
+import json
+import os
+import re
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from matplotlib.figure import Figure
+from omegaconf import MISSING, DictConfig
+
+from engine.configuration import config as configuration
+from engine.configuration.choices import CONFIGS
+from engine.configuration.command_line import configured
+from engine.distributed import device_of
+from engine.memory import keep_freed_memory
+from engine.output_files import replace_file, write_file
+from engine.records.provenance import provenance
+from engine.schema.keys import key
+from scripts.reports import charts
+from scripts.reports.markdown import Rows, conditions, section
+from scripts.reports.measuring import Elsewhere
+
+RESULTS = CONFIGS.parent / "docs" / "results"
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
+PLACES = {"root": "DIR", "checkpoints": "FOLDER", "camvid": "DIR"}  # arguments that are folders of this machine
+BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # of a document
+NOT_STARTED, REHEARSED = "not started", "Rehearsed on a CPU, on tiny tensors: no number here is a result."
+
+A = TypeVar("A", bound="Arguments")
+
+
+@dataclass
+class Arguments:
+    """Arguments of every benchmark."""
+
+    out: str = MISSING  # FILE.json; the page and its pictures are written beside it
+    measure: bool = True  # false: make the page again from FILE.json
+    only: list[str] = field(default_factory=list)  # items, or what their names begin with up to a slash; empty: all
+    minutes: float | None = key(None, above=0)  # after which the item being measured is stopped; null: never
+
+    def suited(self) -> Any:
+        """These arguments, with what was null and depends on others."""
+        return self
+
+    def known(self) -> dict[str, Any]:
+        """The arguments that tell a call from others."""
+        left_out = ("out", "measure", "only", "minutes", *PLACES)
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+
+@dataclass
+class DeviceArguments(Arguments):
+    device: str = key("cpu", one_of=tuple(DEVICES))  # the device that is measured
+    threads: int = key(1, above=0)  # of PyTorch on the CPU
+    rounds: int = key(15, above=0)  # each measures everything once
+
+    def check(self) -> None:
+        device_of(self.device)
+
+
+def filled(arguments: A, suited: Mapping[str, Any]) -> A:
+    """Arguments with these values where they are null."""
+    return replace(arguments, **{name: value for name, value in suited.items() if getattr(arguments, name) is None})
+
+
+class Benchmark(NamedTuple):
+    """A question. The module of `measure` has it as BENCHMARK, and docs/results/NAME.md has its answer."""
+
+    name: str
+    schema: type[Any]  # of its arguments
+    items: Callable[[Any], Mapping[str, tuple]]  # arguments -> {name: what `measure` takes after them}
+    measure: Callable[..., Rows]  # a row with "reason" says what could not be measured
+    sections: Callable[[dict, str], Iterable[str]]  # of a call's part of the page, whose pictures have this name
+    about: Callable[[dict], tuple[str, str]]  # arguments -> title of the part, and the conditions in words
+    pictures: Callable[[dict], Mapping[str, Figure]] = lambda call: {}  # of a call, by the end of their files' names
+    apart: bool = False  # each item has a process to itself
+    packages: tuple[str, ...] = ()  # whose versions matter, beside PyTorch's and the like
+    program: str = ""  # empty: scripts.evidence.NAME
+
+
+def command(benchmark: Benchmark, about: str | None) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
+    """`run(values)`, which measures and returns the page's path, and its command; `about`: the text of --help."""
+
+    def run(values: DictConfig) -> Path:
+        return carry_out(benchmark, configuration.typed(values, benchmark.schema).suited())
+
+    @configured(benchmark.name, benchmark.schema, about=f"{about}\n{FILES}")
+    def main(values: DictConfig) -> None:
+        print(run(values))
+
+    return run, main
+
+
+FILES = """\
+FILE.json is written again after each item: the same command continues a call that was stopped, and a call with other
+arguments is added. FILE.md beside it is docs/results/NAME.md with this record's numbers, FILE.png its picture.
+"""
+
+
+def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "") -> Path:
+    """Measure what is missing, and write the page. `called`: the command, if it is another than the benchmark's own.
+
+    ValueError: an argument is impossible, or there is no record to make a page of.
+    """
+    if not arguments.out.endswith(".json"):
+        raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
+    out = Path(arguments.out)
+    if arguments.measure:
+        for record in measured(benchmark, arguments, rehearsal, called):
+            replace_file(out, as_text(record))
+    elif not out.is_file():
+        raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
+    record = json.loads(out.read_text())
+    for number, call in enumerate(record["calls"]):
+        for suffix, figure in (benchmark.pictures(call) if call["items"] else {}).items():
+            if call["rehearsal"]:
+                figure.text(0.5, 0.5, "REHEARSAL", fontsize=60, color="red", alpha=0.4, ha="center", rotation=20)
+            charts.save(figure, out.with_name(f"{picture_of(out.stem, number)}{suffix}.png"))
+    prose = RESULTS / f"{benchmark.name}.md"
+    marks = f"<!-- {benchmark.name} start -->\n<!-- {benchmark.name} end -->\n"
+    text = prose.read_text() if prose.is_file() else f"# {benchmark.name}\n\n{marks}"
+    page = out.with_suffix(".md")
+    write_file(page, with_blocks(text, {benchmark.name: calls_text(benchmark, record, out.stem)}))
+    return page
+
+
+def with_blocks(document: str, blocks: Mapping[str, str]) -> str:
+    """A document with new text in some of its blocks; what begins on a line of its own also ends so."""
+
+    def block(found: re.Match) -> str:
+        name, mark, before = found.groups()
+        text = blocks.get(name, before)
+        return f"{name}{mark}{text}" + "\n" * (mark.endswith("\n") and not before and bool(text))
+
+    return BLOCK.sub(block, document)
+
+
+def picture_of(name: str, number: int) -> str:
+    """The beginning of the names of a call's pictures."""
+    return f"{name}_{number + 1}" if number else name
+
+
+def calls_text(benchmark: Benchmark, record: dict, name: str) -> str:
+    """What the page `name` says of a record: a part for each call, with its command and conditions."""
+    parts = []
+    for number, call in enumerate(record["calls"]):
+        title, words = benchmark.about(call["arguments"])
+        took = f"{conditions(call['environment'])}. {words}; the run took {call['seconds'] / 60:.1f} minutes."
+        left = [f"- {item}: {why}" for item, why in call["left"].items()]
+        left += [f"- {named(row)}: {row['reason']}" for row in rows_of(call) if "reason" in row]
+        parts.append(section(title, f"```\n{call['command']}\n```", took, level=2))
+        parts += [f"**{REHEARSED}**"] * call["rehearsal"]
+        parts += benchmark.sections(call, picture_of(name, number)) if call["items"] else ()
+        parts += [section("Not measured", "\n".join(left))] * bool(left)
+    return "\n\n".join(filter(None, parts))
+
+
+def rows_of(call: dict) -> Rows:
+    return [row for rows in call["items"].values() for row in rows]
+
+
+def named(row: dict) -> str:
+    """What a row is of, in words."""
+    return ", ".join(str(value) for name, value in row.items() if name != "reason" and not isinstance(value, list))
+
+
+def measured(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "") -> Iterator[dict]:
+    """Yield the record before the first item and after each. Items that are in the record are not measured again."""
+    started_s, out = time.monotonic(), Path(arguments.out)
+    items, environment = benchmark.items(arguments), provenance(benchmark.packages)
+    chosen = chosen_of(items, arguments.only)
+    if hasattr(arguments, "threads"):
+        environment["threads"] = arguments.threads
+    record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
+    call = {"command": "", "arguments": arguments.known(), "environment": environment, "seconds": 0}
+    call |= {"rehearsal": rehearsal, "left": {}, "items": {}}
+    call = next((other for other in record["calls"] if _identity(other) == _identity(call)), call)
+    if call not in record["calls"]:
+        record["calls"].append(call)
+    done, before_s = call["items"], call["seconds"]
+    left = call["left"] = call["left"] | {name: NOT_STARTED for name in chosen if name not in {*done, *call["left"]}}
+
+    def written_down() -> dict:
+        known = [name for name in items if name in done or name in left]
+        call["command"] = called or command_line(benchmark, arguments, known if len(known) < len(items) else [])
+        call["items"] = {name: done[name] for name in items if name in done}
+        call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
+        return record
+
+    yield written_down()
+    with ExitStack() as stack:
+        process: Elsewhere | None = None
+        for name in [name for name in chosen if name in left]:
+            seconds = 60 * arguments.minutes - (time.monotonic() - started_s) if arguments.minutes else None
+            if seconds is not None and seconds <= 0:
+                break
+            process = process or stack.enter_context(Elsewhere(Worker, benchmark.measure.__module__, arguments))
+            try:
+                done[name] = process.call("measure", name, seconds)
+                del left[name]
+            except Exception as error:  # the other items can still be measured
+                left[name] = "stopped" if isinstance(error, BrokenProcessPool) else reason(error)
+            if benchmark.apart or name in left:
+                stack.close()  # its memory is free then
+                process = None
+            commits = [*(call["environment"]["commit"] or "").split(", "), environment["commit"]]
+            call["environment"]["commit"] = ", ".join(dict.fromkeys(filter(None, commits))) or None
+            print(f"{time.monotonic() - started_s:6.1f} s  {name}: {left.get(name, 'done')}", flush=True)
+            yield written_down()
+
+
+def _identity(call: dict) -> tuple:
+    """Calls are the same if they measure the same with equal hardware and versions."""
+    environment = call["environment"]
+    return call["arguments"], call["rehearsal"], environment["hardware"], environment["versions"]
+
+
+class Worker:
+    """The object in the process that measures (see `Elsewhere`). `module` has the BENCHMARK."""
+
+    def __init__(self, module: str, arguments: Any):
+        self.benchmark, self.arguments = importlib.import_module(module).BENCHMARK, arguments
+        self.items = self.benchmark.items(arguments)
+        torch.set_num_threads(getattr(arguments, "threads", 1))
+        if getattr(arguments, "device", "cpu") == "cpu":
+            keep_freed_memory()
+
+    def measure(self, item: str, seconds: float | None) -> Rows:
+        """The rows of an item. The process ends if they take longer."""
+        alarm = threading.Timer(seconds or threading.TIMEOUT_MAX, os._exit, [1])
+        alarm.daemon = True
+        alarm.start()
+        try:
+            return self.benchmark.measure(self.arguments, *self.items[item])
+        finally:
+            alarm.cancel()
+            torch.compiler.reset()  # frees compiled code
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def chosen_of(items: Iterable[str], only: Iterable[str]) -> list[str]:
+    """The items that `only` names, all if it is empty. ValueError: it names none."""
+    names = list(items)
+    for given in only:
+        if not any(f"{name}/".startswith(f"{given}/") for name in names):
+            known = ", ".join(difflib.get_close_matches(given, names, n=8, cutoff=0))
+            raise ValueError(f"only={given}: there is no such item; the nearest names are {known}")
+    return [name for name in names if not only or any(f"{name}/".startswith(f"{given}/") for given in only)]
+
+
+def command_line(benchmark: Benchmark, arguments: Any, only: list[str]) -> str:
+    """The command that measures the same again."""
+    words = [f"python -m {benchmark.program or f'scripts.evidence.{benchmark.name}'}"]
+    default = replace(
+        benchmark.schema(), **{"device": arguments.device} if hasattr(arguments, "device") else {}
+    ).suited()
+    given = {**vars(arguments), "only": only, "measure": True, "minutes": None, "out": default.out}
+    for argument, value in given.items():
+        if value != (benchmark.schema() if argument == "device" else default).__dict__[argument]:
+            text = PLACES.get(argument) or json.dumps(value, separators=(",", ":"))
+            words.append(shlex.quote(f"{argument}={text}") if "=" in text else f"{argument}={text}".replace('"', ""))
+    return " ".join([*words, "out=FILE.json"])
+
+
+def check_choices(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ValueError unless the list `name` names some of `known`."""
+    if not given or not set(given) <= set(known):
+        raise ValueError(f"{name}={list(given)}: expected some of {', '.join(known)}")
+
+
+def reason(error: Exception) -> str:
+    """Why a measurement failed, for the record."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"failed: {type(error).__name__}: {first}"
+
+
+def as_text(record: Any) -> str:
+    """JSON with a line for each row of a list of rows."""
+    return f"{_lines(record)}\n"
+
+
+def _lines(value: Any, is_row: bool = False) -> str:
+    if isinstance(value, dict) and not is_row and any(isinstance(entry, (dict, list)) for entry in value.values()):
+        return "{\n" + ",\n".join(f"{json.dumps(name)}: {_lines(entry)}" for name, entry in value.items()) + "\n}"
+    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+        return "[\n" + ",\n".join(_lines(entry, is_row="items" not in entry) for entry in value) + "\n]"
+    return json.dumps(value, ensure_ascii=False)

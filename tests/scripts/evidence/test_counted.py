@@ -1,0 +1,228 @@
+"""Bytes and plans that are counted: the committed ones are what the code gives today."""
+
+import json
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from datasets import cifar10
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.configuration.config import plain
+from engine.schema.memory import Memory
+from keepless import InPlaceABN
+from models import bodies
+from models.bodies import resnext101
+from models.pooling import MaxPool2d
+from scripts import plan_table
+from scripts.evidence import counted, loss, reversible, revnets
+from scripts.evidence.counted import STRATEGIES, cost
+from scripts.evidence.loss import BOOTSTRAPPED, COMPILED, CROSS_ENTROPY, EACH_CROP, PLAIN, TILES
+from scripts.reports import papers
+from scripts.reports.frame import RESULTS, rows_of
+from tests.bodies import SMALL_BODIES, small_resnext, small_revnet
+from tests.datasets.classification_trees import cifar10_python
+from tests.runs import classification_config
+from tests.scripts.evidence.records import measured
+
+SMALL = SMALL_BODIES["revnet-7x7"]
+
+
+def recorded(name: str, part: str) -> list[dict]:
+    """Rows of a record's first call."""
+    (call, *_) = json.loads((RESULTS / f"{name}.json").read_text())["calls"]
+    return [row for row in rows_of(call) if row["part"] == part]
+
+
+@pytest.mark.parametrize(
+    "body, expected",
+    [("ResNeXt-101", 1.98)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("ResNet-101", 1.21), ("WideResNet-38", 1.89), ("DenseNet-264", 1.99))
+    ],
+)
+def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network(body, expected):
+    kept = counted.kept(body)
+    assert kept.keys() == STRATEGIES.keys()
+    for norm in STRATEGIES.keys() - {"std"}:
+        assert abs(kept["std"] / kept[norm] - expected) < 0.005
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body, expected", [("ResNeXt-101", 1.96), ("WideResNet-38", 1.75)])
+def test_with_pytorchs_pooling_the_share_is_the_one_measured_with_the_released_layers(body, expected, monkeypatch):
+    monkeypatch.setattr(MaxPool2d, "forward", nn.MaxPool2d.forward)
+    standard, inplace = (counted.bytes_per_pixel(norm, body) for norm in ("std", "inplace"))
+    assert abs(standard / inplace - expected) < 0.005
+
+
+@pytest.mark.parametrize(
+    "body, size, bytes_per_pixel",
+    [(small_resnext, 64, None), pytest.param(resnext101, 512, 9253, marks=pytest.mark.slow)],
+)
+def test_standard_norms_that_compute_activations_again_keep_what_in_place_norms_keep(body, size, bytes_per_pixel):
+    """By default nothing is computed again; blocks keep less for more operations, and sqrt less still."""
+    standard, inplace = (STRATEGIES[norm][2] for norm in ("std", "inplace"))
+    stored, activations, blocks, sqrt = (
+        cost(body, standard, choice, size) for choice in ("none", "activations", "blocks", "sqrt")
+    )
+    assert bytes_per_pixel in (None, stored.kept)
+    assert activations.kept <= 1.02 * cost(body, inplace, "none", size).kept
+    assert stored.kept > blocks.kept > sqrt.kept and all(each.peak >= each.kept for each in (stored, blocks, sqrt))
+    assert stored.operations == activations.operations < blocks.operations < sqrt.operations
+
+
+PLANNED = {row["experiment"]: row for row in recorded("memory_plan", "experiments")}
+
+
+def test_headers_state_the_planned_memory():
+    assert PLANNED.keys() == papers.all_experiments().keys()
+    for name, row in PLANNED.items():
+        found = re.search(r"# Planned: ([\d.]+) GiB of tensors on (one|each of (\d)) devices?\.", papers.header(name))
+        assert found is not None and found[1] == f"{row['peak'] / 2**30:.2f}", name
+        assert int(found[3] or 1) == row["devices"] == papers.devices_of(name), name
+
+
+@pytest.mark.parametrize(
+    "names", [["cifar10/resnet14"], pytest.param(list(PLANNED), marks=pytest.mark.slow)], ids=["one", "all"]
+)
+def test_the_plan_is_what_a_new_trace_gives(names, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in names:
+        assert {"part": "experiments", **plan_table.planned(name)} == PLANNED[name]
+
+
+def test_the_planner_is_calibrated_on_table_3():
+    """With the default keys every row fits, and none has room for more than the calibration's residuals."""
+    available = Memory(budget="12GiB").available(devices=4)
+    rows = {(row["column"], row["fit"], row["norm"]): row for row in recorded("memory_plan", "fits")}
+    assert len(rows) == 16
+    for (column, fit, norm), row in rows.items():
+        assert row["paper_peak"] <= available, (column, fit, norm)
+        more_than_paper = (row["crops"], row["crop_size"]) > (row["paper_crops"], row["paper_crop_size"])
+        assert (row["larger_peak"] <= available) == more_than_paper, (column, fit, norm)
+        pixels = row["crops"] * row["crop_size"] ** 2
+        standard = rows[column, fit, "std"]
+        assert norm == "std" or pixels > 1.35 * standard["crops"] * standard["crop_size"] ** 2
+        assert pixels < 1.43 * row["paper_crops"] * row["paper_crop_size"] ** 2, (column, fit, norm)
+
+
+def test_memory_is_linear_in_crops():
+    for row in recorded("memory_plan", "cards"):  # within a budget, plans are discrete
+        assert abs(row["error"]) <= (0.088 if "=budget" in row["combination"] else 0.017), row
+    line = {"base": 10**9, "each": 10**9}
+    for gigabytes, crops in ((0.5, 0), (1, 0), (2, 1), (2.999, 1), (3, 2)):
+        assert plan_table.crops_on(line, gigabytes) == crops
+
+
+def test_a_table_is_planned_with_what_is_particular_to_it():
+    parts = {}
+    for table in ("cifar10", "revnet"):
+        parts[table] = {item.split("/")[0] for item in plan_table.items(plan_table.PlanArguments(table=table))}
+    assert parts == {"cifar10": {"experiments"}, "revnet": {"experiments", "claims"}}
+
+
+def test_a_tiny_run_compares_every_way_of_the_loss(in_process, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # which takes a minute
+    call, text = measured("loss", tmp_path, "classes=[5]", "strides=[8]", "crop_size=32", "rounds=2")
+    rows = rows_of(call)
+    ways = (TILES, PLAIN, COMPILED, EACH_CROP)
+    assert [(r["loss"], r["way"]) for r in rows] == [(n, way) for n in (CROSS_ENTROPY, BOOTSTRAPPED) for way in ways]
+    assert all(len(row["times_ms"]) == 2 and row["peak_bytes"] > 0 and row["error"] < 1e-5 for row in rows)
+    assert "record.png" in text and {*loss.COLOURS} == {*ways}
+
+
+@pytest.mark.slow
+def test_revnets_table_1_counts_what_theory_says_and_the_page_shows_it(in_process, monkeypatch, tmp_path):
+    """A whole run on tiny networks."""
+    monkeypatch.setattr(reversible, "DEPTHS", (2, 8))
+    monkeypatch.setitem(revnets.NORMS, "inplace", partial(InPlaceABN, backend="eager"))
+    monkeypatch.setattr(reversible, "revnet104", SMALL)
+    monkeypatch.setattr(bodies, "resnext101", small_resnext)
+    monkeypatch.setattr(reversible, "revnet38_cifar", partial(small_revnet, structure=(4, 4, 4)))
+    options = ["rounds=1", "images=2", "crop_size=32", "parts=[steps,depths,segmentation]"]
+    call, text = measured("reversible", tmp_path, *options)
+    assert call["left"] == {} and "RevNet-104, inplace, reversible, bfloat16" in text
+    rows = {(row["units"], row["method"]): row for row in reversible.rows_of(call, "depths")}
+    state = 4 * 32 * 16 * 16 * 4  # bytes of a unit's output
+    assert rows[8, "reversible"]["kept_bytes"] == rows[2, "reversible"]["kept_bytes"] == state
+    assert rows[8, "blocks"]["kept_bytes"] == 8 * state
+    assert rows[8, "sqrt"]["kept_bytes"] == 3 * state  # segments of 3, 3 and 2 units
+    assert rows[8, "recursive"]["kept_bytes"] == 2 * state and rows[8, "naive"]["kept_bytes"] > 12 * state
+    naive = rows[8, "naive"]["flops"]
+    assert rows[8, "reversible"]["flops"] == pytest.approx(4 / 3 * naive)
+    assert rows[8, "recursive"]["flops"] > rows[8, "sqrt"]["flops"] > rows[8, "blocks"]["flops"] > naive
+    for units in (2, 8):
+        peaks = {method: rows[units, method]["peak_bytes"] for method in revnets.METHODS}
+        assert min(peaks, key=lambda method: peaks[method]) == "reversible"
+    flops = {row["variant"]: row["flops"] for row in reversible.rows_of(call, "steps")}
+    assert flops[reversible.FORWARD] < flops["stored"] < flops["once"] < flops["twice"]
+
+
+SOME = ("ResNet-32", "RevNet-38")
+
+
+@pytest.mark.parametrize(
+    "networks", [SOME, pytest.param(tuple(reversible.PUBLISHED), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_kept_bytes_of_reversible_networks_are_those_of_the_record(networks):
+    """MemCNN's published table and the segmentation network; counted again from the code as it is."""
+    for title in networks:
+        assert {"part": "activations", **revnets.activations_of(title)} in recorded("reversible", "activations")
+    for dtype, expected in (("float32", 900), ("bfloat16", 756)):
+        row = revnets.bytes_per_pixel("RevNet-104", bodies.revnet104, "inplace", dtype, True)
+        assert {"part": "segmentation", **row} in recorded("reversible", "segmentation")
+        assert row["bytes_per_pixel"] == expected
+
+
+def test_the_three_variants_have_the_same_gradients():
+    torch.manual_seed(0)
+    network = SMALL(classes=3).double()
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    gradients = []
+    for variant in revnets.variants(network).values():
+        variant(images).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in variant.parameters()]))
+        torch.testing.assert_close(gradients[-1], gradients[0], rtol=0, atol=1e-9 * gradients[0].abs().max().item())
+
+
+def test_small_angles_are_exact():
+    for degrees in (0.0, 1e-6, 1.0, 90.0, 179.0):
+        radians = math.radians(degrees)
+        other = 3 * torch.tensor([math.cos(radians), math.sin(radians)], dtype=torch.float64)
+        assert revnets.angle(other, torch.tensor([1.0, 0.0])) == pytest.approx(degrees, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.slow
+def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(in_process, tmp_path):
+    """In the order of steps, to the end; a network without reversible blocks is refused."""
+    cifar10_python(tmp_path / "cifar")
+    (tmp_path / "kept").mkdir()
+
+    def keep(name: str, step: int, experiment: str) -> None:
+        overrides = ("data.crops_per_minibatch=4", f"data.root={tmp_path / 'cifar'}")
+        config = classification_config(f"experiment=revnet/{experiment}", *overrides)
+        network = assemble.classification_network(config, 10)
+        state = {"task": "classification", "step": step, "total_steps": 7, "config": plain(config)}
+        classes = list(cifar10(tmp_path / "cifar", "train").classes)
+        checkpoint.save(tmp_path / "kept" / name, {**state, "classes": classes, "network": network.state_dict()})
+
+    keep("a.pt", 7, "cifar10_revnet38")
+    keep("b.pt", 0, "cifar10_revnet38")
+    options = ["parts=[restored]", f"root={tmp_path / 'cifar'}", f"checkpoints={tmp_path / 'kept'}"]
+    call, text = measured("reversible", tmp_path, *options)
+    rows = [row for row in rows_of(call) if row["precision"] == "float32"]
+    assert [row["step"] for row in rows] == [0, 7] and 0 < rows[0]["angle"] < 1
+    assert "at 2 steps of a training of 80,000 in float32" in text and "checkpoints=FOLDER" in text
+    for name, step, message in (
+        ("c.pt", 3, "c.pt is of another training than .*b.pt"),
+        ("b.pt", 0, "b.pt .* without reversible blocks"),
+    ):
+        keep(name, step, "cifar10_resnet32")
+        with pytest.raises(ValueError, match=message):
+            list(revnets.restored_angles(str(tmp_path / "cifar"), str(tmp_path / "kept"), "cpu"))
