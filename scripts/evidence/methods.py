@@ -116,11 +116,16 @@ def exactness(name: str, method: str, device: str) -> dict:
     network = copy.deepcopy(plain)
     found = []
     for module, forward in ((plain, plain), (network, forward_of(network, method))):
-        trained, outputs = Trained(module, forward), []
-        trained.run = lambda given, run=forward, outputs=outputs: outputs.append(run(given)) or outputs[0]  # type: ignore[misc]
-        found.append((gradients_of(trained, inputs, FLOAT64), tree_leaves(outputs)))
-    (gradients, expected), (own_gradients, own) = found
-    return {"deviation": deviation(own_gradients, gradients), "same_outputs": all(map(torch.equal, own, expected))}
+        outputs: list[object] = []
+        gradients = gradients_of(Trained(module, partial(_kept_in, outputs, forward)), inputs, FLOAT64)
+        found.append((gradients, tree_leaves(outputs)))
+    (reference, expected), (gradients, own) = found
+    return {"deviation": deviation(gradients, reference), "same_outputs": all(map(torch.equal, own, expected))}
+
+
+def _kept_in(outputs: list[object], forward: Forward, inputs: Tensor) -> object:
+    outputs.append(forward(inputs))
+    return outputs[-1]
 
 
 def in_float64(network: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
