@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from engine.configuration.arguments import check_arguments
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from engine import sweep
-from engine.configuration.arguments import check_arguments
 from scripts import plan_memory, run_table
 from scripts.reports import frame, papers
 from tests.runs import REPOSITORY, composed
