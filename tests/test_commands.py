@@ -5,15 +5,14 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
-from engine.configuration.arguments import check_arguments
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from engine import sweep
+from engine.configuration.config import typed
 from scripts import plan_memory, run_table
 from scripts.reports import frame, papers
 from tests.runs import REPOSITORY, composed
@@ -73,7 +72,8 @@ def checked(words: list[str]) -> object:
     if "-m" in keys:
         _, jobs = sweep.jobs_of(keys, lambda job: checked([program, *rest[: place + 1], *job]), has_run_dir=True)
         return jobs
-    return check_arguments(name, keys, OmegaConf.get_type(composed(name)), partial(composed, name))
+    values = composed(name, *(key for key in keys if not key.startswith("-")))
+    return typed(values, OmegaConf.get_type(values))
 
 
 @pytest.fixture(autouse=True)
