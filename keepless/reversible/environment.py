@@ -79,6 +79,8 @@ class Environment:
         self.buffers = [buffer for part in parts for buffer in _buffers(part)]
         copied = any(buffer.start is not None for buffer in self.buffers)
         self.before = {part: _written_once(part) for part in parts} if copied else {}
+        self.versions = {entry[:2]: entry[3] for part in parts for entry in _parameters(part)}
+        self.rewritten: list[tuple[nn.Module, str]] = []  # parameters that the repetition writes too
         self.constants: list[tuple[nn.Module, str, Tensor, int]] = []  # which may not change before the repetition
 
     def forward_pass_ended(self) -> None:
@@ -89,17 +91,13 @@ class Environment:
         if self.random is not None and all(map(_equal, self.random, self._random())):
             self.random = None
         self.buffers += [buffer for part in self.lazy for buffer in _buffers(part)]
-        self.constants = [
-            (part, name, parameter, parameter._version)
-            for part, _ in self.modes
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
+        self.constants = [entry for part, _ in self.modes for entry in _parameters(part)]
+        self.rewritten = [entry[:2] for entry in self.constants if self.versions.get(entry[:2], entry[3]) != entry[3]]
         self.constants += [buffer[:4] for buffer in self.buffers if buffer.is_constant()]
         changed = [buffer for buffer in self.buffers if not buffer.is_constant()]
         initialised = self._initialised(changed) if self.before and changed else set()
         self.buffers = [buffer.ended(buffer.owner in initialised) for buffer in changed]
-        self.before = {}
+        self.before, self.versions = {}, {}
 
     def _initialised(self, changed: list[_Buffer]) -> set[nn.Module]:
         """The modules that initialised themselves, as ActNorm does with its first minibatch.
@@ -133,6 +131,11 @@ class Environment:
             stack.callback(_set_modes, changed)
             _set_modes([(part, not mode) for part, mode in changed])
             stack.enter_context(_swapped(self.buffers))
+            for part, name in self.rewritten:
+                parameter = part._parameters[name]
+                assert parameter is not None
+                stack.callback(part._parameters.__setitem__, name, parameter)
+                part._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             yield
 
     @contextmanager
@@ -166,12 +169,18 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
         yield
 
 
+def _parameters(module: nn.Module) -> list[tuple[nn.Module, str, Tensor, int]]:
+    """A module's own parameters, with their names and versions. Not uninitialised ones."""
+    found = [(name, one) for name, one in module._parameters.items() if one is not None and not is_lazy(one)]
+    return [(module, name, parameter, parameter._version) for name, parameter in found]
+
+
 def _written_once(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """What an initialisation writes: the module's own parameters, told apart as states of them, and its flags."""
     parameters = {
-        name: (id(parameter), parameter._version, address(parameter.untyped_storage()))
-        for name, parameter in module._parameters.items()
-        if parameter is not None and not is_lazy(parameter) and type(parameter).__name__ != "DTensor"
+        name: (id(parameter), version, address(parameter.untyped_storage()))
+        for _, name, parameter, version in _parameters(module)
+        if type(parameter).__name__ != "DTensor"
     }
     flags = {name: value for name, value in vars(module).items() if value is None or isinstance(value, bool)}
     return parameters, flags
