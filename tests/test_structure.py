@@ -27,7 +27,6 @@ MAY_IMPORT = {
     "engine": {"datasets", "engine", "keepless", "models"},
 }
 KEEPLESS_IMPORTS = {"torch", "triton", "keepless"} | sys.stdlib_module_names  # it is installed without the rest
-DRAWS = {"keepless/fit/picture.py": "matplotlib"}  # imported when a picture is asked for
 
 NO_CIRCLE_OF_FOLDERS = ("datasets", "engine", "keepless", "models", "scripts")
 
@@ -145,8 +144,7 @@ def test_imports_point_down():
         ours = {name for name in source.imported if room_of(name) in ROOMS}
         wrong += [(source.name, name) for name in ours if room_of(name) not in MAY_IMPORT[source.room]]
         if source.room == "keepless":
-            may_import = KEEPLESS_IMPORTS | {DRAWS.get(source.name, "keepless")}
-            wrong += [(source.name, name) for name in source.imported if room_of(name) not in may_import]
+            wrong += [(source.name, name) for name in source.imported if room_of(name) not in KEEPLESS_IMPORTS]
     evidence = ("scripts/evidence/", "scripts/gpu_evidence.py")
     commands = [source for source in sources("scripts") if not source.name.startswith(evidence)]
     wrong += [(source.name, n) for source in commands for n in source.imported if n.startswith("scripts.evidence")]

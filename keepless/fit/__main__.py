@@ -1,6 +1,6 @@
 """What fits on a device, for the network of any project:
 
-    python -m keepless.fit MODULE:FUNCTION --device 12GiB --optimizer momentum --autocast bfloat16 --plot memory.png
+    python -m keepless.fit MODULE:FUNCTION --device 12GiB --optimizer momentum --autocast bfloat16
     python -m keepless.fit MODULE:FUNCTION --device 24GiB --grow batch --time 1.15
 
 FUNCTION takes nothing, and returns a network and an example of its input: a tensor, a tuple of arguments, or a
@@ -22,7 +22,7 @@ from .fit import Fit, fit
 
 
 def main(given: list[str]) -> Fit:
-    """Print what fits. ValueError: an argument is wrong, or nothing fits. ImportError: a picture needs matplotlib."""
+    """Print what fits. ValueError: an argument is wrong, or nothing fits."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m keepless.fit", description=__doc__, formatter_class=raw)
     parser.add_argument("function", metavar="MODULE:FUNCTION")
@@ -36,18 +36,13 @@ def main(given: list[str]) -> Fit:
     parser.add_argument(
         "--time", type=float, help="with --grow: the most time that a budget may cost, in plain steps (1.15)"
     )
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the memory of the step over time")
     options = parser.parse_args(given)
-    if options.plot:
-        from . import picture  # noqa: F401  # where matplotlib is missing, this says so at once
     network, example = _made(options.function)
     optimizer = float(options.optimizer) if options.optimizer[0].isdigit() else options.optimizer
     device = next((parameter.device.type for parameter in network.parameters()), "cpu").replace("meta", "cpu")
     with torch.autocast(device, getattr(torch, options.autocast)) if options.autocast else nullcontext():
         found = fit(network, example, options.device, optimizer=optimizer, grow=options.grow, time=options.time)
     print(found)
-    if options.plot:
-        found.plot(options.plot)
     return found
 
 
@@ -74,5 +69,5 @@ def _made(name: str) -> tuple[nn.Module, Any]:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (ValueError, ImportError, OSError) as error:
+    except ValueError as error:
         sys.exit(f"python -m keepless.fit: {error}")

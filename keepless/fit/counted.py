@@ -25,13 +25,11 @@ class Counted(MadeTensors):
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
-        self.levels: list[tuple[float, int]] = []  # seconds since the step began, and bytes, with each result
 
     def __torch_dispatch__(
         self, function: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.levels.append((self.seconds, self.bytes))
         made, packet = tensors_in(result), function.overloadpacket
         if made and not function.is_view and "empty" not in packet.__name__:
             moved = sum(one.nbytes for one in [*tensors_in((args, kwargs)), *made])

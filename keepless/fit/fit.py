@@ -1,8 +1,7 @@
-"""What fits on a device, for any network: a table, a line of code and a picture."""
+"""What fits on a device, for any network: a table and a line of code."""
 
 import math
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -43,18 +42,9 @@ class Fit(NamedTuple):
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         left = f"{self.device} leave {size_text(self.available)} for tensors: less {CONTEXT} for CUDA, {WORKSPACE} for "
-        held = ", ".join(f"{name} {size_text(size)}" for name, size in self.parts().items())
+        parts = {"weights": self.weights, "gradients": self.gradients, "optimiser": self.states}
+        held = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
         return "\n".join([f"{left}convolutions, {FRAGMENTATION:.0%} of the rest", held, *rows, self.line])
-
-    def parts(self) -> dict[str, int]:
-        """Bytes of what is there in every step."""
-        return {"weights": self.weights, "gradients": self.gradients, "optimiser": self.states}
-
-    def plot(self, file: str | Path) -> None:
-        """Draw the memory of the step over time, as PNG or whatever the file's name ends with. Needs matplotlib."""
-        from .picture import draw
-
-        draw(self.ways, self.parts(), self.available, file)
 
 
 def fit(

@@ -34,7 +34,6 @@ class Way(NamedTuple):
     peak: int  # bytes, of this step or of the optimiser's
     fits: bool
     time: float  # as a multiple of the plain step's on this example
-    levels: list[tuple[float, int]]  # such multiples since the step began, and bytes
 
 
 def size_of(shape: tuple[int, ...]) -> str:
@@ -103,9 +102,7 @@ class Steps:
     def _way(self, name: str, value: int) -> Way:
         plain, count, held = self.count(PLAIN, value), self.count(name, value), self.held(value)
         peak = held + max(count.peak, self.temporary)
-        levels = [(seconds / plain.seconds, held + level) for seconds, level in count.levels]
-        time = count.seconds / plain.seconds
-        return Way(name, self.shape(value), held, peak, peak <= self.available, time, levels)
+        return Way(name, self.shape(value), held, peak, peak <= self.available, count.seconds / plain.seconds)
 
     def shape(self, value: int) -> tuple[int, ...]:
         return shape_of(self.growing.resized(value))

@@ -102,7 +102,6 @@ def test_bytes_are_those_of_real_steps():
         step_of(network, x)
     assert found["recomputed"].peak == made.peak + found["plain"].held
     assert found["plain"].time == 1 < found["recomputed"].time < found["checkpointed"].time
-    assert max(level for _, level in found["plain"].levels) == found["plain"].peak
 
 
 @pytest.mark.slow
@@ -303,14 +302,12 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("my_networks", None)
 
 
-def test_the_command_prints_and_draws_what_fits(module, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
+def test_the_command_prints_what_fits(module, capsys):
     path = f"{REPOSITORY}"
     given = ["my_networks:example", "--device", "2GiB", "--optimizer", "4"]
-    run = [sys.executable, "-W", "error:::runpy", "-m", "keepless.fit", *given, "--plot", "memory.png"]
+    run = [sys.executable, "-W", "error:::runpy", "-m", "keepless.fit", *given]
     done = subprocess.run(run, cwd=module, env={"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr
-    assert (module / "memory.png").read_bytes().startswith(b"\x89PNG")
     found = command.main(given)
     assert capsys.readouterr().out == done.stdout == f"{found}\n"
     assert found.states == 4 * 64 * 65 and found.weights == 2 * 64 * 65
@@ -333,10 +330,3 @@ def test_wrong_functions_are_named(module, given, message):
     with pytest.raises(ValueError, match=message) as caught:
         command.main([given, "--device", "2GiB"])
     assert "\n" not in str(caught.value)
-
-
-def test_a_picture_needs_matplotlib(module, monkeypatch):
-    monkeypatch.delitem(sys.modules, "keepless.fit.picture", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="a picture needs matplotlib .*: pip install matplotlib"):
-        command.main(["my_networks:example", "--device", "2GiB", "--plot", "memory.png"])
