@@ -21,7 +21,6 @@ def upsampled_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
-    size: tuple[int, int] | None = None,
     weight: Tensor | None = None,
     ignore_index: int = 255,
     fraction: float | None = None,
@@ -41,7 +40,6 @@ def upsampled_cross_entropy(
     Args:
         logits: (N, K, h, w), float64, float32, bfloat16 or float16; 16-bit logits are interpolated in float32.
         labels: (N, H, W), any integer dtype: classes from 0 to K - 1, or `ignore_index`.
-        size: (H, W), which must be the labels' size. None: taken from the labels.
         weight: (K,), by which the losses of a class's pixels are multiplied; None: 1.
         ignore_index: label of pixels without loss.
         fraction: online bootstrapping (in-place ABN paper, section 4.2, with p = 1): a crop's loss is the mean of its
@@ -60,7 +58,7 @@ def upsampled_cross_entropy(
         RuntimeError: it is differentiated with create_graph=True.
     """
     tensors = (logits, labels) if weight is None else (logits, labels, weight)
-    options: dict[str, Any] = {"size": size, "weight": weight, "ignore_index": ignore_index, "fraction": fraction}
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "fraction": fraction}
     options |= {"reduction": reduction, "align_corners": align_corners}
     if has_torch_function(tensors):  # a function mode, such as a recording, sees one call
         return handle_torch_function(upsampled_cross_entropy, tensors, logits, labels, **options)
@@ -74,7 +72,6 @@ def upsampled_cross_entropy(
 def _check(
     logits: Tensor,
     labels: Tensor,
-    size: tuple[int, int] | None,
     weight: Tensor | None,
     ignore_index: int,
     fraction: float | None,
@@ -88,8 +85,6 @@ def _check(
         )
     if not logits.is_floating_point() or labels.is_floating_point():
         raise ValueError(f"logits in {logits.dtype} and labels in {labels.dtype}: expected floats and integers")
-    if size is not None and tuple(size) != tuple(labels.shape[1:]):
-        raise ValueError(f"size={tuple(size)}: expected {tuple(labels.shape[1:])}, the size of the labels")
     if reduction not in ("crops", "mean"):
         raise ValueError(f"reduction={reduction!r}: expected 'crops' or 'mean'")
     if fraction is not None and not 0 < fraction <= 1:
