@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-import train_seg  # noqa: F401  # both declare their commands
+import train_imagenet  # noqa: F401  # declares its command, as the next one does
+import train_seg  # noqa: F401
 from engine import assemble, loop, planner
 from engine.configuration.command_line import composed
 from engine.configuration.config import typed

@@ -155,6 +155,7 @@ ON_THE_FRONT_PAGE = "resnet50"
 def about(arguments: dict) -> tuple[str, str]:
     names = ", ".join(arguments["networks"]) or "known networks"
     what = f"Gradients of {names}" if arguments["exact"] else f"Memory and time of {names}"
+    what += "" if arguments["exact"] else ", also within budgets" if arguments["shares"] else ", without budgets"
     images = f"{arguments['images']} images of {arguments['image_size']}x{arguments['image_size']} per step"
     return f"{what}, on {frame.DEVICES[arguments['device']]}", f"{arguments['rounds']} rounds; {images}"
 
