@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ from engine.distributed import World
 from engine.output_files import write_figure
 from engine.records.confusion_picture import with_literal_texts
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
-from engine.schema.data import SEGMENTATION_DATASETS, Data
+from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.pictures import class_patch, labelled
@@ -48,9 +48,7 @@ class BrowseData(SegmentationRun):
     def check(self) -> None:
         super().check()
         if isinstance(self.data, ClassificationData) and self.sampler.name != "uniform":
-            raise ValueError(
-                f"sampler={self.sampler.name} is for segmentation: leave it out with data={self.data.name}"
-            )
+            raise ValueError(f"sampler={self.sampler.name} is for segmentation: leave it out")
 
 
 class Shown(NamedTuple):
@@ -63,18 +61,18 @@ def browse(values: DictConfig) -> list[Path]:
     """Write the sheets and return their files. Raises ValueError for data or keys that do not fit."""
     config, console, written = configuration.typed(values, BrowseData), make_console(), list[Path]()
     with reading_errors(config.data.timeout_seconds, keys="data."):
-        split = assemble.classified_split if isinstance(config.data, ClassificationData) else _labelled_split
-        dataset = split(config.data, config.data.train_split, "data.train_split")
+        data, place = config.data, "data.train_split"
+        dataset: Dataset = (
+            assemble.classified_split(data, data.train_split, place)
+            if isinstance(data, ClassificationData)
+            else assemble.labelled_dataset(cast(SegmentationData, data), place, data.train_split)
+        )
         crops = islice(training_crops(config, dataset, console), config.count)
         while page := list(islice(crops, ROWS * COLUMNS)):
             written.append(Path(config.out) / f"page_{len(written):03d}.png")
             write_figure(written[-1], sheet(page, dataset), dpi=DPI)
     console.print(f"{config.count} crops on {len(written)} page(s): {config.out}", soft_wrap=True)
     return written
-
-
-def _labelled_split(data: Data, split: str, key_of_split: str) -> Dataset:
-    return assemble.labelled_dataset(data, key_of_split, split)
 
 
 def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> Iterator[Shown]:

@@ -102,7 +102,7 @@ def in_full(config: TrainingRun) -> TrainingRun:
     if not isinstance(config, SegmentationRun):
         return config
     changed = deepcopy(config)
-    changed.loss.tiles = False
+    changed.loss.tiles = "false"
     return changed
 
 

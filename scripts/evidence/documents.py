@@ -22,7 +22,7 @@ from scripts.compare_runs import Group, compared, report
 from scripts.evidence import counted, layers, loader, loss, networks, reversible, tables, training
 from scripts.evidence.counted import Cells
 from scripts.reports import papers
-from scripts.reports.frame import BLOCK, RESULTS, calls_text, with_blocks
+from scripts.reports.frame import BLOCK, RESULTS, Benchmark, calls_text, with_blocks
 from scripts.reports.markdown import GIB, mib
 
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/originals", "docs/training")]
@@ -120,11 +120,25 @@ CELLS: dict[str, Callable[[], Cells]] = {
     "budgets": lambda: reversible.budgets_cells(record("reversible")),
     "switches": lambda: training.switches_cells(record("training")),
 }
+
+
+def cells_text(name: str, before: str) -> str:
+    return filled(before, CELLS[name]())
+
+
+def benchmark_text(benchmark: Benchmark, _: str) -> str:
+    return calls_text(benchmark, record(benchmark.name), benchmark.name)
+
+
+def table_text(name: str, _: str) -> str:
+    return tables.of_results()[name]
+
+
 BLOCKS: dict[str, Callable[[str], str]] = {
-    **{name: lambda before, cells=cells: filled(before, cells()) for name, cells in CELLS.items()},
+    **{name: partial(cells_text, name) for name in CELLS},
     **{name: partial(comparison, name) for name in COMPARISONS},
-    **{own.name: lambda _, own=own: calls_text(own, record(own.name), own.name) for own in BENCHMARKS},
-    **{name: lambda _, name=name: tables.of_results()[name] for name in (*papers.TABLES, tables.LEFT_OUT)},
+    **{own.name: partial(benchmark_text, own) for own in BENCHMARKS},
+    **{name: partial(table_text, name) for name in (*papers.TABLES, tables.LEFT_OUT)},
     "standard_peak": lambda _: reversible.standard_peak_text(record("reversible")),
     "loop": lambda _: training.overhead_text(record("training")),
     "or_inplace": lambda _: training.or_inplace_text(record("training")),

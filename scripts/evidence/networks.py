@@ -306,8 +306,9 @@ def pictures(call: dict) -> dict[str, Figure]:
             axes.set(xlabel="peak, relative to plain")
             axes.tick_params(labelbottom=True)
     charts.legend(figure, columns=4)
-    rows = networks.get(ON_THE_FRONT_PAGE)
-    return {"": figure} | ({f"_{ON_THE_FRONT_PAGE}": _alone(rows, call["arguments"])} if rows else {})
+    if ON_THE_FRONT_PAGE not in networks:
+        return {"": figure}
+    return {"": figure, f"_{ON_THE_FRONT_PAGE}": _alone(networks[ON_THE_FRONT_PAGE], call["arguments"])}
 
 
 def _draw(axes: Axes, *networks: dict[str, dict], **labels: str) -> None:
@@ -315,8 +316,9 @@ def _draw(axes: Axes, *networks: dict[str, dict], **labels: str) -> None:
     for rows in networks:
         plans = [method for method, row in rows.items() if "planned_bytes" in row]
         if ours := sorted((_ratio(rows, method, "peak_bytes"), _time(rows, method)) for method in plans):
-            x, y = zip(*ours, strict=True)
-            charts.lines(axes, [charts.Series("recompute_activations with budgets", y, x, charts.BLUE, ".-")])
+            peaks, times = zip(*ours, strict=True)
+            label = "recompute_activations with budgets"
+            charts.lines(axes, [charts.Series(label, times, peaks, charts.BLUE, ".-")])
     shown = []
     for method, (colour, marker) in STYLES.items():
         having = [rows for rows in networks if method in rows]
