@@ -78,10 +78,13 @@ def replace_file(path: Path, content: str) -> None:
     partial.replace(path)
 
 
-def write_figure(path: Path, figure: Figure, dpi: int) -> None:
-    """Write a figure as a PNG, like `write_file`."""
+def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False) -> None:
+    """Write a figure as a PNG, like `write_file`. With `few_colours`, as charts have, in a third of the bytes."""
     encoded = BytesIO()
     figure.savefig(encoded, dpi=dpi)
+    if few_colours:
+        palette = Image.open(encoded).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        palette.save(encoded := BytesIO(), "PNG", optimize=True)
     write_file(path, encoded.getvalue())
 
 

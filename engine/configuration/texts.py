@@ -26,7 +26,8 @@ def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
         if function[1] != "choice":
             return word
         value = function[2]
-    whole = types.get(name) in (str, str | None) and not (sweeps and "," in value and not os.path.exists(value))
+    kind, is_path = types.get(name), os.path.exists(value)
+    whole = kind in (str, str | None) and not (sweeps and "," in value and not is_path) or kind is Any and is_path
     name_now = name
 
     def piece(match: re.Match) -> str:

@@ -1,7 +1,6 @@
 """The charts of all pages: bars, lines and points."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,9 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.ticker import LogFormatter
 from matplotlib.transforms import BboxBase
-from PIL import Image
 
-from engine.output_files import write_file
+from engine.output_files import write_figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
@@ -100,11 +98,7 @@ def save(figure: Figure, file: Path, dpi: int = 110) -> None:
                 if axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and not box.count_overlaps(taken):
                     break
             taken.append(box)
-    encoded = BytesIO()
-    figure.savefig(encoded, dpi=dpi)
-    palette = Image.open(encoded).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    palette.save(smaller := BytesIO(), "PNG", optimize=True)  # a third of the bytes
-    write_file(file, smaller.getvalue())
+    write_figure(file, figure, dpi, few_colours=True)
 
 
 def _finish(axes: Axes, grid: Literal["x", "y", "both"], labels: Mapping[str, Any]) -> None:

@@ -270,7 +270,8 @@ def command_line(benchmark: Benchmark, arguments: Any, only: list[str]) -> str:
     for argument, value in given.items():
         if value != (benchmark.schema() if argument == "device" else default).__dict__[argument]:
             text = PLACES.get(argument) or json.dumps(value, separators=(",", ":"))
-            is_plain = re.search(r'"[^"]*[=, ][^"]*"', text) is None
+            texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+            is_plain = not {*"=, "} & set("".join(texts))
             words.append(f"{argument}={text}".replace('"', "") if is_plain else shlex.quote(f"{argument}={text}"))
     return " ".join([*words, "out=FILE.json"])
 

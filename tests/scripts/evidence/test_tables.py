@@ -183,7 +183,7 @@ def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_pa
     arguments = RunTable(table="table3", runs=str(tmp_path), roots={"cityscapes": "DIR"}, weights={"wrn38": "FILE"})
     job = run_table.job_of("table3/cityscapes_wrn38_std", 0, arguments)
     assert job.command[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "4", "train_seg.py"]
-    assert 'init.weights="FILE"' in job.command and not job.missing and job.steps == 360 * (2975 // 20)
+    assert "init.weights=FILE" in job.command and not job.missing and job.steps == 360 * (2975 // 20)
     assert job.flops == job.steps * 20 * 10**9 and job.hours(tflops=10.0) == pytest.approx(job.flops / 4e13 / 3600)
     missing = run_table.job_of("table3/coco_stuff_resnext101_std", 0, arguments).missing
     assert missing == ["roots={coco_stuff: DIR}", "weights={resnext101_std: FILE}"]
@@ -197,7 +197,7 @@ def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, mon
     values = composed("run_table", "table=cifar10", "dry_run=true", f"runs={tmp_path}", *options)
     assert run_table.run(values) == 0
     printed = capsys.readouterr().out
-    assert printed.count('data.root="DIR"') == 3 and "cifar10/resnet14, seed 0" in printed
+    assert printed.count("data.root=DIR") == 3 and "cifar10/resnet14, seed 0" in printed
     for option, message in (
         ("roots={citiscapes: DIR}", "roots={citiscapes: …}: expected one of camvid, cifar10, "),
         ("weights={xyz: b}", "weights={xyz: …}: no experiment has"),
