@@ -199,9 +199,9 @@ def test_small_angles_are_exact():
 
 
 @pytest.mark.slow
-def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(in_process, tmp_path):
+def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(in_process, monkeypatch, tmp_path):
     """In the order of steps, to the end; a network without reversible blocks is refused."""
-    cifar10_python(tmp_path / "cifar")
+    cifar10_python(tmp_path / "cifar", monkeypatch)
     (tmp_path / "kept").mkdir()
 
     def keep(name: str, step: int, experiment: str) -> None:
