@@ -136,8 +136,8 @@ def folder(
     The list is `root`/`split`.txt. With `folds`, "train" and "val" are drawn from `root`/images instead: "val" is part
     `fold` of as many equal parts, drawn with `fold_seed`. Images and labels are paired by their paths below the two
     folders; the split "test" may have no labels. Labels are PNGs of ids, or in the classes' colours, on the images as
-    viewers show them: EXIF orientation counts. `palettes`: "equal" refuses labels whose palettes
-    give an id different colours, "any" does not compare them. `keys`: prefix of option names in messages.
+    viewers show them: EXIF orientation counts. `palettes`: "equal" refuses labels whose palettes give an id different
+    colours, "any" does not compare them. `keys`: prefix of option names in messages.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label
     (without `strict`: no image has one).
     """
@@ -174,6 +174,12 @@ def folder(
             root,
             fix=f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold",
         )
+    dataset = _labelled(root, split, files)
+    return dataset if palettes == "any" else replace(dataset, palette_fix=palette_fix(keys))
+
+
+def _labelled(root: Path, split: str, files: list[Files]) -> SegmentationDataset:
+    """The dataset of paired files, with the classes of `root`."""
     fix = (
         f"Labels hold ids, as 8-bit PNGs of mode L or P, or the colours of {root / CLASSES} as RGB, and are as large "
         f"as viewers show their images. Export them again as PNG from your labelling tool, without smoothed edges, "
@@ -183,10 +189,7 @@ def folder(
     levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
     colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
     decode = partial(_decode, colours, np.array(levels, np.uint8))
-    one_palette = None if palettes == "any" else palette_fix(keys)
-    return SegmentationDataset(
-        "folder", split, files, table, decode, turned=True, label_fix=fix, palette_fix=one_palette
-    )
+    return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
 
 
 def palette_fix(keys: str = "") -> str:

@@ -101,11 +101,8 @@ class Run(Generic[Config, Split]):
         """Log the size and length of the run, and warnings about unusual settings."""
         if self.start_step == 0 and (doubt := self.config.doubts(parameters, len(self.train_set.classes))):
             logger.warning(doubt)
-        if len(self.train_set) < (crops := self.config.data.crops_per_minibatch):
-            images = f"{len(self.train_set)} training images"
-            logger.warning(
-                f"{images} do not fill data.crops_per_minibatch={crops}: they are drawn more than once per epoch"
-            )
+        if self.start_step == 0 and (doubt := self.config.data.too_few(len(self.train_set))):
+            logger.warning(doubt)
         if self.world.first and (unsynchronised := self.config.unsynchronised(self.world.size)):
             logger.warning(unsynchronised)
         logger.info(

@@ -47,6 +47,15 @@ class Data:
         red, green, blue = (255 * value for value in self.normalisation().mean)
         return red, green, blue
 
+    def too_few(self, images: int) -> str | None:
+        """A warning if the training images do not fill a minibatch."""
+        if images >= self.crops_per_minibatch:
+            return None
+        return (
+            f"{images} training images do not fill data.crops_per_minibatch={self.crops_per_minibatch}: they are drawn "
+            f"more than once per epoch"
+        )
+
     def check_skipped(self, images: int) -> None:
         """Raise ValueError if a run has skipped too many images."""
         if images > self.max_skipped:
