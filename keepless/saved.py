@@ -4,13 +4,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .torch_internals import FakeTensor, Hooks, StorageWeakRef, address, has_storage, without_subclasses
+from .torch_internals import FakeTensor, Hooks, address, has_storage, without_subclasses
 
 T = TypeVar("T")
 
@@ -78,6 +78,48 @@ def size_text(count: int) -> str:
     return f"{count / 2**10:.1f} KiB"
 
 
+class ByStorage(Generic[T]):
+    """What is known of storages while they live. Their addresses are given to others later.
+
+    Nothing is called when one is freed: Python would swallow a Ctrl-C there.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
+
+    def get(self, storage: torch.UntypedStorage) -> T | None:
+        reference, known = self._found.get(address(storage), (None, None))
+        return known if reference is not None and reference() is storage else None
+
+    def put(self, storage: torch.UntypedStorage, known: T) -> T:
+        self._found[address(storage)] = weakref.ref(storage), known
+        return known
+
+    def pop(self, storage: torch.UntypedStorage) -> T | None:
+        known = self.get(storage)
+        self._found.pop(address(storage), None)
+        return known
+
+    def values(self) -> list[T]:
+        return [known for reference, known in self._found.values() if reference() is not None]
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
+class Gone(weakref.ref[Any]):
+    """Appends itself to `events` when an object is freed. (Python would swallow a Ctrl-C in a function of its own.)"""
+
+    __slots__ = ("event",)
+
+    def __new__(cls, one: Any, events: list[Any], event: Any) -> "Gone":
+        return super().__new__(cls, one, events.append)
+
+    def __init__(self, one: Any, events: list[Any], event: Any) -> None:
+        super().__init__(one, events.append)
+        self.event = event
+
+
 class Kept:
     """A tensor kept as autograd would keep it: packed by `hooks`, if any, and refused if it was modified in place.
 
@@ -101,13 +143,13 @@ class Kept:
     def _pack(self, tensor: Tensor, hooks: Hooks) -> None:
         self.spoilt = False  # packed too late or again, from modified memory
         self.counter: Tensor | None = None  # has the memory's version
-        self.storage: StorageWeakRef | None = None
+        self.storage: weakref.ref[torch.UntypedStorage] | None = None
         with torch.no_grad():
             self.packed = hooks[0](tensor)
         if is_ordinary(tensor):
             self.counter = tensor.detach()
             self.counter.data = tensor.new_empty(0)  # keeps the version, but not the memory
-            self.storage = StorageWeakRef(tensor.untyped_storage())
+            self.storage = weakref.ref(tensor.untyped_storage())
 
     def is_modified(self) -> bool:
         """Whether the memory was modified since."""
@@ -134,7 +176,7 @@ class Kept:
     def _is_same_memory(self, tensor: Tensor) -> bool:
         if self.storage is None or not is_ordinary(tensor):
             return False
-        return address(tensor.untyped_storage()) == self.storage.cdata
+        return self.storage() is tensor.untyped_storage()
 
 
 def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:

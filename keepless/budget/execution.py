@@ -140,7 +140,7 @@ class ByPlan(Policy):
             bundle.parts.append(weakref.ref(own))
         for saved in call.replaceable:
             saved.read_instead(own)
-            own.recipes += 1  # the result may be overwritten, as PyTorch alone does not read it
+            own.recipes.append(weakref.ref(saved))  # the result may be overwritten, as PyTorch alone does not read it
         if trace is not None:
             own.number = trace.result(call, rule, result, again, whole, self.call)
         base = result._base

@@ -4,12 +4,14 @@ import copy
 import gc
 import logging
 import random
+import signal
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +36,7 @@ T = TypeVar("T")
 _one_at_a_time = threading.RLock()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LruCache: type[Any] = type(cache(len))
+_NOT_SEARCHED = {"torch", "numpy", "keepless"} | sys.stdlib_module_names  # packages that keep no tensors of a network
 
 
 class LeftBehind(RuntimeError):
@@ -84,7 +87,7 @@ def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any,
     watch = _Watch([*network.parameters(), *network.buffers()], memo.values())
     copied: list[Any] = []
     try:
-        with _one_at_a_time, _as_before(), _quiet(), with_dispatch_modes_off(), mode:
+        with _one_at_a_time, _ctrl_c_waits(), _as_before(), _quiet(), with_dispatch_modes_off(), mode:
             copied += copy.deepcopy((network, args, kwargs), memo)
             with watch:
                 return run(*copied)
@@ -93,7 +96,7 @@ def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any,
         copied.clear()
         if isinstance(mode, _Rehearsal):
             mode.has_ended = True
-            watch.forget()
+            watch.forget(network)
 
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -146,41 +149,89 @@ class _Watch(TorchDispatchMode):
         if any(one is other for one in tensors_in(written) for other in real):
             raise RuntimeError(f"{function} writes over a tensor outside the network")
 
-    def forget(self) -> None:
-        """Remove fake tensors from caches outside of the network."""
+    def forget(self, network: nn.Module) -> None:
+        """Remove fake tensors from caches outside of the network, which its code may have filled."""
         if self._left():
             torch.clear_autocast_cache()
             gc.collect()
         if left := self._left():
-            _remove_from_caches(left)
-        del left
-        if gc.get_freeze_count() and self._left():
-            gc.unfreeze()  # frozen caches are not seen; to freeze again would keep garbage for ever
-            _remove_from_caches(self._left())
+            ids = set(map(id, left))
+            for cache in _caches(network):
+                if isinstance(cache, _LruCache):
+                    if any(_holds(one, ids) for one in gc.get_referents(cache)):
+                        cache.cache_clear()
+                elif not any(isinstance(key, str) for key in cache) and _holds_tensors(cache):
+                    for key in [key for key, value in cache.items() if _holds(value, ids)]:
+                        del cache[key]
 
     def _left(self) -> list[Tensor]:
         return [tensor for reference in self.made if (tensor := reference()) is not None]
 
 
-def _remove_from_caches(fakes: list[Tensor]) -> None:
-    """Remove fake tensors from the caches that hold them, or tuples, lists and dictionaries with them."""
-    ids = set(map(id, fakes))
-    holders = gc.get_referrers(*fakes)
-    containers = [one for one in holders if isinstance(one, (tuple, list, dict)) and one is not fakes]
-    holders += gc.get_referrers(*containers) if containers else []
-    ids |= {id(one) for one in containers if isinstance(one, tuple)}
-    for holder in holders:
-        if isinstance(holder, _LruCache):
-            holder.cache_clear()
-        if type(holder) is dict and not any(isinstance(key, str) for key in holder) and _holds_tensors(holder):
-            for key in [key for key, value in holder.items() if id(value) in ids]:
-                del holder[key]
+def _holds(value: object, ids: set[int]) -> bool:
+    """Whether a value is one of these tensors, or a collection with one."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else (value,)
+    return any(id(part) in ids for part in parts)
+
+
+def _caches(network: nn.Module) -> Iterator[Any]:
+    """The dictionaries and `functools.lru_cache`s that the code of a network can name: not the user's whole heap."""
+    pending: list[Any] = [one for module in network.modules() for one in (type(module), *vars(module).values())]
+    pending += [hook for module in network.modules() for name in _HOOKS for hook in getattr(module, name).values()]
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen or isinstance(one, (Tensor, nn.Module)):
+            continue
+        seen.add(id(one))
+        if type(one) is dict or isinstance(one, _LruCache):
+            yield one
+        if isinstance(one, (_LruCache, MethodType, staticmethod, classmethod)):
+            pending.append(one.__func__ if isinstance(one, MethodType) else one.__wrapped__)
+        elif (
+            str(one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "builtins")).partition(".")[
+                0
+            ]
+            in _NOT_SEARCHED
+        ):
+            continue
+        elif isinstance(one, FunctionType):
+            pending += one.__globals__.values()
+            pending += [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
+        else:
+            pending += getattr(one, "__dict__", {}).values()
+            pending += one.__mro__ if isinstance(one, type) else (type(one),)
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _holds_tensors(values: dict[Any, Any]) -> bool:
     """Whether all values of a dictionary are tensors or tuples of tensors."""
     parts = [part for value in values.values() for part in (value if isinstance(value, tuple) else (value,))]
     return all(isinstance(part, Tensor) for part in parts)
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Context at whose end a Ctrl-C takes effect: in the middle of a dispatch mode it may end the process."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[object] = []
+    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

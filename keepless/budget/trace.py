@@ -1,6 +1,5 @@
 """Trace one training step: the values that its backward pass reads, and every allocation and release."""
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
@@ -16,11 +15,9 @@ from ..recompute.calls import Call
 from ..recompute.rules import NotFollowed, Rule, is_mask_alike
 from ..recompute.signs import unpacking_bytes
 from ..recompute.values import Again, Recipe, Saved, ShapeOnly, Value
-from ..saved import Kept, is_ordinary
+from ..saved import ByStorage, Gone, Kept, is_ordinary
 from ..torch_internals import (
     FakeTensor,
-    StorageWeakRef,
-    address,
     at_end_of_backward,
     backward_runs,
     node_number,
@@ -67,16 +64,17 @@ class StepTrace:
         self.values: list[StepValue] = []
         self.memories: list[int] = []
         self.saved: list[Save] = []
-        self.events: list[tuple[Event, int]] = []
+        self.events: list[tuple[Event, int] | Gone] = []
         self.forward = -1  # number of events in the forward pass, once it has ended
         self.calls: list[Any] = []
         self.unseen = ""
         self.ran = False  # a backward pass, at least through a part of the graph
         self.in_pass = False  # a backward pass runs, or has been given up by an error
-        self.released = 0
         self._is_fake = False  # the step runs on fake tensors
-        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # of memories, by address
-        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._numbers: ByStorage[int] = ByStorage()  # of memories
+        self._watched: dict[int, Gone] = {}  # by id
+        self._open: list[Gone] = []  # what autograd holds
+        self._vectors: list[Gone] = []  # likewise, without a value
         self._unnumbered: list[tuple[Saved, int, int]] = []  # saved by the call that is running
         self._handles: list[Any] = []
         self._copies: list[int] = []  # numbers of the memories that running nodes hold
@@ -92,22 +90,25 @@ class StepTrace:
     def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
         """The number of a tensor's memory. `outside`: if it is not known, it was there before."""
         storage = tensor.untyped_storage()
-        entry = self._numbers.get(address(storage))
-        if entry is None:
-            entry = self._numbers[address(storage)] = (StorageWeakRef(storage), len(self.memories))
+        number = self._numbers.get(storage)
+        if number is None:
+            number = self._numbers.put(storage, len(self.memories))
             self.memories.append(0 if outside else storage.nbytes())
-        return entry[1]
+        return number
 
     def holds(self, tensor: Tensor) -> None:
         """Record that the program holds a reference to this tensor until it is freed."""
-        if is_ordinary(tensor) and id(tensor) not in self._watched:
+        watched = self._watched.get(id(tensor))
+        if is_ordinary(tensor) and (watched is None or watched() is not tensor):
             memory = self.memory(tensor)
             self.events.append((Event.HOLD, memory))
-            self._watched[id(tensor)] = weakref.ref(tensor, partial(self._lets, id(tensor), memory))
+            self._watched[id(tensor)] = Gone(tensor, self.events, (Event.LET, memory))
 
-    def _lets(self, key: int, memory: int, _: object) -> None:
-        del self._watched[key]
-        self.events.append((Event.LET, memory))
+    def holds_for(self, kept: Kept, tensor: Tensor) -> None:
+        """Autograd saves a tensor that has no value, such as the statistics of a norm."""
+        memory = self.memory(tensor)
+        self.events.append((Event.HOLD, memory))
+        self._vectors.append(Gone(kept, self.events, (Event.LET, memory)))
 
     def keeps(self, value: Value, tensor: Tensor) -> None:
         value.number = self._add(Kind.KEPT, tensor)
@@ -202,7 +203,7 @@ class StepTrace:
             signs = (-(-tensor.numel() // 8), unpacking_bytes(tensor)) if saved.reads_signs else (0, 0)
             self._unnumbered.append((saved, *signs))
         self.events.append((Event.SAVE, number))
-        self._watched[id(saved)] = weakref.ref(saved, partial(self._releases, id(saved), number))
+        self._open.append(Gone(saved, self.events, (Event.RELEASE, number)))
         if not in_call:
             self._number_saved()
 
@@ -220,11 +221,6 @@ class StepTrace:
 
     def forward_ends(self) -> None:
         self.forward = len(self.events)
-
-    def _releases(self, key: int, number: int, _: object) -> None:
-        del self._watched[key]
-        self.released += 1
-        self.events.append((Event.RELEASE, number))
 
     def unpack(self, saved: Any) -> Tensor:
         """The unpack hook, which autograd calls in the backward pass."""
@@ -367,7 +363,7 @@ class StepTrace:
 
     def progress(self) -> Progress:
         """How far the step has come."""
-        is_released = self.forward >= 0 and self.released == len(self.saved)
+        is_released = self.forward >= 0 and not any(gone() is not None for gone in self._open)
         if self.ran and not is_released and backward_runs():  # a reentrant checkpoint runs a backward pass inside
             return Progress.RUNS
         if self.ran:
@@ -379,12 +375,13 @@ class StepTrace:
         for handle in self._handles:
             handle.remove()
         estimates, is_exact = self.estimates or Estimates(), not self._is_fake
+        events = [one.event if isinstance(one, Gone) else one for one in self.events]
         for busy in self._busy:
             if busy.call.size < _SMALL:
                 continue
             taken = estimates.forward(busy.call, is_exact)
-            _, extra = self.events[busy.event]
-            self.events[busy.event] = Event.BUSY, extra + int(taken.busy)
+            _, extra = events[busy.event]
+            events[busy.event] = Event.BUSY, extra + int(taken.busy)
             for number in busy.values:
                 value = self.values[number]
                 seconds = value.seconds if self.estimates is None else taken.seconds
@@ -392,9 +389,9 @@ class StepTrace:
         for event, call, stride, besides in self._busy_backward:
             if call.size >= _SMALL:
                 inside = estimates.backward(call, stride, is_exact, of_many=besides > 0)
-                self.events[event] = Event.BUSY, besides + inside
+                events[event] = Event.BUSY, besides + inside
         values, saved = in_order(self.values, self.saved)
-        return Step(values, self.memories, saved, self.events, self.forward, self.calls, self.unseen)
+        return Step(values, self.memories, saved, events, self.forward, self.calls, self.unseen)
 
 
 def _numbers(arguments: Iterable[object]) -> tuple[int, ...]:

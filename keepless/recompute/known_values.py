@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from ..inputs import tensors_in
 from ..norms.bn_act import is_node, recompute_output
-from ..saved import Kept, form_of, is_ordinary, view
+from ..saved import ByStorage, Kept, form_of, is_ordinary, view
 from ..torch_internals import (
     Hooks,
-    StorageWeakRef,
     address,
     is_synchronised_norm,
     next_node_number,
@@ -42,6 +41,9 @@ class Trace(Protocol):
     def ended(self, result: Any) -> None:
         """A call has ended, and its result has a value."""
 
+    def holds_for(self, kept: Kept, tensor: Tensor) -> None:
+        """Autograd saves a tensor that has no value."""
+
     def keeps(self, value: Value, tensor: Tensor) -> None: ...
 
     def follows(self, value: Value, tensor: Tensor) -> None:
@@ -66,7 +68,7 @@ class _Entry(weakref.ref[Tensor]):
 
     __slots__ = ("key", "storage", "value", "version")
 
-    key: int
+    key: int  # id of the tensor
     storage: int  # address; assigning to `data` changes it, but not the version
     value: Value
     version: int
@@ -102,10 +104,11 @@ class KnownValues:
         self.log = Log()
         self.call: Call | None = None  # that is running
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
-        self.memories: dict[int, Memory] = {}  # by address of the storage
+        self.memories: ByStorage[Memory] = ByStorage()
+        self.dead: list[_Entry] = []  # of tensors that have been freed
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
-        self.made: dict[int, StorageWeakRef] = {}  # made without gradient by calls that were seen, by address
+        self.made: ByStorage[bool] = ByStorage()  # made without gradient by calls that were seen
 
     def clear(self) -> None:
         """The forward pass has ended. Tensors that were modified unseen, e.g. by another thread, are refused later.
@@ -119,7 +122,7 @@ class KnownValues:
             for value in filter(None, kept):
                 if isinstance(value.source, Kept) and value.source.is_modified():
                     value.source.spoil()
-        for found in (self.entries, self.memories, self.signs, self.gone, self.made):
+        for found in (self.entries, self.memories, self.dead, self.signs, self.gone, self.made):
             found.clear()
         self.outer = self.trace = None
 
@@ -157,17 +160,11 @@ class KnownValues:
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its present version."""
-        entry = _Entry(tensor, self._forget)
+        entry = _Entry(tensor, self.dead.append)  # no function of Python, in which a Ctrl-C would be swallowed
         entry.key = key = id(tensor)
         entry.value, entry.version, entry.storage = value, tensor._version, address(tensor.untyped_storage())
         self.entries[key] = entry
         return value
-
-    def _forget(self, entry: _Entry) -> None:
-        if self.entries.get(entry.key) is entry:
-            del self.entries[entry.key]
-            if entry.value.sign_readers:
-                self.gone.append(entry.value)
 
     def keep(self, tensor: Tensor) -> Value:
         """Keep a tensor, and remember its value."""
@@ -195,11 +192,7 @@ class KnownValues:
 
     def memory_of(self, tensor: Tensor) -> Memory:
         storage = tensor.untyped_storage()
-        key = address(storage)
-        memory = self.memories.get(key)
-        if memory is None:
-            memory = self.memories[key] = Memory(StorageWeakRef(storage))
-        return memory
+        return self.memories.get(storage) or self.memories.put(storage, Memory())
 
     def _by_node(self, tensor: Tensor) -> Again | Value | None:
         """How to recover a tensor from its autograd node, or the value of another tensor that equals it."""
@@ -285,6 +278,8 @@ class KnownValues:
                 kept = Kept(tensor, None)
                 if call is not None and tensor.requires_grad:
                     call.parameters += ((tensor, kept),)
+                elif self.trace is not None:
+                    self.trace.holds_for(kept, tensor)
                 return kept
         if not is_ordinary(tensor):
             kept = Kept(tensor, self.outer)
@@ -358,9 +353,14 @@ class KnownValues:
         self.log.keep(value, tensor, None if self.call is None else self.call.function)
 
     def settle_gone(self) -> None:
-        """Settle values that are read for their signs, and whose tensors have been freed: see `Value.settle`."""
-        if self.gone:
-            self.gone = [value for value in self.gone if not value.settle(self.outer)]
+        """Forget tensors that have been freed, and settle their values that are read for signs: see `Value.settle`."""
+        while self.dead:
+            entry = self.dead.pop()
+            if self.entries.get(entry.key) is entry:
+                del self.entries[entry.key]
+                if entry.value.sign_readers:
+                    self.gone.append(entry.value)
+        self.gone = [value for value in self.gone if not value.settle(self.outer)]
 
     def note_made(self, call: Call, result: object) -> None:
         """Note the memory of results that a call has made without gradient, e.g. of masks."""
@@ -370,15 +370,15 @@ class KnownValues:
             if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
                 continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
-            if address(storage) not in self.made:
+            if not self.made.get(storage):
                 given = filter(is_ordinary, tensors_in(call.arguments))
                 if all(self.is_made(a) for a in given if address(a.untyped_storage()) == address(storage)):
-                    self.made[address(storage)] = StorageWeakRef(storage)
+                    self.made.put(storage, True)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor is in memory that was noted so, which NumPy and others do not see."""
         storage = tensor.untyped_storage()
-        return address(storage) in self.made and storage.resizable()
+        return bool(self.made.get(storage)) and storage.resizable()
 
 
 def _argument_copied_by(node: Any, call: Call) -> Tensor | None:

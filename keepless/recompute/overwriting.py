@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ..inputs import tensors_in
-from ..saved import Kept
-from ..torch_internals import Hooks, OpOverload, OpOverloadPacket, address, written_arguments
+from ..saved import ByStorage, Kept
+from ..torch_internals import Hooks, OpOverload, OpOverloadPacket, written_arguments
 from .values import Memory, Value
 
 _OPERATORS = frozenset(
@@ -77,28 +77,30 @@ class _Overwriting(NamedTuple):
     """A call that may write over a tensor."""
 
     tensor: Tensor
+    storage: UntypedStorage
     version: int  # before
     memory: Memory
     copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
 
 
-def before_overwriting(tensor: Tensor, memories: dict[int, Memory], outer: Hooks | None) -> _Overwriting | None:
+def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> _Overwriting | None:
     """Copy the values in a tensor's memory that recipes read. None if nothing depends on it.
 
-    `memories`: by address, those in which values are kept. `outer`: hooks that get the copies.
+    `memories`: those in which values are kept. `outer`: hooks that get the copies.
     """
-    memory = memories.pop(address(tensor.untyped_storage()), None)
+    storage = tensor.untyped_storage()
+    memory = memories.pop(storage)
     if memory is None:
         return None
-    write = _Overwriting(tensor, tensor._version, memory, [])
+    write = _Overwriting(tensor, storage, tensor._version, memory, [])
     for value in filter(None, (reference() for reference in memory.values)):
-        if value.recipes and isinstance(kept := value.source, Kept) and not kept.is_modified():
+        if value.may_be_read() and isinstance(kept := value.source, Kept) and not kept.is_modified():
             write.copied.append((value, kept, value.storage))
             value.source, value.storage = Kept(kept.get().clone(), outer), 0
     return write
 
 
-def after_overwriting(write: _Overwriting, memories: dict[int, Memory]) -> None:
+def after_overwriting(write: _Overwriting, memories: ByStorage[Memory]) -> None:
     """Mark the tensors that operations saved as overwritten; or undo the copies, if nothing was written."""
     memory: Memory | None = write.memory
     if write.tensor._version != write.version:
@@ -107,7 +109,7 @@ def after_overwriting(write: _Overwriting, memories: dict[int, Memory]) -> None:
         return
     for value, source, storage in write.copied:
         value.source, value.storage = source, storage
-    now = memories.setdefault(write.memory.storage.cdata, write.memory)
+    now = memories.get(write.storage) or memories.put(write.storage, write.memory)
     if now is not write.memory:
         now.values += write.memory.values
         now.earlier = write.memory

@@ -55,7 +55,6 @@ from torch.overrides import TorchFunctionMode
 from ..saved import PLAIN, Kept, adds_metadata, is_ordinary
 from ..torch_internals import (
     Hooks,
-    address,
     called_without,
     current_function_mode,
     current_hooks,
@@ -213,6 +212,8 @@ class Recording(TorchFunctionMode):
                 return function(*args, **kwargs)
         if self.is_abandoned():
             return function(*args, **kwargs)
+        if self.known.dead or self.known.gone:
+            self.known.settle_gone()
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._asked(function, types, args, kwargs)
         if traits.is_opened and are_plain:
@@ -258,7 +259,7 @@ class Recording(TorchFunctionMode):
         number = args[0]
         if number.dim() or number.requires_grad or not is_ordinary(number):
             return False
-        return address(number.untyped_storage()) not in self.known.memories
+        return self.known.memories.get(number.untyped_storage()) is None
 
     def _watched(self, function: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as it is. Recording starts if its result differs from the plan's."""
@@ -283,8 +284,6 @@ class Recording(TorchFunctionMode):
             return self._run(call)
         if call.traits.draws is not None:
             call.note_random()
-        if self.known.gone:
-            self.known.settle_gone()
         self.known.log.parameter = None  # of this call it is not noted
         hooks = self.hooks.pack_hook, self.hooks.unpack_hook
         result = called_without(hooks, call.function, call.args, call.kwargs)
@@ -314,8 +313,6 @@ class Recording(TorchFunctionMode):
             known.log.call(call.arguments)
             if call.traits.draws is not None and known.by_plan:
                 call.note_random()
-            if known.gone:
-                known.settle_gone()
             known.call = call
             try:
                 result = function(*call.args, **call.kwargs) if trace is None else trace.run(call, known.is_made)

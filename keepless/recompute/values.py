@@ -13,7 +13,6 @@ from ..saved import Kept, check_version, laid_out, view
 from ..torch_internals import (
     FakeTensor,
     Hooks,
-    StorageWeakRef,
     at_end_of_backward,
     backward_runs,
     without_function_modes,
@@ -36,7 +35,7 @@ class Value:
         self.source = source
         self.storage = storage  # of a kept tensor
         self.bytes = bytes  # of that memory; 0 for leaves with a gradient, which stay anyway
-        self.recipes = 0  # that may yet read it
+        self.recipes: list[weakref.ref[Any]] = []  # that may yet read it, as long as they live
         self.number = -1  # in the trace of a step, if there is one
         self.readers = 0
         self.sign_readers = 0  # readers that only ask which values are positive
@@ -49,7 +48,13 @@ class Value:
     @property
     def unread(self) -> bool:
         """True while the value has no reader; its memory is then freed together with the tensor."""
-        return not (self.readers or self.recipes or isinstance(self.source, Recipe))
+        return not (self.readers or isinstance(self.source, Recipe) or self.may_be_read())
+
+    def may_be_read(self) -> bool:
+        """Whether a recipe may yet read it."""
+        while self.recipes and self.recipes[-1]() is None:
+            self.recipes.pop()
+        return bool(self.recipes)
 
     def add_reader(self) -> None:
         self.readers += 1
@@ -88,7 +93,7 @@ class Value:
         if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():
             return True
         if self.sign_readers == self.readers:
-            if self.recipes and not at_end:
+            if not at_end and self.may_be_read():
                 return False
             assert self.positive is not None
             self.source, self.storage = Signs(kept.get(), self.positive, hooks), 0
@@ -221,10 +226,9 @@ class Signs:
 class Memory:
     """A storage of the forward pass, until it is overwritten, and the values that are kept in it."""
 
-    __slots__ = ("earlier", "overwritten", "storage", "values")
+    __slots__ = ("earlier", "overwritten", "values")
 
-    def __init__(self, storage: StorageWeakRef):
-        self.storage = storage  # while it exists, no other storage gets the same address
+    def __init__(self) -> None:
         self.values: list[weakref.ref[Value]] = []
         self.overwritten = False
         self.earlier: Memory | None = None  # of the same storage, which was not overwritten after all
@@ -293,8 +297,8 @@ class Recipe:
     """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
 
     __slots__ = (
-        *("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function", "inputs"),
-        *("stream", "stride"),
+        *("__weakref__", "arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function"),
+        *("inputs", "stream", "stride"),
     )
 
     def __init__(self, again: Again, like: Tensor):
@@ -309,13 +313,9 @@ class Recipe:
         for value in again.arguments:
             if isinstance(value, Value):
                 self.inputs.append(value)
-                value.recipes += 1
+                value.recipes.append(weakref.ref(self))
                 if isinstance(value.source, Recipe) and value.source.depth >= self.depth:
                     self.depth = 1 + value.source.depth
-
-    def __del__(self) -> None:
-        for value in self.inputs:
-            value.recipes -= 1
 
     def steps(self) -> Generator[Value, Any, Tensor]:
         """Compute the tensor: see `Value.steps`. RuntimeError if an argument was modified in place."""

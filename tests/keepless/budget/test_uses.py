@@ -337,10 +337,20 @@ class Beside(nn.Module):
         return x * scale
 
 
-def test_the_plain_peak_has_what_is_computed_without_gradient():
-    network, x = Beside(), torch.randn(64, 4, 32)
-    for parameter in network.layer.parameters():
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (Beside, (64, 4, 32)),
+        # The statistics of norms take as many bytes as their inputs.
+        (lambda: nn.Sequential(*(layer for _ in range(9) for layer in (nn.BatchNorm1d(512), nn.SiLU()))), (2, 512)),
+    ],
+)
+def test_the_plain_peak_has_what_is_saved_without_gradient(make, shape):
+    network, x = make(), torch.randn(shape, requires_grad=True)
+    for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    x.grad = torch.zeros_like(x)
+    network(x).sum().backward()
     step, _ = traced_step(network, (x,), {})
     measured = peak_bytes(lambda: network(x).square().mean().backward(), "cpu")
     assert plain_peak(step) == pytest.approx(measured, rel=0.05)

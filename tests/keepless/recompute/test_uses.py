@@ -6,6 +6,7 @@ Then ways in which it could go wrong, found by trying: each is like the plain ne
 import copy
 import gc
 import pickle
+import sys
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -300,6 +301,46 @@ def test_ctrl_c_ends_the_recording(nested, only):
     assert_same(gradients(network, IMAGES), gradients(plain, IMAGES))
     assert current_hooks() is None and _get_current_function_mode() is None
     assert traceback.value is not None
+
+
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_ctrl_c_is_never_swallowed(budget, monkeypatch):
+    """Python swallows it in a function that runs when an object is freed. Here it comes at every 17th call of a step.
+
+    With a budget, the step is the second one, which is traced.
+    """
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3)).double()
+    recompute_activations(network, budget=budget)(IMAGES).sum().backward()
+    swallowed: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", swallowed.append)
+
+    def is_reached(wanted: int) -> bool:
+        calls = 0
+
+        def interrupt(frame, event, argument) -> None:
+            nonlocal calls
+            callers = frame
+            while event == "call" and callers.f_code.co_name not in ("enter", "leave"):  # not while hooks are set
+                if (callers := callers.f_back) is None:
+                    calls += 1
+                    if calls == wanted:
+                        raise KeyboardInterrupt
+                    break
+
+        sys.setprofile(interrupt)
+        try:
+            network(IMAGES).square().mean().backward()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return calls >= wanted
+
+    number = 3
+    while is_reached(number):
+        number += 17
+    assert number > 200 and not swallowed
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
