@@ -170,6 +170,14 @@ def forward_temporaries(call: MeasuredCall) -> int:
 
 
 @cache
+def forward_seconds(call: MeasuredCall) -> float:
+    """Seconds that a call takes, on other tensors. Measured once, so that plans for several budgets agree."""
+    with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
+        given = call.made_arguments()
+        return seconds_again(lambda: call.with_arguments(given), call.device)
+
+
+@cache
 def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: bool) -> int:
     """Temporary bytes of a call's backward node, beside saved tensors and gradients.
 

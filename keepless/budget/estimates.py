@@ -4,10 +4,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-import torch
-
 from ..torch_internals import profiler_runs, without_dispatch_modes, without_function_modes
-from .costs import MeasuredCall, TensorSpec, backward_temporaries, forward_temporaries, seconds_again
+from .costs import MeasuredCall, TensorSpec, backward_temporaries, forward_seconds, forward_temporaries
 
 _APART = 2  # a size is measured unless smaller and larger ones were that are at most this many times apart
 
@@ -64,9 +62,7 @@ def _between(size: int, small: int, less: Taken, large: int, more: Taken) -> Tak
 
 def _forward(call: MeasuredCall) -> Taken:
     busy = forward_temporaries(call)
-    with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
-        given = call.made_arguments()
-        return Taken(seconds_again(lambda: call.with_arguments(given), call.device), busy)
+    return Taken(forward_seconds(call), busy)
 
 
 def _backward(call: MeasuredCall, stride: tuple[int, ...], of_many: bool) -> Taken:

@@ -1,9 +1,11 @@
 """The plans of a prepared network: made as new sizes of inputs come, from rehearsals and traced steps."""
 
 import logging
+import threading
 import time
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -25,8 +27,24 @@ from .traced_step import rehearsed_step
 _MOST = 16  # planned sizes of one kind of inputs; and whole steps that are traced, if the network takes several paths
 _LARGER = 1.5  # a size follows the plan of one that has at most so many times its bytes
 _CLOSE = 0.97  # of the budget: a plan that takes so much is not searched for again
-_PAUSE = 1.0  # seconds of planning above which a message explains the pause
+_NEARLY = 1.05  # times the budget: whether it is missed by no more is said once the step has been traced
+_PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def _pauses_are_explained() -> Iterator[None]:
+    """Context of planning. Warnings are seen by default: one after two seconds says why the training waits."""
+    began = time.perf_counter()
+    said = threading.Timer(_PAUSE, _log.warning, ["planning the step within its budget: this may take a few seconds"])
+    said.daemon = True
+    said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
+        if (seconds := time.perf_counter() - began) > _PAUSE:
+            _log.warning("planned in %.1f s", seconds)
 
 
 class Plans:
@@ -44,10 +62,14 @@ class Plans:
         self._kinds: dict[Hashable, list[_Size]] = {}  # by what inputs of different sizes have in common
         self._corrections: dict[tuple[Any, ...], float] = {}  # see `_refine`, by the functions that are called
         self._traced: list[_Size] = []  # whose last step is traced
+        self._last: _Size | None = None  # that a pass has followed
         self._waits = False  # for a profiler to end, which was said
+        self._was_missed = False  # the budget, which was said
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
         """The policy of the next forward pass."""
+        if self._last is not None:
+            self._last.note_last()
         kind, given = _described(module, args, kwargs)
         size = self._followed(self._kinds.get(kind, []), given)
         if profiler_runs():  # measuring starts another, which would end it
@@ -63,7 +85,7 @@ class Plans:
                 self._traced.remove(other)
                 if (step := other.traced(progress)) is not None:
                     self._refine(other, step)
-        policy = size.next_pass(given, self.estimates)
+        policy, self._last = size.next_pass(given, self.estimates), size
         if policy.trace is not None:
             self._traced.append(size)
         return policy
@@ -107,20 +129,21 @@ class Plans:
         sizes.append(_Size(given, is_first=not sizes))
         return sizes[-1]
 
+    @_pauses_are_explained()
     def _rehearse(
         self, size: "_Size", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Exception | None:
         """Plan a size from a rehearsal. Returns the error if that is impossible."""
-        began = time.perf_counter()
         try:
             step = rehearsed_step(module, args, kwargs, self.estimates)
         except Exception as error:  # a network may raise anything
             _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
             return error
-        size.plans = [self._planned(step, began)]
+        size.plans = [self._planned(step, is_rehearsed=True)]
         size.needs_trace = _functions(step.calls) not in self._corrections
         return None
 
+    @_pauses_are_explained()
     def _refine(self, size: "_Size", step: Step) -> None:
         """A step was traced: correct the plan of its calls, or add one. Rehearsals of other sizes are corrected too."""
         before = next((plan for plan in size.plans if plan.calls == step.calls), None)
@@ -139,26 +162,22 @@ class Plans:
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
 
-    def _planned(self, step: Step, rehearsed: float | None = None) -> Plan:
-        """The fastest plan within the budget. A warning if there is none, which names the least.
-
-        `rehearsed`: when the rehearsal began, if there was one.
-        """
-        began = time.perf_counter() if rehearsed is None else rehearsed
+    def _planned(self, step: Step, is_rehearsed: bool = False) -> Plan:
+        """The fastest plan within the budget. If there is none, a warning names the least, once."""
         asked, correction = self._limit(step), 1.0
-        if rehearsed is not None:  # a traced step needs no correction
+        if is_rehearsed:  # a traced step needs no correction
             correction = self._corrections.get(_functions(step.calls), 1.0)
         limit = int(asked / correction)
         choices = frontier(step, limit)
         choice = next((choice for choice in choices if choice.peak <= limit), choices[-1])
-        seconds = time.perf_counter() - began
-        _log.log(
-            logging.WARNING if seconds > _PAUSE else logging.INFO,  # warnings are seen by default: it explains a pause
-            "planned %d calls in %.1f s: a peak of %s instead of %s, for %.1f ms more",
-            *(len(step.calls), seconds, size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
+        _log.info(
+            "planned %d calls: a peak of %s instead of %s, for %.1f ms more",
+            *(len(step.calls), size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
         )
         least = int(choice.peak * correction)
-        if least > asked:
+        may_be_met = is_rehearsed and least < _NEARLY * asked  # rehearsals estimate what operators take while they run
+        if least > asked and not (may_be_met or self._was_missed):
+            self._was_missed = True
             texts = size_text(asked), size_text(least)
             if texts[0] == texts[1]:
                 texts = f"{asked:,} bytes", f"{least:,} bytes"
@@ -213,7 +232,6 @@ class _Size:
 
     def traced(self, progress: Progress) -> Step | None:
         """The step whose trace has ended; None if it was dropped."""
-        self._note_last()
         trace, self.trace = self.trace, None
         if trace is None or progress == Progress.DROPPED:
             return None
@@ -223,7 +241,6 @@ class _Size:
     def next_pass(self, given: _Given, estimates: Estimates) -> ByPlan:
         """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed."""
         self.passes += 1
-        self._note_last()
         is_wanted = given == self.given and (self.strays or self.needs_trace) and self.traces < _MOST
         if is_wanted and not self.waits and self.trace is None:
             self.trace = trace = StepTrace(estimates)
@@ -241,7 +258,7 @@ class _Size:
         plan, kept = self.kept
         return kept if plan is self.plans[0] else None
 
-    def _note_last(self) -> None:
+    def note_last(self) -> None:
         """Note whether the last pass knew the calls, and forget it with its trace."""
         if self.last is not None:
             policy, given = self.last

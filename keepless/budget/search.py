@@ -1,8 +1,6 @@
 """Choose what a step keeps: the least time for every number of bytes, or for one."""
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
@@ -10,10 +8,9 @@ from .step import Kind, Plan, Save, Step
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COARSER = 0.9  # each target of segments is that much of the next
-_FINER = 0.97  # each target is this much lower than the peak before it
-_SECONDS = 0.3  # of this thread's time, for a short step
-_SECONDS_PER_CALL = 0.0035
-_CLOSE = 0.9  # of the limit
+_FINER = (0.97, 0.99, 0.997)  # each target is this much lower than the peak before it; the next where that is too much
+_RUNS, _FEWEST = 700, 60  # simulations of each part of the search, of small steps and of large ones
+_WORK = 5 * 10**5  # values that they have together, if the runs are between these: about two seconds
 _FEW = 16  # values of which pairs are tried
 _TRIED = 12  # single moves of a kind that are simulated before one is made
 
@@ -60,35 +57,30 @@ class Choice(NamedTuple):
         return frozenset(range(len(step.calls))) - {save.call for save in step.saved if not stays(save)}
 
 
-def frontier(step: Step, limit: int = 0, known: Sequence[Sequence[bool]] = ()) -> list[Choice]:
+def frontier(step: Step, limit: int = 0) -> list[Choice]:
     """The Pareto front of peak and time, by decreasing peak.
 
-    The search begins with all that can be kept, and again with all but the results of norms, activations and the like;
-    a third time, by bytes alone, since times are noisy. It also begins with what checkpoints of whole blocks do.
-    It lowers the peak by 3 % at a time: it drops the values that cost the least time for the bytes that they free while
-    the step is above the target. It keeps values again, which cuts chains of recipes, where too much is
-    computed at once. What it finds is then changed in single values, as long as this helps. It stops with the choices
-    that it has after 0.3 seconds of this thread's time, and 3.5 ms for each call.
+    The search begins with all that can be kept, then with what checkpoints of whole blocks do. It lowers the peak by
+    3 % at a time: it drops the values that cost the least time for the bytes that they free while the step is above the
+    target. It keeps values again, which cuts chains of recipes, where too much is computed at once. A limit that is not
+    met so is tried once more in steps of 1 %, by bytes alone. What is found is then changed in single values, as long
+    as this helps. Whatever the limit, the search goes the same way down, so that a larger one is met wherever a smaller
+    one is; and it ends after a number of simulations, not of seconds.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for; the front is complete as far as it was searched.
             If the plain network is within the limit, nothing is searched.
-        known: choices that served the same calls in other sizes. If one of them meets the limit closely, once what fits
-            besides is kept, nothing is searched; otherwise one descent from all that can be kept is enough.
     """
     with on_real_tensors():
-        search = _Search(step, time.thread_time() + _SECONDS + _SECONDS_PER_CALL * len(step.calls))
-        if known and search.from_known(limit, known):
-            return pareto(search.found)
-        for only_slow, search.counts_time in ((False, True), (True, True), (True, False)):
-            search.start(only_slow)
-            if search.outcome.peak <= limit and not search.outcome.seconds:
-                break
-            if only_slow and search.counts_time:
-                search.segment(limit)
-                search.start(only_slow)
-            search.lowered(limit)
-        else:
+        search = _Search(step)
+        search.start()
+        if search.outcome.peak > limit:
+            search.lowered(limit, _FINER)
+            search.segment(limit)
+            if min(choice.peak for choice in search.found) > limit:
+                search.prices = [1.0] * len(step.values)
+                search.start()
+                search.lowered(limit, _FINER[1:])
             search.polish(limit)
         return pareto(search.found)
 
@@ -103,47 +95,45 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
 
 
 class _Search:
-    def __init__(self, step: Step, deadline: float):
+    def __init__(self, step: Step):
         self.step = step
         self.simulation = Simulation(step)
-        self.deadline = deadline
+        self.runs = min(_RUNS, max(_FEWEST, _WORK // max(len(step.values), 1)))
+        self.allowed = 0  # simulations, so far
+        self.prices = [value.seconds for value in step.values]  # of computing a value again
         self.is_free = [value.kind in (Kind.FREE, Kind.INSIDE) for value in step.values]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
         self.bytes = [step.memories[value.memory] for value in step.values]
         for number, leader in self.simulation.led:
             self.bytes[leader] += self.bytes[number]
         self.found: list[Choice] = []
-        self.counts_time = True
-        self.most = 0  # bytes at the peak where all is kept
 
-    def start(self, only_slow: bool) -> None:
-        """Keep all that can be kept, or with `only_slow` the results of convolutions, matrix products and attention."""
+    def start(self) -> None:
+        """Keep all that can be kept."""
         self.kept = [
-            value.kind == Kind.KEPT or (is_free and not (only_slow and value.operations == 0))
-            for value, is_free in zip(self.step.values, self.is_free, strict=True)
+            value.kind == Kind.KEPT or is_free for value, is_free in zip(self.step.values, self.is_free, strict=True)
         ]
         self.outcome = self.simulated(self.kept)
-        self.most = max(self.most, self.outcome.peak)
+        self.most = self.outcome.peak
 
-    def from_known(self, limit: int, known: Sequence[Sequence[bool]]) -> bool:
-        """Whether a choice is found without a whole search: see `frontier`."""
-        self.start(only_slow=False)
-        if self.outcome.peak <= limit:
-            return True
-        outcomes = [(kept, self.simulated(kept)) for kept in known]
-        within = [(outcome.seconds, kept, outcome) for kept, outcome in outcomes if outcome.peak <= limit]
-        if within:
-            _, kept, outcome = min(within, key=itemgetter(0))
-            if self.tidied(list(kept), outcome, limit)[1].peak >= _CLOSE * limit:
-                return True
-        return self.lowered(limit)
-
-    def lowered(self, limit: int) -> bool:
-        """Lower the peak in small steps; whether it reaches the limit."""
+    def lowered(self, limit: int, shares: Sequence[float]) -> None:
+        """Lower the peak in small steps, as far as that goes. `shares`: what each step leaves of it."""
+        self.allowed = len(self.found) + self.runs
+        steps = iter(shares if self.runs == _RUNS else (_COARSER, *shares))
+        share = next(steps)
         while self.outcome.peak > limit:
-            if not self.lower(max(limit, int(self.outcome.peak * _FINER))):
-                return False
-        return True
+            before = self.kept, self.outcome
+            if share * self.outcome.peak < limit:
+                if self.lower(limit):
+                    return
+                self.kept, self.outcome = before
+            while not self.lower(int(share * self.outcome.peak)):
+                share = next(steps, 0.0)
+                if not share or self.is_spent():
+                    return
+
+    def is_spent(self) -> bool:
+        return len(self.found) >= self.allowed
 
     def simulated(self, kept: Sequence[bool]) -> Outcome:
         outcome = self.simulation.run(kept)
@@ -156,23 +146,24 @@ class _Search:
         `limit`: as for `frontier`.
         """
         least = None
+        self.allowed = len(self.found) + self.runs
         for kept in segmented(self.step):
             outcome = self.simulated(kept)
             if least is None or outcome.peak < least[1].peak:
                 least = kept, outcome
             target = max(limit, outcome.peak)
-            while target < self.most and time.thread_time() < self.deadline:
+            while target < self.most and not self.is_spent():
                 kept, outcome = self.tidied(kept, outcome, target)
                 target = self.most if limit else int(target / _COARSER)
         if least is not None:
             self.kept, self.outcome = least
-            self.lowered(limit)
+            self.lowered(limit, _FINER)
 
     def lower(self, target: int) -> bool:
         """Go on to a choice whose peak is at most the target; False if none is found."""
         kept, outcome = self.kept, self.outcome
         while outcome.peak > target:
-            if time.thread_time() > self.deadline:
+            if self.is_spent():
                 return False
             kept, outcome, better = self.improved(kept, outcome, target)
             if not better:
@@ -226,7 +217,8 @@ class _Search:
         moves = [[i] for i in free]
         if len(free) <= _FEW:
             moves += [[i, j] for i in free for j in free if i < j]
-        while time.thread_time() < self.deadline:
+        self.allowed = len(self.found) + self.runs
+        while not self.is_spent():
             choices = pareto(self.found)
             if limit:
                 choices = [choice for choice in choices if choice.peak <= limit][:1] or choices[-1:]
@@ -236,7 +228,7 @@ class _Search:
             for choice in choices:
                 done.add(choice.kept)
                 for move in moves:
-                    if time.thread_time() > self.deadline:
+                    if self.is_spent():
                         return
                     self.simulated(_flipped(choice.kept, move))
 
@@ -252,8 +244,7 @@ class _Search:
                 moments = counts[outcome.first[i]] - counts[outcome.born[i]]
                 if moments:
                     group, seconds = self.group(kept, outcome, i)
-                    price = seconds if self.counts_time else 1.0
-                    ranked.append((price / (self.bytes[i] * moments + 1), i, group))
+                    ranked.append((seconds / (self.bytes[i] * moments + 1), i, group))
         return [(i, group) for _, i, group in sorted(ranked)]
 
     def enough(self, ranked: list[tuple[int, list[int]]], outcome: Outcome, target: int) -> list[list[int]]:
@@ -273,7 +264,7 @@ class _Search:
         seconds, pending = 0.0, [number]
         while pending:
             number = pending.pop()
-            seconds += self.step.values[number].seconds
+            seconds += self.prices[number]
             if kept[number]:
                 group.append(number)
             for i in self.step.values[number].inputs:
@@ -294,7 +285,7 @@ class _Search:
     def tidied(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome]:
         """Use the remaining room to keep values again, most expensive to recompute first."""
         dropped = [i for i in self.free if not kept[i] and outcome.readers[i]]
-        dropped.sort(key=lambda i: -self.step.values[i].seconds)
+        dropped.sort(key=lambda i: -self.prices[i])
         trial, levels, any_kept = list(kept), outcome.levels.clone(), False
         for i in dropped:
             span = levels[outcome.born[i] : outcome.first[i]]
@@ -334,6 +325,8 @@ def segmented(step: Step) -> Iterator[list[bool]]:
         for i in range(1, len(handed) - 1)
         if 0 < sizes[i] < sizes[i - 1] and sizes[i] <= next((size for size in sizes[i:] if size != sizes[i]), 0)
     ]
+    if not cuts:  # layers of one size, one after the other
+        cuts = [i for i in range(1, len(handed) - 1) if 0 < sizes[i] == sizes[i - 1]]
     inside = [0]  # bytes of the results before each value
     for value in step.values:
         inside.append(inside[-1] + (value.bytes if value.kind == Kind.FREE else 0))

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 import warnings
 from functools import lru_cache
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import InPlaceABN, recompute_activations
+from keepless.budget import plans
 from keepless.budget.costs import peak_bytes
 from keepless.budget.estimates import Estimates
 from keepless.budget.fakes import LeftBehind
@@ -87,10 +89,61 @@ def test_every_step_of_every_size_is_within_the_budget():
     gradients(plain, torch.randn(700, 32))
     budget = peak_bytes(lambda: plain(torch.randn(700, 32)).mean().backward(), "cpu") // 2
     within = recompute_activations(plain, budget=budget)
-    plans = Ahead.of(within)
+    ahead = Ahead.of(within)
     for size in (300, 700, 700, 650, 500, 680, 300, 650):
-        assert plans.peak(within, torch.randn(size, 32)) <= 1.03 * budget
+        assert ahead.peak(within, torch.randn(size, 32)) <= 1.03 * budget
     assert is_planned(within) == [True] * 2
+
+
+class Scores(nn.Module):
+    """Attention without a fused kernel: its scores grow with the square of the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.transpose(1, 2)).softmax(-1).matmul(x).relu().mean(1)
+
+
+@pytest.fixture
+def rehearsals(monkeypatch) -> list[tuple[int, ...]]:
+    """Sizes of the inputs that were rehearsed."""
+    found: list[tuple[int, ...]] = []
+
+    def rehearsed(network: nn.Module, args: tuple[Tensor], *others):
+        found.append(tuple(args[0].shape))
+        return rehearsed_step(network, args, *others)
+
+    monkeypatch.setattr(plans, "rehearsed_step", rehearsed)
+    return found
+
+
+def test_a_size_follows_the_plan_of_one_that_is_not_much_larger(rehearsals):
+    within = recompute_activations(Layers(2), budget=0.99)
+    for size in (60, 59, 41, 40, 39, 61, 60, 38):
+        gradients(within, torch.randn(size, 32))
+    assert rehearsals == [(60, 32), (39, 32), (61, 32)]
+    for size in range(100, 2000, 100):
+        gradients(within, torch.randn(size, 32))
+    assert len(is_planned(within)) == 16
+
+
+def test_inputs_whose_results_are_larger_than_their_bytes_tell_are_planned_next_time(rehearsals):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), Scores())
+    within = recompute_activations(copy.deepcopy(plain), budget=0.99)
+    for shape in ((4, 32, 16), (1, 128, 16), (1, 128, 16), (4, 32, 16)):
+        assert_like_plain(within, plain, [torch.randn(shape)])
+    assert rehearsals == [(4, 32, 16), (1, 128, 16)]
+
+
+def test_a_long_pause_is_explained_while_it_lasts(monkeypatch, caplog):
+    said = threading.Event()
+    monkeypatch.setattr(plans, "_PAUSE", 0.0)
+    monkeypatch.setattr(plans._log, "filter", lambda record: said.set() is None)
+    monkeypatch.setattr(plans, "rehearsed_step", lambda *given: said.wait(60) and rehearsed_step(*given))
+    recompute_activations(Layers(2), budget=0.99)(torch.randn(4, 32))
+    assert [record.getMessage()[:8] for record in caplog.records if record.levelname == "WARNING"] == [
+        "planning",
+        "planned ",
+    ]
 
 
 def test_the_backward_pass_starts_from_losses_and_not_from_what_they_are_computed_from():
@@ -118,10 +171,10 @@ def test_every_step_of_fifty_lengths_of_text_is_within_the_budget():
     longest = max(inputs, key=Tensor.numel)
     within(longest).backward()
     budget = int(0.4 * peak_bytes(lambda: within(longest).backward(), "cpu"))
-    plans = Ahead.of(recompute_activations(within, budget=budget))
+    ahead = Ahead.of(recompute_activations(within, budget=budget))
     for step in range(200):
         x = inputs[step if step < 50 else int(torch.randint(50, ()))]
-        assert plans.peak(within, x, lambda x=x: within(x).backward()) <= 1.03 * budget
+        assert ahead.peak(within, x, lambda x=x: within(x).backward()) <= 1.03 * budget
     assert len(is_planned(within)) <= 16
 
 
@@ -130,12 +183,12 @@ def test_a_network_that_cannot_be_rehearsed_keeps_little_at_first():
     torch.manual_seed(0)
     x, plain = torch.rand(500, 32), Layers(32, asked)
     within = recompute_activations(copy.deepcopy(plain), budget=0.6)
-    plans = Ahead.of(within)
-    first = plans.peak(within, x)
+    ahead = Ahead.of(within)
+    first = ahead.peak(within, x)
     kept = peak_bytes(lambda: gradients(plain, x), "cpu")
     assert is_planned(within) == [False] and first < 0.5 * kept
-    assert plans.peak(within, x) < 0.5 * kept  # the traced step
-    plans.peak(within, x)
+    assert ahead.peak(within, x) < 0.5 * kept  # the traced step
+    ahead.peak(within, x)
     assert is_planned(within) == [True]
     assert all(map(torch.equal, gradients(within, x), gradients(plain, x)))
 
