@@ -116,7 +116,7 @@ class Gone(weakref.ref[Any]):
         return super().__new__(cls, one, events.append)
 
     def __init__(self, one: Any, events: list[Any], event: Any) -> None:
-        super().__init__(one, events.append)
+        super().__init__(one, events.append)  # type: ignore[call-arg]  # as weakref.KeyedRef does
         self.event = event
 
 

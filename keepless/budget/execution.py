@@ -119,7 +119,7 @@ class ByPlan(Policy):
         again = whole = bundle = None
         if is_computed or guard is not None or trace is not None:
             again = how_to_repeat(known, rule, call, result)
-        rule_inside = call.traits.inside
+        rule_inside = call.row.inside
         if rule_inside is not None and call.inside and (inside or guard is not None or trace is not None):
             whole = again if rule_inside is rule else None
             whole = whole or how_to_repeat(known, rule_inside, call, result)

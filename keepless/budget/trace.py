@@ -129,7 +129,7 @@ class StepTrace:
         kind, inputs = (Kind.KEPT, ()) if again is None else (Kind.FREE, _numbers(again.arguments))
         if whole is not None:
             rerun = self._rerun(call, whole, costs, result, number)
-            if again is not None and call.traits.inside is rule:
+            if again is not None and call.row.inside is rule:
                 return self._add(kind, result, (rerun,), Costs(0.0, 0, 0), number)
             if self._busy and self._busy[-1].values == [rerun]:
                 self._busy[-1].values.append(rerun + 1)
@@ -138,7 +138,7 @@ class StepTrace:
     def _rerun(self, call: Call, whole: Again, costs: Costs, result: Tensor, number: int) -> int:
         """Note that a call can run again for what it has saved inside; return the number of the call's value."""
         rerun = len(self.values)
-        if call.traits.rule is not None:  # a dropout, whose result follows from its mask
+        if not call.row.is_slow:  # a dropout, whose result follows from its mask
             layout = sum(one.nbytes for one in tensors_in(call.arguments) if not is_mask_alike(one))
             costs = Costs(self.seconds, result.nbytes + layout, 0)
         busy = costs.busy + result.nbytes
@@ -240,7 +240,7 @@ class StepTrace:
         device = torch.device("cpu") if given is None or isinstance(given, FakeTensor) else given.device
         self._began = len(self.events)
         result, self.seconds = seconds_of(lambda: call.function(*call.args, **call.kwargs), device)
-        if call.saves and call.traits.rule is None and call.traits.expensive is None:
+        if call.saves and call.row.again is None:
             self._without_rule(call, result)
         return result
 
@@ -270,7 +270,7 @@ class StepTrace:
         self._is_fake |= isinstance(result, FakeTensor)
         if isinstance(result, FakeTensor) or is_fused(result.grad_fn, call.args):  # and then compiled just now
             seconds = estimated_seconds(function, call.arguments, result)
-        elif call.traits.rule is not None and self.estimates is None:  # by another function than the network's
+        elif not call.row.is_slow and self.estimates is None:  # by another function than the network's
             key = (function, result.shape, result.dtype)
             if key not in self._measured:
                 self._measured[key] = self._seconds_again(call, rule, result)

@@ -294,7 +294,7 @@ class KnownValues:
             self.note_need(value, tensor)
         saved = Saved(value, self.memory_of(tensor))
         if call is not None:
-            positive, result_serves = call.traits.positive, call.traits.result_serves
+            positive, result_serves = call.row.positive, call.row.result_serves
             if (
                 result_serves is not None
                 and (self.by_plan or isinstance(value.source, Recipe))
@@ -311,13 +311,13 @@ class KnownValues:
 
     def _without_value(self, tensor: Tensor, value: Value | None, call: Call) -> ShapeOnly | Kept | SavedView | None:
         """The object for a tensor of which the call needs the shape alone, or that needs no value of its own."""
-        traits = call.traits
-        if (asks := traits.reads_shape_only) is not None and tensor.requires_grad and call.answers(asks):
+        row = call.row
+        if (asks := row.reads_shape_only) is not None and tensor.requires_grad and call.answers(asks):
             shape = ShapeOnly(tensor)
             if self.trace is not None:
                 self.trace.saves(shape, tensor, True)
             return shape
-        may_do_with_less = traits.positive is not None or traits.result_serves is not None
+        may_do_with_less = row.positive is not None or row.result_serves is not None
         if value is not None or may_do_with_less or self.outer is not None or self.trace is not None:
             return None
         if self.late and self.is_late(tensor):
@@ -344,7 +344,7 @@ class KnownValues:
         value, call = self.keep(tensor), self.call
         if is_base:
             self.note_need(value, tensor)
-        if call is not None and call.traits.inside is not None:
+        if call is not None and call.row.inside is not None:
             call.inside += (Inside(value, call.saves - 1, is_base),)
         return value
 
@@ -364,7 +364,7 @@ class KnownValues:
 
     def note_made(self, call: Call, result: object) -> None:
         """Note the memory of results that a call has made without gradient, e.g. of masks."""
-        if call.traits.only_asks:
+        if call.row.only_asks:
             return
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):

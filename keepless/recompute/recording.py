@@ -5,7 +5,7 @@ Rule 1. A recording sees every outermost call of a function, as a function mode 
     are saved during a call, before it is known whether the call can be repeated.
 Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (values.py): the tensor itself
     (`Kept`), or a `Recipe`, which is a function of other values. Operations that save one tensor share its value.
-Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (rules.py) whose inputs are available
+Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (functions.py) whose inputs are available
     (recipes.py), its value becomes a recipe and the tensor is dropped.
 Rule 4. A recipe reads values that are kept anyway; in addition it may keep alive leaves with a gradient, arguments that
     are `_MUCH` times smaller than its result, and arguments for which its rule says lend=True.
@@ -63,7 +63,8 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .calls import Call, Traits, body, traits_of
+from .calls import Call
+from .functions import Row, body, row_of
 from .known_values import KnownValues, Trace
 from .overwriting import after_overwriting, before_overwriting, may_overwrite, overwritten
 from .recipes import follow, how_to_repeat, leave_own_inside
@@ -204,11 +205,11 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        traits = traits_of(function)
+        row = row_of(function)
         are_plain = PLAIN.issuperset(types)
         if are_plain and self.known.trace is None:
-            nothing = traits.saves_nothing
-            if traits.only_asks or (nothing is not None and torch.is_grad_enabled() and nothing(args, kwargs)):
+            nothing = row.saves_nothing
+            if row.only_asks or (nothing is not None and torch.is_grad_enabled() and nothing(args, kwargs)):
                 return function(*args, **kwargs)
         if self.is_abandoned():
             return function(*args, **kwargs)
@@ -216,14 +217,14 @@ class Recording(TorchFunctionMode):
             self.known.settle_gone()
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._asked(function, types, args, kwargs)
-        if traits.is_opened and are_plain:
+        if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
         if self.watches:
-            return self._watched(function, traits, args, kwargs)
-        if traits.writes and self.known.trace is None and self._only_counts(args, kwargs):
+            return self._watched(function, row, args, kwargs)
+        if row.writes and self.known.trace is None and self._only_counts(args, kwargs):
             return function(*args, **kwargs)
-        call = Call(function, traits, args, kwargs)
-        if not ((traits.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
+        call = Call(function, row, args, kwargs)
+        if not ((row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
             is_unhooked = self.policy.skips_hooks and self.policy.is_unhooked(function)
             return self._unhooked(call) if is_unhooked else self._run(call)
         known, tensors = self.known, filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
@@ -261,12 +262,12 @@ class Recording(TorchFunctionMode):
             return False
         return self.known.memories.get(number.untyped_storage()) is None
 
-    def _watched(self, function: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _watched(self, function: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as it is. Recording starts if its result differs from the plan's."""
-        if traits.rule is None and traits.expensive is None:
+        if row.again is None:
             return function(*args, **kwargs)
         first: Any = args[0] if args else None
-        version = first._version if traits.writes and isinstance(first, Tensor) and is_ordinary(first) else None
+        version = first._version if row.writes and isinstance(first, Tensor) and is_ordinary(first) else None
         result = function(*args, **kwargs)
         if not isinstance(result, Tensor) or not result.requires_grad or not is_ordinary(result):
             return result
@@ -282,7 +283,7 @@ class Recording(TorchFunctionMode):
         """Run a call of which PyTorch itself keeps all saved tensors."""
         if self.hooks is None or not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
             return self._run(call)
-        if call.traits.draws is not None:
+        if call.row.draws is not None:
             call.note_random()
         self.known.log.parameter = None  # of this call it is not noted
         hooks = self.hooks.pack_hook, self.hooks.unpack_hook
@@ -311,7 +312,7 @@ class Recording(TorchFunctionMode):
                 target = call.args[0]
                 version, call.before = target._version, known.value_of(target)
             known.log.call(call.arguments)
-            if call.traits.draws is not None and known.by_plan:
+            if call.row.draws is not None and known.by_plan:
                 call.note_random()
             known.call = call
             try:
@@ -325,8 +326,8 @@ class Recording(TorchFunctionMode):
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
         """Decide about the result of a call. `target`: the argument that it may have overwritten, and its version."""
-        traits, known = call.traits, self.known
-        rule = traits.rule or (traits.expensive if known.by_plan else None)
+        row, known = call.row, self.known
+        rule = row.again if known.by_plan or not row.is_slow else None
         if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
             if call.inside:
                 leave_own_inside(call, result)

@@ -35,20 +35,12 @@ Function = Callable[..., Any]
 Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
 Vector = Tensor | None
 
-FOLLOWED: dict[Function, Rule] = {}
-EXPENSIVE: dict[Function, Rule] = {}  # computed again only where a plan says so
-INSIDE: dict[Function, Rule] = {}  # likewise, for all that a call has saved inside; in EXPENSIVE too, with the result
-
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
-CONVOLUTIONS = frozenset(
-    getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
-)
-RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
 
-def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
+def repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
     """Call a function once more, with the same arguments."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -61,12 +53,12 @@ def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) ->
     return rule
 
 
-_made: Callable[[Function], Rule] = partial(_repeated, fresh=True)
+made: Callable[[Function], Rule] = partial(repeated, fresh=True)
 
 
-def _unless(function: Function, position: int, name: str) -> Rule:
+def unless(function: Function, position: int, name: str) -> Rule:
     """Call a function once more, unless an option is given that makes it write."""
-    again = _made(function)
+    again = made(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if args[position] if position < len(args) else kwargs.get(name):
@@ -78,7 +70,7 @@ def _unless(function: Function, position: int, name: str) -> Rule:
 
 def random_again(function: Function) -> Rule:
     """Call a function once more, which draws the same random numbers."""
-    again = _made(function)
+    again = made(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if kwargs.get("generator") is not None or not all(map(_is_aligned, args)):
@@ -93,8 +85,8 @@ def drops_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
 
 
-def _attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    return (random_again if drops_weights(args, kwargs) else _made)(F.scaled_dot_product_attention)(
+def attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    return (random_again if drops_weights(args, kwargs) else made)(F.scaled_dot_product_attention)(
         find, args, kwargs, result
     )
 
@@ -109,7 +101,7 @@ def is_mask_alike(x: Tensor) -> bool:
     return x.is_cpu and x.is_contiguous()
 
 
-def _mask(function: Function) -> Rule:
+def mask(function: Function) -> Rule:
     """Draw the mask of a dropout once more, which does not depend on the values that it is for."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -149,7 +141,7 @@ class _ByName(NamedTuple):
         return self.function(*arguments[: self.unnamed], **dict(named))
 
 
-def _activation(function: Function) -> Rule:
+def activation(function: Function) -> Rule:
     """Repeat an activation function of `torch.nn.functional`; in place if its argument has no other reader."""
     position, known = INPLACE[function], inspect.signature(function).parameters.keys()
 
@@ -177,7 +169,7 @@ def named_arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str,
     return dict(zip(_PARAMETERS[function], args, strict=False)) | kwargs
 
 
-def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     given = named_arguments(F.batch_norm, args, kwargs)
     x, affine = find(given["input"]), _found(find, given.get("weight"), given.get("bias"))
     if not given.get("training", False):
@@ -215,7 +207,7 @@ def _saved(node: Any, *names: str) -> list[Value | Kept]:
     return values
 
 
-def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+def instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     given = named_arguments(F.instance_norm, args, kwargs)
     of_images = given.get("use_input_stats", True)
     running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # which would move again
@@ -224,7 +216,7 @@ def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], re
     return Again(F.instance_norm, arguments, fresh=True)
 
 
-def _layer(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+def layer(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     """Repeat a layer of ours. Running statistics that have moved stay as they are."""
     x, weight, bias, mean, var, arguments, strategy = args
     moved, affine = arguments.use_batch_statistics, _found(find, weight, bias)
@@ -237,7 +229,7 @@ def _layer_again(*given: Any) -> Tensor:
     return norm_and_activation(*ready)
 
 
-def _joined(function: Function) -> Rule:
+def joined(function: Function) -> Rule:
     """Concatenate or stack tensors once more. They are kept instead of the result."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -254,13 +246,13 @@ def _join(function: Function, dim: int, *tensors: Tensor) -> Tensor:
     return function(tensors, dim)
 
 
-def _cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+def cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     if result.device != args[0].device:
         raise NotFollowed
     return Again(Tensor.to, [find(args[0]), result.dtype])
 
 
-def _max_pool(dimensions: int) -> Rule:
+def max_pool(dimensions: int) -> Rule:
     """Max-pooling over so many dimensions: the kept indices say which values were the largest."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -280,7 +272,7 @@ def _gathered(x: Tensor, indices: Tensor, flat: tuple[int, ...], shape: torch.Si
     return x.reshape(flat).gather(-1, indices.reshape(flat)).view(shape)
 
 
-def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     """The kept mask says which values were dropped."""
     node: Any = result.grad_fn
     x = args[0] if args else kwargs["input"]
@@ -313,63 +305,3 @@ def dropout_scale(device: torch.device, double: bool, share: float) -> float:
 
 def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return (x * mask).mul_(scale)
-
-
-def _register(make: Callable[[Function], Rule], *functions: Function, like: Function | None = None) -> None:
-    """Give each function the rule `make(function)`; with `like`, give all of them the rule `make(like)`."""
-    for function in functions:
-        FOLLOWED[function] = make(like or function)
-
-
-_register(_activation, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu)
-_register(_activation, F.silu, F.mish, F.hardswish, F.hardsigmoid)
-_register(_activation, F.threshold)
-_register(_activation, *RELUS, like=F.relu)
-for _plain in (F.leaky_relu, F.elu, F.selu, F.celu):
-    _register(_activation, getattr(F, _plain.__name__ + "_"), like=_plain)
-_register(_made, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, like=torch.sigmoid)
-_register(_made, torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_, like=torch.tanh)
-_register(_made, F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.rms_norm, torch.rms_norm)
-_register(_made, F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid)
-_register(_repeated, torch.clone, torch.reshape, torch.flatten, torch.roll, F.pad, F.pixel_shuffle, F.pixel_unshuffle)
-_register(_repeated, Tensor.contiguous, Tensor.clone, Tensor.reshape, Tensor.flatten, Tensor.roll)
-for _name, _operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div", "truediv")):
-    _methods = [_name, f"{_name}_", f"__{_operator}__", f"__i{_operator}__"]
-    _methods += [f"__r{_operator}__"] if _name in ("mul", "add") else []  # the others swap their arguments
-    _function = getattr(torch, _name)
-    _register(_made, _function, *(getattr(Tensor, method) for method in _methods), like=_function)
-for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf pow clamp masked_fill".split():
-    _function = getattr(torch, _name)
-    _register(_made, _function, getattr(Tensor, _name), getattr(Tensor, f"{_name}_"), like=_function)
-for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf clamp".split():
-    _register(_made, getattr(torch, f"{_name}_"), like=getattr(torch, _name))
-_register(_made, Tensor.__neg__, like=torch.neg)
-_register(_made, Tensor.__abs__, like=torch.abs)
-_register(_made, Tensor.__pow__, like=torch.pow)
-_register(_made, Tensor.__rsub__, torch.rsub, Tensor.__rpow__, Tensor.__rtruediv__, torch.where, Tensor.where)
-_register(_made, torch.mean, Tensor.mean, F.prelu, F.glu)
-_register(_made, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
-_register(_made, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
-_register(_joined, torch.cat, torch.concat, torch.concatenate, torch.stack)
-FOLLOWED |= dict.fromkeys((Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16), _cast)
-FOLLOWED |= dict.fromkeys((F.max_pool1d, F.adaptive_max_pool1d), _max_pool(1))
-FOLLOWED |= dict.fromkeys((F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d), _max_pool(2))
-FOLLOWED[F.max_pool3d] = _max_pool(3)
-FOLLOWED |= {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
-FOLLOWED |= dict.fromkeys((F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout)
-FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)
-for _name in "matmul mm bmm addmm baddbmm softmax log_softmax".split():
-    EXPENSIVE[getattr(torch, _name)] = _made(getattr(torch, _name))
-for _name in "matmul __matmul__ mm bmm addmm baddbmm softmax log_softmax".split():
-    EXPENSIVE[getattr(Tensor, _name)] = _made(getattr(Tensor, _name))
-EXPENSIVE[torch.einsum] = _repeated(torch.einsum)  # which may only permute, and return a view
-for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_sample):
-    EXPENSIVE[_function] = _made(_function)
-EXPENSIVE[F.scaled_dot_product_attention] = _attention
-EXPENSIVE[torch.bernoulli] = random_again(torch.bernoulli)
-EXPENSIVE |= {F.cross_entropy: _made(F.cross_entropy), norm_and_activation: _layer}
-for _function in (F.scaled_dot_product_attention, F.cross_entropy, norm_and_activation):
-    INSIDE[_function] = EXPENSIVE[_function]
-for _function in (F.dropout, torch.dropout):
-    INSIDE[_function] = _mask(_function)
-EXPENSIVE[F.embedding] = _unless(F.embedding, 3, "max_norm")

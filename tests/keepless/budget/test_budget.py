@@ -28,7 +28,7 @@ from keepless.budget.simulation import plain_peak, simulate
 from keepless.budget.step import Event, Kind, Plan, Save, Step, StepValue
 from keepless.budget.trace import StepTrace
 from keepless.budget.traced_step import traced_step
-from keepless.recompute.rules import EXPENSIVE, FOLLOWED
+from keepless.recompute.functions import TABLE
 from tests.keepless.budget.ahead import Ahead, gradients
 from tests.keepless.budget.ahead import step as train
 
@@ -648,7 +648,7 @@ def test_a_call_with_a_list_of_tensors_is_not_repeated():
 def test_results_that_may_be_views_are_not_written_over(function, args):
     x = torch.randn(2, 4, 3, 3)
     args = (*args, x) if isinstance(args[0], str) else (x, *args)
-    rule = (FOLLOWED | EXPENSIVE)[function]
+    rule = TABLE[function].again
     assert not rule(lambda tensor, lend=False: tensor, args, {}, function(*args)).fresh
 
 
@@ -668,7 +668,7 @@ def test_operations_are_those_that_pytorch_counts(module, shape):
     class Counting(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            if function in EXPENSIVE:
+            if function in TABLE and TABLE[function].is_slow:
                 counted.append(operations_of(function, [*args, *(kwargs or {}).values()], result))
             return result
 

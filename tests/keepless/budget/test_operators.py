@@ -10,8 +10,7 @@ from keepless.budget.budget import traced_step
 from keepless.budget.costs import peak_bytes
 from keepless.budget.search import Choice
 from keepless.budget.simulation import plain_peak, simulate
-from keepless.recompute.calls import RANDOM, learn
-from keepless.recompute.rules import EXPENSIVE, INSIDE
+from keepless.recompute.functions import TABLE, learn
 from tests.keepless.budget.ahead import step
 
 
@@ -71,5 +70,6 @@ def test_only_operators_that_write_over_nothing_have_a_rule():
     others = {mine.counted, torch.ops.aten.dropout, torch.ops.profiler._record_function_enter_new}
     for operator in (mine.noisy_square, mine.noisy_square.default, *others):
         learn(operator)
-    assert {mine.noisy_square, mine.noisy_square.default} <= EXPENSIVE.keys() & INSIDE.keys() & RANDOM.keys()
-    assert not others & EXPENSIVE.keys()
+    for operator in (mine.noisy_square, mine.noisy_square.default):
+        assert TABLE[operator].is_slow and TABLE[operator].inside and TABLE[operator].draws
+    assert not others & TABLE.keys()

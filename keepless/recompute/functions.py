@@ -1,0 +1,237 @@
+"""The table of functions: a row for each, with all that is known of it. To add a function, give it a row at the end.
+
+A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..norms.bn_act import norm_and_activation
+from ..torch_internals import OpOverload, OpOverloadPacket, declared_results, written_arguments
+from . import rules
+from .overwriting import overloads_of, writes
+from .rules import Function, Rule
+from .signs import Positive, positive, positive_or_nan
+
+Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+
+_NOT_REPEATED = {"aten", "keepless", "prim", "prims"}  # namespaces: their functions have rules of their own
+_COMMUNICATE = ("c10d", "fsdp", "symm_mem")  # parts of namespaces
+_INDICES = frozenset([int, slice, type(None), type(...)])
+
+
+class Row(NamedTuple):
+    """What is known of a function."""
+
+    again: Rule | None = None  # how to repeat its calls
+    is_slow: bool = False  # its calls are repeated only where a plan says so
+    inside: Rule | None = None  # how to repeat a call, by a plan, for all that it saves inside
+    positive: Positive | None = None  # its gradient only asks which values of the saved tensor are positive
+    result_serves: Question | None = None  # whether a call saves its argument although its result would do
+    reads_shape_only: Question | None = None  # whether a call saves its input although the gradient needs no values
+    draws: Question | None = None  # whether a call draws random numbers
+    saves_nothing: Question | None = None  # whether a call returns its argument or views of it, and saves nothing
+    only_asks: bool = False  # for an attribute, such as `grad`, or a number, such as `dim()`: autograd saves nothing
+    is_opened: bool = False  # it is run to see the functions that it calls
+    writes: bool = False  # over an argument, perhaps
+
+
+TABLE: dict[Function, Row] = {}
+
+
+@lru_cache(2**10)
+def row_of(function: Function) -> Row:
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        learn(function)
+    row = TABLE.get(function, Row())
+    return row._replace(
+        only_asks=row.only_asks or getattr(function, "__name__", "") == "__get__",
+        is_opened=function in _CALL_OTHERS and row.again is None,
+        writes=writes(function),
+    )
+
+
+def _add(functions: Iterable[Function], **facts: Any) -> None:
+    for function in functions:
+        TABLE[function] = TABLE.get(function, Row())._replace(**facts)
+
+
+def learn(operator: OpOverload | OpOverloadPacket) -> None:
+    """Give a custom operator of `torch.ops` a rule, if its schema declares one new tensor and nothing written over.
+
+    It is repeated as one call, with the random numbers that it may draw.
+    """
+    overloads = overloads_of(operator)
+    if overloads and all(map(_declares_one_new_tensor, overloads)):
+        again = rules.random_again(operator)
+        _add([operator], again=again, is_slow=True, inside=again, draws=_always)
+
+
+def _declares_one_new_tensor(overload: OpOverload) -> bool:
+    if overload.namespace in _NOT_REPEATED or any(part in overload.namespace for part in _COMMUNICATE):
+        return False
+    is_new = [str(result.type) == "Tensor" and result.alias_info is None for result in declared_results(overload)]
+    return is_new == [True] and not written_arguments(overload)
+
+
+# With a function mode in effect these return True, and the function hands itself to the mode instead of running.
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _calls_others(function: object) -> bool:
+    return isinstance(function, FunctionType) and not {*_CHECKS}.isdisjoint(function.__code__.co_names)
+
+
+_CALL_OTHERS: frozenset[Callable[..., Any]] = frozenset(filter(_calls_others, vars(F).values()))
+
+
+def body(function: FunctionType) -> FunctionType:
+    """A copy of a function of `torch.nn.functional` whose body runs under a function mode, which sees its inner calls.
+
+    For arguments without a `__torch_function__` of their own.
+    """
+    names = function.__globals__ | dict.fromkeys(_CHECKS, _no)
+    opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
+def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+def _is_contiguous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return len(args) == 1 and not kwargs and args[0].is_contiguous()
+
+
+def _indexes_no_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor is indexed by numbers, slices and the like, not by other tensors."""
+    index = args[1]
+    return _INDICES.issuperset(map(type, index if type(index) is tuple else (index,)))
+
+
+def _drops_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+    return not (given.get("p", 0.5) and given.get("training", True))
+
+
+def _keeps_signs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a leaky ReLU's result has the signs of its argument."""
+    return bool((args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0)
+
+
+def _has_exact_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the bounds of a hardtanh are exact in every dtype."""
+    bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
+    return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)
+
+
+def _has_frozen_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
+
+
+def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = kwargs if kwargs.get("training") else rules.named_arguments(F.batch_norm, args, kwargs)
+    vectors = given.get("weight"), given.get("bias")
+    return not (given.get("training", False) or any(vector is not None and vector.requires_grad for vector in vectors))
+
+
+def _named(names: str, *owners: Any) -> list[Function]:
+    """The functions of these names that there are."""
+    return [getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)]
+
+
+def _add_each(make: Callable[[Function], Rule], functions: Iterable[Function], **facts: Any) -> None:
+    """Each function is repeated by the rule `make(function)`."""
+    for function in functions:
+        _add([function], again=make(function), **facts)
+
+
+_CONVOLUTIONS = _named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d", F)
+_RELUS = [F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_]
+
+# Activations
+_add_each(
+    rules.activation, _named("relu6 hardtanh leaky_relu elu selu celu silu mish hardswish hardsigmoid threshold", F)
+)
+for _name in "leaky_relu elu selu celu".split():
+    _add(_named(f"{_name}_", F), again=rules.activation(getattr(F, _name)))
+_add(_RELUS, again=rules.activation(F.relu), positive=positive_or_nan)
+_add([F.leaky_relu, F.leaky_relu_], positive=positive)
+_add([F.relu6], result_serves=_always)
+_add([F.leaky_relu], result_serves=_keeps_signs)
+_add([F.hardtanh], result_serves=_has_exact_bounds)
+for _name in ("sigmoid", "tanh"):
+    _add(_named(f"{_name} {_name}_", torch, Tensor), again=rules.made(getattr(torch, _name)))
+_add_each(rules.made, _named("sigmoid tanh gelu softplus logsigmoid prelu glu", F))
+
+# Arithmetic
+for _name, _operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div", "truediv")):
+    _methods = f"{_name} {_name}_ __{_operator}__ __i{_operator}__"
+    _methods += f" __r{_operator}__" if _name in ("mul", "add") else ""  # the others swap their arguments
+    _add([getattr(torch, _name), *_named(_methods, Tensor)], again=rules.made(getattr(torch, _name)))
+for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf pow clamp masked_fill".split():
+    _methods = f"{_name} {_name}_" + (f" __{_name}__" if _name in ("neg", "abs", "pow") else "")
+    _add([*_named(f"{_name} {_name}_", torch), *_named(_methods, Tensor)], again=rules.made(getattr(torch, _name)))
+_add_each(rules.made, _named("__rsub__ __rpow__ __rtruediv__", Tensor))
+_add_each(rules.made, [torch.rsub, torch.where, Tensor.where, torch.mean, Tensor.mean])
+
+# Norms
+_add_each(rules.made, [*_named("layer_norm group_norm rms_norm", F), *_named("layer_norm group_norm rms_norm", torch)])
+_add([F.batch_norm], again=rules.batch_norm, reads_shape_only=_is_frozen_norm)
+_add([F.instance_norm], again=rules.instance_norm)
+_add([norm_and_activation], again=rules.layer, is_slow=True, inside=rules.layer)
+
+# Copies, views and casts
+_add_each(rules.repeated, [*_named("clone reshape flatten roll", torch, Tensor), Tensor.contiguous])
+_add_each(rules.repeated, _named("pad pixel_shuffle pixel_unshuffle", F))
+_add_each(rules.joined, _named("cat concat concatenate stack", torch))
+_add(_named("to float double half bfloat16", Tensor), again=rules.cast)
+_VIEWS = "chunk diagonal expand expand_as movedim narrow permute select split squeeze swapaxes swapdims t transpose"
+_add(_named(f"{_VIEWS} unbind unflatten unfold unsqueeze view view_as", Tensor, torch), saves_nothing=_always)
+_add([Tensor.__getitem__], saves_nothing=_indexes_no_values)
+_add([Tensor.contiguous], saves_nothing=_is_contiguous)
+_add(_named("dim ndimension size stride numel nelement element_size storage_offset __len__", Tensor), only_asks=True)
+_add(_named("is_contiguous is_floating_point is_complex", Tensor), only_asks=True)
+
+# Pooling and resampling
+_add_each(rules.made, _named("avg_pool1d avg_pool2d avg_pool3d", F))
+_add_each(rules.made, _named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", F))
+_add([F.max_pool1d, F.adaptive_max_pool1d], again=rules.max_pool(1))
+_add([F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d], again=rules.max_pool(2))
+_add([F.max_pool3d], again=rules.max_pool(3))
+_add([F.interpolate], again=rules.repeated(F.interpolate, lend=True))
+_add_each(rules.made, [F.grid_sample], is_slow=True)
+
+# Random numbers
+_add([F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d], again=rules.dropout)
+for _function in (F.dropout, torch.dropout):
+    _add([_function], inside=rules.mask(_function), draws=_always)
+_add([F.dropout], saves_nothing=_drops_nothing)
+_add_each(rules.random_again, [torch.bernoulli], is_slow=True, draws=_always)
+
+# Convolutions, products and the like
+_add_each(rules.made, _CONVOLUTIONS, is_slow=True, reads_shape_only=_has_frozen_weight)
+_add_each(rules.made, _named("matmul mm bmm addmm baddbmm softmax log_softmax", torch, Tensor), is_slow=True)
+_add_each(rules.made, [Tensor.__matmul__, F.linear, F.softmax, F.log_softmax], is_slow=True)
+_add([torch.einsum], again=rules.repeated(torch.einsum), is_slow=True)  # which may only permute, and return a view
+_add([F.embedding], again=rules.unless(F.embedding, 3, "max_norm"), is_slow=True)
+_add(
+    [F.scaled_dot_product_attention],
+    again=rules.attention,
+    is_slow=True,
+    inside=rules.attention,
+    draws=rules.drops_weights,
+)
+_cross_entropy = rules.made(F.cross_entropy)
+_add([F.cross_entropy], again=_cross_entropy, is_slow=True, inside=_cross_entropy)
