@@ -81,6 +81,7 @@ class Plans:
             size = self._added(kind, given)
             self._rehearse(size, module, args, kwargs)
         for other in list(self._traced):
+            assert other.trace is not None, "only sizes whose step is traced are listed"
             if (progress := other.trace.progress()) != Progress.RUNS:
                 self._traced.remove(other)
                 if (step := other.traced(progress)) is not None:
