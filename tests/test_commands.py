@@ -135,7 +135,6 @@ def test_commands_are_found_and_wrong_ones_noticed():
         "python eval.py tta.flip=true",
         "python train_seg.py -m optim.lr=0.1 seed=0",
         "python train_seg.py -m optim.lr=0.1,0.2 seed=a,b",
-        'python -m scripts.run_table table=table3 "overrides=[trainer.precision=bfloat16,trainer.epochs=30]"',
         'python -m scripts.run_table table=table3 "weights={resnext101: GONE}"',
         "init.weights=FILE init.format=caffe",
         "sbatch --nodes 2 scripts/slurm.sbatch run_dir=RUN_DIR resume=always",

@@ -1,6 +1,6 @@
 """Start a run from the weights in a file, `init.weights`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,20 @@ class Weights(NamedTuple):
         """The tensors with scales as our norms have them."""
         return self.tensors if self.released_eps is None else from_released(self.tensors, self.released_eps)
 
+    def differences(self, config: TrainingRun) -> Iterator[str]:
+        """How a run's activation and normalisation differ from those of the training, in sentences."""
+        if self.activation not in (None, config.norm.activation):
+            yield (
+                f"norm.activation={config.norm.activation}: the weights were trained with {self.activation}, so this "
+                f"is only a starting point; norm=std norm.activation={self.activation} computes the same"
+            )
+        if self.normalisation not in (None, config.data.normalisation()):
+            mean, std = map(list, self.normalisation)
+            yield (
+                f"trained on images with data.mean={mean} data.std={std}; this run has data.mean={config.data.mean} "
+                f"data.std={config.data.std}"
+            )
+
 
 def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Loaded:
     """Load the weights of `config.init` by name and shape. The body must match, and the head if the file has one.
@@ -83,18 +97,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
 
     body = "the body" if weights.body is None else f"the body (body={weights.body})"
     advice = f"Give {body}, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
-    remarks = weights.remarks
-    if weights.activation not in (None, config.norm.activation):
-        remarks += (
-            f"norm.activation={config.norm.activation}: the weights were trained with {weights.activation}, so this is "
-            f"only a starting point; norm=std norm.activation={weights.activation} computes the same",
-        )
-    expected = weights.normalisation
-    if expected not in (None, config.data.normalisation()):
-        remarks += (
-            f"trained on images with data.mean={list(expected.mean)} data.std={list(expected.std)}; this run has "
-            f"data.mean={config.data.mean} data.std={config.data.std}",
-        )
+    remarks = (*weights.remarks, *weights.differences(config))
     try:
         report = load_by_name(
             network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=remarks

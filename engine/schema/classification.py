@@ -46,8 +46,9 @@ class SmallImagesData(ClassificationData):
 
     def check(self) -> None:
         if self.mean_image and any(self.normalisation().mean):
+            mean = list(self.normalisation().mean)
             raise ValueError(
-                f"data.mean_image=true with data.mean={self.mean}: the mean image takes the place of the mean colour; "
+                f"data.mean_image=true with data.mean={mean}: the mean image takes the place of the mean colour; "
                 f"give data.mean=[0,0,0]"
             )
 

@@ -72,7 +72,7 @@ class LibraryBody(Body):
             layers = make()
             self.left_out: tuple[str, ...] = ()
             if last is not None:
-                layers, self.left_out = _up_to(layers, last, f"body.last={last}: {title}")
+                layers, self.left_out = _up_to(layers, last, f"last={last}: {title}")
             for name, layer in layers.items():
                 self.add_module(name, layer)
             self.order = tuple(layers)

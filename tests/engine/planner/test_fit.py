@@ -12,7 +12,7 @@ from engine import planner
 from engine.schema.memory import Memory
 from engine.schema.segmentation import SegmentationRun
 from keepless.saved import size_text
-from scripts import plan_memory
+from scripts import plan_memory, plan_table
 from tests import runs, trees
 from tests.datasets import classification_trees
 
@@ -155,7 +155,7 @@ def test_the_plan_of_an_experiment(capsys):
 def test_a_reversible_body_takes_the_place_of_another_at_its_stride(monkeypatch):
     monkeypatch.setattr(planner, "step_memory", lambda *_: SimpleNamespace(parameters=2**40))
     config = runs.classification_config("run_dir=unused", "body=resnext101")
-    found = plan_memory.combinations(config)["in-place norms, body=revnet104, float32"].body
+    found = plan_table.combinations(config)["in-place norms, body=revnet104, float32"].body
     assert (found.name, found.output_stride) == ("revnet", config.body.output_stride) == ("revnet", 32)
 
 

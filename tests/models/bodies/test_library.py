@@ -204,7 +204,7 @@ def test_a_body_may_end_early():
     whole = torchvision_body(network="resnet18", last="layer3")
     assert (whole.order[-1], whole.left_out, whole.out_channels) == ("layer3", ("layer4",), 256)
     for last in ("features.40", "stem", "features.0.0.x"):
-        with pytest.raises(ValueError, match=f"body.last={last}: torchvision's mobilenet_v2 has no such part"):
+        with pytest.raises(ValueError, match=f"last={last}: torchvision's mobilenet_v2 has no such part"):
             torchvision_body(network="mobilenet_v2", last=last)
 
 

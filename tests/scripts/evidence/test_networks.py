@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import resnet
 
 from keepless import plan
-from keepless.budget import search
 from keepless.saved import kept_bytes
 from scripts.evidence import methods, zoo
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, PLAIN, RECOMPUTED
@@ -37,7 +36,6 @@ def test_every_method_is_measured_beside_the_plain_network_and_plans_beside_thei
 ):
     """A whole run on two networks and one that does not work, with a compiler that takes no time."""
     monkeypatch.setattr(methods, "WITH_COMPILER", (SMALL,))
-    monkeypatch.setattr(search, "_SECONDS", 1.0)
     monkeypatch.setattr(zoo, "build", lambda name, size: Segments() if name == "fcn_resnet50" else build(name, size))
     own = [f"networks=[{SMALL},fcn_resnet50,{FAILS}]", "rounds=2", "images=2", "image_size=64", "shares=[0.6]"]
     call, text = measured("networks", tmp_path, *own, "compiler=aot_eager")
