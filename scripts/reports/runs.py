@@ -22,7 +22,7 @@ from engine.schema.keys import named_after
 from engine.tasks import TASKS
 from scripts.reports.markdown import conditions
 
-_FOLDERS = ("data.root", "init.weights", "sampler.folder")  # keys whose values are of one machine
+_FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys whose values are of one machine
 
 DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(\.\d+)?")
 FROM_CONFUSION = ("precision", "recall", "F1")
