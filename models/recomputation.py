@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, recompute_activations
-from keepless.reversible.environment import statistics_kept
+from keepless.reversible.state import statistics_kept
 
 BLOCKS = ("none", "blocks", "sqrt")
 RECOMPUTE = ("none", "activations", *BLOCKS[1:])

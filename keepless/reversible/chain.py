@@ -1,6 +1,6 @@
 """How reversible modules do without stored inputs: a chain of steps that the backward pass walks from the last output.
 
-The rules, which this file keeps together with replay.py and environment.py:
+The rules, which this file keeps together with replay.py, environment.py and state.py:
 
 1. The chain. A `Pass` is one forward pass. It consists of `Step`s (half a coupling, or a whole function) and
    `Regrouping`s (of a tensor into halves, or back). A `Boundary` between two of them stands for the values there.
@@ -18,11 +18,12 @@ The rules, which this file keeps together with replay.py and environment.py:
 6. Lifetimes. References point one way: from slots to their step, from a step to the boundary after it, and from a
    boundary to the step that follows. A step without an inverse also refers to the boundary before it; other steps only
    weakly. So the chain is freed with the graph, and values that no earlier step needs are not restored.
-7. Environment. A repetition runs with the autocast settings, modes, buffers and (with `preserve_rng_state`) random
-   numbers of the first run. Running statistics do not move again. A module that initialised itself in the first run
-   does not do so again: its buffers are as that left them, as are those that a module's own inverse reads. Parameters,
-   and buffers that the forward pass left alone, may not be modified or replaced after it. The repetition must save
-   tensors of the same number, shapes, dtypes and devices as the first run. Otherwise an error is raised.
+7. Environment. A repetition runs with the autocast settings, modes, and (with `preserve_rng_state`) random numbers of
+   the first run. It starts from the same buffers and plain attributes, so it does again what the first run did, such as
+   an initialisation; nothing of that is left. Parameters that were written start from the written values (state.py). An
+   inverse reads what the forward pass left if it needs that. Parameters, and buffers that the forward pass left alone,
+   may not be modified or replaced after it. The repetition must save tensors of the same number, shapes, dtypes and
+   devices, and write the same parameters. Otherwise an error is raised.
 8. Gradients are right or an error is raised. A function that writes over its input is refused. A kept tensor that was
    modified raises PyTorch's error about an in-place operation. Reading a slot after the graph was freed, or still
    inside the forward pass, raises an error that says so. Only one thing is taken on trust: branches compute the same
@@ -32,6 +33,7 @@ The rules, which this file keeps together with replay.py and environment.py:
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -44,8 +46,8 @@ from .checks import Checksum
 from .couplings import Coupling, HalfStep, detached, versions
 from .environment import Environment
 from .replay import Section
+from .state import Values
 
-Values = tuple[Tensor, ...]
 Undo = Callable[[], Values]
 
 
@@ -136,6 +138,7 @@ class Update(NamedTuple):
 
     half: HalfStep
     invertible: bool = True
+    undo: None = None  # the repetition runs the branch as the forward pass did
 
     def run(self, halves: Values, checksum: Checksum) -> Values:
         output = self.half.output(halves)
@@ -169,6 +172,10 @@ class Apply(NamedTuple):
     def invertible(self) -> bool:
         return self.inverse is not None
 
+    @property
+    def undo(self) -> Callable[[Values], Values] | None:
+        return None if self.inverse is None else partial(_unchanged, self.inverse)
+
     def run(self, values: Values, checksum: Checksum) -> Values:
         outputs = _unchanged(self.function, values)
         checksum.see(outputs)
@@ -176,9 +183,9 @@ class Apply(NamedTuple):
 
     def again(self, values: Values, like: Inputs, checksum: Checksum, environment: Environment) -> Undo:
         """Run the function again: on `values`, which are its kept inputs, or outputs to invert."""
-        if self.inverse is not None:
-            with torch.no_grad(), environment.ended():
-                values = _unchanged(self.inverse, values)
+        if self.undo is not None:
+            with torch.no_grad(), environment.state.ended():
+                values = self.undo(values)
                 values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, like.dtypes, strict=True))
         checksum.see(self.function(*like(values)))
         return lambda: values
@@ -212,6 +219,7 @@ class Step:
         with self.section.dropping(self.repeat):
             outputs = self.move.run(values, self.checksum)
         self.environment.forward_pass_ended()
+        self.environment.try_again(lambda x: self.move.run(x, Checksum([])), self.move.undo, values, outputs)
         return outputs
 
     def repeat(self) -> None:

@@ -18,11 +18,10 @@ _enabled = ContextVar("checking_repetitions", default=False)
 def checking_repetitions() -> Iterator[None]:
     """Context of forward passes whose backward passes compare each repeated output of a branch with the first one.
 
-    A branch that draws from a generator of its own, counts its calls, or reads an attribute that changed computes
-    something else the second time, and the gradients are wrong. Here this raises a RuntimeError that names the branch.
-    It costs two passes over each output and 24 MiB of temporary memory: use it in the first steps of a run. As restored
-    inputs are rounded, differences below a thousandth pass in float32, and below 0.3 in bfloat16, float16 and under
-    autocast.
+    A branch that draws from a generator of its own, or reads a list or a global that changed, computes something else
+    the second time, and the gradients are wrong. Here this raises a RuntimeError that names the branch. It costs two
+    passes over each output and 24 MiB of temporary memory: use it in the first steps of a run. As restored inputs are
+    rounded, differences below a thousandth pass in float32, and below 0.3 in bfloat16, float16 and under autocast.
     """
     token = _enabled.set(True)
     try:
@@ -56,7 +55,7 @@ class Checksum:
                 names = ", ".join(type(module).__name__ for module in self.modules)
                 raise RuntimeError(
                     f"{names} computed something else when the backward pass repeated it, so gradients would be wrong: "
-                    f"it may not count calls, draw from a generator of its own or of NumPy, or read what changes"
+                    f"it may not draw from a generator of its own or of NumPy, or read a list or a global that changes"
                 )
 
 

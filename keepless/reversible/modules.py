@@ -12,7 +12,7 @@ from ..inputs import check_module
 from ..torch_internals import call_at_compilation
 from .chain import Pass, as_tuple
 from .couplings import has_hooks, in_halves
-from .environment import statistics_kept
+from .state import statistics_kept
 
 Block = nn.Module | tuple[nn.Module, ...]
 

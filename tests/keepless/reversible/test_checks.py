@@ -13,13 +13,13 @@ class Changing(nn.Module):
 
     def __init__(self, kind: str):
         super().__init__()
-        self.layer, self.kind, self.calls = nn.Conv2d(2, 2, 1), kind, 0
+        self.layer, self.kind, self.calls = nn.Conv2d(2, 2, 1), kind, [0]
         self.generator = torch.Generator().manual_seed(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.calls[0] += 1
         factors = {
-            "calls": lambda: self.calls,
+            "calls": lambda: self.calls[0],  # a number would be restored
             "generator": lambda: torch.rand(x.shape, generator=self.generator),
             "nothing": lambda: torch.rand(x.shape),  # PyTorch's own random numbers are restored
         }

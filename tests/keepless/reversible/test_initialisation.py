@@ -1,4 +1,4 @@
-"""Modules that initialise themselves with the first minibatch train as without reversibility."""
+"""Modules that initialise themselves, or change something else in a forward pass, train as without reversibility."""
 
 import copy
 from itertools import product
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from keepless import AdditiveCoupling, AffineAdapterNaive, AffineCoupling, InvertibleModuleWrapper, ReversibleSequence
+from keepless.reversible import checks
 from tests.keepless.reversible.test_modules import IMAGES, assert_same, step
 
 
@@ -33,13 +34,13 @@ class ActNorm(nn.Module):
             getattr(self, name).copy_(value)
         elif self.write == "data":
             getattr(self, name).data.copy_(value)
-        elif self.write == "data replaced":
-            getattr(self, name).data = value
+        elif self.write in ("data replaced", "traced"):
+            getattr(self, name).data = value.data
         else:
             setattr(self, name, nn.Parameter(value) if isinstance(getattr(self, name), nn.Parameter) else value)
 
     def initialise(self, x):
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.write == "traced"):
             self.set("shift", -x.mean().reshape(1))
             self.set("scale", 1 / x.std().reshape(1))
             self.ready = True if self.flag == "attribute" else torch.ones_like(self.ready)
@@ -86,6 +87,72 @@ class Rescaled(nn.Module):
         return (y - self.weight[0, 1]) / self.weight.sum()
 
 
+class Moving(nn.Module):
+    """It subtracts a moving average, then moves it: a buffer, or a parameter that each pass replaces or writes over."""
+
+    def __init__(self, changes="nothing", kind="buffer"):
+        super().__init__()
+        self.changes, self.kind, self.first, self.calls, self.cache = changes, kind, True, 0, None
+        self.register_buffer("on", torch.tensor(False))
+        if kind == "buffer":
+            self.register_buffer("mean", torch.zeros(()))
+        else:
+            self.mean = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x):
+        y, mean = x - self.mean.clone(), x.detach().mean()
+        new = mean if self.kind == "last" else self.mean.detach().lerp(mean, 0.5)
+        if self.kind == "replaced":
+            self.mean = nn.Parameter(new, requires_grad=False)
+        else:
+            self.mean.copy_(new)
+        if self.changes == "toggle":
+            self.on.logical_not_()
+            y = y * (1 + self.on)
+        elif self.changes == "calls":
+            self.calls += 1
+            y = y * self.calls
+        elif self.changes == "attribute":
+            self.first = False
+        elif self.changes == "cache":
+            y = y if self.cache is None else y + self.cache
+            self.cache = x.detach().sin()
+        return y
+
+    def inverse(self, y):
+        return y + self.mean
+
+
+class Codebook(nn.Module):
+    """As in vector quantisation: the first minibatch fills the codes, and each moves them after it used them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("codes", torch.zeros(5))
+
+    def forward(self, x):
+        values = x.detach().flatten()
+        if not self.ready:
+            self.codes.copy_(values[:5])
+            self.ready.fill_(True)
+        nearest = (values[:, None] - self.codes).abs().argmin(1)
+        y = x * self.codes[nearest].view_as(x)
+        self.codes.index_add_(0, nearest, values / len(values))
+        return y
+
+
+class Gradual(ActNorm):
+    """The first three minibatches move the parameters."""
+
+    def forward(self, x):
+        if self.ready < 3:
+            with torch.no_grad():
+                (self.shift.data if self.write == "data" else self.shift).lerp_(-x.mean(), 0.5)
+            self.ready += 1
+        return (x + self.shift) * self.scale
+
+
 class Around(nn.Module):
     """The flag is here, and what it stands for inside."""
 
@@ -123,6 +190,16 @@ KINDS = {
     "attribute around buffers": lambda: Around(ActNorm("buffers", "attribute"), "attribute"),
     "each time": Standardised,
     "parameters each time": Rescaled,
+    "traced": lambda: ActNorm(flag="float32", write="traced"),
+    "traced, integer flag": lambda: ActNorm(flag="int64", write="traced"),
+    "traced, attribute": lambda: ActNorm(flag="attribute", write="traced"),
+    "used before it moves": Moving,
+    "used before it moves, attribute": lambda: Moving("attribute"),
+    "used before it moves, toggle": lambda: Moving("toggle"),
+    "used before it moves, calls": lambda: Moving("calls"),
+    "used before it moves, cache": lambda: Moving("cache"),
+    "used before it is replaced": lambda: Moving("attribute", "replaced"),
+    "codebook": Codebook,
     "flag around buffers": lambda: Around(ActNorm("buffers", "attribute"), "uint8"),
 }
 
@@ -147,7 +224,8 @@ FORMS = {
 }
 
 
-CASES = {*product(KINDS, ["F"], ["sequence"]), *product(KINDS, ["between couplings"], ["wrappers"])}
+NO_INVERSE = {"codebook", *(f"used before it moves, {what}" for what in ("toggle", "calls", "cache"))}
+CASES = {*product(KINDS, ["F"], ["sequence"]), *product(KINDS.keys() - NO_INVERSE, ["between couplings"], ["wrappers"])}
 CASES |= {*product(["bool flag"], PLACES, FORMS)}
 
 
@@ -173,3 +251,22 @@ def test_modules_that_learn_their_sizes_from_the_first_minibatch():
         ).double()
         steps.append(step(ReversibleSequence([AdditiveCoupling(branch, nn.Tanh())], disable=disable), IMAGES))
     assert_same(*steps)
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    {
+        "no_grad": (lambda: Gradual(flag="int64"), "writes Gradual.shift from its earlier values"),
+        "data": (lambda: Gradual(flag="int64", write="data"), "writes Gradual.shift from its earlier values"),
+        "moving": (lambda: Moving(kind="parameter"), "writes Moving.mean from its earlier values"),
+        "last": (lambda: Moving(kind="last"), "writes Moving.mean after it has used the earlier values"),
+        "inverse": (lambda: Moving("calls"), "the inverse .* does not restore its input"),
+    }.values(),
+)
+def test_what_a_repetition_cannot_do_again_is_named(kind, message):
+    checks._enabled.set(False)  # they would say less
+    place = "between couplings" if "inverse" in message else "F"
+    network = ReversibleSequence(nn.ModuleList(PLACES[place](kind)).double())
+    with pytest.raises(RuntimeError, match=message):
+        for x in (IMAGES, 2 * IMAGES):
+            step(network, x)
