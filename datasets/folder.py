@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from itertools import compress
+from itertools import compress, product
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ WITHHELD = "test"
 _IGNORED = 255  # unless the file says otherwise
 _LONGEST_NAME = 255  # of a class
 
+Colour = tuple[int, int, int]
 _LABELS = (*PHOTOGRAPHS, *OTHER_IMAGES)  # all but PNGs are refused by name, not overlooked
 _EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
 
@@ -84,12 +85,9 @@ def folder_classes(file: Path) -> ClassTable:
         raise ValueError(
             f"{file}: cannot be read as a list of classes ({type(error).__name__}: {error}); expected {_EXAMPLE}"
         ) from None
-    others = distinct_colours(len(entries))
-    given = {number: colours.get(number, others[number]) for number in ids}
-    given |= {number: others[number] for number in alike(given)}
     return ClassTable(
         names=names,
-        palette=tuple(given.values()),
+        palette=told_apart({number: colours.get(number) for number in ids}),
         official_ids=tuple(ids),
         label_ids={**dict.fromkeys(ignored, 255), **{number: train_id for train_id, number in enumerate(ids)}},
         label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
@@ -102,11 +100,26 @@ def folder_classes(file: Path) -> ClassTable:
 
 def alike(colours: Mapping[int, Sequence[int]]) -> set[int]:
     """The classes whose colours nobody could tell from another's: all channels differ by less than 8 levels."""
-    if not colours:
-        return set()
-    levels = np.array([*colours.values()], np.int16)
-    near = np.abs(levels[:, None] - levels).max(axis=2) < 8
-    return {number for number, count in zip(colours, near.sum(axis=0), strict=True) if count > 1}
+    near = _near([*colours.values()], [*colours.values()])
+    return {number for number, count in zip(colours, near.sum(axis=1), strict=True) if count > 1}
+
+
+def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
+    """A colour per class: its own, unless it has none or one that is `alike`, and then one unlike all others."""
+    own = {number: colour for number, colour in colours.items() if colour is not None}
+    found = {number: own[number] for number in own.keys() - alike(own)}
+    # A colour is near at most one of those on the grid, so enough of them are left.
+    spare = [*distinct_colours(256), *product(range(20, 256, 32), repeat=3)]
+    for number in sorted(colours.keys() - found.keys()):
+        near = _near([spare[number], *spare], [*found.values()]).any(axis=1)
+        found[number] = [spare[number], *spare][int(near.argmin())]
+    return tuple(found[number] for number in colours)
+
+
+def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.ndarray:
+    """Which pairs of colours nobody could tell apart, bool (n, m)."""
+    levels, other_levels = (np.array(each, np.int16).reshape(-1, 3) for each in (some, others))
+    return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
 
 
 def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:

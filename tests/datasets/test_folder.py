@@ -15,7 +15,7 @@ from PIL import Image
 
 from datasets import ClassTable, folder, image_folder, index_classes, inspect, verify
 from datasets.file_list import class_folders
-from datasets.folder import folder_classes, folder_splits
+from datasets.folder import alike, folder_classes, folder_splits, told_apart
 from datasets.reading import decode_photograph
 from datasets.segmentation import joined
 from scripts.make_classes import make_classes
@@ -502,3 +502,22 @@ def test_a_colour_of_null_is_left_out(tmp_path):
         file.write_text(json.dumps({"classes": [{"name": "a"} | colour, {"name": "b", "colour": [1, 2, 3]}]}))
         tables.append(folder_classes(file))
     assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [(0, 0, 0), (5, 5, 5), (255, 0, 0)],  # two alike, and the first colour of those that replace them
+        [(0, 0, 0), (5, 5, 5), (254, 0, 0), (103, 140, 230)],
+        [None, None, (255, 3, 3), (103, 140, 230), None],
+        [(number // 2, 0, 0) for number in range(254)],
+        [None] * 254,
+    ],
+)
+def test_colours_are_told_apart_and_those_that_can_be_stay(given):
+    shown = told_apart(dict(enumerate(given)))
+    own = [(colour, now) for colour, now in zip(given, shown, strict=True) if colour is not None]
+    assert len(given) == 254 or [colour for colour, now in own if colour == now] == [
+        colour for colour, _ in own if colour not in ((0, 0, 0), (5, 5, 5))
+    ]
+    assert len(shown) == len(given) and not alike(dict(enumerate(shown)))
