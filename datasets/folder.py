@@ -1,7 +1,7 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import compress, product
@@ -11,7 +11,7 @@ import numpy as np
 
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
-from datasets.file_list import composed
+from datasets.file_list import composed, is_hidden
 from datasets.layout import (
     DRAWN,
     OTHER_IMAGES,
@@ -128,6 +128,7 @@ def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> l
     lists = root.glob("*.txt") if (root / "images").is_dir() else ()
     folders = [path.parent for pattern in ("*/images", "*/*/images") for path in root.glob(pattern)]
     found = {path.relative_to(root).as_posix() for path in folders} | {path.stem for path in lists}
+    found -= {name for name in found if any(map(is_hidden, name.split("/")))}
     if folds is not None:
         found |= {*DRAWN}
     return sorted(found, key=lambda split: (split not in DRAWN, split))
@@ -236,14 +237,23 @@ def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path
     """
     root = _LAYOUT.top(root)
     found: tuple[list[Path], list[Path]] = ([], [])
-    for each in sorted(path for path in root.rglob("labels") if path.is_dir()):
-        folder = each.parent / "images"
+    for above in _folders(root, "labels"):
+        folder, each = above / "images", above / "labels"
         images = list_files(folder, (*PHOTOGRAPHS, *OTHER_IMAGES), deep=True) if folder.is_dir() else None
         for name, path in spelled(list_files(each, _LABELS, deep=True), images or ()).items():
             found[images is not None and name not in images].append(path)
     if not found[0]:
         raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found[1])} in {root}", root)
     return found
+
+
+def _folders(root: Path, name: str) -> Iterator[Path]:
+    """`root` and all folders below it, sorted, that have a folder `name`; what lies in that does not count."""
+    for folder, inside, _ in os.walk(root):
+        inside[:] = sorted(each for each in inside if not is_hidden(each))
+        if name in inside:
+            inside.remove(name)
+            yield Path(folder)
 
 
 def _on_list(layout: Layout, root: Path, split: str, images: Mapping[str, Path], strict: bool) -> list[str]:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from datasets import ClassTable, folder, image_folder, index_classes, inspect, verify
 from datasets.file_list import class_folders
-from datasets.folder import alike, folder_classes, folder_splits, told_apart
+from datasets.folder import alike, folder_classes, folder_labels, folder_splits, told_apart
 from datasets.reading import decode_photograph
 from datasets.segmentation import joined
 from scripts.make_classes import make_classes
@@ -389,7 +389,12 @@ def test_folders_of_systems_are_no_part_of_the_data(root):
         for place in ("train/images/a", "train/labels/a", "train/images"):
             (root / place / system).parent.mkdir(parents=True)
             trees.write(root / place / system, PIXELS)
-    assert names(folder(root, "train")) == before and folder_splits(root) == splits
+    labels = folder_labels(root)
+    for place in ("#recycle/old", ".Trash-1000/files", "@eaDir", "$RECYCLE.BIN", "train/lost+found"):
+        for kind in ("images", "labels"):
+            (root / place / kind).mkdir(parents=True)
+            trees.write(root / place / kind / "0.png", PIXELS)
+    assert names(folder(root, "train")) == before and folder_splits(root) == splits and folder_labels(root) == labels
     assert class_folders(root / "train/images") == ("a", "b")
 
 
