@@ -5,9 +5,10 @@
     python -m scripts.make_classes data.root=DIR data.timeout_seconds=3600    # a slow disk
 
 Reads all labels below DIR that have an image. Classes are the ids up to the largest, or the colours of RGB labels and
-of masks in black and white; RGB labels whose channels are equal and small hold ids. `ignored` is no class, nor are
-ids below the largest that occur nowhere. Palettes give ids their colours. The classes are called class_0, class_1, …:
-change their names in the file before you train. Prints the pixels of every id, which show strays, and what looks odd.
+of masks in black and white; RGB labels whose channels are equal and small hold ids, unless gray=colours. `ignored` is
+no class, nor are ids below the largest that occur nowhere. Palettes give ids their colours. The classes are called
+class_0, class_1, …: change their names in the file before you train. Prints the pixels of every id, which show strays,
+and what looks odd.
 """
 
 import json
@@ -45,6 +46,8 @@ BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colour
 class MakeClasses:
     data: FolderData = group({"folder": FolderData})  # only root, palettes and timeout_seconds matter
     ignored: int | None = key(255, least=0, most=255)  # the id that is no class, and does not count; null: none
+    # What RGB labels with three equal channels hold; null: ids if the levels are small or have few gaps, else colours.
+    gray: str | None = key(None, one_of=("ids", "colours"))
     workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
 
 
@@ -83,7 +86,7 @@ def make_classes(values: DictConfig) -> Path:
         raise ValueError(f"{root}: {held.palettes.conflict}. {palette_fix('data.')}")
     notes = [f"left out {len(alone)} labels without an image: {first_of([*map(str, alone)])}"] * bool(alone)
     void = [] if config.ignored is None else [config.ignored]
-    notes += settle_kind(held, void)
+    notes += settle_kind(held, void, config.gray)
     if len(held.pixels) > 1:
         raise ValueError(f"{root}: some labels hold {', others '.join(sorted(held.pixels))}; expected one kind")
     ((kind, pixels),), (holding,) = held.pixels.items(), held.labels.values()
@@ -118,20 +121,30 @@ def read_labels(labels: list[Path], workers: int | None, console: Console) -> He
     return held
 
 
-def settle_kind(held: Held, ignored: list[int]) -> list[str]:
-    """Decide whether gray values are ids or colours; return what to say about it."""
-    if GRAY in held.pixels:
-        levels = {code & WHITE for code in held.pixels[GRAY]} - {*ignored}
-        if COLOURS in held.pixels or not max(levels, default=0) or (IDS not in held.pixels and has_large_gaps(levels)):
+def settle_kind(held: Held, ignored: list[int], gray: str | None) -> list[str]:
+    """Decide whether gray values are ids or colours, unless `gray` does; return what to say about it.
+
+    ValueError: `gray` is given, but no label has gray values in RGB.
+    """
+    notes = []
+    if levels := {code & WHITE for code in held.pixels.get(GRAY, ())}:
+        between = levels - {*ignored, WHITE}  # 255 beside small ids marks pixels without a class
+        taken, other = "colours", "ids"
+        if COLOURS not in held.pixels and (IDS in held.pixels or (any(between) and not has_large_gaps(between))):
+            taken, other = other, taken
+        if gray is None and COLOURS not in held.pixels:
+            notes = [f"labels in RGB have three equal channels: they are read as {taken}, with gray={other} as {other}"]
+        if (gray or taken) == "colours":
             held.recast(GRAY, COLOURS, lambda code: code)
         else:
             held.recast(GRAY, IDS, lambda code: code & WHITE)
             held.colours = {}
-            return ["labels in RGB have three equal channels: they are read as ids"]
-    if {*held.pixels} == {IDS} and not held.colours and {*held.pixels[IDS]} == {0, WHITE}:
+    elif gray is not None:
+        raise ValueError(f"gray={gray}: no label is in RGB with three equal channels; leave it out")
+    if {*held.pixels} == {IDS} and not held.colours and {*held.pixels[IDS]} == {0, WHITE} and gray is None:
         held.recast(IDS, COLOURS, lambda level: 0x010101 * level)  # masks in black and white
         held.colours = {code: (code & WHITE,) * 3 for code in held.pixels[COLOURS]}
-    return []
+    return notes
 
 
 def check_number(
@@ -162,8 +175,8 @@ def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignore
 
 
 def has_large_gaps(ids: Set[int]) -> bool:
-    """Whether far more ids below the largest are missing than there are."""
-    return max(ids) + 1 > len(ids) + max(8, 3 * len(ids))
+    """Whether the largest is far up and far more ids below it are missing than there are."""
+    return max(ids) >= 64 and max(ids) + 1 > len(ids) + max(8, 3 * len(ids))
 
 
 def has_smoothed_edges(pixels: Counter[int]) -> bool:

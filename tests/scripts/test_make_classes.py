@@ -34,30 +34,50 @@ def values(*of: int) -> np.ndarray:
     return np.resize(np.array(of, np.uint8), (24, 40))
 
 
+READINGS = [("ids", "colours"), ("colours", "ids")]
+IDS_READ, COLOURS_READ = (f"equal channels: they are read as {a}, with gray={b} as {b}" for a, b in READINGS)
 SAID = {  # a label, the keys, the classes and the entries of the file, and what is printed about it
-    "ids": (IDS, (), 3, 3, ""),
-    "ids in RGB": (equal_channels(IDS), (), 3, 3, "three equal channels: they are read as ids"),
-    "ids and 255 in RGB": (equal_channels(values(0, 1, 255)), (), 2, 2, "three equal channels: they are read as ids"),
-    "gray colours": (equal_channels(values(0, 100, 200)), (), 3, 3, ""),
-    "black and white in RGB": (equal_channels(values(0, 255)), (), 2, 2, ""),
-    "colours that look alike": (np.dstack([IDS, 0 * IDS, 0 * IDS]), (), 3, 3, "0-2 can hardly be told apart: pictures"),
-    "an unseen id": (values(0, 1, 4), (), 3, 5, "ids that occur nowhere, and are ignored: 2-3\n"),
+    "ids": (IDS, (), 3, 3, ()),
+    "ids in RGB": (equal_channels(IDS), (), 3, 3, (IDS_READ,)),
+    "ids in RGB as colours": (equal_channels(values(0, 9, 50)), ("gray=colours",), 3, 3, ()),
+    "ids and 255 in RGB": (equal_channels(values(0, 1, 255)), (), 2, 2, (IDS_READ,)),
+    "ids with gaps in RGB": (equal_channels(values(0, 10)), (), 2, 11, (IDS_READ, "ignored: 1-9\n")),
+    "ids with gaps and 255 in RGB": (equal_channels(values(3, 20, 255)), (), 2, 21, (IDS_READ, "ignored: 0-2, 4-19\n")),
+    "255 that counts in RGB": (
+        equal_channels(values(0, 1, 255)),
+        ("ignored=null",),
+        3,
+        256,
+        (IDS_READ, "2-254: check that the labels are no gray"),
+    ),
+    "gray colours": (equal_channels(values(0, 100, 200)), (), 3, 3, (COLOURS_READ,)),
+    "gray colours or ids": (equal_channels(values(1, 5, 9, 150)), (), 4, 4, (COLOURS_READ, "0-2 can hardly be told")),
+    "large ids in RGB": (
+        equal_channels(values(1, 5, 9, 150)),
+        ("gray=ids",),
+        4,
+        151,
+        ("ignored: 0, 2-4, 6-8, 10-149",),
+    ),
+    "black and white in RGB": (equal_channels(values(0, 255)), (), 2, 2, (COLOURS_READ,)),
+    "colours that look alike": (np.dstack([IDS, 0 * IDS, 0 * IDS]), (), 3, 3, ("0-2 can hardly be told apart",)),
+    "an unseen id": (values(0, 1, 4), (), 3, 5, ("ids that occur nowhere, and are ignored: 2-3\n",)),
     "gray copies of colours": (
         values(35, 70, 142),
         (),
         3,
         143,
-        "0-34, 36-69, 71-141: check that the labels are no gray",
+        ("0-34, 36-69, 71-141: check that the labels are no gray",),
     ),
-    "mostly 255": (values(0, 1, 255, 255, 255), (), 2, 2, "60% of the pixels have the ignored id 255: if it is a"),
+    "mostly 255": (values(0, 1, 255, 255, 255), (), 2, 2, ("60% of the pixels have the ignored id 255: if it is a",)),
     "255 that counts": (
         values(0, 128, 255),
         ("ignored=null",),
         3,
         256,
-        "ids that occur nowhere, and are ignored: 1-127,",
+        ("ids that occur nowhere, and are ignored: 1-127,",),
     ),
-    "another void": (values(0, 1, 2), ("ignored=0",), 2, 3, ""),
+    "another void": (values(0, 1, 2), ("ignored=0",), 2, 3, ()),
 }
 
 
@@ -65,14 +85,19 @@ SAID = {  # a label, the keys, the classes and the entries of the file, and what
 def test_classes_are_what_the_values_mean_and_what_is_odd_is_said(what, tmp_path, capsys):
     label, keys, classes, entries, said = SAID[what]
     written = made(tmp_path, label, *keys)
-    printed = [line for line in capsys.readouterr().out.splitlines() if ":" in line]
-    assert len(printed) == bool(said) and said in "".join(f"{line}\n" for line in printed), printed
+    printed = [f"{line}\n" for line in capsys.readouterr().out.splitlines() if ":" in line]
+    assert len(printed) == len(said) and all(map(str.__contains__, printed, said)), printed
     assert len(written["classes"]) == entries
     train = folder(tmp_path / "own", "train")
     assert len(train.classes) == classes and {*np.unique(train[0].label)} - {255} == {*range(classes)}
     shown = np.array(train.palette, int)
     apart = np.abs(shown[:, None] - shown).max(axis=2) + 255 * np.eye(classes, dtype=int)
     assert apart.min() >= 8  # whatever the labels' colours are
+
+
+def test_a_reading_of_gray_is_refused_without_gray(tmp_path):
+    with pytest.raises(ValueError, match="gray=ids: no label is in RGB with three equal channels; leave it out"):
+        made(tmp_path, IDS, "gray=ids")
 
 
 def test_only_labels_of_an_image_count(tmp_path, capsys):
