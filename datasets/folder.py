@@ -109,7 +109,8 @@ def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
     own = {number: colour for number, colour in colours.items() if colour is not None}
     found = {number: own[number] for number in own.keys() - alike(own)}
     # A colour is near at most one of those on the grid, so enough of them are left.
-    spare = [*distinct_colours(256), *product(range(20, 256, 32), repeat=3)]
+    levels = range(20, 256, 32)
+    spare = [*distinct_colours(256), *product(levels, levels, levels)]
     for number in sorted(colours.keys() - found.keys()):
         near = _near([spare[number], *spare], [*found.values()]).any(axis=1)
         found[number] = [spare[number], *spare][int(near.argmin())]
