@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..norms.inplace_abn import OWN_LAYERS
 from ..norms.statistics import BATCH_NORMS, has_running_statistics
@@ -23,6 +24,8 @@ _KNOWN_NORMS = frozenset([*OWN_LAYERS, *BATCH_NORMS, nn.InstanceNorm1d, nn.Insta
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Enum)
 _PYTORCHS_ATTRIBUTES = vars(nn.Module()).keys() - {"training"}
 
+_left_alone = WeakTensorKeyDictionary()  # buffers on devices that a forward pass did not change
+
 
 class _Buffer(NamedTuple):
     """A buffer that a repetition must not change. `start`: a copy of its first values; None if they have no effect."""
@@ -35,11 +38,9 @@ class _Buffer(NamedTuple):
 
     def is_same(self) -> bool:
         present = self.owner._buffers[self.name]
-        return present is self.values and (present is None or present._version == self.version)
-
-    def is_constant(self) -> bool:
-        """Whether the forward pass left it alone, and later ones will too: they move running statistics."""
-        return self.is_same() and not has_running_statistics(self.owner)
+        if present is not self.values or (present is not None and present._version != self.version):
+            return False
+        return present is None or self.start is None or _are_same(present, self.start)
 
 
 class _Parameter(NamedTuple):
@@ -84,9 +85,8 @@ class State:
         self.buffers = [one for one in self.buffers if one.owner not in self.lazy]
         self.buffers += [buffer for part in self.lazy for buffer in _buffers(part)]
         changed = {part for part, before in self.attributes.items() if _differ(before, _attributes(part))}
-        changed |= {
-            one.owner for one in self.buffers if not one.is_same() and (one.start is not None or one.values is None)
-        }
+        moved = {one[:2]: one for one in self.buffers if not one.is_same()}
+        changed |= {one.owner for one in moved.values() if one.start is not None or one.values is None}
         with_inverse = [part for part in changed if callable(getattr(part, "inverse", None))]
         self.end = State(with_inverse) if with_inverse else None
         self.written = [one for one in self.parameters if one.is_same() and one.values._version != one.version]
@@ -99,12 +99,13 @@ class State:
             for name, parameter in part._parameters.items()
             if parameter is not None
         ]
-        self.constants += [
-            (one.owner, one.name, one.values, one.version)
-            for one in self.buffers
-            if one.values is not None and one.is_constant()
-        ]
-        self.buffers = [one for one in self.buffers if one.values is None or not one.is_constant()]
+        kept = []
+        for one in self.buffers:  # later passes move running statistics
+            if one.values is None or one[:2] in moved or has_running_statistics(one.owner):
+                kept.append(one)
+            else:
+                self.constants.append((one.owner, one.name, one.values, one.version))
+        self.buffers = kept
 
     def check_constants(self) -> None:
         """RuntimeError if a parameter, or a buffer that the forward pass left alone, was modified or replaced since."""
@@ -204,6 +205,19 @@ def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
         return True
     pairs = [(value, after[name]) for name, value in before.items() if value is not after[name]]
     return any(isinstance(a, Tensor) or isinstance(b, Tensor) or a != b for a, b in pairs)
+
+
+def _are_same(values: Tensor, start: Tensor) -> bool:
+    """Whether values are those before the forward pass: `Tensor.data` writes them without a new version.
+
+    Reading from a device waits for it, so there a buffer counts as constant once a forward pass has left it alone.
+    """
+    if is_unknown(values) or values in _left_alone:
+        return True
+    same = torch.equal(values, start)
+    if same and values.device.type != "cpu":
+        _left_alone[values] = True
+    return same
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

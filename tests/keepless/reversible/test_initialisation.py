@@ -105,7 +105,7 @@ class Moving(nn.Module):
         if self.kind == "replaced":
             self.mean = nn.Parameter(new, requires_grad=False)
         else:
-            self.mean.copy_(new)
+            (self.mean.data if self.changes == "data" else self.mean).copy_(new)
         if self.changes == "toggle":
             self.on.logical_not_()
             y = y * (1 + self.on)
@@ -194,6 +194,7 @@ KINDS = {
     "traced, integer flag": lambda: ActNorm(flag="int64", write="traced"),
     "traced, attribute": lambda: ActNorm(flag="attribute", write="traced"),
     "used before it moves": Moving,
+    "used before it moves, data": lambda: Moving("data"),
     "used before it moves, attribute": lambda: Moving("attribute"),
     "used before it moves, toggle": lambda: Moving("toggle"),
     "used before it moves, calls": lambda: Moving("calls"),
