@@ -126,10 +126,14 @@ def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any)
 def check_values(config: Keys, prefix: str = "") -> None:
     """Check every value against its bounds, then each dataclass by its method `check`, if it has one.
 
+    Where the word false is a choice, False, as Hydra and YAML spell it too, becomes it.
+
     ValueError: names the key, its value and the expected values.
     """
     for entry in fields(config):
         value, name = getattr(config, entry.name), prefix + entry.name
+        if str(value).lower() == "false" and "false" in (entry.metadata.get("one_of") or ()):
+            setattr(config, entry.name, value := "false")
         if "alternatives" in entry.metadata:
             selected = value and value.name
             if type(value) is not alternative(name, entry.metadata["alternatives"], selected):

@@ -1,7 +1,7 @@
 """Keys of train_seg.py."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from omegaconf import MISSING
 
@@ -21,7 +21,7 @@ class Loss:
     # frequency: a pixel weighs 1 / (classes x its class's share of the training pixels), which is 1 on average.
     class_weights: str = key("none", one_of=("none", "frequency"))
     # auto: upsample the logits and compute their loss a tile at a time; false: all at once, in three copies of them.
-    tiles: Any = key("auto", one_of=("auto", "false"))
+    tiles: str = key("auto", one_of=("auto", "false"))
 
 
 @dataclass
