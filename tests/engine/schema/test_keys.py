@@ -4,9 +4,12 @@ import importlib
 import shlex
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from engine.configuration.texts import as_typed
 from engine.schema.keys import override
-from tests.runs import composed
+from engine.schema.segmentation import SegmentationRun
+from tests.runs import composed, run_config
 
 PATHS = (
     *("runs/lr=1,bs=2/last.pt", "a b/c", "Straße/街", "a'b\"c/d", "[x] {y} (z)/:w", "~/a", "${run_dir}/a", "a\\${b}"),
@@ -38,11 +41,14 @@ TEXTS = (
         "/data/Straße",
         "a=b,c",
     ),
+    *("C:\\My (1)\\x", "/x/a\\ b (2)", "a${b", "a\\"),
     *("it's", "runs (1)", "[a]", "{a: b}", "a: b", "a#b", "-1", ""),
 )
 
 
-@pytest.mark.parametrize("typed, read", [*((text, text) for text in TEXTS), ("'1.10'", "1.10"), ('"a b"', "a b")])
+@pytest.mark.parametrize(
+    "typed, read", [*((text, text) for text in TEXTS), ("'1.10'", "1.10"), ('"a b"', "a b"), (r"a\ b\,", "a b,")]
+)
 def test_texts_are_read_as_typed(typed, read):
     """Hydra alone reads numbers and booleans, as 1.1, 20240101 and True."""
     assert composed("eval", f"checkpoint={typed}", f"results={typed}") == composed(
@@ -56,7 +62,31 @@ def test_texts_in_lists_and_mappings_are_read_as_typed():
     values = composed("train_seg", "init={weights: 1.10, format: null}", "data={train_split: [1e5], mean: [0,0,1e-1]}")
     assert (values.init.weights, values.init.format) == ("1.10", None)
     assert (values.data.train_split, values.data.mean) == (["1e5"], [0.0, 0.0, 0.1])
-    assert composed("train_seg", "run_dir=null", "loss.tiles=false").loss.tiles == "false"
+    assert composed("train_seg", "run_dir=${seed} (1)").run_dir == "0 (1)"
     importlib.import_module("scripts.run_table")  # declares the command
     values = composed("run_table", "roots={camvid: 2024, vistas: /a=b}", "+roots.voc=1.10", "overrides=[run_dir=1e5]")
     assert (values.roots, values.overrides) == ({"camvid": "2024", "vistas": "/a=b", "voc": "1.10"}, ["run_dir=1e5"])
+
+
+@pytest.mark.parametrize(
+    "typed, jobs",
+    [
+        ("a(1),b(2)", ["a(1)", "b(2)"]),
+        ("1.10,a${b", ["1.10", "a${b"]),
+        ("choice(1.10,a (1))", ["1.10", "a (1)"]),
+        ("sort(2.0,1.10,reverse=true)", ["2.0", "1.10"]),
+        ("sort(choice(1e5,1.10))", ["1.10", "1e5"]),
+        ("str(choice(1.10,2))", ["1.10", "2"]),
+        ("range(1,3)", ["1", "2"]),
+        ("choice(a),choice(b)", ["choice(a)", "choice(b)"]),
+    ],
+)
+def test_texts_in_sweeps_are_read_as_typed(typed, jobs):
+    word = as_typed(f"data.root={typed}", SegmentationRun, sweeps=True)
+    given = OverridesParser.create().parse_override(word)
+    assert [composed("train_seg", f"data.root={text}").data.root for text in given.sweep_string_iterator()] == jobs
+
+
+@pytest.mark.parametrize("typed", ["false", "False", "FALSE"])
+def test_false_is_a_choice_in_any_case(typed):
+    assert run_config(f"loss.tiles={typed}").loss.tiles == "false"
