@@ -29,7 +29,7 @@ DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memor
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, networks, plan_table, reversible, training)]
 COMPARISONS = {  # of runs in a folder of docs/results: name of the block
-    **{f"runs_camvid_{name}": f"camvid/{name}" for name in ("norms", "samplers", "table3")},
+    **{f"runs_camvid_{name}": f"camvid/{name}" for name in ("norms", "samplers", "table3", "finetune")},
     **{f"runs_cifar_{name}": f"cifar/{name}" for name in ("norms", "short", "stored", "table3")},
     "runs_demo": "demo",
 }
