@@ -1,6 +1,7 @@
 """Check modules given by users, and find tensors in arguments and results."""
 
 from dataclasses import fields, is_dataclass
+from numbers import Real
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -55,3 +56,8 @@ def check_has_forward(network: nn.Module, receiver: str) -> None:
 def _has_forward(module: nn.Module) -> bool:
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return "forward" in vars(module) or (owner is not nn.Module and owner.__name__ != "LightningModule")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, Python's or NumPy's."""
+    return isinstance(value, Real)

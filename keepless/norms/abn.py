@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from ..inputs import is_number
 from ..torch_internals import NormBase, backward_runs, is_exporting, without_function_modes
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
@@ -18,6 +19,7 @@ from .bn_act import (
     BatchNormActivation,
     NormArguments,
     Strategy,
+    check_momentum,
     is_misread,
     norm_and_activation,
     norm_over_input,
@@ -25,7 +27,7 @@ from .bn_act import (
 )
 from .loading import warn_if_released
 from .old_names import names_arguments
-from .synchronisation import refuse_jointly, synchronised_group
+from .synchronisation import check_group, refuse_jointly, synchronised_group
 
 
 class Own(NamedTuple):
@@ -80,10 +82,11 @@ class ABN(NormBase):
     ):
         if num_features < 1:
             raise ValueError(f"num_features={num_features}: expected the number of channels, at least 1")
-        if not eps > 0:
-            raise ValueError(f"eps={eps}: expected a number above 0, which is added to the variance")
-        if momentum is not None and not 0 <= momentum <= 1:
-            raise ValueError(f"momentum={momentum}: expected 0 to 1, the weight of the newest minibatch, or None")
+        if not (is_number(eps) and eps > 0):
+            raise ValueError(f"eps={eps!r}: expected a number above 0, which is added to the variance")
+        if momentum is not None:
+            check_momentum(momentum, ", or None")
+        check_group(group)
         check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
         check_backend(backend)
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
@@ -133,6 +136,7 @@ class ABN(NormBase):
         if not tracked or running_mean is None or running_var is None:
             return self._bn_act(x, own._replace(running_mean=None, running_var=None), True, 0.0, group)
         if self.momentum is not None and not _is_recomputation():
+            check_momentum(self.momentum, ", or None")
             z = self._bn_act(x, own, True, self.momentum, group)
             if minibatches is not None:
                 minibatches.add_(1)

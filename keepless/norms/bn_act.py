@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ..inputs import is_number
 from ..torch_internals import node_class
 from .backends import backend_for
 from .backends.activations import Activation
@@ -133,6 +134,12 @@ class BatchNormActivation(torch.autograd.Function):
             dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
         wanted = ctx.needs_input_grad
         return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None, None, None, None
+
+
+def check_momentum(momentum: Any, other: str = "") -> None:
+    """ValueError if a momentum has no meaning. `other`: what else it may be."""
+    if not (torch.compiler.is_compiling() or (is_number(momentum) and 0 <= momentum <= 1)):
+        raise ValueError(f"momentum={momentum!r}: expected 0 to 1, the weight of the newest minibatch{other}")
 
 
 def norm_and_activation(*arguments: Any) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..inputs import Network, check_module
+from ..inputs import Network, check_module, is_number
 from ..torch_internals import InstanceNormBase
 from .abn import ABN
 from .backends.interface import floored
@@ -13,6 +13,7 @@ from .bn_act import Strategy
 from .checkpointed_abn import CheckpointedABN
 from .old_names import names_arguments
 from .report import ConversionReport, log_report
+from .synchronisation import check_group
 
 VARIANTS = ("I", "II")
 
@@ -66,8 +67,8 @@ class InPlaceABN(ABN):
         super().__init__(*of_abn, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
         if variant not in VARIANTS:
             raise ValueError(f"variant={variant!r}: expected 'I' or 'II'")
-        if gamma_floor <= 0:
-            raise ValueError(f"gamma_floor={gamma_floor}: expected a number above 0 (gamma is a divisor)")
+        if not (is_number(gamma_floor) and gamma_floor > 0):
+            raise ValueError(f"gamma_floor={gamma_floor!r}: expected a number above 0 (gamma is a divisor)")
         self.variant = variant
         self.gamma_floor = gamma_floor
         self.overwrite_input = overwrite_input
@@ -132,6 +133,7 @@ class InPlaceABNSync(InPlaceABN):
                 it names norms that were left alone.
         """
         check_module(module, "InPlaceABNSync.convert")
+        check_group(group)
         result = ConversionReport()
         for name, layer in module.named_modules():
             if isinstance(layer, ABN):

@@ -10,6 +10,16 @@ from torch import Tensor
 _CHECKED: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
+def check_group(group: object) -> None:
+    """ValueError if a value is no process group, such as a list of devices. What non-members of a group get is one."""
+    if group is None or not dist.is_available() or isinstance(group, dist.ProcessGroup):
+        return
+    if not group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"group={group!r}: expected a process group, as torch.distributed.new_group makes one, or None"
+        )
+
+
 def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group to share statistics with (the default group for None), or None if this process is alone.
 

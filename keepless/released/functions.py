@@ -5,12 +5,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..norms.backends.activations import Activation, check_activation
-from ..norms.bn_act import BatchNormActivation, NormArguments, Strategy
-from ..norms.synchronisation import synchronised_group
+from ..norms.bn_act import BatchNormActivation, NormArguments, Strategy, check_momentum
+from ..norms.old_names import names_arguments
+from ..norms.synchronisation import check_group, synchronised_group
 
 _KEEP_OUTPUT = Strategy(keep="z")
 
 
+@names_arguments
 def inplace_abn(
     x: Tensor,
     weight: Tensor | None,
@@ -34,12 +36,14 @@ def inplace_abn(
         training: use the minibatch's statistics, and not the running ones.
         activation: leaky_relu (slope `activation_param`), elu (alpha `activation_param`), identity, sigmoid or tanh.
 
-    ValueError: the activation cannot be inverted, x is not (N, C, *spatial), or there are no statistics to use.
+    ValueError: momentum is not 0 to 1, the activation cannot be inverted, x is not (N, C, *spatial), or there are no
+    statistics to use.
     """
     arguments = NormArguments(training, momentum, eps, Activation(activation, activation_param))
     return _normalised(arguments, x, weight, bias, running_mean, running_var)
 
 
+@names_arguments
 def inplace_abn_sync(
     x: Tensor,
     weight: Tensor | None,
@@ -54,6 +58,7 @@ def inplace_abn_sync(
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """`inplace_abn` with the minibatch statistics of all processes of `group`; None: the default group."""
+    check_group(group)
     group = synchronised_group(group) if training else None
     arguments = NormArguments(training, momentum, eps, Activation(activation, activation_param), group)
     return _normalised(arguments, x, weight, bias, running_mean, running_var)
@@ -61,6 +66,7 @@ def inplace_abn_sync(
 
 def _normalised(arguments: NormArguments, x: Tensor, *vectors: Tensor | None) -> Tensor:
     check_activation(arguments.activation, invertible=True)
+    check_momentum(arguments.momentum)
     weight, bias, running_mean, running_var = vectors
     sizes = {len(each) for each in vectors if each is not None}
     if x.dim() < 2 or sizes - {x.shape[1]}:

@@ -383,6 +383,10 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
         (InPlaceABN, {"gamma_floor": 0.0}, "gamma_floor=0.0"),
         (ABN, {"eps": 0.0}, "eps=0.0: expected a number above 0"),
         (ABN, {"momentum": 1.5}, "momentum=1.5: expected 0 to 1"),
+        (InPlaceABN, {"momentum": "0.1"}, "momentum='0.1': expected 0 to 1"),
+        (InPlaceABN, {"eps": "1e-5"}, "eps='1e-5': expected a number above 0"),
+        (CheckpointedABN, {"activation_param": "0.1"}, "activation_param='0.1': expected a number"),
+        (InPlaceABNSync, {"group": [0]}, r"group=\[0\]: expected a process group.*or None"),
         (ABN, {"activation_param": -0.1}, "not a valid slope.*0 or more"),
         (CheckpointedABN, {"activation_param": float("nan")}, "not a valid slope.*0 or more"),
     ],
@@ -398,9 +402,14 @@ def test_old_names_of_arguments_are_answered_with_the_present_ones(cls, old, new
     with pytest.raises(TypeError, match=f"{cls.__name__} got {old}=0.1: its name is {new}"):
         cls(CHANNELS, **{old: 0.1})
     layer = cls(CHANNELS)
-    layer.activation = "none"  # as programs for older versions set it
-    with pytest.raises(ValueError, match="'none' is not known; .* is 'identity'"):
-        layer(torch.randn(2, CHANNELS, 4))
+    for attribute, value, message in (
+        ("momentum", 2, "momentum=2: expected 0 to 1.*or None"),
+        ("activation", "none", "'none' is not known; .* is 'identity'"),  # as programs for older versions set it
+    ):
+        setattr(layer, attribute, value)
+        with pytest.raises(ValueError, match=message):
+            layer(torch.randn(2, CHANNELS, 4))
+        layer.momentum = 0.1
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
