@@ -149,7 +149,8 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
         )
     body = getattr(network, "body", network)
     parts = {part.partition(".")[0] for each in (network, body) for part in each.state_dict()}
-    tensors, remarks = unwrapped(tensors, parts | {"body", "backbone", "features"})
+    parts |= {"body"} if format == "standard_bn" else {"body", "backbone", "features"}
+    tensors, remarks = unwrapped(tensors, parts)
     remarks += torch_files.unchecked(path, name)
     if format == "standard_bn":
         return Weights(tensors, f"{path} (standard_bn)", remarks=remarks)

@@ -1,12 +1,18 @@
 """Load weights into a network by name and shape, and report what matched."""
 
+import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from keepless.norms.report import listed
 from models.checkpoints.torch_files import fault_of
+
+# What DataParallel, torch.compile, checkpointing of activations, FSDP and Lightning's Fabric put into names.
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
 
 
 class Loaded(NamedTuple):
@@ -80,17 +86,33 @@ def load_by_name(
 def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """A state dict without what other programs wrap a network in, and remarks about it.
 
-    DataParallel, torch.compile and Lightning put `module.`, `_orig_mod.` or `model.` before every name; AveragedModel
-    adds a counter. `parts`: first parts of names that belong to the network, so that they stay.
+    `WRAPPERS` are taken off wherever they stand, and then the prefix below which the network's tensors lie, or that all
+    names share; what has another one is left out. So is the counter of AveragedModel. `parts`: first parts of names
+    that belong to the network.
     """
-    found, taken = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}, ""
-    while len(found) > 1 and all("." in name for name in found):
-        prefix, *others = {name.partition(".")[0] for name in found}
-        if others or prefix in parts or prefix.isdecimal():
-            break
-        found, taken = {name.partition(".")[2]: tensor for name, tensor in found.items()}, f"{taken}{prefix}."
-    found = {name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}
-    return found, (f"names without {taken}, which all of them begin with",) if taken else ()
+    found = {tuple(name.split(".")): tensor for name, tensor in tensors.items() if not name.endswith("n_averaged")}
+    taken = [wrapper for wrapper in WRAPPERS if any(wrapper in name for name in found)]
+    plain = {tuple(part for part in name if part not in WRAPPERS): tensor for name, tensor in found.items()}
+    found, taken = (plain, taken) if len(plain) == len(found) else (found, [])
+    prefix = _prefix([*found], parts)
+    taken += [".".join(prefix)] * bool(prefix)
+    below = {".".join(name[len(prefix) :]): t for name, t in found.items() if name[: len(prefix)] == prefix}
+    others = [".".join(name) for name in found if name[: len(prefix)] != prefix]
+    remarks = [f"names without {', '.join(f'{part}.' for part in taken)}, which other programs add"] * bool(taken)
+    remarks += [f"skipped {listed(others)}: not below {'.'.join(prefix)}"] * bool(others)
+    return below, tuple(remarks)
+
+
+def _prefix(names: Sequence[tuple[str, ...]], parts: Collection[str]) -> tuple[str, ...]:
+    """What stands before the network's parts in most names, if these are most below it; or what all names share."""
+    ahead = Counter(
+        tuple(takewhile(lambda part: part not in parts, name)) for name in names if not {*name}.isdisjoint(parts)
+    )
+    for prefix, count in ahead.most_common(1):
+        if 2 * count >= sum(name[: len(prefix)] == prefix for name in names):
+            return prefix
+    shared = os.path.commonprefix([name[:-1] for name in names]) if len(names) > 1 else ()
+    return tuple(takewhile(lambda part: not part.isdecimal(), shared))
 
 
 def is_of_body(name: str) -> bool:

@@ -91,7 +91,7 @@ def weights_in(
     """
     if scale not in (None, *SCALES):
         raise ValueError(f"{key}={scale}: expected one of {', '.join(SCALES)}")
-    tensors = _tensors(content, name)
+    tensors, of_names = _tensors(content, name)
     entry = released_file(path)
     if entry is not None and scale not in (None, entry.scale):
         raise ValueError(f"{key}={scale} is wrong for {name}, {entry}; leave it out, or give {key}={entry.scale}")
@@ -111,17 +111,26 @@ def weights_in(
     meaning = "|weight| + eps" if taken == "released" else "weight"
     why = f"it is {entry}" if entry else f"as {key} says" if scale else "the default for other files"
     remark = f"norms scale by {meaning} ({taken}): {why}"
-    remarks = (remark,) if entry else (remark, *torch_files.unchecked(path, name))
-    return ReleasedWeights(tensors, taken, remarks)
+    unchecked = () if entry else torch_files.unchecked(path, name)
+    return ReleasedWeights(tensors, taken, (remark, *of_names, *unchecked))
 
 
-def _tensors(content: object, name: str) -> dict[str, Tensor]:
-    """The tensors of either layout under our names. ValueError for another layout."""
+def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of either layout under our names, and remarks about these. ValueError for another layout."""
+    remarks: dict[str, None] = {}  # each once
+
+    def renamed(tensors: Mapping) -> dict[str, Tensor]:
+        """Without what wraps a network, of which the release writes module., and the old level."""
+        own = {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
+        names, of_names = unwrapped(own, PARTS)
+        remarks.update(dict.fromkeys(of_names))
+        return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in names.items()}
+
     state = content.get("state_dict", content) if isinstance(content, Mapping) else content
     if isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in PARTS):
-        state = {f"{part}.{key}": tensor for part in PARTS for key, tensor in _renamed(state[part]).items()}
+        state = {f"{part}.{key}": tensor for part in PARTS for key, tensor in renamed(state[part]).items()}
     elif isinstance(state, Mapping):
-        state = _renamed(state)
+        state = renamed(state)
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         found = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
         raise ValueError(
@@ -132,13 +141,7 @@ def _tensors(content: object, name: str) -> dict[str, Tensor]:
         recognised(body_of(state))
     except ValueError as error:
         raise ValueError(f"{name} is not of a network of the release: {error}") from error
-    return state
-
-
-def _renamed(tensors: Mapping) -> dict[str, Tensor]:
-    """Without the prefix of a wrapper and the old level."""
-    names, _ = unwrapped({str(name): tensor for name, tensor in tensors.items()}, PARTS)
-    return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in names.items()}
+    return state, [*remarks]
 
 
 def to_standard_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

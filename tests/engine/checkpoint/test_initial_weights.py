@@ -18,6 +18,7 @@ from engine.schema.data import Data
 from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.training import Init
 from keepless import ABN
+from keepless.norms.report import listed
 from models.bodies import resnext101
 from models.checkpoints import torch_files
 from models.checkpoints.released import load_released
@@ -25,6 +26,8 @@ from tests import released_files
 from tests.runs import classification_config, run_config, same, without_counts
 
 CLASSES = ("road", "sky", "tree")
+
+EMA = [f"ema.module.{name}" for name in ("body.mod1.conv1.weight", "cls.weight", "cls.bias")]
 
 
 def network(*overrides: str, classes: int = 3, seed: int = 0):
@@ -154,22 +157,46 @@ def test_the_keys_of_init_are_what_is_loaded(file, trained, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "prefix, zipped",
-    [("", True), ("module.", False), *((prefix, True) for prefix in ("_orig_mod.", "module._orig_mod.", "model.net."))],
+    "prefix, inside, taken, zipped",
+    [
+        ("", "", "", True),
+        ("module.", "", "module.", False),
+        ("_orig_mod.", "", "_orig_mod.", True),
+        ("module._orig_mod.", "", "module., _orig_mod.", True),
+        ("model.net.", "", "model.net.", True),
+        ("0.", "", "0.", True),
+        ("model.0.", "", "model.0.", True),
+        ("", "module.", "module.", True),
+        ("model.", "_orig_mod.", "_orig_mod., model.", True),
+        ("", "_checkpoint_wrapped_module.", "_checkpoint_wrapped_module.", True),
+        ("_fsdp_wrapped_module.", "_fsdp_wrapped_module.", "_fsdp_wrapped_module.", True),
+    ],
 )
-def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix, zipped):
+def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix, inside, taken, zipped):
     """As other programs write it: below "state_dict", from wrappers, without counters, in the old format."""
     tensors = without_counts(trained.state_dict())
-    if prefix:
-        averages = {f"{prefix}{name}": tensor for name, tensor in tensors.items()} | {"n_averaged": torch.tensor(7)}
-        tensors = {"epoch": 3, "state_dict": averages}
+    if prefix or inside:
+        renamed = {prefix + name.replace(".", f".{inside}", 1): tensor for name, tensor in tensors.items()}
+        tensors = {"epoch": 3, "state_dict": renamed | {"n_averaged": torch.tensor(7)}}
     torch.save(tensors, tmp_path / "net.pth", _use_new_zipfile_serialization=zipped)
     tuned, report = tuned_from(tmp_path / "net.pth", format="standard_bn")
     assert same(without_counts(tuned.state_dict()), without_counts(trained.state_dict()))
     assert all(name.endswith("num_batches_tracked") for name in report.new) and not report.skipped
-    assert (f"names without {prefix}, which all of them begin with" in report.remarks) == bool(prefix)
+    said = [remark for remark in report.remarks if remark.startswith("names without")]
+    assert said == [f"names without {taken}, which other programs add"] * bool(taken)
     with pytest.raises(ValueError, match="net.pth is not a checkpoint of this project: give init.format=standard_bn"):
         initialise_from(tuned, tmp_path / "net.pth", CLASSES)
+
+
+@pytest.mark.parametrize("others", [["criterion.weight"], ["ema.n_averaged", *EMA], ["body.weight", "heads.weight"]])
+def test_tensors_beside_the_network_s_are_skipped_and_said(tmp_path, trained, others):
+    """Such as a loss's weights and averaged weights in a checkpoint of Lightning."""
+    tensors = {f"model.{name}": tensor for name, tensor in trained.state_dict().items()}
+    torch.save({"state_dict": tensors | dict.fromkeys(others, torch.ones(3))}, tmp_path / "net.pth")
+    tuned, report = tuned_from(tmp_path / "net.pth", format="standard_bn")
+    assert same(tuned.state_dict(), trained.state_dict())
+    skipped = [name.replace("module.", "") for name in others if name != "ema.n_averaged"]
+    assert f"skipped {listed(skipped)}: not below model" in report.remarks
 
 
 def test_the_format_is_never_guessed(file, tmp_path):

@@ -128,10 +128,14 @@ def test_layouts_of_all_ages_give_the_same_weights(tmp_path, name):
     load_released(network, files.write_classifier(tmp_path / "net.pth.tar", released.tensors))
     renamed = {old(key): tensor for key, tensor in released.tensors.items()}
     assert renamed.keys() != released.tensors.keys()
-    for tensors, prefix, zipped in ((renamed, "module.", False), (renamed, "", True), (released.tensors, "", False)):
+    for tensors, prefix, zipped in (
+        *((renamed, "module.", False), (renamed, "", True), (released.tensors, "", False)),
+        (released.tensors, "module._orig_mod.", True),
+    ):
         other = build(classes=3).double()
-        load_released(other, files.write_classifier(tmp_path / "other.pth.tar", tensors, prefix, zipped))
+        report = load_released(other, files.write_classifier(tmp_path / "other.pth.tar", tensors, prefix, zipped))
         assert same(network.state_dict(), other.state_dict())
+        assert any("without _orig_mod., which" in remark for remark in report.remarks) == ("_orig_mod" in prefix)
 
 
 @pytest.fixture
