@@ -11,7 +11,7 @@ import numpy as np
 
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
-from datasets.file_list import composed, is_hidden
+from datasets.file_list import is_hidden
 from datasets.layout import (
     DRAWN,
     OTHER_IMAGES,
@@ -159,9 +159,8 @@ def folder(
     way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {keys}folds=5 to draw train and val,"
     layout = replace(_LAYOUT, source=way)
     root = layout.top(root)
-    above, drawn = _below(root, split), folds is not None and split in DRAWN
-    if drawn or ((root / "images").is_dir() and not (above / "images").is_dir()):
-        above = root
+    own, drawn = _below(root, split), folds is not None and split in DRAWN
+    above = root if drawn or ((root / "images").is_dir() and not (own / "images").is_dir()) else own
     if drawn and not (root / "images").is_dir() and {*DRAWN} <= {*folder_splits(root)}:
         raise ValueError(
             f"{keys}folds={folds} draws train and val from {root / 'images'}, which is missing; {root} has train and "
@@ -176,7 +175,7 @@ def folder(
         if drawn and folds is not None:
             chosen = [*compress(images, drawn_images(np.zeros(len(images)), split, folds, fold, fold_seed))]
         else:
-            chosen = _on_list(layout, root, split, images, strict)
+            chosen = _on_list(layout, root, own, images, strict)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if split == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
@@ -215,10 +214,14 @@ def palette_fix(keys: str = "") -> str:
 
 
 def _below(root: Path, split: str) -> Path:
-    """The folder of a split. ValueError if it is not in `root`."""
+    """The folder of a split, or where it would be. ValueError if it is not in `root`."""
     if {"/", ".."} & {*Path(split).parts}:
         raise ValueError(f"split {split!r} leads out of {root}: expected a folder or a list in it, such as train")
-    return root / split
+    below = root / split
+    if below.is_dir() or Path(f"{below}.txt").is_file():
+        return below
+    (name,) = spelled({split: root}, folder_splits(root))
+    return root / name
 
 
 def _check_formats(folder: Path, names: Set[str]) -> None:
@@ -257,15 +260,14 @@ def _folders(root: Path, name: str) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _on_list(layout: Layout, root: Path, split: str, images: Mapping[str, Path], strict: bool) -> list[str]:
-    """The names on the list of a split, which may have the images' suffixes."""
-    file = root / f"{split}.txt"
+def _on_list(layout: Layout, root: Path, own: Path, images: Mapping[str, Path], strict: bool) -> list[str]:
+    """The names on the list of a split, which may have the images' suffixes. `own`: the folder that it might have."""
+    file = Path(f"{own}.txt")
     if not file.is_file():
-        own = root / split / "images"
-        raise layout.error(f"folder: neither the folder {own} nor the list {file} exists", root)
+        raise layout.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
     lines = read_list(file, "the name of an image")
-    stems = {composed(f"{name}{end}"): name for name, path in images.items() for end in ("", path.suffix)}
-    names = sorted({stems.get(composed(line), line) for line in lines})
+    stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
+    names = sorted({stems.get(line, line) for line in spelled(dict.fromkeys(lines, file), stems)})
     layout.check_list(file, names, images, root, strict)
     return names
 

@@ -119,9 +119,29 @@ class Layout:
 
 
 def spelled(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
-    """`files` under those of `names` that are the same when `composed`."""
-    known = {composed(name): name for name in names}
-    return {known.get(composed(name), name): path for name, path in files.items()}
+    """`files` under those of `names` that are the same, or else are the same when `composed`.
+
+    ValueError: it is not clear which, because two files, or two names, differ only in how accents are stored.
+    """
+    names = {*names}
+    theirs, ours = _by_composed(names - files.keys()), _by_composed(files.keys() - names)
+    renamed = {}
+    for key in sorted(theirs.keys() & ours.keys()):
+        for one, *others in (theirs[key], ours[key]):
+            if others:
+                raise ValueError(
+                    f"{ascii(one)} and {ascii(others[0])} differ only in how accents are stored, so which is the pair "
+                    f"of another file is not clear. Rename one, and its label."
+                )
+        renamed[ours[key][0]] = theirs[key][0]
+    return {renamed.get(name, name): path for name, path in files.items()}
+
+
+def _by_composed(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        found.setdefault(composed(name), []).append(name)
+    return found
 
 
 def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
