@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepless import InPlaceABN, triton_launch
@@ -151,7 +152,7 @@ def test_a_synchronised_norm_launches_seven_kernels(monkeypatch):
     monkeypatch.setattr(synchronisation.dist, "all_gather_single", lambda *tensors, group: None, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # counts are not checked
     with FakeTensorMode(), torch.device("cuda"):
-        layer, x = InPlaceABN(8, sync=True, group=object()), torch.empty(2, 8, 4, 4)
+        layer, x = InPlaceABN(8, sync=True, group=dist.ProcessGroup(0, 1)), torch.empty(2, 8, 4, 4)
         with Launches() as operators:
             layer(x)
     assert operators.names == ["new_full", "cat", "add_"]
