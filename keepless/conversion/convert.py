@@ -18,7 +18,7 @@ from ..torch_internals import BatchNormBase
 from . import example as on_example
 from .activated import MergedActivation, hand_over
 from .call_order import CallOrder
-from .replacements import Replacement, batch_norm_to_inplace, kinds_of, own_to_inplace, own_to_standard
+from .replacements import Replacement, batch_norm_to_inplace, kinds_of, own_to_inplace, own_to_standard, unsynchronised
 
 
 def to_inplace(
@@ -85,7 +85,7 @@ def to_standard(
 
     A network of PyTorch's modules then needs nothing of this package, e.g. to be unpickled. A layer becomes a
     BatchNorm1d, 2d or 3d, as the convolutions of the network tell, or SyncBatchNorm, which needs CUDA to synchronise.
-    With `sync=False` synchronised layers become ordinary ones, which `torch.jit.script` can read.
+    With `sync=False` synchronised layers, PyTorch's too, become ordinary ones, which `torch.jit.script` can read.
 
     Where an nn.Identity follows it in an nn.Sequential, as `to_inplace` leaves one, the activation takes its place, and
     the names in the state dict stay. Elsewhere the layer becomes nn.Sequential(norm, activation): `bn.weight` is then
@@ -101,7 +101,9 @@ def to_standard(
     kinds = kinds_of(tree)
 
     def replacement_of(layer: nn.Module) -> Replacement | None:
-        """The standard layers for one of ours; None for other modules."""
+        """The standard layers for one of ours, or one that is no longer synchronised; None for other modules."""
+        if isinstance(layer, nn.SyncBatchNorm) and not sync:
+            return unsynchronised(layer, kinds.get(layer))
         return own_to_standard(tree, layer, kinds.get(layer), sync) if isinstance(layer, ABN) else None
 
     return _convert(module, tree, replacement_of, report)

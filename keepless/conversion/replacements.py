@@ -95,11 +95,22 @@ def own_to_standard(tree: CallOrder, layer: ABN, kind: type[nn.Module] | None, s
     return Replacement(layer, nn.Sequential(norm, activation).train(layer.training), before, after=after)
 
 
-def kinds_of(tree: CallOrder) -> dict[ABN, type[nn.Module]]:
-    """PyTorch's norm for each layer of ours, if convolutions, and linear layers of as many channels, agree on one."""
+def unsynchronised(layer: nn.SyncBatchNorm, kind: type[nn.Module] | None) -> Replacement:
+    """PyTorch's ordinary norm, of a `kind`, for its synchronised one."""
+    check_plain(layer, (nn.SyncBatchNorm,))
+    if kind is None:
+        raise ValueError("the convolutions of the network do not tell its number of dimensions: it stays synchronised")
+    return Replacement(layer, like(layer, kind), "SyncBatchNorm", after=kind.__name__)
+
+
+def kinds_of(tree: CallOrder) -> dict[nn.Module, type[nn.Module]]:
+    """PyTorch's norm for each layer of ours, and each synchronised one of PyTorch.
+
+    Where convolutions, and linear layers of as many channels, agree on one.
+    """
     found = {norm for norm, kinds in KINDS.items() if any(isinstance(module, kinds) for module in tree.names)}
     linear = {module.out_features for module in tree.names if isinstance(module, nn.Linear)}
-    layers = [layer for layer in tree.names if isinstance(layer, ABN)]
+    layers = [layer for layer in tree.names if isinstance(layer, (ABN, nn.SyncBatchNorm))]
     kinds = {layer: found | ({nn.BatchNorm1d} if layer.num_features in linear else set()) for layer in layers}
     return {layer: next(iter(of_layer)) for layer, of_layer in kinds.items() if len(of_layer) == 1}
 

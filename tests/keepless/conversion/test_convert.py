@@ -9,6 +9,7 @@ from itertools import cycle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -161,22 +162,26 @@ def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims, by_ex
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_pytorchs_functions_for_its_own_norms_work_on_the_standard_network():
     """docs/layers.md says what they do to ours. Synchronised layers become ordinary ones where asked."""
-    layers = nn.Conv2d(3, C, 3), InPlaceABNSync(C), nn.Conv2d(C, C, 1), ABN(C, sync=True)
+    layers = nn.Conv2d(3, C, 3), InPlaceABNSync(C), nn.Conv2d(C, C, 1), ABN(C, sync=True), nn.SyncBatchNorm(C)
     network = trained(nn.Sequential(*layers)).eval()
     x = torch.randn(2, 3, 5, 5)
     before = network(x)
     nn.SyncBatchNorm.convert_sync_batchnorm(network)
-    assert [type(layer) for layer in network[1::2]] == [InPlaceABNSync, ABN]
+    assert [type(layer) for layer in network[1:4:2]] == [InPlaceABNSync, ABN]
     with pytest.raises(fx.proxy.TraceError):
         fuse(network)
     with pytest.raises((AssertionError, NotImplementedError), match="InPlaceABNSync"):
         fuse_modules(network, ["0", "1"])
+    synchronised, parameters = copy.deepcopy(network[4:]), [*network.parameters()]
     network, report = converted(partial(to_standard, sync=False), network)
+    assert report.replaced["4"] == "SyncBatchNorm -> BatchNorm2d" and [*network.parameters()] == parameters
     assert report.replaced["1"] == "InPlaceABNSync(leaky_relu) -> BatchNorm2d + LeakyReLU"
     for run in (torch.jit.script(network), fuse(network), fuse_modules(network, [["0", "1.0"], ["2", "3.0"]])):
         torch.testing.assert_close(run(x), before)
     alone, _ = converted(partial(to_standard, sync=False), ABN(C, sync=True))
     assert type(alone) is ABN and not alone.sync
+    alone, report = converted(partial(to_standard, sync=False), synchronised)
+    assert type(alone[0]) is nn.SyncBatchNorm and "number of dimensions" in report.kept["4"]
 
 
 def test_what_only_ours_computes_stays_ours():
@@ -269,7 +274,7 @@ def test_pytorch_layers_in_a_sequential(kind, activation):
 
 
 def test_the_process_group_goes_along():
-    group = object()  # nothing is exchanged here
+    group = dist.ProcessGroup(0, 1)  # nothing is exchanged here
     network = nn.Sequential(nn.SyncBatchNorm(C, process_group=group), act())
     layer = to_inplace(network)[0]
     assert layer.sync and layer.group is group
