@@ -152,11 +152,12 @@ def norm_over_input(*arguments: Any) -> Tensor:
     try:
         return BatchNormActivation.apply(*arguments)
     except RuntimeError as error:
-        if "inplace" not in str(error).lower().replace("-", ""):
+        message = str(error).lower().replace("-", "")
+        if "inplace" not in message and "writtento" not in message:
             raise
         raise RuntimeError(
-            f"overwrite_input=True cannot write over this input: leave it out in layers whose input is a leaf or one "
-            f"of the parts that chunk, split or unbind return. {error}"
+            f"overwrite_input=True cannot write over this input: leave it out in layers whose input is a leaf, one of "
+            f"the parts that chunk, split or unbind return, expanded, or made in inference mode. {error}"
         ) from error
 
 

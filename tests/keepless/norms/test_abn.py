@@ -314,8 +314,12 @@ def test_writing_over_the_output_raises_and_says_what_to_write(strategy, prepare
 @pytest.mark.parametrize("strategy", OVERWRITING)
 def test_an_input_that_autograd_does_not_let_go_is_named(strategy):
     leaf = torch.randn(2, 2 * CHANNELS, 4, requires_grad=True)
-    for x in (leaf[:, :CHANNELS], leaf.sin().chunk(2, 1)[0], leaf.sin().split(CHANNELS, 1)[0]):
-        with pytest.raises(RuntimeError, match="(?s)overwrite_input=True cannot.*leaf.*chunk, split .*in-?place"):
+    with torch.inference_mode():
+        inference = torch.randn(2, CHANNELS, 4)
+    parts = leaf.sin().chunk(2, 1)[0], leaf.sin().split(CHANNELS, 1)[0]
+    for x in (leaf[:, :CHANNELS], *parts, leaf.sin()[:, :1].expand(-1, CHANNELS, -1), inference):
+        words = "leaf.*chunk, split .*expanded.*inference mode"
+        with pytest.raises(RuntimeError, match=f"(?si)overwrite_input=True cannot.*{words}.*(in-?place|written-to)"):
             LAYERS[strategy](CHANNELS)(x)
 
 
