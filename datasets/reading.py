@@ -21,6 +21,8 @@ _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  
 
 # Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 3: palette; 6: YCbCr.
 _BITS, _COMPRESSION, _INTERPRETATION, _CHANNELS, _PLANES, _EXTRA_CHANNELS, _KIND = 258, 259, 262, 277, 284, 338, 339
+_MULTIPLIED_BY_ALPHA = 1  # an extra channel
+_TIFF = "expected gray, RGB, CMYK or a palette, with unsigned integers of 8 or 16 bits, channels interleaved"
 _KINDS = {1: "unsigned integers", 2: "signed integers", 3: "floats"}
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
@@ -167,6 +169,8 @@ def _decode_photograph(file: Stored) -> np.ndarray:
     """`decode_image` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
     tags: Mapping[int, Any] = {}
+    if data.startswith(b"MM\0+"):  # Pillow reads it as an ordinary TIFF
+        raise Unreadable(f"{path}: is a TIFF of the kind BigTIFF, big-endian, which is not supported; {_TIFF}.")
     try:
         tags = _tiff_tags(data)
         if tags and _is_misread(tags):
@@ -181,10 +185,7 @@ def _decode_photograph(file: Stored) -> np.ndarray:
         return np.array(image.convert("RGB"))
     except UnidentifiedImageError:
         if tags:
-            raise Unreadable(
-                f"{path}: is a TIFF of {_tiff_content(tags)}, which is not supported; expected gray, RGB, CMYK or a "
-                f"palette, with unsigned integers of 8 or 16 bits, channels interleaved."
-            ) from None
+            raise Unreadable(f"{path}: is a TIFF of {_tiff_content(tags)}, which is not supported; {_TIFF}.") from None
         expected = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel"
         raise Unreadable(f"{path}: cannot be decoded as an image; expected {expected}.") from None
     except Exception as error:  # Pillow's readers of rare formats raise whatever Python does for damaged bytes
@@ -212,15 +213,16 @@ def _tiff_content(tags: Mapping[int, Any]) -> str:
 
 
 def _is_misread(tags: Mapping[int, Any]) -> bool:
-    """Whether Pillow opens a TIFF but gives wrong pixels, or those of one band among several.
+    """Whether Pillow opens a TIFF but gives wrong pixels, those of one band among several, or an error of its own.
 
     Pillow 13 was compared with tifffile over bits, kinds, interpretations, planes, compressions, byte orders, tiles,
     strips, predictors and orientations.
     """
-    raw, interpretation = tags.get(_COMPRESSION, 1) == 1, tags.get(_INTERPRETATION, 0)
+    raw, planes, interpretation = tags.get(_COMPRESSION, 1) == 1, tags.get(_PLANES) == 2, tags.get(_INTERPRETATION, 0)
     return (
         {*tags.get(_KIND, (1,))} != {1}
-        or (raw and tags.get(_PLANES) == 2 and max(tags.get(_BITS, (1,))) > 8)
+        or (raw and planes and max(tags.get(_BITS, (1,))) > 8)
+        or (raw and planes and _MULTIPLIED_BY_ALPHA in tags.get(_EXTRA_CHANNELS, ()))
         or (raw and interpretation == 6)  # its blocks of subsampled colours
         or (interpretation in (0, 1, 3) and 0 in tags.get(_EXTRA_CHANNELS, ()))
     )

@@ -331,6 +331,11 @@ REFUSED = {  # a TIFF that Pillow does not open, or misreads, and what the messa
         r"3 channel\(s\) of 16 bits .*, stored plane by plane",
     ),
     "the same, big-endian": (tiff(PLANES, ">", interpretation=2, planes=2), "of 16 bits .*, stored plane by plane"),
+    "alpha in planes": (
+        tiff(np.moveaxis(BYTES, 2, 0).copy(), interpretation=2, planes=2, extra=[1]),
+        r"4 channel\(s\) of 8 bits .*, stored plane by plane",
+    ),
+    "BigTIFF, big-endian": (struct.pack(">2sHHHQQQ", b"MM", 43, 8, 0, 16, 0, 0), "BigTIFF, big-endian"),
     "signed": (tiff(BYTES[..., :1], interpretation=1, kind=[2]), r"1 channel\(s\) of 8 bits \(signed integers\)"),
     "signed RGB": (tiff(BYTES[..., :3], interpretation=2, kind=[2, 2, 2]), "8 bits .signed integers"),
     "floats": (tiff(BYTES[..., :1].astype(np.float32), interpretation=1, kind=[3]), "32 bits .floats"),
