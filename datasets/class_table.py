@@ -9,19 +9,23 @@ import cv2
 import numpy as np
 
 _ILLEGAL = 254  # in lookup tables: a raw value that label files must not contain; never leaves this module
+# Names of positions in "ignored" whose pixels are expected to have no class.
+_UNLABELLED = {"background", "ignore", "ignored", "unlabeled", "unlabelled", "void"}
 
 
 class Palettes:
     """Compares the palettes of label files, which may give the same number to different classes.
 
-    `expected`: {id: RGB}, where the colours are known. `conflict` is a message that names the first file that gives an
-    id another colour, and where it has its expected one; None if none does.
+    An id's first colour counts: the one in `expected`, {id: RGB}, if it is there, else the one in the first file that
+    holds the id. `conflict` is a message that names the first file with another colour, and where the first colour
+    comes from; None if there is no such file.
     """
 
-    def __init__(self, expected: Mapping[int, tuple[int, ...]] = {}) -> None:
+    def __init__(self, expected: Mapping[int, tuple[int, ...]] | None = None) -> None:
         self.conflict: str | None = None
-        # By id: where it has its colour.
-        self._first = {number: ("the dataset's list of classes", colour) for number, colour in expected.items()}
+        # By id: where its colour comes from, and the colour.
+        known = (expected or {}).items()
+        self._first = {number: ("the dataset's list of classes", colour) for number, colour in known}
 
     def add(self, path: Path, colours: Mapping[int, tuple[int, ...]]) -> None:
         """See a file's colours of the ids that it holds."""
@@ -125,22 +129,24 @@ class ClassTable:
     def doubts(self, pixels: np.ndarray, images: str) -> list[str]:
         """What looks wrong in label files. `pixels` of each raw value, int64 (256,); `images`: what shows them."""
         classes, found = self.by_class(pixels), []
-        held, total, most = {*np.flatnonzero(pixels).tolist()}, max(1, int(pixels.sum())), len(self.names) - 1
+        held, total, last = {*np.flatnonzero(pixels).tolist()}, max(1, int(pixels.sum())), len(self.names)
         ids = [number for number, train_id in self.label_ids.items() if train_id != self.ignore_index]
         names = [name for number, name in enumerate(self.names) if not classes[number] and name not in self.absent]
         if held and names:
             found.append(f"no {images} shows {', '.join(names)}: check the labels and the classes")
-            if self.benchmark and max(held - {255}, default=0) <= most < max(ids) and held - {*ids, 255}:
+            low = held - {self.ignore_index}  # train ids: most of them, and perhaps one more for what is no class
+            if self.benchmark and max(low, default=0) <= last <= max(ids) and low - {*ids} and 2 * len(low) >= last:
                 found[-1] += f". They hold {ranges(held)}, which look like train ids; expected {ranges(ids)}"
-        for number in held & self.ignored.keys():
-            share = pixels[number] / total
-            name = self.ignored[number]
+        on_purpose = {number for number, name in self.ignored.items() if name.lower() in _UNLABELLED}
+        ignored = sorted(held - {*ids} - on_purpose)
+        if (share := pixels[ignored].sum() / total) > 0.5:
+            found.append(f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ranges(ignored)}")
+            return found
+        for number in self.ignored.keys() & ignored:
             found.append(
-                f'{share:.2%} of the pixels have the id {number}, "{name}", which is ignored by {self.ignored_by}'
+                f'{pixels[number] / total:.2%} of the pixels have the id {number}, "{self.ignored[number]}", which is '
+                f"ignored by {self.ignored_by}"
             )
-        if (share := classes[self.ignore_index] / total) > 0.5:
-            ignored = ranges(held - {*ids})
-            found.append(f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ignored}")
         return found
 
     def _mapped(self, raw: np.ndarray, table: np.ndarray) -> np.ndarray:

@@ -193,11 +193,12 @@ def has_smoothed_edges(pixels: Counter[int]) -> bool:
 
 
 def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
-    """The file's text: the ids with their colours, except colours that several ids have. `ignored` are no classes."""
+    """The file's text: the ids with their colours, except colours that several ids have. `ignored` are called void."""
     several = [colour for colour, count in Counter(ids.values()).items() if count > 1]
     colours = {number: colour for number, colour in ids.items() if colour and colour not in several}
     classes = [
-        {"name": f"class_{number}"} | ({"colour": colours[number]} if number in colours else {})
+        {"name": "void" if number in ignored else f"class_{number}"}
+        | ({"colour": colours[number]} if number in colours else {})
         for number in range(max(ids) + 1)
     ]
     ignored = sorted({*range(len(classes)), *ignored} - {*ids})

@@ -30,9 +30,12 @@ def relabelled(root: Path, pattern: str, change: Callable[[np.ndarray], np.ndarr
         trees.write(path, change(cv2.imread(str(path), cv2.IMREAD_UNCHANGED)))
 
 
+TRAIN_IDS = "gtFine/train/*/*_labelIds.png"
+
+
 def train_ids(kind: str) -> Callable[[Path], None]:
     """What a dataset's own tool, or a user, may have made of its labels."""
-    pattern = {"cityscapes": "gtFine/train/*/*_labelIds.png", "coco_stuff": "stuffthingmaps/train2017/*.png"}[kind]
+    pattern = {"cityscapes": TRAIN_IDS, "coco_stuff": "stuffthingmaps/train2017/*.png"}[kind]
 
     def change(root: Path) -> None:
         shutil.rmtree(root / "annotations" / "stuff_train2017_pixelmaps", ignore_errors=True)
@@ -45,6 +48,16 @@ def train_ids(kind: str) -> Callable[[Path], None]:
 def one_more_class(root: Path) -> None:
     classes = {**trees.FOLDER, "classes": [*trees.FOLDER["classes"], {"name": "knot"}]}
     (root / "classes.json").write_text(json.dumps(classes))
+
+
+def named(root: Path, name: str) -> None:
+    """Another name for the class that is ignored."""
+    text = (root / "classes.json").read_text()
+    (root / "classes.json").write_text(text.replace('"scale"', f'"{name}"'))
+
+
+def cycled(*values: int) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda label: np.resize(np.array(values, label.dtype), label.shape)
 
 
 def other_palette(root: Path) -> None:
@@ -68,6 +81,21 @@ DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts abo
             "82% of .* by the dataset's list of classes: their ids are 0-6, 9-10, 14-16, 18, 255",
         ],
     ),
+    "train ids with one of void": (
+        "cityscapes",
+        lambda root: relabelled(root, TRAIN_IDS, cycled(*range(20))),
+        ["look like train ids; expected 7-8", "65% of .* by the dataset's list of classes: their ids are 0-6"],
+    ),
+    "few of the original ids": (
+        "cityscapes",
+        lambda root: relabelled(root, TRAIN_IDS, cycled(0, 1, 3, 4, 7, 8, 11, 17)),
+        ["no .* shows wall, .*, bicycle: check the labels and the classes$"],
+    ),
+    "nothing labelled": (
+        "cityscapes",
+        lambda root: relabelled(root, TRAIN_IDS, cycled(0)),
+        ["no .* shows road, .*, bicycle: check the labels and the classes$", "100% of the .*: their ids are 0"],
+    ),
     "train ids of stuffthingmaps": (
         "coco_stuff",
         train_ids("coco_stuff"),
@@ -78,11 +106,12 @@ DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts abo
         lambda root: relabelled(root, "train/labels/*", lambda label: label % 10),
         ["no training image shows bicyclist: check the labels and the classes$"],
     ),
+    "ignored on purpose": ("folder", lambda root: named(root, "background"), []),
     "one more class": ("folder", one_more_class, ["no training image shows knot: check", SCALE]),
     "mostly ignored": (
         "folder",
         lambda root: relabelled(root, "train/labels/*/*", lambda label: np.where(label == 0, 255, label)),
-        ["no training image shows wood", SCALE, "67% of .* by .*classes.json: their ids are 3, 255"],
+        ["no training image shows wood", "67% of .* by .*classes.json: their ids are 3, 255"],
     ),
     "a palette of another order": (
         "vistas",

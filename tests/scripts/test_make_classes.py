@@ -88,6 +88,7 @@ def test_classes_are_what_the_values_mean_and_what_is_odd_is_said(what, tmp_path
     printed = [f"{line}\n" for line in capsys.readouterr().out.splitlines() if ":" in line]
     assert len(printed) == len(said) and all(map(str.__contains__, printed, said)), printed
     assert len(written["classes"]) == entries
+    assert (written["classes"][0]["name"] == "void") == ("ignored=0" in keys)  # a name that no training doubts
     train = folder(tmp_path / "own", "train")
     assert len(train.classes) == classes and {*np.unique(train[0].label)} - {255} == {*range(classes)}
     shown = np.array(train.palette, int)
