@@ -63,8 +63,8 @@ class TrainingTransform:
         """image uint8 (H, W, 3), label uint8 (H, W) -> image uint8 (h, w, 3), label uint8 (h, w), both contiguous.
 
         `pixel`: (row, column) in `image` that the crop must contain, at a random place in the crop. `class_id`: its
-        class. An image that shrinks may lose all pixels of a class; then the pixel of the crop around the drawn pixel's
-        centre gets its class. `image` and `label` are sliced once each.
+        class. An image that shrinks may lose all pixels of a class. The centre of `pixel` then lies in one pixel of the
+        crop, and `class_id` is written there. `image` and `label` are sliced once each.
         """
         height, width = image.shape[:2]
         scaled_size, offset, mirrored = self.draw((height, width), rng, pixel)
