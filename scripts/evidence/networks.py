@@ -130,9 +130,11 @@ def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.M
         budget = int(wanted * planned.plain) if isinstance(wanted, float) else wanted
         if budget < planned.least and label not in rivals:
             continue  # no plan reaches this share
-        trained, peaks = Trained(copy.deepcopy(plain)), [row.peak for row in planned.rows if row.budget == budget]
+        trained = Trained(copy.deepcopy(plain))
         recompute_activations(trained, budget=max(budget, planned.least))
-        found = {"budget": budget if budget >= planned.least else None, "planned_bytes": (*peaks, planned.least)[0]}
+        # What a plan takes in a limit of time is its peak, which then is the budget.
+        peak = next((row.peak for row in planned.rows if budget in (row.budget, row.peak)), planned.least)
+        found = {"budget": budget if budget >= planned.least else None, "planned_bytes": peak}
         compared.add(label, trained, partial(_exact_within, found, trained, inputs, precision, reference))
 
 
