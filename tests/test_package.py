@@ -20,7 +20,7 @@ from tests.runs import REPOSITORY
 def source(tmp_path_factory) -> Path:
     """A copy of what is packed, in which an older build has left a file."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "docs/layers.md", "tests/test_package.py"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "docs/keepless.md", "tests/test_package.py"):
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, source / name)
     shutil.copytree(REPOSITORY / "keepless", source / "keepless", ignore=shutil.ignore_patterns("__pycache__"))
@@ -66,7 +66,7 @@ def test_the_source_archive_holds_what_the_wheel_needs(wheel, source, tmp_path):
     names = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
     modules = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("keepless/")}
     assert modules <= names
-    assert {"pyproject.toml", "setup.py", "LICENSE", "docs/layers.md"} <= names
+    assert {"pyproject.toml", "setup.py", "LICENSE", "docs/keepless.md"} <= names
     assert not any(name.startswith(("tests", "build")) for name in names)
 
 
@@ -89,7 +89,7 @@ def run(program: str, folder: Path, environment: dict[str, str]) -> str:
 
 
 def test_the_examples_of_its_page_run(installed, tmp_path):
-    page = (REPOSITORY / "docs" / "layers.md").read_text()
+    page = (REPOSITORY / "docs" / "keepless.md").read_text()
     examples = re.findall(r"(?ms)^```python\n(.*?)^```", page)
     assert len(examples) == 6
     run("\n".join(examples), tmp_path, installed)
@@ -157,7 +157,7 @@ def test_the_recipes_of_its_page_train_the_same_in_less_memory(installed, tmp_pa
     """With the real package: the same weights and gradients to the bit as without the recipe's line."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install .[recipes]")
-    page = (REPOSITORY / "docs" / "layers.md").read_text()
+    page = (REPOSITORY / "docs" / "keepless.md").read_text()
     (recipe,) = re.findall(rf"(?ms)^```python {package}\n(.*?)^```", page)
     assert 3 <= len(recipe.splitlines()) <= 5
     before, after = AROUND[package]

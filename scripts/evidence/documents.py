@@ -101,14 +101,14 @@ def _scores(folder: str, runs: tuple[str, ...]) -> list[str]:
 
 
 RESULTS_ROWS = (
-    "counted: bytes kept for the backward pass per input pixel, ResNeXt-101 + DeepLabV3",
-    "planned: GiB of one device for a whole step of Table 3 (16 crops of 512²)",
-    "planned: the same, both with bfloat16 and recomputed blocks",
-    "measured: a step of a small ResNeXt on two CPU cores, peak MiB; ms",
-    "measured: the bootstrapped loss of 182 classes, from whole logits, and by tiles, peak MiB; ms",
-    "CamVid val, small ResNeXt from scratch, mIoU, one run each: within noise",
-    "CamVid val, Table 3's protocol, mIoU; *here*: larger crops in the same memory (3 and 2 seeds)",
-    "CIFAR-10 as JPEG, RevNet's recipe, top-1, one run each: ResNet-32, and RevNet-38",
+    "bytes kept for the backward pass per pixel, ResNeXt-101 + DeepLabV3, counted, standard → in-place norms",
+    "GiB of a step of Table 3 (16 crops of 512²) on one device, planned, standard → in-place norms",
+    "the same in bfloat16 with recomputed blocks, planned, standard → in-place norms",
+    "peak MiB; ms of a step of a small ResNeXt, measured, standard → in-place norms",
+    "peak MiB; ms of the bootstrapped loss of 182 classes, measured, whole logits → tiles",
+    "mIoU on CamVid, small ResNeXt from scratch, one run each, standard → in-place norms",
+    "mIoU on CamVid in the same memory, 3 and 2 seeds, standard → in-place norms, larger crops",
+    "top-1 on CIFAR-10 as JPEG, RevNet's recipe, one run each, ResNet-32 → RevNet-38",
 )
 CELLS: dict[str, Callable[[], Cells]] = {
     "results": results_cells,

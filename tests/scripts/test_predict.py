@@ -78,7 +78,7 @@ def test_the_example_in_python_runs(trained, tmp_path, monkeypatch):
     """It predicts what scripts.predict writes; an array and a Pillow image are the same image as their file."""
     picture(tmp_path / "street.jpg")
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"(?ms)^```python\n(from engine.*?)^```", (REPOSITORY / "README.md").read_text())
+    (example,) = re.findall(r"(?ms)^```python\n(from engine.*?)^```", (REPOSITORY / "docs" / "tour.md").read_text())
     ran: dict = {}
     exec(example.replace('"RUN"', repr(str(trained[0]))), ran)
     (written,) = run(trained, tmp_path / "street.jpg", tmp_path / "out")

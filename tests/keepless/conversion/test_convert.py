@@ -161,7 +161,7 @@ def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims, by_ex
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_pytorchs_functions_for_its_own_norms_work_on_the_standard_network():
-    """docs/layers.md says what they do to ours. Synchronised layers become ordinary ones where asked."""
+    """docs/keepless.md says what they do to ours. Synchronised layers become ordinary ones where asked."""
     layers = nn.Conv2d(3, C, 3), InPlaceABNSync(C), nn.Conv2d(C, C, 1), ABN(C, sync=True), nn.SyncBatchNorm(C)
     network = trained(nn.Sequential(*layers)).eval()
     x = torch.randn(2, 3, 5, 5)
