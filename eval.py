@@ -7,7 +7,7 @@
 On several devices: `torchrun --nproc-per-node N eval.py checkpoint=…`; every image is evaluated once.
 """
 
-import engine.start  # noqa: F401
+import engine.process.start  # noqa: F401
 
 from pathlib import Path
 
@@ -15,19 +15,19 @@ from omegaconf import DictConfig
 
 from datasets import reading_errors
 from engine import assemble
+from engine.assemble.tasks import TASKS
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.opening import configuration_in, trained_forward
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import log_to, make_console
-from engine.distributed import World, joined
-from engine.output_files import writable_folder
+from engine.prediction.opening import configuration_in, trained_forward
+from engine.process.console import log_to, make_console
+from engine.process.distributed import World, joined
+from engine.process.output_files import writable_folder
 from engine.records.evaluated import print_results, write_results
-from engine.run import verify_with_progress
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
 from engine.schema.training import TrainingRun
-from engine.tasks import TASKS
+from engine.training.run import verify_with_progress
 
 
 def evaluate(values: DictConfig) -> dict:

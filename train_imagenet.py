@@ -7,19 +7,20 @@
 The same command continues a run that was stopped; several machines: docs/training.md.
 """
 
-import engine.start  # noqa: F401
+import engine.process.start  # noqa: F401
 
 from functools import partial
 
 from omegaconf import DictConfig
 from torch import nn
 
-from engine import assemble, loop, planner
+from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import command_line, configured
-from engine.run import opened
 from engine.schema.classification import ClassificationRun
-from engine.tasks import classify_in_run
+from engine.training import loop, planner
+from engine.training.evaluation import classify_in_run
+from engine.training.run import opened
 
 
 def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
@@ -31,8 +32,7 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
         planner.fitted(configuration.typed(values, ClassificationRun)) as config,
         opened(config, command, assemble.classified_splits) as run,
     ):
-        make = partial(assemble.classification_network, config, len(run.train_set.classes))
-        run.start(assemble.learner(config, make, run.schedule, run.world))
+        run.start(partial(assemble.classification_network, config, len(run.train_set.classes)))
         crops = partial(assemble.classified_crops, config, run.train_set, world=run.world)
         run.learner.statistics_minibatches = crops(config.trainer.ema_statistics_minibatches)
         evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size

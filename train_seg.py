@@ -7,21 +7,22 @@
 The same command continues a run that was stopped; several machines: docs/training.md.
 """
 
-import engine.start  # noqa: F401
+import engine.process.start  # noqa: F401
 
 from functools import partial
 
 from omegaconf import DictConfig
 
 from datasets import WholeImages
-from engine import assemble, loop, planner
+from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import command_line, configured
-from engine.console import counted
-from engine.run import opened
+from engine.process.console import counted
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.pictures import class_legend
-from engine.tasks import segment_in_run
+from engine.training import loop, planner
+from engine.training.evaluation import segment_in_run
+from engine.training.run import opened
 
 
 def train(values: DictConfig, command: str = "train_seg.train") -> dict:
@@ -49,8 +50,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         opened(config, command, assemble.labelled_splits) as run,
     ):
         trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
-        make = partial(assemble.segmentation_network, config, len(train_set.classes))
-        run.start(assemble.learner(config, make, run.schedule, world))
+        run.start(partial(assemble.segmentation_network, config, len(train_set.classes)))
         if run.start_step == 0 and trainer.pictures and world.first:
             run.metrics.figure("val_pictures/legend", class_legend(run.val_set), step=0)
 

@@ -1,3 +1,3 @@
 """Commands besides training and evaluation: `python -m scripts.NAME key=value …`."""
 
-import engine.start  # noqa: F401
+import engine.process.start  # noqa: F401

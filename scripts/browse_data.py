@@ -24,9 +24,9 @@ from datasets import ClassificationDataset, SegmentationDataset, minibatches_per
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import counted, make_console, printable
-from engine.distributed import World
-from engine.output_files import write_figure
+from engine.process.console import counted, make_console, printable
+from engine.process.distributed import World
+from engine.process.output_files import write_figure
 from engine.records.confusion_picture import with_literal_texts
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData

@@ -25,7 +25,7 @@ from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.output_files import write_file
+from engine.process.output_files import write_file
 from engine.records.confusion_picture import with_literal_texts
 from engine.schema.keys import as_list, key
 from scripts.reports import charts

@@ -28,12 +28,12 @@ from datasets.vistas import vistas_classes
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import initial_weights
-from engine.checkpoint.opening import configuration_in
 from engine.checkpoint.parts import OF_TRAINING, PARTS
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import make_console
-from engine.output_files import writable_folder
+from engine.prediction.opening import configuration_in
+from engine.process.console import make_console
+from engine.process.output_files import writable_folder
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import ClassUniformSampler
 from engine.schema.keys import key

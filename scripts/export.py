@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.opening import Opened, opened
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import make_console
-from engine.export import exported, largest_difference
-from engine.output_files import writable_folder, write_file
-from engine.predictors import Segmenter
+from engine.prediction.export import exported, largest_difference
+from engine.prediction.opening import Opened, opened
+from engine.prediction.predictors import Segmenter
+from engine.process.console import make_console
+from engine.process.output_files import writable_folder, write_file
 from engine.records.provenance import provenance
 from engine.schema.evaluation import Prediction
 from engine.schema.keys import key

@@ -20,7 +20,7 @@ from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.distributed import device_of
+from engine.process.distributed import device_of
 from engine.schema.keys import key
 from scripts.evidence import check, equal_memory, fit, layers, networks, ranks, training
 from scripts.evidence.strategies import HOST

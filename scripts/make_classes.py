@@ -32,8 +32,8 @@ from datasets.workers import in_order
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import make_console, progress_bar, tracked
-from engine.output_files import write_file
+from engine.process.console import make_console, progress_bar, tracked
+from engine.process.output_files import write_file
 from engine.schema.data import FolderData
 from engine.schema.keys import MOST_WORKERS, group, key
 from scripts.verify_data import class_table

@@ -31,14 +31,14 @@ from omegaconf import DictConfig
 from rich.table import Table
 
 from datasets.registry import FOR_CLASSIFICATION
-from engine import planner
 from engine.configuration import config as configuration
 from engine.configuration.choices import no_such_choice
 from engine.configuration.command_line import configured
-from engine.console import make_console, table_of
-from engine.planner.trace import Trace
+from engine.process.console import make_console, table_of
+from engine.process.stopping import errors_for_users
 from engine.schema.training import TrainingRun
-from engine.stopping import errors_for_users
+from engine.training import planner
+from engine.training.planner.trace import Trace
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from keepless.saved import size_text
 from scripts import plan_table

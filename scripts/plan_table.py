@@ -19,13 +19,13 @@ from dataclasses import dataclass, fields, replace
 from matplotlib.figure import Figure
 from omegaconf import MISSING
 
-from engine import planner
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory
 from engine.schema.network import NORMS, Norm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
+from engine.training import planner
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from scripts.reports import charts, frame, papers
 from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table

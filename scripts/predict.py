@@ -30,12 +30,12 @@ from datasets.layout import first_of
 from datasets.reading import PHOTOGRAPHS, decode_photograph
 from datasets.time_limit import limited
 from engine import assemble
-from engine.checkpoint.opening import opened
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import counting, log_to, logger, make_console, progress_bar, tracked
-from engine.output_files import check_outside, inside, writable_folder, write_array, write_file, write_png
-from engine.predictors import Segmenter
+from engine.prediction.opening import opened
+from engine.prediction.predictors import Segmenter
+from engine.process.console import counting, log_to, logger, make_console, progress_bar, tracked
+from engine.process.output_files import check_outside, inside, writable_folder, write_array, write_file, write_png
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
 from scripts.reports.predictions import Page

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.configuration.command_line import composed
-from engine.console import logger, table_of
+from engine.process.console import logger, table_of
 from engine.schema.keys import override
 from eval import evaluate
 from models.checkpoints.released_files import RELEASED_FILES, ReleasedFile, released_file

@@ -22,13 +22,14 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from datasets.registry import ROWS
-from engine import assemble, planner
+from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import make_console, table_of
-from engine.jobs import run_jobs
+from engine.process.console import make_console, table_of
+from engine.process.jobs import run_jobs
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
+from engine.training import planner
 from models.checkpoints.released_files import released_file
 from scripts.released_table import released_table
 from scripts.reports import papers

@@ -29,8 +29,8 @@ from datasets.verify import Problem, first_lines
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import counted, make_console, table_of
-from engine.output_files import write_file
+from engine.process.console import counted, make_console, table_of
+from engine.process.output_files import write_file
 from engine.records.provenance import provenance
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData

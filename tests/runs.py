@@ -24,8 +24,8 @@ from torch import Tensor
 
 from engine.configuration import command_line, config
 from engine.configuration.choices import CONFIGS
-from engine.schedule import Schedule
 from engine.schema.classification import ClassificationRun
+from engine.schema.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from engine import sweep
+from engine.configuration import sweep
 from engine.configuration.config import typed
 from scripts import plan_memory, run_table
 from scripts.reports import frame, papers

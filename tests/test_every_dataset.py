@@ -158,10 +158,10 @@ def {name}(root, split, **options):
 DEFAULTS = "defaults:\n  - /schema/data/{name}\n\nname: {name}\ncrop_size: 32\ncrops_per_minibatch: 2\n"
 TRY = """
 import importlib, sys
-from engine import planner
+from engine.training import planner
 from engine.configuration import config
 from engine.configuration.command_line import composed
-from engine.tasks import TASKS
+from engine.assemble.tasks import TASKS
 from scripts.verify_data import verify_data
 
 for entry, task, name, root in (argument.split("=") for argument in sys.argv[1:]):

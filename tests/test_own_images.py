@@ -14,9 +14,10 @@ import torch
 import torchvision
 
 from datasets.camvid import camvid_classes
-from engine import assemble, planner
+from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.schema.segmentation import SegmentationRun
+from engine.training import planner
 from eval import evaluate
 from scripts import plan_memory
 from scripts.browse_data import browse

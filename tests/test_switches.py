@@ -11,11 +11,12 @@ import torch
 
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.distributed import World
-from engine.forward import Forward
-from engine.learner import Learner
+from engine.process.distributed import World
+from engine.process.forward import Forward
+from engine.process.transfers import prefetched
 from engine.schema.optim import SGD, Poly
-from engine.transfers import prefetched
+from engine.training import setup
+from engine.training.learner import Learner
 from eval import evaluate
 from tests.cuda import NEEDS_CUDA
 from tests.runs import SHORT, composed, one_epoch, run_config
@@ -45,7 +46,7 @@ def plain(tmp_path_factory) -> Weights:
 def initial_weights() -> Weights:
     config = run_config(*SHORT)
     make = functools.partial(assemble.segmentation_network, config, 19)
-    return assemble.learner(config, make, one_epoch(4), World()).network.state_dict()
+    return setup.learner(config, make, one_epoch(4), World()).network.state_dict()
 
 
 def moved(weights: Weights) -> torch.Tensor:
@@ -106,7 +107,7 @@ def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch
     """Without graph breaks, before and after an evaluation. Traced but not compiled, so it needs no compiler."""
     expected = in_parts(norm)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr("engine.assemble.training.check_compiler", lambda *_, **__: None)
+    monkeypatch.setattr("engine.training.setup.check_compiler", lambda *_, **__: None)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     options = (*IN_PARTS, f"norm={norm}", "trainer.compile=true", "trainer.evaluate_every_steps=2")

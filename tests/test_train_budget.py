@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import assemble, loop, planner
+from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.distributed import World
-from engine.loop import train_step
-from engine.planner.room import room_of
-from engine.run import Run
+from engine.process.distributed import World
+from engine.training import loop, planner, setup
+from engine.training.loop import train_step
+from engine.training.planner.room import room_of
+from engine.training.run import Run
 from scripts.reports.measuring import peak_bytes
 from tests.runs import SHORT, composed, one_epoch, run_config, same
 from train_seg import train
@@ -25,7 +26,7 @@ CROPS, SIZE, WORLD_SIZE = 4, 64, 2
 def learner_of(*overrides: str, world: World = World()):  # noqa: B008  # immutable
     config = run_config(*NETWORK, *overrides)
     make = partial(assemble.segmentation_network, config, 5)
-    return config, assemble.learner(config, make, one_epoch(20), world), assemble.loss(config.loss, ignore_index=255)
+    return config, setup.learner(config, make, one_epoch(20), world), assemble.loss(config.loss, ignore_index=255)
 
 
 def minibatches(steps: int, crops: int = CROPS):

@@ -17,16 +17,17 @@ from torchvision.transforms import CenterCrop, Resize, TenCrop
 from torchvision.transforms.functional import pil_to_tensor
 
 from datasets import cifar10, shapes
-from engine import assemble, loop
+from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.classification.evaluation import Counts
 from engine.configuration import config as configuration
-from engine.distributed import World
+from engine.process.distributed import World
+from engine.process.stopping import Preempted
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
-from engine.stopping import Preempted
+from engine.training import loop
 from eval import evaluate
 from keepless import ABN
 from keepless.reversible import checks

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from engine import loop
 from engine.checkpoint import files as checkpoint
-from engine.transfers import HostCopy
+from engine.process.transfers import HostCopy
+from engine.training import loop
 from keepless import InPlaceABN, recompute_activations
 from scripts.predict import predict
 from tests.cuda import FSDP2_ON_CPUS, NEEDS_CUDA

@@ -1,4 +1,4 @@
-"""Build objects from configuration keys. Only the entries, `run`, `tasks` and the planner use both."""
+"""Build objects from configuration keys. Only the entries, `training` and `prediction` use both."""
 
 from engine.assemble.classification import (
     classification_network,
@@ -22,9 +22,8 @@ from engine.assemble.data import (
     training_crops,
     training_loader,
 )
-from engine.assemble.network import body, forward, norm_act
-from engine.assemble.optimization import lr_schedule, optimizer
-from engine.assemble.prediction import network_of, predictor
+from engine.assemble.network import arithmetic, body, forward, norm_act, varying_sizes
+from engine.assemble.optimization import lr_schedule, optimizer, schedule_of
 from engine.assemble.released import of_released
 from engine.assemble.segmentation import loss, segmentation_network, views
-from engine.assemble.training import arithmetic, learner, schedule_of
+from engine.assemble.tasks import TASKS, network_of

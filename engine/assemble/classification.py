@@ -26,7 +26,7 @@ from datasets.registry import FOR_CLASSIFICATION
 from datasets.workers import Loader
 from engine.assemble.data import evaluation_loader, loader, options_of, order_of, root_named
 from engine.assemble.network import body, norm_act
-from engine.distributed import World
+from engine.process.distributed import World
 from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
 from engine.schema.training import TrainingRun
 from models.recomputation import choose_recomputation

@@ -20,8 +20,8 @@ from datasets import (
 from datasets.registry import FOR_SEGMENTATION, ROWS
 from datasets.segmentation import joined
 from datasets.workers import Loader
-from engine.console import logger
-from engine.distributed import World
+from engine.process.console import logger
+from engine.process.distributed import World
 from engine.schema.classification import ImageNetData, SmallImagesData
 from engine.schema.data import ClassUniformSampler, Data, SegmentationData
 from engine.schema.keys import as_list

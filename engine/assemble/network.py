@@ -1,6 +1,8 @@
-"""Configuration keys -> norms, bodies and forward passes."""
+"""Configuration keys -> norms, bodies, forward passes and their arithmetic."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -8,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.forward import Forward
+from engine.process.forward import Forward
 from engine.schema import network as schema
-from engine.schema.training import TrainingRun
+from engine.schema.training import Trainer, TrainingRun
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
 from models.released_norm import released_abn
@@ -68,3 +70,25 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
     network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]  # torch's hints lack it
     return Forward(network, mean, std, memory_format, autocast)
+
+
+def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
+    """Set this process's TF32 and determinism. `fixed_sizes`: search for the fastest convolutions of each size."""
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    torch.backends.cudnn.allow_tf32 = config.tf32
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
+    torch.use_deterministic_algorithms(config.deterministic)
+    # A debugging aid that fills every new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a property
+    torch.backends.cudnn.benchmark = fixed_sizes and not config.deterministic
+
+
+@contextmanager
+def varying_sizes() -> Iterator[None]:
+    """Context for images of many sizes: no search for the fastest convolutions, which is repeated for each size."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

@@ -1,4 +1,4 @@
-"""Configuration keys -> optimiser and learning rate schedule."""
+"""Configuration keys -> optimiser, learning rates, and the schedule of a run."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, PolynomialLR, SequentialLR
 
-from engine.schedule import Schedule, in_steps
+from datasets import minibatches_per_epoch
 from engine.schema import optim as schema
+from engine.schema.schedule import Schedule, in_steps
+from engine.schema.training import TrainingRun
 from keepless.torch_internals import scaler_skips_steps
 
 
@@ -96,3 +98,18 @@ def _milestones(config: schema.Step | schema.MultiStep, schedule: Schedule) -> l
         return config.steps
     assert config.epochs is not None, "MultiStep.check requires epochs or steps"
     return [epoch * schedule.steps_per_epoch for epoch in config.epochs]
+
+
+def schedule_of(config: TrainingRun, images: int) -> Schedule:
+    """The run's schedule in steps, for `images` training images."""
+    trainer = config.trainer
+    steps_per_epoch = minibatches_per_epoch(images, config.data.crops_per_minibatch)
+    total_steps = in_steps(trainer.epochs, trainer.steps, steps_per_epoch)
+    assert total_steps is not None, "TrainingRun.check requires epochs or steps"
+    return Schedule(
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        evaluate_every=in_steps(trainer.evaluate_every_epochs, trainer.evaluate_every_steps, steps_per_epoch),
+        checkpoint_every=trainer.checkpoint_every_steps,
+        log_every=trainer.log_every_steps,
+    )

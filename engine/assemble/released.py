@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from datasets.class_table import distinct_colours
-from engine.assemble.prediction import network_of
+from engine.assemble.tasks import network_of
 from engine.configuration.command_line import composed, declare
 from engine.configuration.config import typed
 from engine.schema.classification import ClassificationRun

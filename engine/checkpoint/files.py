@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.comparison import check_tensors
 from engine.checkpoint.parts import OPTIONAL, PARTS
-from engine.comparison import check_tensors
-from engine.console import logger
+from engine.process.console import logger
 from engine.schema.training import OF_OTHERS
 from keepless.torch_internals import tree_leaves
 from models.checkpoints import torch_files

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.console import logger
-from engine.distributed import World
+from engine.process.console import logger
+from engine.process.distributed import World
 
 
 def random_states(world: World) -> dict[str, list[Tensor]]:

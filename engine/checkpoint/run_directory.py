@@ -17,11 +17,11 @@ from datasets.text_files import read_text
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.parts import OF_TRAINING
 from engine.configuration.config import fixed, of_checkpoint
-from engine.console import logger
-from engine.output_files import opened_file
+from engine.process.console import logger
+from engine.process.output_files import opened_file
+from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
-from engine.transfers import HostCopy
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
 _ANOTHER = "give another run_dir to start a new run"

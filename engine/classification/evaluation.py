@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset
-from engine.console import Bars, table_of, tracked
-from engine.distributed import World
-from engine.forward import Forward
-from engine.memory import memory_errors
+from engine.process.console import Bars, table_of, tracked
+from engine.process.distributed import World
+from engine.process.forward import Forward
+from engine.process.memory import memory_errors
+from engine.process.stopping import UntilStopped
+from engine.process.transfers import prefetched
 from engine.records.confusion_picture import confusion_picture
 from engine.records.evaluated import Evaluated
-from engine.stopping import UntilStopped
-from engine.transfers import prefetched
 
 DRAWN_CLASSES = 100  # most classes of which a table and a confusion matrix can be read
 

@@ -13,15 +13,15 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine import sweep
+from engine.configuration import sweep
 from engine.configuration.choices import CONFIGS, groups_in
 from engine.configuration.config import register, typed
 from engine.configuration.help import help_text
 from engine.configuration.messages import explained, refuse_options
 from engine.configuration.texts import as_typed
-from engine.distributed import launched, world_size
+from engine.process.distributed import launched, world_size
+from engine.process.stopping import errors_for_users
 from engine.schema.keys import Keys
-from engine.stopping import errors_for_users
 
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())

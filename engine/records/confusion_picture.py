@@ -11,7 +11,7 @@ from matplotlib.font_manager import FontProperties, findfont, fontManager
 from matplotlib.ft2font import FT2Font
 from matplotlib.text import Text
 
-from engine.console import logger, printable
+from engine.process.console import logger, printable
 
 
 def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:

@@ -11,11 +11,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from engine.dataset import Dataset
-from engine.output_files import replace_file, write_figure
+from datasets import ClassificationDataset, SegmentationDataset
+from engine.process.output_files import replace_file, write_figure
 from engine.records.provenance import provenance
 from keepless import Extreme
 from keepless.torch_internals import tree_map
+
+Dataset = SegmentationDataset | ClassificationDataset  # a split of either task
 
 
 @dataclass(frozen=True)

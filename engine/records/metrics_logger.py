@@ -19,8 +19,8 @@ from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from datasets.text_files import parsed
-from engine.console import logger, printable, progress_bar
-from engine.output_files import opened_file, replace_file
+from engine.process.console import logger, printable, progress_bar
+from engine.process.output_files import opened_file, replace_file
 from engine.records.evaluated import Evaluated, without_nan
 
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
-from engine.console import Bars, counting, tracked
-from engine.distributed import World
-from engine.forward import Forward
+from engine.process.console import Bars, counting, tracked
+from engine.process.distributed import World
+from engine.process.forward import Forward
+from engine.process.stopping import UntilStopped
+from engine.process.transfers import prefetched
 from engine.records.confusion_picture import confusion_picture
 from engine.records.evaluated import Evaluated
 from engine.segmentation.inference import Views, predict
 from engine.segmentation.scores import Counts, all_scores
-from engine.stopping import UntilStopped
-from engine.transfers import prefetched
 
 
 def evaluate_split(

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datasets.transforms import base_scale, scaled
-from engine.forward import Forward
-from engine.memory import memory_errors
+from engine.process.forward import Forward
+from engine.process.memory import memory_errors
 from models.segmentation import SegmentationNetwork
 
 _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB

@@ -6,9 +6,9 @@ import numpy as np
 from torch import Tensor
 
 from datasets import SegmentationDataset
-from engine.output_files import inside, write_png
+from engine.process.output_files import inside, write_png
+from engine.process.transfers import HostCopy
 from engine.segmentation.pictures import comparison
-from engine.transfers import HostCopy
 
 
 class PictureCollector:

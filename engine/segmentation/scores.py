@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from datasets import INSTANCES_PER_CLASS, ClassTable
-from engine.distributed import World
+from engine.process.distributed import World
 
 CPU = torch.device("cpu")
 LANES = 16  # counters per cell of a confusion matrix; 128 bytes of int64, which a GPU adds to at once

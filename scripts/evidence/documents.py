@@ -16,7 +16,7 @@ from functools import partial
 from omegaconf import DictConfig
 
 from engine.configuration.command_line import configured
-from engine.output_files import write_file
+from engine.process.output_files import write_file
 from scripts import plan_table
 from scripts.compare_runs import Group, compared, report
 from scripts.evidence import counted, layers, loader, loss, networks, reversible, tables, training

@@ -17,12 +17,13 @@ import torch
 
 import train_imagenet  # noqa: F401  # declares its command, as the next one does
 import train_seg  # noqa: F401
-from engine import assemble, loop, planner
+from engine import assemble
+from engine.assemble.tasks import TASKS
 from engine.configuration.command_line import composed
 from engine.configuration.config import typed
-from engine.distributed import World
-from engine.memory import is_out_of_memory
-from engine.tasks import TASKS
+from engine.process.distributed import World
+from engine.process.memory import is_out_of_memory
+from engine.training import loop, planner, setup
 from keepless.fit.sizes import largest
 from keepless.units import bytes_of
 from scripts.evidence.steps import ENDLESS
@@ -63,7 +64,7 @@ class Trained:
         assemble.arithmetic(self.config.trainer)
         self.world = World(device=torch.device(arguments.device))
         classes = planner.classes_of(self.config.data)
-        self.learner = assemble.learner(
+        self.learner = setup.learner(
             self.config, lambda group: assemble.network_of(self.config, classes, group), ENDLESS, self.world
         )
         self.loss = self.task.loss(self.config)

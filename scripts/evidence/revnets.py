@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine import assemble
-from engine.checkpoint import files, trained_forward
+from engine.checkpoint import files
 from engine.configuration import config as configuration
-from engine.distributed import World, device_of
+from engine.prediction import trained_forward
+from engine.process.distributed import World, device_of
 from engine.schema.classification import ClassificationRun
 from keepless import ABN, InPlaceABN, run_reversibly
 from keepless.norms.backends.compiled import compiler_available

@@ -18,20 +18,21 @@ from torch import nn
 
 import train_seg  # noqa: F401  # declares its command
 from datasets import synthetic
-from engine import assemble, loop
+from engine import assemble
 from engine.checkpoint.run_directory import RunDirectory
 from engine.configuration import command_line
 from engine.configuration import config as configuration
-from engine.distributed import World, device_of
-from engine.memory import keep_freed_memory, peak_memory_mib
+from engine.process.distributed import World, device_of
+from engine.process.memory import keep_freed_memory, peak_memory_mib
+from engine.process.stopping import StopRequest
+from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import MetricsLogger
-from engine.records.profiling import WARM_UP_STEPS, profiled
-from engine.run import Run
-from engine.schedule import Schedule
+from engine.schema.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
-from engine.stopping import StopRequest
-from engine.transfers import prefetched
+from engine.training import loop, setup
+from engine.training.profiling import WARM_UP_STEPS, profiled
+from engine.training.run import Run
 from keepless import recompute_activations
 from keepless.saved import kept_bytes
 from keepless.torch_internals import compiled_graphs
@@ -41,7 +42,7 @@ from scripts.reports.measuring import compiled, peak_bytes
 class Switch(NamedTuple):
     overrides: tuple[str, ...]  # of train_seg.py
     only_cuda: bool = False
-    freed_memory_kept: bool = True  # on the CPU, by engine.memory.keep_freed_memory
+    freed_memory_kept: bool = True  # on the CPU, by engine.process.memory.keep_freed_memory
     data: str = "in memory"  # where minibatches come from: see Training.endless
     title: str | None = None
     budget: float | None = None  # share of the plain peak that it may take
@@ -133,7 +134,7 @@ class Training:
             keep_freed_memory()
         self.dataset = synthetic(None, "train")
         make = partial(assemble.segmentation_network, self.config, len(self.dataset.classes))
-        self.learner = assemble.learner(self.config, make, ENDLESS, self.world)
+        self.learner = setup.learner(self.config, make, ENDLESS, self.world)
         if switch.compiled_budget:
             network = compiled(self.learner.network, compiler, switch.compiled_budget)
             self.learner.forward = self.learner.forward.through(cast(nn.Module, network))
@@ -209,7 +210,7 @@ class Training:
 
 
 class Overhead(Training):
-    """The same network, optimiser and minibatches in `engine.loop.train` and in a bare loop."""
+    """The same network, optimiser and minibatches in `engine.training.loop.train` and in a bare loop."""
 
     def __init__(self, common: tuple[str, ...], threads: int, steps: int):
         super().__init__(common, PLAIN, threads)

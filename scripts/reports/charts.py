@@ -12,7 +12,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import LogFormatter
 from matplotlib.transforms import BboxBase
 
-from engine.output_files import write_figure
+from engine.process.output_files import write_figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"

@@ -22,9 +22,9 @@ from omegaconf import MISSING, DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS
 from engine.configuration.command_line import configured
-from engine.distributed import device_of
-from engine.memory import keep_freed_memory
-from engine.output_files import replace_file, write_file
+from engine.process.distributed import device_of
+from engine.process.memory import keep_freed_memory
+from engine.process.output_files import replace_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.reports import charts

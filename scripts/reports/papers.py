@@ -5,12 +5,12 @@ import re
 from functools import cache
 from typing import NamedTuple
 
+from engine.assemble.tasks import TASKS
 from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS, choices
 from engine.configuration.command_line import composed
 from engine.configuration.help import as_text
 from engine.schema.training import TrainingRun
-from engine.tasks import TASKS
 
 REPOSITORY = CONFIGS.parent
 SCHEMAS = {task.entry: task.schema for task in TASKS.values()}

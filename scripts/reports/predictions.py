@@ -8,7 +8,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from engine.console import printable
+from engine.process.console import printable
 
 LONGEST_SIDE = 800  # pixels of an image on the page
 _HEAD = """<!doctype html>

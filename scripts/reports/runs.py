@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets.text_files import parsed, read_json, read_text
+from engine.assemble.tasks import TASKS
 from engine.checkpoint.parts import LONGEST_NAME, MOST_CLASSES
 from engine.configuration import config as configuration
 from engine.configuration.help import as_text
-from engine.console import printable
-from engine.output_files import write_file
+from engine.process.console import printable
+from engine.process.output_files import write_file
 from engine.schema.keys import named_after
-from engine.tasks import TASKS
 from scripts.reports.markdown import conditions
 
 _FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys whose values are of one machine

@@ -20,8 +20,8 @@ import torch
 
 from engine.checkpoint import files as checkpoint
 from engine.configuration.command_line import command_line
+from engine.process.stopping import errors_for_users
 from engine.records.metrics_logger import MetricsLogger
-from engine.stopping import errors_for_users
 from tests.ranks import FORKSERVER
 from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, composed, hasten
 

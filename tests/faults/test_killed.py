@@ -11,12 +11,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import engine.run
+import engine.training.run
 from datasets import WholeImages
 from engine.checkpoint import files as checkpoint
-from engine.learner import Learner
+from engine.process.stopping import EXIT_CODE
 from engine.records.metrics_logger import MetricsLogger
-from engine.stopping import EXIT_CODE
+from engine.training.learner import Learner
 from eval import evaluate
 from models.checkpoints import torch_files
 from scripts.compare_runs import Comparison, compare
@@ -121,7 +121,7 @@ def test_a_classification_is_asked_to_stop(tmp_path, whole_of, number, workers):
 
 
 def slow_check() -> None:
-    before_call(engine.run, "verify", None, runs.sleeps_for_ever)
+    before_call(engine.training.run, "verify", None, runs.sleeps_for_ever)
 
 
 @pytest.mark.faults

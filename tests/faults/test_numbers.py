@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.checkpoint import files as checkpoint
-from engine.learner import Learner
 from engine.segmentation import inference
+from engine.training.learner import Learner
 from tests.faults.runs import Run, before_call, case, survived
 
 

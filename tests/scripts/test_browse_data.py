@@ -7,8 +7,8 @@ import pytest
 from datasets import camvid, minibatches_per_epoch
 from engine import assemble
 from engine.configuration import config as configuration
-from engine.console import make_console
-from engine.distributed import World
+from engine.process.console import make_console
+from engine.process.distributed import World
 from scripts.browse_data import BrowseData, Shown, browse, sheet, training_crops
 from tests import trees
 from tests.datasets import classification_trees

@@ -11,9 +11,9 @@ from torch import nn
 
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint import open_network
 from engine.checkpoint.initial_weights import initialise
 from engine.configuration import config as cfg
+from engine.prediction import open_network
 from keepless import ABN
 from scripts.export import export
 from tests.bodies import trained

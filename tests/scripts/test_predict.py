@@ -18,8 +18,9 @@ from datasets import CentreCrop, vistas
 from datasets.reading import decode_image, decode_photograph
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint import open_network
 from engine.configuration import config as cfg
+from engine.prediction import open_network
+from engine.prediction.opening import predictor
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Prediction
 from engine.schema.segmentation import SegmentationRun
@@ -143,11 +144,11 @@ def test_a_mean_image_is_subtracted_as_in_an_evaluation():
     forward = assemble.forward(config, torch.nn.Identity(), torch.device("cpu"))
     state = {"classes": ["a", "b"], "mean_image": mean}
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
-    found = assemble.predictor(config, Prediction(), state, forward)(images)
+    found = predictor(config, Prediction(), state, forward)(images)
     expected = forward(torch.from_numpy((images.numpy() - mean.numpy()).astype(np.float32)))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"its mean_image is None: expected a tensor \[3, 32, 32\]"):
-        assemble.predictor(config, Prediction(), {"classes": ["a", "b"]}, forward)
+        predictor(config, Prediction(), {"classes": ["a", "b"]}, forward)
 
 
 def test_a_released_file_is_opened_as_its_converted_checkpoint(tmp_path, monkeypatch):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from engine import assemble
-from engine.schedule import Schedule
 from engine.schema.keys import check_values
 from engine.schema.optim import SGD, AdamW, Cosine, Linear, LRSchedule, MultiStep, Poly, Step
+from engine.schema.schedule import Schedule
 
 STEPS = 200
 SCHEDULE = Schedule(total_steps=STEPS, steps_per_epoch=20, evaluate_every=None, checkpoint_every=100, log_every=20)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine.checkpoint import files as checkpoint
-from engine.console import logger
+from engine.process.console import logger
 from tests.runs import same
 
 

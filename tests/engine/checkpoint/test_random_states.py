@@ -4,7 +4,7 @@ import torch
 
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.random_states import random_states, restore_random_states
-from engine.distributed import World
+from engine.process.distributed import World
 
 
 def restored(state: dict, rank: int = 0, world_size: int = 1) -> torch.Tensor:

@@ -173,7 +173,7 @@ def test_an_error_in_a_run_says_which_checkpoint_is_good(tmp_path, config):
     says(full, f"^run_dir={tmp_path} cannot be written to: No space left on device. .* free there; there is no earlier")
     says(FileNotFoundError("gone"), "^gone$")
     run_in(tmp_path, config, 1, 2)
-    full.filename = str(run.results)  # as engine.output_files names it
+    full.filename = str(run.results)  # as engine.process.output_files names it
     says(full, f"^run_dir={tmp_path} cannot be written to: No space")
     says(full, f"bytes are free there; the last good checkpoint is kept: {run.last}, of step 2. Make room")
     for good, step in ((run.last, 2), (run.previous, 1)):

@@ -16,13 +16,14 @@ from datasets import WholeImages
 from engine import assemble
 from engine.configuration import choices as choices_of
 from engine.configuration import config as cfg
-from engine.distributed import World
+from engine.process.distributed import World
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.keys import check_values
 from engine.schema.network import BODIES, NORMS
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.losses import CrossEntropy
+from engine.training import setup
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
 from models.released_norm import released_abn
@@ -477,12 +478,12 @@ def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     config.check_shares(processes=3)
     assert config.data.crops_per_minibatch == 6
     schedule = assemble.schedule_of(config, images=100)
-    learner = assemble.learner(config, partial(assemble.segmentation_network, config, 3), schedule, World())
+    learner = setup.learner(config, partial(assemble.segmentation_network, config, 3), schedule, World())
     assert {norm.backend for norm in learner.network.modules() if isinstance(norm, ABN)} == {"eager"}
     assert learner.max_gradient_norm == 0.5
     with pytest.raises(ValueError, match="the warm-up takes 80 steps, and the run 2"):
         no_smoke = replace(config, trainer=replace(config.trainer, smoke=False))
-        assemble.learner(no_smoke, partial(assemble.segmentation_network, config, 3), schedule, World())
+        setup.learner(no_smoke, partial(assemble.segmentation_network, config, 3), schedule, World())
 
 
 def test_the_keys_of_one_group_are_read_from_the_checkpoint_of_any_task():

@@ -60,8 +60,8 @@ def trained(run_dir, *overrides: str) -> dict:
 
 
 def test_everything_that_is_promised_can_be_watched(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("engine.run.peak_flops", lambda *_: 1e12)  # of a device that is known
-    monkeypatch.setattr("engine.run.training_flops", lambda *_: 5e9)
+    monkeypatch.setattr("engine.training.run.peak_flops", lambda *_: 1e12)  # of a device that is known
+    monkeypatch.setattr("engine.training.run.training_flops", lambda *_: 5e9)
     every = [f"trainer.{what}_every_steps=2" for what in ("evaluate", "log", "checkpoint")]
     results = trained(tmp_path, *every, "trainer.pictures=2")
     events = events_of(tmp_path)
@@ -108,7 +108,7 @@ def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
     """With pictures and layer health after every step, or without; in bfloat16, with dropout and averaged weights."""
     options = (*NARROW_A2, "norm=inplace_1", "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
     trained(tmp_path / "watched", *options, "trainer.evaluate_every_steps=1")
-    monkeypatch.setattr("engine.tasks.layer_health", lambda *_, **__: {})
+    monkeypatch.setattr("engine.training.evaluation.layer_health", lambda *_, **__: {})
     trained(tmp_path / "not", *options, "trainer.pictures=0")
     watched, not_watched = (checkpoint.load(tmp_path / name / "checkpoints" / "last.pt") for name in ("watched", "not"))
     assert all(same(watched[part], not_watched[part]) for part in ("network", "ema"))

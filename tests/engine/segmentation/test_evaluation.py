@@ -16,14 +16,14 @@ from torch import Tensor
 
 from datasets import SegmentationDataset, WholeImages, camvid, cityscapes
 from datasets.workers import Loader
-from engine.console import make_console, progress_bar
-from engine.distributed import World
-from engine.forward import Forward
+from engine.process.console import make_console, progress_bar
+from engine.process.distributed import World
+from engine.process.forward import Forward
+from engine.process.stopping import StopRequest, UntilStopped
 from engine.records.evaluated import Evaluated
 from engine.segmentation.evaluation import corner_crops, equal_sizes, evaluate_split, iou_table
 from engine.segmentation.inference import WHOLE_IMAGE, Views
 from engine.segmentation.predictions import PictureCollector, PredictionWriter
-from engine.stopping import StopRequest, UntilStopped
 from tests import trees
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import forward_of

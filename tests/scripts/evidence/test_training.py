@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine import loop
+from engine.training import loop
 from scripts.evidence import training
 from scripts.evidence.steps import DEFAULT, GROUPS, PLAIN, Overhead, Switch, Training, composed
 from scripts.evidence.training import TrainingArguments

@@ -1,0 +1,136 @@
+"""The tasks: how a split is evaluated, and what eval.py, the planner and the papers' tables need to know of each."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+
+from datasets import ClassificationDataset, SegmentationDataset, WholeImages
+from engine.assemble.classification import classification_network, classified_images, evaluated_split
+from engine.assemble.data import dataset as segmentation_dataset
+from engine.assemble.data import evaluation_loader
+from engine.assemble.segmentation import loss, segmentation_network, views
+from engine.classification import evaluation as classification
+from engine.process.console import progress_bar
+from engine.process.distributed import World
+from engine.process.forward import Forward
+from engine.process.output_files import check_outside, writable_folder
+from engine.records.evaluated import Evaluated
+from engine.schema.classification import ClassificationRun
+from engine.schema.evaluation import Evaluation
+from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import TrainingRun
+from engine.segmentation import evaluation as segmentation
+from engine.segmentation.predictions import PredictionWriter
+
+
+def segment(
+    forward: Forward,
+    dataset: SegmentationDataset,
+    config: SegmentationRun,
+    options: Evaluation,
+    world: World,
+    console: Console,
+) -> Evaluated:
+    """Predict and score this rank's images, and write predictions and pictures if asked."""
+    writer = PredictionWriter(
+        dataset,
+        predictions=_writable("predictions", options.predictions, dataset),
+        overlays=_writable("overlays", options.overlays, dataset),
+        overlay_images=options.overlay_images,
+    )
+    with progress_bar(console) as progress:
+        return segmentation.evaluate_split(
+            forward,
+            dataset,
+            evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
+            batch_size=options.batch_size or 1,
+            views=views(options, config.data),
+            world=world,
+            progress=progress,
+            memory_advice=config.evaluation_memory_advice,
+            on_prediction=writer,
+        )
+
+
+def classify(
+    forward: Forward,
+    dataset: ClassificationDataset,
+    config: ClassificationRun,
+    options: Evaluation,
+    world: World,
+    console: Console,
+) -> Evaluated:
+    """Score this rank's images."""
+    images = classified_images(
+        replace(config.data, workers=options.workers),
+        dataset,
+        world,
+        batch_size=config.trainer.evaluate_batch_size,
+        ten_crops=options.view == "ten_crop",
+    )
+    with progress_bar(console) as progress:
+        evaluated = classification.evaluate_split(
+            forward,
+            dataset,
+            images,
+            world=world,
+            progress=progress,
+            memory_advice=config.evaluation_memory_advice,
+        )
+    return replace(evaluated, details={**evaluated.details, "view": options.view})
+
+
+def _writable(key: str, path: str | None, dataset: SegmentationDataset) -> Path | None:
+    """The folder for pictures. ValueError: it is not writable, or its files would become images of the dataset."""
+    if path is None:
+        return None
+    folder = Path(path).resolve()
+    # Names are paths below the folder of images.
+    images = {file.image.parents[file.name.count("/")] for file in dataset.files if file.image is not None}
+    check_outside(key, folder, images)
+    return writable_folder(key, folder)
+
+
+def network_of(config: TrainingRun, classes: int, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Build the network of either task, see `segmentation_network` and `classification_network`."""
+    if isinstance(config, SegmentationRun):
+        return segmentation_network(config, classes, group)
+    assert isinstance(config, ClassificationRun), config
+    return classification_network(config, classes, group)
+
+
+class Task(NamedTuple):
+    """A task."""
+
+    entry: str  # the command that trains it
+    schema: type[TrainingRun]  # its configuration
+    dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
+    evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
+    labels: Callable[[int, tuple[int, int]], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
+    loss: Callable[[Any], Callable[[Tensor, Tensor], Tensor]]  # configuration -> loss of logits and labels
+
+
+TASKS = {
+    SegmentationRun.task: Task(
+        "train_seg",
+        SegmentationRun,
+        lambda data, split, _: segmentation_dataset(data, split),
+        segment,
+        lambda crops, size: torch.zeros(crops, *size, dtype=torch.uint8),
+        lambda config: loss(config.loss, ignore_index=255),
+    ),
+    ClassificationRun.task: Task(
+        "train_imagenet",
+        ClassificationRun,
+        evaluated_split,
+        classify,
+        lambda crops, _: torch.zeros(crops, dtype=torch.int64),
+        lambda _: nn.CrossEntropyLoss(),
+    ),
+}

@@ -1,0 +1,124 @@
+"""Open trained networks: for an evaluation on its dataset, or to predict any images."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from datasets import CentreCrop, TenCrops
+from engine import assemble
+from engine.assemble.classification import trained_mean_image
+from engine.checkpoint import files
+from engine.configuration.config import of_checkpoint, plain
+from engine.prediction.predictors import Classifier, Segmenter
+from engine.process.console import logger
+from engine.process.distributed import device_of
+from engine.process.forward import Forward
+from engine.schema.classification import ImageNetData
+from engine.schema.commands import RUNS
+from engine.schema.evaluation import TEN_CROP, Prediction, TrainedNetwork
+from engine.schema.keys import refuse_other_tasks
+from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import TrainingRun
+from keepless import from_released, to_standard
+from models.checkpoints import released
+
+
+def trained_forward(
+    config: TrainingRun, state: dict, path: Path, classes: Sequence[str], averaged: bool, device: torch.device
+) -> Forward:
+    """Build the forward pass of a checkpoint's network, in eval mode. ValueError: see `files.load_network`.
+
+    `config`: the checkpoint's, perhaps changed by the command. `state`: content of the checkpoint `path`. `classes`:
+    the network must have been trained on these.
+    """
+    if config.compiles_norms(device.type):
+        logger.info("the first image may take half a minute, as code is compiled")
+    make = partial(assemble.network_of, config, len(state["classes"]))
+    network = files.load_network(make, state, classes, path, averaged)
+    return assemble.forward(config, network.eval(), device)
+
+
+class Opened(NamedTuple):
+    """A network, the configuration that it was trained with, and its checkpoint's content."""
+
+    network: Segmenter | Classifier
+    config: TrainingRun
+    state: dict
+
+
+def open_network(checkpoint: str | Path, options: Prediction | None = None) -> Segmenter | Classifier:
+    """Open a trained network to predict any images. Its norms are PyTorch's, which compute the same.
+
+    Args:
+        checkpoint: a file of this project, or a run directory, whose last checkpoint is taken; or a file of the
+            in-place ABN release.
+        options: how it predicts, e.g. `Prediction(device="cpu", window=Window(size=1024))` of
+            `engine.schema.evaluation`; by default whole images, as an evaluation, on CUDA if there is a device.
+
+    ValueError: the file cannot be read or is of another kind, or the options do not fit the network.
+    """
+    return opened(checkpoint, options or Prediction()).network
+
+
+def opened(checkpoint: str | Path, options: Prediction) -> Opened:
+    """`open_network`, and what else is known. The configuration has the values that `options` override."""
+    path = files.file_of(str(checkpoint))
+    state, source = contents(path), f"checkpoint {path}"
+    config = configuration_in(state, source)
+    refuse_other_tasks(options, config.task, source)
+    options.apply_to(config)
+    config.trainer.recompute = "none"
+    part = "ema" if options.averaged and "ema" in state else "network"
+    if (eps := config.without_released_norm()) is not None:
+        state = {**state, part: from_released(state[part], eps)}
+    forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
+    forward = forward.through(to_standard(forward.network, report=lambda _: None))
+    try:
+        return Opened(predictor(config, options, state, forward), config, state)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def contents(path: Path) -> dict:
+    """The content of a checkpoint; a released file is converted to one. ValueError: see `files.load`."""
+    content = files.read(path)
+    if isinstance(content, dict) and "format" in content:
+        return files.checked(content, path)
+    source = f"checkpoint {path}"
+    file = released.weights_in(content, path, source, key="scripts.convert_checkpoint scale")
+    config, state, _ = assemble.of_released(file, source)
+    return {"format": files.FORMAT, **state, "config": plain(config)}
+
+
+def configuration_in(state: dict, source: str) -> TrainingRun:
+    """The configuration in the content of a checkpoint, of any task. ValueError names `source`."""
+    if state["task"] not in RUNS:
+        raise ValueError(f"{source} is for the task {state['task']}: expected {' or '.join(RUNS)}")
+    return of_checkpoint(state, RUNS[state["task"]], source)
+
+
+def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:
+    """Add to the network of a checkpoint with the content `state` what it needs to see images as an evaluation does.
+
+    ValueError: the checkpoint lacks the mean image to subtract, or the colours of its classes.
+    """
+    classes, advice = state["classes"], config.evaluation_memory_advice
+    if isinstance(config, SegmentationRun):
+        if "palette" not in state:
+            raise ValueError("it has no palette: expected a colour for each class, as training writes them")
+        ids = state.get("label_ids", range(len(classes)))  # files of others have no labels
+        if len(ids) != len(classes):
+            raise ValueError(f"it has {len(ids)} label_ids: expected one for each of {len(classes)} classes")
+        return Segmenter(forward, classes, advice, state["palette"], ids, assemble.views(options, config.data))
+    data = config.data
+    if isinstance(data, ImageNetData):
+        view = (TenCrops if options.view == TEN_CROP else CentreCrop)(data.resize, data.crop_size)
+        return Classifier(forward, classes, advice, view)
+    if getattr(data, "mean_image", False):
+        mean = trained_mean_image(state, (3, data.crop_size, data.crop_size))
+        forward = replace(forward, mean=forward.mean + mean.to(forward.mean)[None])
+    return Classifier(forward, classes, advice, CentreCrop(data.crop_size, data.crop_size))

@@ -1,0 +1,143 @@
+"""Trained networks that predict images as people have them. `engine.checkpoint.open_network` makes them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from datasets.reading import decode_photograph
+from engine.classification.evaluation import class_logits
+from engine.process.forward import Forward
+from engine.process.memory import memory_errors, return_freed_memory
+from engine.segmentation import inference
+
+Picture = np.ndarray | Image.Image | str | Path
+Progress = Callable[[int, int], None]
+TRIMMED_EVERY = 8  # images of other sizes; each time takes a few milliseconds
+
+
+class Predictor(nn.Module):
+    """A trained network in eval mode, its normalisation and its classes.
+
+    Attributes: `network`; `classes`, their names; `mean` and `std`, levels of 0 to 255, (1, 3, 1, 1), or with a mean
+    image (1, 3, H, W).
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, forward: Forward, classes: Sequence[str], memory_advice: str):
+        super().__init__()
+        self.network = forward.network
+        self.classes = tuple(classes)
+        self.memory_advice = memory_advice
+        self.register_buffer("mean", forward.mean, persistent=False)
+        self.register_buffer("std", forward.std, persistent=False)
+        self._made = forward
+        self.eval()
+
+    @property
+    def passes(self) -> Forward:
+        """The forward pass, on the device where the module is."""
+        return replace(self._made, mean=self.mean, std=self.std)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> logits, in float32 or as wide as the module."""
+        logits = self.passes(images)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class Segmenter(Predictor):
+    """Segments images: logits (N, classes, H, W).
+
+    `palette`: uint8 (classes, 3) RGB. `label_ids`: uint8 (classes,), the ids in labels. `views`: the scales, windows
+    and mirror images in which the network sees them.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        classes: Sequence[str],
+        memory_advice: str,
+        palette: Sequence[Sequence[int]],
+        label_ids: Sequence[int],
+        views: inference.Views,
+    ):
+        super().__init__(forward, classes, memory_advice)
+        self.palette = np.array(palette, np.uint8)
+        self.label_ids = np.array(label_ids, np.uint8)
+        self.views = views
+        self._last_size: tuple[int, ...] = ()
+        self._changes = 0  # of the size, from one image to the next
+
+    def predict(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:
+        """The class of every pixel, uint8 (H, W), as positions in `classes`. Errors: see `pixels_of`; MemoryError."""
+        return self._shown(image, progress, probabilities=False)
+
+    def probabilities(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:
+        """The probability of every class at every pixel, float32 (classes, H, W); their argmax is the prediction."""
+        return self._shown(image, progress, probabilities=True)
+
+    def _shown(self, image: Picture, progress: Progress, probabilities: bool) -> np.ndarray:
+        shown, views, advice = _planes(pixels_of(image))[None], self.views, self.memory_advice
+        found = inference.predict(self.passes, shown, views, advice, progress, probabilities=probabilities)
+        if shown.shape != self._last_size:
+            self._last_size, self._changes = shown.shape, self._changes + 1
+            if self._changes % TRIMMED_EVERY == 0:
+                return_freed_memory()
+        return found[0].cpu().numpy()
+
+
+class Classifier(Predictor):
+    """Classifies whole images: logits (N, classes). `view`: an image -> the crop that the network sees, or ten."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        classes: Sequence[str],
+        memory_advice: str,
+        view: Callable[[np.ndarray], np.ndarray],
+    ):
+        super().__init__(forward, classes, memory_advice)
+        self.view = view
+
+    def predict(self, image: Picture) -> int:
+        """The class of an image, as its position in `classes`. Errors: see `pixels_of`; MemoryError."""
+        return int(self.probabilities(image).argmax())
+
+    def probabilities(self, image: Picture) -> np.ndarray:
+        """The probability of every class, float32 (classes,), of the mean logits of the crops."""
+        shown = _planes(self.view(pixels_of(image)))[None]  # (1, 3, h, w) or (1, 10, 3, h, w)
+        with memory_errors(f"while an image was classified. {self.memory_advice}"), torch.inference_mode():
+            return class_logits(self.passes, shown)[0].softmax(dim=0).cpu().numpy()
+
+
+def pixels_of(image: Picture) -> np.ndarray:
+    """uint8 (H, W, 3) RGB of an array (H, W, 3) or (H, W), a Pillow image, or a file, turned as its EXIF data say.
+
+    ValueError: the file cannot be read, or the array or image has pixels that are not of 8 bits.
+    """
+    if isinstance(image, (str, Path)):
+        return decode_photograph(Path(image))
+    found = f"a Pillow image of mode {image.mode}" if isinstance(image, Image.Image) else ""
+    if isinstance(image, Image.Image) and not image.mode.startswith(("I", "F")):
+        return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    if isinstance(image, np.ndarray):
+        if image.dtype == np.uint8 and image.ndim == 2:
+            image = np.repeat(image[..., None], 3, axis=2)
+        if image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.size:
+            return image
+        found = f"an array of {image.dtype} {image.shape}"
+    raise ValueError(
+        f"got {found or type(image).__name__}: expected pixels of 8 bits, as a uint8 array (H, W, 3) of RGB or (H, W) "
+        f"of gray, as a Pillow image, or as the path of a file"
+    )
+
+
+def _planes(pixels: np.ndarray) -> Tensor:
+    """(…, H, W, 3) -> (…, 3, H, W)"""
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, -3)))

@@ -1,0 +1,1 @@
+"""What every command's process has: ranks, memory, signals, console, files."""

@@ -1,0 +1,203 @@
+"""Console, log and progress bars."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from io import BufferedWriter, FileIO, TextIOWrapper
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rich.console import Console, ConsoleDimensions
+from rich.highlighter import NullHighlighter
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from engine.process.output_files import opened_file
+
+Item = TypeVar("Item")
+Item_co = TypeVar("Item_co", covariant=True)
+logger = logging.getLogger("engine")
+
+LINE_EVERY_S = 30.0
+FEWEST_COLUMNS = 40  # rich cannot draw tables in fewer; narrower terminals wrap the lines
+
+
+class SizedIterable(Protocol[Item_co]):
+    """An iterable with a length, such as a DataLoader."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Item_co]: ...
+
+
+class _Forgiving(FileIO):
+    """A terminal, pipe or file for messages. Write errors are ignored: losing the terminal must not end a run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:  # a closed terminal or pipe, a full disk
+            return len(data)
+
+
+class _LogFile(logging.FileHandler):
+    def _open(self) -> TextIOWrapper:
+        file = opened_file(Path(self.baseFilename), self.mode)
+        assert isinstance(file, TextIOWrapper)
+        return file
+
+
+class _Console(Console):
+    @property  # type: ignore[misc]  # it is never set
+    def size(self) -> ConsoleDimensions:
+        columns, lines = super().size
+        return ConsoleDimensions(max(columns, FEWEST_COLUMNS), lines)
+
+
+def make_printing_safe() -> None:
+    """Keep a lost terminal, or a character that it cannot show, from stopping the program.
+
+    Such characters are escaped, as in file names that are not UTF-8.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is TextIOWrapper and not isinstance(getattr(stream.buffer, "raw", None), _Forgiving):
+            file = BufferedWriter(_Forgiving(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+def make_console(rank: int = 0) -> Console:
+    """A console for rank `rank`; only rank 0 prints. In files and pipes, lines do not break at 80 columns.
+
+    Square brackets and colons are printed literally, as they may be part of a path or a name in the data.
+    """
+    make_printing_safe()
+    make = partial(_Console, quiet=rank > 0, markup=False, emoji=False, highlight=False)
+    console = make()
+    return console if console.is_terminal else make(width=160)
+
+
+def printable(text: str) -> str:
+    """Escape what UTF-8 cannot encode, as in file names from other systems."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
+    """Send the log to the console, and append it with times and debug messages to `file`.
+
+    Ranks other than 0 print only warnings, to stderr.
+    """
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    if rank > 0:
+        warnings_only = logging.StreamHandler()
+        warnings_only.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+        warnings_only.setLevel(logging.WARNING)
+        logger.addHandler(warnings_only)
+        return
+    if console.is_terminal:
+        on_console: logging.Handler = RichHandler(
+            console=console, show_path=False, show_level=False, highlighter=NullHighlighter(), keywords=[]
+        )
+    else:  # a RichHandler would wrap lines
+        on_console = logging.StreamHandler(console.file)
+        on_console.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    on_console.setLevel(logging.INFO)
+    logger.addHandler(on_console)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        logging.raiseExceptions = False  # on a full disk: it would print a traceback for each line
+        in_file = _LogFile(file)
+        in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        logger.addHandler(in_file)
+
+
+class Bars(Progress):
+    """Progress bars on a terminal. In a file or pipe, lines say the same, after `LINE_EVERY_S` of silence."""
+
+    silent_since_s: float
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if not self.console.is_terminal and time.monotonic() >= self.silent_since_s + LINE_EVERY_S:
+            done = (f"{task.description}: {task.completed:.0f} of {task.total:.0f}" for task in self.tasks)
+            self.console.print(", ".join(done), soft_wrap=True)
+            self.broke_silence()
+
+    def broke_silence(self) -> None:
+        """Restart the timer: another line has just shown the progress."""
+        self.silent_since_s = time.monotonic()
+
+
+def progress_bar(console: Console, *extra: TextColumn) -> Bars:
+    """Bars with count, the `extra` columns and the time left."""
+    bars = Bars(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        *extra,
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    bars.broke_silence()
+    return bars
+
+
+def tracked(progress: Bars, items: SizedIterable[Item], description: str) -> Iterator[Item]:
+    """Yield the items and count them in a temporary bar of `progress`."""
+    task = progress.add_task(description, total=len(items), status="")
+    try:
+        for item in items:
+            yield item
+            progress.update(task, advance=1)
+    finally:
+        progress.remove_task(task)
+
+
+@contextmanager
+def counting(progress: Bars, description: str) -> Iterator[Callable[[int, int], None]]:
+    """Context that yields a function (done, total) to update a temporary bar; its first call shows the bar."""
+    tasks: list[TaskID] = []
+
+    def show(done: int, total: int) -> None:
+        if not tasks:
+            tasks.append(progress.add_task(description, total=total, status=""))
+        progress.update(tasks[0], completed=done, total=total)
+
+    yield show
+    for task in tasks:
+        progress.remove_task(task)
+
+
+@contextmanager
+def counted(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
+    """`counting` on a console without other bars."""
+    with progress_bar(console) as progress, counting(progress, description) as show:
+        yield show
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]] = (), title: str | None = None) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,81 @@
+"""Run commands one after the other: the trainings of a sweep, or of a table."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from datasets.workers import die_with_parent
+from engine.process.stopping import EXIT_CODE, ONE_REQUEST_SECONDS, Preempted
+
+
+def run_jobs(
+    jobs: Mapping[str, list[str]], console: Console, *, ended_before: int = 0, folder: Path | None = None
+) -> int:
+    """Run the commands {title: command} in `folder`, also after one has failed; return how many failed.
+
+    At the end it prints how many ran, in earlier calls too (`ended_before`), and the error of each that failed. A
+    signal that asks for a stop (`ONE_REQUEST_SECONDS`) goes on to the running command, and no other one starts.
+
+    Preempted: this process, or a command, was asked to stop.
+    """
+    failed: dict[str, str] = {}
+    running: list[subprocess.Popen] = []
+    stopped: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        stopped.append(number)
+        for job in running:
+            job.send_signal(number)
+
+    heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heard}
+    try:
+        for number, (title, command) in enumerate(jobs.items(), start=1):
+            console.print(f"job {number} of {len(jobs)}: {title}", style="bold", soft_wrap=True)
+            console.print(shlex.join(command), soft_wrap=True)
+            with subprocess.Popen(
+                command,
+                cwd=folder,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="backslashreplace",
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # it saves and ends
+            ) as job:
+                running[:] = [job]
+                if stopped:  # while it started
+                    job.send_signal(signal.SIGTERM)
+                said = _passed_on(job)
+            running.clear()
+            if stopped or job.returncode == EXIT_CODE:
+                raise Preempted(f"stopped in job {number} of {len(jobs)}, {title}")
+            if job.returncode:
+                killed = f"killed by {signal.Signals(-job.returncode).name}" if job.returncode < 0 else None
+                failed[title] = killed or said or f"exit status {job.returncode}"
+                console.print(f"failed: {failed[title]}", style="red", soft_wrap=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    lines = [f"{len(jobs) - len(failed)} succeeded, {ended_before} had already finished, {len(failed)} failed"]
+    lines += [f"failed: {title}: {error}" for title, error in failed.items()]
+    console.print("\n".join(lines), soft_wrap=True)
+    return len(failed)
+
+
+def _passed_on(job: subprocess.Popen) -> str | None:
+    """Relay a command's stderr. Returns its line `error: …`, otherwise its last line with words, otherwise None."""
+    error = last = None
+    assert job.stderr is not None
+    for line in job.stderr:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        if line.startswith("error: "):
+            error = line.strip()
+        elif re.search(r"\w", line):
+            last = line.strip()
+    return error or last

@@ -1,0 +1,153 @@
+"""How commands end: on request, by Ctrl-C or a scheduler's SIGTERM or SIGUSR1; or with an error, as a message."""
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from datasets.workers import die_with_parent
+from engine.process.console import SizedIterable, logger, make_printing_safe
+from engine.process.distributed import World, launched
+from engine.process.memory import is_out_of_memory
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
+# Signals that ask for a stop, and for how many seconds the same signal is still the same request: Slurm and torchrun
+# may both pass one on, and torchrun repeats Ctrl-C at once.
+ONE_REQUEST_SECONDS: dict[int, float] = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 1.0}
+
+
+class Preempted(BaseException):
+    """The run stopped on request and can be resumed. Like KeyboardInterrupt, it passes every `except Exception`."""
+
+
+class StopRequest:
+    """Context in which a signal asks for a stop: it sets `requested` instead of killing the process.
+
+    Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. The same signal again
+    ends the process, after `ONE_REQUEST_SECONDS`. So does a request that the run has not answered after
+    `patience_seconds`. Under torchrun, its death is a request too. Signals that are ignored stay so (`nohup`, `&`).
+    """
+
+    def __init__(self, patience_seconds: float) -> None:
+        self.patience_seconds = patience_seconds
+        self.training = False
+        self.requested = False
+        self.requested_s: dict[int, float] = {}  # when each signal first came
+        self.before: dict = {}
+        self.last_resort: threading.Timer | None = None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # no other thread may install handlers
+            heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
+            self.before = {number: signal.signal(number, self._request) for number in heard}
+        if launched():
+            die_with_parent(signal.SIGTERM)  # a torchrun that is killed cannot stop its processes
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.last_resort is not None:
+            self.last_resort.cancel()
+        if kind is not None and launched():
+            return  # after an error, torchrun's SIGTERM must not kill the process before its message is printed
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def anywhere(self, world: World) -> bool:
+        """Whether any rank was asked to stop. Every rank must call it."""
+        return bool(world.sum_(torch.tensor(int(self.requested))))
+
+    def _request(self, number: int, frame: object) -> None:
+        if time.monotonic() > self.requested_s.setdefault(number, time.monotonic()) + ONE_REQUEST_SECONDS[number]:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if self.last_resort is None:
+            self.last_resort = threading.Timer(self.patience_seconds, self._end)
+            self.last_resort.daemon = True
+            self.last_resort.start()
+        self.requested = True
+        if not self.training:
+            raise Preempted("stopped before the first step")
+
+    def _end(self) -> None:
+        print(
+            f"asked to stop {self.patience_seconds:g} seconds ago, but no step has ended since: ends without saving; "
+            f"exit status {EXIT_CODE}: start it again with resume=auto",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_CODE)
+
+
+class UntilStopped:
+    """Yields minibatches until any rank is asked to stop, then raises `Preempted`.
+
+    Ranks with fewer minibatches check as often as the others, so none waits for another.
+    """
+
+    def __init__(self, items: SizedIterable[dict], stop: StopRequest, world: World):
+        self.items, self.stop, self.world = items, stop, world
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[dict]:
+        items = iter(self.items)
+        for turn in range(max(self.world.gather(len(self.items)))):
+            if self.stop.anywhere(self.world):
+                raise Preempted("stopped during an evaluation, which will be repeated")
+            if turn < len(self.items):
+                yield next(items)
+
+
+def _ignore_interrupts() -> None:
+    """Ignore Ctrl-C while Python exits: it would only print a traceback."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def errors_for_users() -> Iterator[None]:
+    """Wraps a command: errors that its user can fix become a message and exit status 1; others keep their traceback.
+
+    HYDRA_FULL_ERROR=1 keeps all tracebacks.
+    """
+    make_printing_safe()
+    # Its warning that no CUDA runtime is found means only that code is compiled for the CPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _ignore_interrupts()
+        sys.exit("interrupted")
+    except Preempted as stopped:
+        _ignore_interrupts()
+        logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
+        sys.exit(EXIT_CODE)
+    except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
+        for_users = isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) and bool(str(error))
+        out_of_memory = not for_users and is_out_of_memory(error)
+        if not out_of_memory and (not for_users or os.environ.get("HYDRA_FULL_ERROR") == "1"):
+            raise
+        logger.debug("", exc_info=True)  # the traceback goes to log.txt
+        if out_of_memory:
+            what = next(iter(str(error).strip().splitlines()), "the system gives no more")
+            sys.exit(
+                f"error: out of memory outside of steps and images: {what}. The network and its optimiser alone need "
+                f"more than is free: stop other processes, raise ulimit -v if it is set, or use a smaller body"
+            )
+        # DataLoader workers put the original message at the end of a traceback.
+        message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
+        message = f"error: {message.strip()}"
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints this file: replace the text of `record`
+            about = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"extraInfo": about}}))
+        sys.exit(message)

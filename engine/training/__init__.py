@@ -1,0 +1,1 @@
+"""A training run: its plan in memory, its steps, its end."""

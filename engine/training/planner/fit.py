@@ -1,0 +1,288 @@
+"""Configuration keys -> the memory of a training step, and the minibatch that fits into a device."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch import nn
+
+from datasets.cache import cache_folder
+from datasets.text_files import read_text
+from engine.assemble.classification import classified_split
+from engine.assemble.data import dataset, official_classes, official_images
+from engine.assemble.network import forward
+from engine.assemble.tasks import TASKS, network_of
+from engine.configuration import config as configuration
+from engine.process.console import log_to, logger, make_console
+from engine.process.distributed import World, device_of, world_size
+from engine.process.memory import peak_memory_mib
+from engine.process.output_files import write_file
+from engine.records.evaluated import Dataset
+from engine.schema.classification import ClassificationData
+from engine.schema.data import Data, SegmentationData
+from engine.schema.keys import MOST_PIXELS, as_list, check_values
+from engine.schema.memory import Memory
+from engine.schema.network import OurNorm, StandardNorm
+from engine.schema.optim import Poly
+from engine.schema.schedule import Schedule
+from engine.schema.training import TrainingRun
+from engine.training.learner import Learner
+from engine.training.loop import Loss
+from engine.training.planner.room import Room, room_of
+from engine.training.planner.trace import Trace, traced
+from engine.training.setup import learner_of
+from keepless.fit.sizes import largest
+from keepless.saved import size_text
+
+Config = TypeVar("Config", bound=TrainingRun)
+Kept = TypeVar("Kept", bound=Trace | Room)
+
+_REPOSITORY = Path(__file__).resolve().parents[3]
+_SMALLEST_CROP = 64
+# arbitrary: the schedule's length does not affect memory
+_STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2, log_every=2)
+
+
+def classes_of(data: Data) -> int:
+    """Number of classes of a dataset; reads files only for the user's own images."""
+    return official_classes(data) or len(_train_split(data).classes)
+
+
+def training_images(data: Data) -> int:
+    """Number of training images of a dataset; reads files only for the user's own images."""
+    if official_classes(data) is None:
+        return len(_train_split(data))
+    images = official_images(data)
+    return sum(images.get(split) or 0 for split in as_list(data.train_split))
+
+
+def _train_split(data: Data) -> Dataset:
+    if isinstance(data, SegmentationData):
+        return dataset(data, data.train_split, key="data.train_split")
+    return classified_split(cast(ClassificationData, data), data.train_split, "data.train_split")
+
+
+def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
+    """A learner, a loss and a minibatch for `engine.training.planner.trace.traced`.
+
+    As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
+    """
+    norm = config.norm
+    if isinstance(norm, OurNorm) and norm.backend == "auto" and config.trainer.device != "cpu":
+        if norm.sync or not isinstance(norm, StandardNorm):  # which is two of PyTorch's operators
+            config = replace(config, norm=replace(norm, backend="compiled"))
+    classes, task = classes_of(config.data), TASKS[config.task]
+    network = network_of(config, classes)
+    if config.trainer.channels_last:
+        for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    plain = forward(config, nn.Identity(), torch.device("cpu")).through(network)
+    uncompiled = replace(config, trainer=replace(config.trainer, compile=False), lr_schedule=Poly())
+    learner = learner_of(uncompiled, plain, _STEPS, World())
+    learner.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would look at the gradients
+    for group in learner.optimizer.param_groups:
+        group["foreach"] = True
+    size = config.data.crop(crop_size)
+    images = torch.zeros(crops, 3, *size, dtype=torch.uint8)
+    return learner, task.loss(config), {"image": images, "label": task.labels(crops, size)}
+
+
+def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, offloaded: bool = False) -> Trace:
+    """The memory of one device in a step on crops of `crop_size`. With several devices, DDP holds all gradients.
+
+    `offloaded`: see `engine.training.planner.trace.traced`.
+    """
+    options = offloaded, devices > 1
+    return _kept(Trace, config, crops, crop_size, lambda make: traced(make, *options), options)
+
+
+def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
+    """Bytes of tensors on one device in such a step; with trainer.recompute=budget the least in `memory.time`."""
+    if config.trainer.recompute == "budget":
+        return room(config, crops, crop_size).least(config.memory.time)
+    return step_memory(config, crops, crop_size, devices).peak
+
+
+def room(config: TrainingRun, crops: int, crop_size: int) -> Room:
+    """The room for activations in such a step, and plans for it."""
+    found = _kept(Room, replace(config, memory=Memory()), crops, crop_size, room_of)
+    return replace(found, plans=[(peak, time) for peak, time in found.plans])  # JSON has lists
+
+
+def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
+    """For trainer.recompute=budget: the keys with the bytes in `memory.activations` that `memory.budget` leaves.
+
+    If no plan is within them, the least that is possible. Also returns the step's bytes, and the sum as text.
+    """
+    step, available = room(config, share_of(config, devices), config.data.crop_size), config.memory.available(devices)
+    assert available is not None
+    peak, time = step.within(available)
+    left = max(available - sum(step.beside.values()), peak + 2**10)
+    beside = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.beside.items() if size)
+    about = (
+        f"{size_text(available)} less {beside} leave {size_text(left)} for activations: a peak of {size_text(peak)} "
+        f"instead of {size_text(step.plans[0][0])}, for {time:.2f} of the time (estimated)"
+    )
+    return Memory(activations=f"{left // 2**10}KiB"), step.needed(peak), about
+
+
+def _kept(
+    kind: type[Kept],
+    config: TrainingRun,
+    crops: int,
+    crop_size: int,
+    make: Callable[..., Kept],
+    options: tuple[bool, ...] = (),
+) -> Kept:
+    """A trace or a room from the cache folder; a new one is made and written there."""
+    keys = configuration.flat(configuration.plain(config))
+    used = ("norm.", "body.", "head.", "loss.", "optim.", "trainer.")
+    network = {name: value for name, value in keys.items() if name.startswith(used)}
+    shape, budget = [crops, *config.data.crop(crop_size)], config.memory.activation_bytes()
+    step = [kind.__name__, network, config.task, classes_of(config.data), *shape, budget, *options]
+    about = [*step, torch.__version__, _code()]
+    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    file = cache_folder() / "traces" / f"{name}.json"
+    try:
+        return kind(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):  # missing or damaged
+        found = make(lambda: fake_step(config, crops, crop_size))
+    with suppress(OSError):  # a read-only cache folder only costs the time of tracing again
+        partial = file.with_suffix(f".{os.getpid()}")
+        write_file(partial, json.dumps(asdict(found)))
+        partial.replace(file)
+    return found
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that a trace depends on."""
+    folders = ("engine", "keepless", "models")
+    files = [file for folder in folders for file in sorted((_REPOSITORY / folder).rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def share_of(config: TrainingRun, devices: int) -> int:
+    """Crops per device: the largest share, if the minibatch cannot be split evenly."""
+    return -(-config.data.crops_per_minibatch // devices)
+
+
+def fitting(config: Config, devices: int, images: int | None = None) -> Config:
+    """A copy with the minibatch or the crop that `memory.fit` chooses by `memory.budget`.
+
+    `images`: of the training split, which a minibatch must not exceed; None: the published number.
+    ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
+    """
+    memory, fewest = config.memory, config.fewest_at_a_time[0] * config.trainer.accumulation_steps
+    available = memory.available(devices)
+    assert available is not None
+    size, share = config.data.crop_size, share_of(config, devices)
+
+    def peak(crops: int, side: int) -> int:
+        return needed(config, crops, side, devices)
+
+    if memory.fit == "batch":
+        smallest, most = (fewest, size), (images or training_images(config.data)) // devices
+        found = largest(lambda crops: peak(crops, size), available, fewest, step=1, power=1, most=most)
+    else:
+        smallest = share, _SMALLEST_CROP
+        found = largest(lambda side: peak(share, side), available, _SMALLEST_CROP, step=8, power=2, most=MOST_PIXELS)
+    if found is None:
+        raise ValueError(
+            f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {smallest[0]} crops of "
+            f"{crop_text(config.data, smallest[1])} pixels already need {size_text(peak(*smallest))} on a device, and "
+            f"{size_text(available)} are left for tensors"
+        )
+    chosen = deepcopy(config)
+    if memory.fit == "batch":
+        chosen.data.crops_per_minibatch = found * devices
+    else:
+        chosen.data.crop_size = found
+    return chosen
+
+
+@contextmanager
+def fitted(config: Config) -> Iterator[Config]:
+    """Context with the configuration to train, in which `memory.fit` has become plain numbers.
+
+    A resumed run takes them from its directory. A MemoryError raised inside adds what was planned and what was used.
+
+    ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
+    """
+    memory, processes = config.memory, world_size()
+    available = memory.available(processes)
+    if available is None:
+        yield config
+        return
+    if memory.gpus not in (None, processes):
+        raise ValueError(
+            f"memory.gpus={memory.gpus}, but this run has {processes} process(es): leave it out, or start as many with "
+            f"torchrun --nproc-per-node {memory.gpus}"
+        )
+    rank = int(os.environ.get("RANK", "0"))
+    log_to(make_console(rank), None, rank)
+    chosen = deepcopy(config)
+    if memory.fit:
+        chosen = _begun(config) or fitting(config, processes, _images(config))
+    data, share = chosen.data, share_of(chosen, processes)
+    if config.trainer.recompute == "budget":
+        chosen.memory, peak, about = within_budget(chosen, processes)
+    else:
+        peak, about = step_memory(chosen, share, data.crop_size, processes).peak, size_text(available)
+        chosen.memory = Memory()
+    step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(peak)}"
+    if peak > available:
+        raise ValueError(
+            f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors; "
+            f"memory.fit=batch or memory.fit=crop chooses what fits"
+        )
+    on_cpu = device_of(config.trainer.device, key="trainer.device").type == "cpu"
+    logger.info(
+        f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
+        f"data.crop_size={data.crop_size}, as {step} of {about}" + ("; on a CPU nothing enforces it" if on_cpu else "")
+    )
+    try:
+        yield chosen
+    except MemoryError as error:
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        taken = f"{'its tensors' if device.type == 'cuda' else 'the process'} took {peak_memory_mib(device):,.1f} MiB"
+        raise MemoryError(
+            f"{error}. With memory.budget={memory.budget} {size_text(peak)} were planned, and {taken} before that: "
+            f"give more memory.workspace or memory.fragmentation, or a smaller memory.budget"
+        ) from error
+
+
+def _images(config: TrainingRun) -> int | None:
+    """Number of training images in `data.root`; None if they cannot be found: the run then reports it."""
+    with suppress(ValueError, OSError):
+        return len(_train_split(config.data))
+    return None
+
+
+def _begun(config: Config) -> Config | None:
+    """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
+    if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
+        return None
+    file = Path(config.run_dir) / "config.yaml"
+    name = "crops_per_minibatch" if config.memory.fit == "batch" else "crop_size"
+    found = re.search(rf"(?m)^  {name}: (\d{{1,9}})$", read_text(file))  # YAML of others may unfold without end
+    if found is None:
+        raise ValueError(f"{file} has no number data.{name}, as the configuration of a run has: restore it")
+    chosen = deepcopy(config)
+    setattr(chosen.data, name, int(found[1]))
+    check_values(chosen.data, f"{file}: data.")
+    return chosen
+
+
+def crop_text(data: Data, crop_size: int | None = None) -> str:
+    """A crop's height x width as text."""
+    return "x".join(map(str, data.crop(crop_size)))

@@ -1,0 +1,213 @@
+"""The memory of a training step, traced on fake tensors: no device, no arithmetic."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Set
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from engine.process.distributed import World
+from engine.training.learner import Learner
+from engine.training.loop import Loss, accumulate_gradients
+from keepless.fit.made_tensors import Change, MadeTensors, bytes_of_tensors
+from keepless.saved import SavedTensors
+from keepless.torch_internals import (
+    FakeTensorMode,
+    backward_runs,
+    next_node_number,
+    node_number,
+    running_node,
+)
+
+OPTIMIZER = "optimizer"  # the place after the backward pass
+
+
+class FakeTensors(FakeTensorMode):
+    """Context of fake tensors. Copies of networks (averaged weights) belong to the same mode."""
+
+    def __deepcopy__(self, memo: dict) -> "FakeTensors":
+        return self
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The memory of one step of one process, in bytes."""
+
+    # By category, when their sum is largest: weights (with running statistics), average, momentum, gradients, images
+    # (with labels), activations (still there when the forward pass ends) and temporary.
+    at_peak: dict[str, int]
+    place: str  # the pass and the module that ran at that moment
+    saved: dict[str, int]  # for the backward pass of a micro-batch, by the module that made the tensor
+    parameters: int  # trained or not, without running statistics
+    moved: int = 0  # to the host's memory and back, if saved tensors are offloaded
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+
+def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = False, in_buckets: bool = False) -> Trace:
+    """Trace the second step of a training, when momentum exists.
+
+    `make` is called under fake tensors. It returns a learner, a loss, and the minibatch of this process.
+    `offloaded`: saved tensors lie in the host's memory (`torch.autograd.graph.save_on_cpu`).
+    `in_buckets`: DDP holds memory for all gradients throughout (`gradient_as_bucket_view=True`), and copies each there.
+    """
+    with FakeTensors():
+        learner, loss, minibatch = make()
+        network, resident, forward_ends = learner.network, begun(learner, minibatch), 0
+        host = _Offloaded()
+        with _Places(network) as places, MadeTensors(places) as made:
+
+            def marked(logits: Tensor, labels: Tensor) -> Tensor:
+                nonlocal forward_ends
+                result = loss(logits, labels)
+                forward_ends = len(made.changes)
+                return result
+
+            with host if offloaded else nullcontext():
+                accumulate_gradients(learner, marked, minibatch, len(minibatch["image"]), World())
+            gradients = {made.number(p.grad) for p in network.parameters() if p.grad is not None}
+            places.fixed = OPTIMIZER
+            learner.gradient_norm()
+            learner.step(1.0)
+        kept = _kept(learner, loss, minibatch)
+    changes, parameters = made.changes, bytes_of_tensors(network.parameters())
+    if in_buckets and learner.accumulation_steps == 1:  # otherwise they are copied only with the last micro-batch
+        changes = _copied_at_once(changes, gradients)  # the forward pass makes none
+    at_peak, place = _at_peak(resident, changes, forward_ends, gradients)
+    at_peak["gradients"] += parameters if in_buckets else 0
+    return Trace(at_peak, place, kept, parameters, moved=host.bytes)
+
+
+def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
+    """Take an optimiser step, which makes the momentum. Returns the bytes that are there between two steps."""
+    network = learner.network
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    learner.step(1.0)
+    learner.optimizer.zero_grad()
+    network.train()
+    return {
+        "weights": bytes_of_tensors([*network.parameters(), *network.buffers()]),
+        "average": 0 if learner.average is None else bytes_of_tensors(learner.average.module.state_dict().values()),
+        "momentum": bytes_of_tensors([value for state in learner.optimizer.state.values() for value in state.values()]),
+        "images": bytes_of_tensors([minibatch["image"], minibatch["label"]]),
+    }
+
+
+def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
+    """`Trace.saved`, from a pass of its own: hooks that look at saved tensors keep some of them for longer."""
+    images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
+    with _Places(learner.network) as places, SavedTensors(places) as saved:
+        result = loss(learner.forward(images), labels)
+    kept: dict[str, int] = defaultdict(int)
+    for tensor, place in saved.kept([*learner.network.parameters(), images, labels]):
+        kept[place.removeprefix("forward").strip()] += tensor.untyped_storage().nbytes()
+    del result  # until here its graph keeps them
+    return dict(kept)
+
+
+class _Offloaded(saved_tensors_hooks):
+    """Context in which saved tensors leave the device until the backward pass reads them."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        super().__init__(self._pack, lambda packed: torch.empty(packed[0], dtype=packed[1]))
+
+    def _pack(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self.bytes += tensor.nbytes
+        return tensor.shape, tensor.dtype
+
+
+class _Places:
+    """Context that tracks the running module and pass.
+
+    In the backward pass, an operation belongs to the module that made its node, found by the node's sequence number.
+    (Hooks on tensors would keep the graphs of reversible blocks.)
+    """
+
+    def __init__(self, network: nn.Module):
+        self.names = {module: name for name, module in network.named_modules()}
+        self.running = [""]  # names of modules, innermost last
+        self.since = [(0, "")]  # (sequence number of the first node, module that made it)
+        self.fixed: str | None = None
+
+    def __enter__(self) -> "_Places":
+        self.hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self.running.append(self.names.get(module, self.running[-1]))
+        self._note()
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        self.running.pop()
+        self._note()
+
+    def _note(self) -> None:
+        if not backward_runs():
+            self.since.append((next_node_number(), self.running[-1]))
+
+    def __call__(self) -> str:
+        if self.fixed is not None:
+            return self.fixed
+        if not backward_runs():
+            return f"forward {self.running[-1]}".rstrip()
+        node = running_node()
+        if len(self.running) > 1 or node is None:  # computed again
+            return f"backward {self.running[-1]}".rstrip()
+        index = bisect_right(self.since, node_number(node), key=itemgetter(0)) - 1
+        return f"backward {self.since[index][1]}".rstrip()
+
+
+def _at_peak(
+    resident: dict[str, int], changes: list[Change], forward_ends: int, gradients: Set[int | None]
+) -> tuple[dict[str, int], str]:
+    """`Trace.at_peak` and `Trace.place`."""
+    totals = list(accumulate(change.bytes for change in changes))
+    moment = totals.index(max(totals))
+    at_peak = resident | {"gradients": 0, "activations": 0, "temporary": 0}
+    after_forward = _alive(changes[:forward_ends])
+    for number, change in _alive(changes[: moment + 1]).items():
+        kind = "gradients" if number in gradients else "activations" if number in after_forward else "temporary"
+        at_peak[kind] += change.bytes
+    return at_peak, changes[moment].place
+
+
+def _copied_at_once(changes: list[Change], gradients: Set[int | None]) -> list[Change]:
+    """The changes if each gradient is freed before the next tensor is made that is not one."""
+    found: list[Change] = []
+    copied: list[Change] = []
+    for change in changes:
+        if change.number not in gradients:
+            if change.bytes > 0:
+                found += [one._replace(bytes=-one.bytes) for one in copied]
+                copied.clear()
+            found.append(change)
+        elif change.bytes > 0:
+            found.append(change)
+            copied.append(change)
+    return found
+
+
+def _alive(changes: Iterable[Change]) -> dict[int, Change]:
+    """The allocations that are not freed, by number."""
+    alive: dict[int, Change] = {}
+    for change in changes:
+        if change.bytes < 0:
+            del alive[change.number]
+        else:
+            alive[change.number] = change
+    return alive

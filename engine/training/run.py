@@ -1,0 +1,287 @@
+"""A training run of any task on one rank, from its configuration to its results."""
+
+import reprlib
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from datasets import reading_errors, verify
+from engine.assemble.network import arithmetic, varying_sizes
+from engine.assemble.optimization import schedule_of
+from engine.checkpoint.initial_weights import initialise
+from engine.checkpoint.random_states import random_states, restore_random_states
+from engine.checkpoint.run_directory import RunDirectory, new_run_path
+from engine.configuration import config as configuration
+from engine.process.console import counted, log_to, logger, make_console
+from engine.process.distributed import World, joined
+from engine.process.memory import keep_freed_memory
+from engine.process.output_files import write_file
+from engine.process.stopping import StopRequest
+from engine.records.evaluated import Dataset, Evaluated, print_results, write_results
+from engine.records.metrics_logger import MetricsLogger
+from engine.schema.keys import deciding
+from engine.schema.schedule import Schedule
+from engine.schema.training import TrainingRun
+from engine.training import setup
+from engine.training.learner import Learner
+from engine.training.utilisation import peak_flops, training_flops
+from keepless import share_plans
+
+Config = TypeVar("Config", bound=TrainingRun)
+Split = TypeVar("Split", bound=Dataset)
+
+
+@dataclass
+class Run(Generic[Config, Split]):
+    """A training run on one rank, made by `opened`. `learner` and `metrics` exist after `start`."""
+
+    config: Config
+    world: World
+    stop: StopRequest
+    directory: RunDirectory
+    train_set: Split
+    val_set: Split
+    schedule: Schedule
+    files: dict[str, list[str]]  # hashes of names, sizes and the labels' numbering, by split
+    console: Console
+    resumed: dict | None = None  # the checkpoint to resume from; None in a new run, and after the learner loaded it
+    start_step: int = 0  # of that checkpoint
+    learner: Learner = field(init=False)
+    metrics: MetricsLogger = field(init=False)
+
+    def start(self, make: Callable[[dist.ProcessGroup | None], nn.Module]) -> None:
+        """Make the learner (see `setup.learner`), give it its initial or resumed weights, and open the records.
+
+        ValueError: see `setup.learner`, `initialise`; or the checkpoint does not fit.
+        """
+        learner, skipped, recorded = setup.learner(self.config, make, self.schedule, self.world), 0, None
+        if self.resumed is not None:
+            self._resume(learner, self.resumed)
+            skipped, recorded = self.resumed["skipped_images"], self.resumed["recorded"]
+        elif self.config.init.weights is not None:
+            logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
+        self.resumed = None  # frees the memory of a network and its momentum
+        self._announce(sum(parameter.numel() for parameter in learner.network.parameters()))
+        self.learner = learner
+        self.metrics = MetricsLogger(
+            self.directory.path if self.world.first else None,
+            self.console,
+            score=self.config.score,
+            total_steps=self.schedule.total_steps,
+            start_step=self.start_step,
+            skipped=skipped,
+            recorded=recorded,
+            config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
+        )
+        self.metrics.scores = self.world.gather(self.metrics.scores)[0]
+        self.metrics.mfu_at_one_image_per_second = self._mfu_at_one_image_per_second()
+
+    def _resume(self, learner: Learner, state: dict) -> None:
+        """ValueError: the checkpoint has other data or does not fit the learner."""
+        try:
+            for part, own in self._about_data().items():
+                given = state.get(part)
+                if not (torch.equal(given, own) if isinstance(given, torch.Tensor) else given == own):
+                    raise ValueError(f"its part {part} is not the data's: {reprlib.repr(given)}")
+            learner.load_state_dict(state)
+            restore_random_states(state.get("random"), self.world)
+        except ValueError as error:
+            raise ValueError(
+                f"run_dir={self.directory.path} cannot be continued from its checkpoint of step {self.start_step}: "
+                f"{error}. Restore the checkpoint, or give another run_dir to start a new run"
+            ) from error
+
+    def share_plans(self) -> None:
+        """Let all ranks follow the plans of rank 0, as the times that they measure differ. Every rank must call it."""
+        if self.config.trainer.recompute == "budget":
+            share_plans(self.learner.network)
+
+    def _announce(self, parameters: int) -> None:
+        """Log the size and length of the run, and warnings about unusual settings."""
+        if self.start_step == 0 and (doubt := self.config.doubts(parameters, len(self.train_set.classes))):
+            logger.warning(doubt)
+        if self.start_step == 0 and (doubt := self.config.data.too_few(len(self.train_set))):
+            logger.warning(doubt)
+        if self.world.first and (unsynchronised := self.config.unsynchronised(self.world.size)):
+            logger.warning(unsynchronised)
+        logger.info(
+            f"{self.directory.path}: {parameters:,} parameters, "
+            f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
+            f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}"
+        )
+        if self.config.compiles(self.world.device.type):
+            logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
+
+    def _mfu_at_one_image_per_second(self) -> float | None:
+        """Model FLOPs utilisation at this speed; None if the peak of the device is unknown."""
+        trainer = self.config.trainer
+        peak = peak_flops(self.world.device_name, trainer.precision, trainer.tf32)
+        if peak is None:
+            return None
+        forward = self.learner.forward.through(self.learner.network)
+        return training_flops(forward, self.config.data.crop()) / (peak * self.world.size)
+
+    def save(self, step: int, best: bool = False) -> None:
+        """Start to write the last checkpoint, or the `best`. Every rank must call it.
+
+        Raises OSError if the one before it cannot be written, and FloatingPointError if a weight is not finite.
+        """
+        if not best and self.schedule.scores(step):  # the saved network is the scored one
+            self.learner.prepare_evaluation(self.world)
+        state = {
+            "task": self.config.task,
+            **self.learner.state_dict(step),
+            "random": random_states(self.world),
+            "total_steps": self.schedule.total_steps,
+            "data": self.files,
+            "config": configuration.plain(self.config),
+            "skipped_images": self.metrics.skipped,
+            "recorded": self.metrics.recorded,
+            **self._about_data(),
+        }
+        if self.world.first:
+            self.directory.start_saving(state, best)
+
+    def _about_data(self) -> dict:
+        """Facts about the data for checkpoints: classes, palette, ids of the labels, mean image."""
+        about: dict[str, Any] = {"classes": list(self.train_set.classes)}
+        if self.train_set.palette is not None:
+            about["palette"] = [list(colour) for colour in self.train_set.palette]
+            about["label_ids"] = list(self.train_set.label_ids)
+        if self.train_set.mean_image is not None:
+            about["mean_image"] = torch.from_numpy(self.train_set.mean_image)
+        return about
+
+    def evaluate(self, step: int, evaluate: Callable[[], Evaluated]) -> Evaluated:
+        """Evaluate, record it, and save the network if it is the best so far. Every rank must call it."""
+        self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
+        with varying_sizes():
+            evaluated = evaluate()
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)  # an evaluation may need more than training
+        if evaluated.scores[self.config.score] > self.metrics.best_score:
+            self.save(step, best=True)
+            self.directory.saved()  # before the record: if killed in between, the run evaluates again
+        self.metrics.evaluation(step, self.schedule.epoch(step), evaluated)
+        if step == self.schedule.total_steps and evaluated.confusion is not None:
+            self.metrics.figure("val/confusion", evaluated.confusion(), step)
+        self.metrics.pause_ended()
+        return evaluated
+
+    def conclude(self, evaluated: Evaluated) -> dict:
+        """Write the last checkpoint's results; print them and the run's summary."""
+        results = write_results(
+            self.directory.results if self.world.first else None,
+            evaluated,
+            self.val_set,
+            checkpoint=self.directory.last,
+            config=configuration.plain(self.config),
+        )
+        images, whole = evaluated.images, len(self.val_set)
+        of = f" on {images} of {whole} images" if images < whole else ""
+        print_results(self.console, evaluated, f"{self.val_set.name} {self.val_set.split}, last checkpoint{of}")
+        evaluate = self.config.evaluation_command(self.directory.last)
+        summary = self.metrics.summary(self.directory, lambda score: self.config.score_text(score) + of, evaluate)
+        self.console.print(summary, soft_wrap=True)
+        logger.debug(summary)
+        return results
+
+
+@contextmanager
+def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Split]]) -> Iterator[Run[Config, Split]]:
+    """Join the other ranks, find the data and the checkpoint to resume, open the log, check the data.
+
+    Args:
+        command: how the run was started, kept in config.yaml.
+        find: find(config.data) returns the training and the validation split.
+
+    Raises:
+        ValueError: configuration, data and run directory do not fit each other, or differ between ranks.
+        OSError: a checkpoint cannot be written, the data does not come in time, or another rank is lost.
+    """
+    data, trainer = config.data, config.trainer
+    with (
+        joined(trainer.device, trainer.timeout_seconds, keys="trainer.") as world,
+        reading_errors(data.timeout_seconds, keys="data.", advice=" resume=auto continues the run"),
+        StopRequest(data.timeout_seconds) as stop,
+    ):
+        config.check_shares(world.size)
+        given = deciding((word for word in shlex.split(command) if "=" in word), config)
+        directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
+        with directory.in_use(config), _removed_unless_begun(directory, stop):
+            run = _agree(config, world, stop, directory, *find(data))
+            log_to(run.console, directory.log if world.first else None, world.rank)
+            logger.debug(command)
+            if directory.notice and world.first:
+                logger.warning(directory.notice)
+            if run.resumed is None and world.first:
+                head = f"# {command}\n# {world.size} x {world.device.type}\n"
+                write_file(directory.config, head + configuration.yaml(config))
+            with world.first_goes_ahead() as first:
+                if data.verify and first:
+                    for doubt in verify_with_progress(run.train_set, run.console, data.on_error == "stop"):
+                        logger.warning(doubt)
+                    verify_with_progress(run.val_set, run.console)
+            arithmetic(trainer, fixed_sizes=True)
+            if world.device.type == "cpu":
+                keep_freed_memory()  # saves a quarter of the time per step: docs/results/training.md
+            try:
+                yield run
+            finally:
+                if hasattr(run, "metrics"):
+                    run.metrics.close()  # its thread would write into a folder that is removed
+
+
+@contextmanager
+def _removed_unless_begun(directory: RunDirectory, stop: StopRequest) -> Iterator[None]:
+    """A run that fails before its first step leaves no folder behind."""
+    try:
+        yield
+    except BaseException:
+        if not stop.training:
+            directory.remove_if_new()
+        raise
+
+
+def _agree(
+    config: Config, world: World, stop: StopRequest, directory: RunDirectory, train_set: Split, val_set: Split
+) -> Run[Config, Split]:
+    """Lock the directory and return the run, if all ranks agree on configuration, data and checkpoint."""
+    if not 1 <= len(train_set.classes) <= config.most_classes:
+        count = len(train_set.classes)
+        raise ValueError(f"{train_set.name} has {count} classes: expected 1 to {config.most_classes} for {config.task}")
+    schedule = schedule_of(config, images=len(train_set))
+    world.check_equal(configuration.shared(config), "start all of them with the same keys and values")
+    with world.first_goes_ahead() as first:
+        if first:
+            directory.lock()
+    splits = {"training": train_set, "validation": val_set}
+    files = {split: [*data.names_and_sizes(), data.numbering] for split, data in splits.items()}
+    resumed = directory.checkpoint_to_resume(config, schedule.total_steps, files)
+    done = f"{resumed['step']} of them done" if resumed else f"no checkpoint in {directory.path}"
+    found = f"{len(train_set)} training and {len(val_set)} validation images, {schedule.total_steps} steps to train"
+    world.check_equal(
+        f"{found}, {done}; files {', '.join(digest[:8] for split in files.values() for digest in split)}",
+        "every machine needs the same data, and all must share the folder run_dir",
+    )
+    console, start_step = make_console(world.rank), resumed["step"] if resumed else 0
+    return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
+
+
+def verify_with_progress(dataset: Dataset, console: Console, stops: bool = True) -> list[str]:
+    """Run `verify` with a progress bar. Unless errors stop the run, a ValueError becomes a warning."""
+    try:
+        with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
+            return verify(dataset, progress=progress)
+    except ValueError as error:
+        if stops:
+            raise
+        logger.warning(f"unreadable images will be skipped: {error}")
+        return []

@@ -1,0 +1,172 @@
+"""Sweeps: which jobs -m makes of a command, where they write, and which of them run."""
+
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train_imagenet
+from engine.configuration import sweep
+from engine.configuration.command_line import command_line
+from engine.process.stopping import Preempted
+from tests.runs import REPOSITORY, SHORT_SHAPES, composed, run
+
+
+@pytest.fixture
+def swept(monkeypatch, tmp_path):
+    """A function that starts train_imagenet.py with -m; returns the jobs {title: command} that it would run."""
+    monkeypatch.chdir(tmp_path)
+    started = {}
+
+    def start(*arguments: str, failed: int = 0) -> dict[str, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["train_imagenet.py", *arguments])
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train_imagenet.py", *arguments])
+        started.clear()
+        monkeypatch.setattr(
+            sweep, "run_jobs", lambda jobs, *_, **before: print(before) or started.update(jobs) or failed
+        )
+        train_imagenet.main()
+        return dict(started)
+
+    return start
+
+
+def finish(command: list[str], monkeypatch) -> None:
+    """Leave what the training of a job's command leaves when it ends."""
+    monkeypatch.setattr(sys, "argv", command[2:])
+    (run_dir,) = (word.partition("=")[2].strip('"') for word in command if word.startswith("run_dir="))
+    Path(run_dir).mkdir(parents=True)
+    Path(run_dir, "config.yaml").write_text(f"# {command_line()}\n")
+    Path(run_dir, "results.json").write_text("{}")
+
+
+def test_jobs_are_named_after_their_overrides_and_run_as_pasted(swept, monkeypatch):
+    """The last key's values change first. Each job's command is complete: without -m, in a directory of its own."""
+    jobs = swept("optim.lr=0.01,1e-3", "-m", "norm=std", "seed=0,1", "data.workers=0")
+    assert list(jobs) == [f"optim.lr={lr} seed={seed}" for lr in ("0.01", "0.001") for seed in (0, 1)]
+    run_dir = 'run_dir="multirun/train_imagenet,norm=std/optim.lr=0.01,seed=1"'  # without keys that a resume may change
+    own = ["norm=std", "data.workers=0", "optim.lr=0.01", "seed=1", run_dir, "resume=auto"]
+    assert jobs["optim.lr=0.01 seed=1"] == [sys.executable, "-u", "train_imagenet.py", *own]
+    values = composed("train_imagenet", *own)
+    assert (values.optim.lr, values.seed) == (0.01, 1)
+    assert values.run_dir == "multirun/train_imagenet,norm=std/optim.lr=0.01,seed=1"
+    assert list(swept("--multirun", "seed=range(0,3)")) == ["seed=0", "seed=1", "seed=2"]
+    named = swept("-m", "data.val_split=val,1.10", "run_dir=2024_05")
+    (_, number) = named.values()
+    values = composed("train_imagenet", *number[3:])
+    assert (values.data.val_split, values.run_dir) == ("1.10", "2024_05/data.val_split=1.10")
+
+
+def test_what_has_ended_is_skipped_and_what_was_asked_for_otherwise_is_not(swept, monkeypatch, capsys):
+    arguments = ("-m", "seed=0,1,2", "run_dir=a b")
+    jobs = swept(*arguments, "resume=auto")
+    finish(jobs["seed=1"], monkeypatch)
+    capsys.readouterr()
+    assert list(swept(*arguments)) == ["seed=0", "seed=2"]
+    assert "already finished: seed=1\n{'ended_before': 1}\n" in (said := capsys.readouterr().out)
+    importlib.import_module("scripts.compare_runs")  # declares the command
+    compare = shlex.split(next(line for line in said.splitlines() if line.startswith("compare")))[1:]
+    assert composed("compare_runs", *compare[3:]).runs == "a b"
+    assert list(swept(*arguments, "optim.lr=1")) == ["seed=0", "seed=1", "seed=2"]  # the run itself says what differs
+    (Path("a b") / "seed=1" / "results.json").unlink()
+    assert list(swept(*arguments)) == ["seed=0", "seed=1", "seed=2"]
+
+
+def test_a_sweep_of_which_a_job_failed_fails(swept):
+    with pytest.raises(SystemExit, match="^1$"):
+        swept("-m", "seed=0,1", failed=1)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("optim.lr=0.1", "-m: no key has several values; give some without brackets, as in seed=0,1"),
+        ("run_dir=a,b", "run_dir=a,b: a sweep names its jobs' folders itself; give one folder for all"),
+        ("resume=auto,null seed=0,1", "resume=auto,null: a sweep names"),
+        ("optim.lrr=1,2", "optim.lrr=1.*lr"),
+        ("optim.lr=1,-1", "optim.lr=-1.0: expected a number above 0"),
+        ("norm=std,stf", "norm=stf: there is no such norm; the nearest are std"),
+        ("seed=0,1,0", "seed=0 and seed=0 are the same job: leave one of them out"),
+        ("optim.lr=0.1,1e-1,0.2", "optim.lr=0.1 and optim.lr=0.1 are the same job"),
+        ("optim.lr=interval(0,1)", r"optim.lr=interval\(0,1\): expected values with commas between them, as in"),
+        ("norm=glob(*)", r"norm=glob\(\*\): expected values with commas between them, as in seed=0,1,2"),
+        (
+            "seed=0,1 --config-dir=.",
+            "-m with --config-dir=.: a sweep takes only key=value arguments; run_dir=FOLDER says where",
+        ),
+        ("seed=0,1 run_dir=${hydra:job.name}", "-m with run_dir=.*: a sweep takes only key=value arguments"),
+        ("seed=0,1 hydra.sweep.dir=a", "-m with hydra.sweep.dir=a: a sweep takes only key=value arguments"),
+    ],
+)
+def test_what_is_no_sweep_is_refused_before_anything_runs(arguments, message, swept, tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
+        swept("-m", *arguments.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_under_torchrun_a_line_says_what_to_do(swept, monkeypatch):
+    monkeypatch.setattr(sweep, "launched", lambda: True)
+    with pytest.raises(SystemExit, match="^error: -m under torchrun: .* for s in 0 1; do torchrun … seed="):
+        swept("-m", "seed=0,1")
+
+
+def test_every_job_has_a_folder_that_can_be_made(swept, tmp_path, monkeypatch):
+    """Also with lists, slashes, quotes, and more overrides than a file name has room for."""
+    lists = swept("-m", "data.mean=[0,0,0],[0.5,0.5,0.5]")
+    assert [Path(word).name for words in lists.values() for word in words if "run_dir" in word] == [
+        'data.mean=0,0,0"',
+        'data.mean=0.5,0.5,0.5"',
+    ]
+    alike = swept("-m", "data.root=/a/b,/a-b,'/a \"b\"',/c")
+    long = swept("-m", *(f"optim.{key}=0.1,0.2" for key in ("lr", "momentum", "weight_decay")), f"run_dir={'x/' * 9}")
+    many = swept("-m", "seed=0,1", *(f"data.std=[0.{digit}{'1' * 40},1,1]" for digit in range(1, 4)))
+    monkeypatch.setenv("SWEEPS", str(tmp_path / "s"))
+    named = swept("-m", "seed=0,1", "run_dir=${oc.env:SWEEPS}/${norm.name}")
+    assert shlex.join(named["seed=0"]).endswith(f"""'run_dir="{tmp_path}/s/inplace/seed=0"' resume=auto""")
+    deep = swept("-m", "seed=0,1", f"init.weights={'weights/' * 40}")
+    folders = []
+    for words in [*alike.values(), *long.values(), *many.values(), *deep.values()]:
+        folder = Path(composed("train_imagenet", *words[3:]).run_dir)
+        folder.mkdir(parents=True)  # OSError for a name above 255 bytes, or one that exists
+        folders.append(folder)
+    assert len(set(folders)) == 4 + 8 + 2 + 2
+    assert re.search("data.root=-c$", str(folders[3])) and re.search("data.root=-a-b-[0-9a-f]{8}$", str(folders[0]))
+
+
+def test_a_stopped_sweep_ends_with_the_status_of_a_stopped_run(swept, monkeypatch):
+    def stopped(*_, **__):
+        raise Preempted("stopped in job 1 of 2, seed=0")
+
+    monkeypatch.setattr(sys, "argv", ["train_imagenet.py", "-m", "seed=0,1"])
+    monkeypatch.setattr(sweep, "run_jobs", stopped)
+    monkeypatch.setattr("engine.process.stopping._ignore_interrupts", lambda: None)
+    with pytest.raises(SystemExit, match="^75$"):
+        train_imagenet.main()
+
+
+@pytest.mark.slow
+def test_a_sweep_of_three_rates_and_two_seeds_is_compared(tmp_path):
+    """One rate diverges: the others run. Each run directory holds its own command, and what is left runs alone."""
+    options = (*SHORT_SHAPES, "optim.lr=0.01,0.02,1e30", "seed=0,1", "trainer.steps=3", f"run_dir={tmp_path}/sweep")
+    done = run("train_imagenet", "-m", *options)
+    assert done.returncode == 1 and "\n4 succeeded, 0 had already finished, 2 failed\n" in done.stdout
+    assert len(re.findall("(?m)^failed: optim.lr=1e[+]30 seed=[01]: error: step [123]: .*optim.lr$", done.stdout)) == 2
+    for lr, seed in ((0.01, 0), (0.02, 1)):
+        folder = tmp_path / "sweep" / f"optim.lr={lr},seed={seed}"
+        command = (folder / "config.yaml").read_text().splitlines()[0].removeprefix("# ")
+        assert command in (folder / "log.txt").read_text() and " -m " not in command
+        values = composed("train_imagenet", *shlex.split(command)[2:])
+        assert (values.optim.lr, values.seed, values.run_dir) == (lr, seed, str(folder))
+    shutil.rmtree(tmp_path / "sweep" / "optim.lr=0.02,seed=1")
+    done = run("train_imagenet", "-m", *options)
+    assert "\n1 succeeded, 3 had already finished, 2 failed\n" in done.stdout
+    compare = next(line for line in done.stdout.splitlines() if line.startswith("compare   ")).split(maxsplit=1)[1]
+    subprocess.run([sys.executable, *shlex.split(compare)[1:]], cwd=REPOSITORY, check=True, timeout=300)
+    page = (tmp_path / "sweep" / "comparison.md").read_text()
+    assert "\n|  | optim.lr=0.01 | optim.lr=0.02 |\n" in page and page.count("| 2 (0, 1) ") == 2
+    assert page.count("/optim.lr=1e+30,seed=") == 2 and (tmp_path / "sweep" / "comparison.png").is_file()

@@ -1,0 +1,344 @@
+"""Several processes compute what one does: the same losses, gradients, statistics, weights and scores."""
+
+import json
+import os
+import signal
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.run_directory import RunDirectory
+from engine.process.distributed import World, joined, node_group
+from engine.process.stopping import Preempted
+from engine.records.metrics_logger import MetricsLogger
+from engine.schema.schedule import Schedule
+from engine.training import setup
+from engine.training.loop import train_step
+from engine.training.waits import DataWait
+from eval import evaluate
+from keepless import ABN, renew_statistics
+from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
+from train_seg import train
+
+WORLD_SIZE = 3  # so that shares can differ, a machine can have some of them, and sums depend on their order
+
+
+def this_world() -> World:
+    return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
+
+
+def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tuple[str, ...] = ()) -> dict:
+    """Two training steps in float64 on this rank: losses, last gradients, weights, running statistics.
+
+    `order` permutes the crops of each minibatch; each rank splits its share into `parts` micro-batches.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _steps(norm, order, parts, overrides)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) -> dict:
+    world, crops = this_world(), len(order)
+    sizes = (f"data.crops_per_minibatch={crops}", f"trainer.accumulation_steps={parts}")
+    options = (f"norm={norm}", "norm.sync=true", *sizes, *overrides)
+    config = run_config(*SHORT, *options)
+    learner = setup.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), world)
+    generator = torch.Generator().manual_seed(0)
+    losses, norms = [], []
+    for _ in range(2):
+        images = torch.randint(0, 256, (crops, 3, 48, 48), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(0, 6, (crops, 48, 48), dtype=torch.uint8, generator=generator)
+        labels[labels == 5] = 255
+        share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
+        minibatch = {"image": images[share], "label": labels[share]}
+        loss, norm = train_step(learner, assemble.loss(config.loss, ignore_index=255), minibatch, crops, world)
+        losses.append(loss)
+        norms.append(norm)
+    gradients = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
+    return {"losses": torch.tensor([losses, norms]), **gradients, **learner.network.state_dict()}
+
+
+def compiled(norm: str, recompute: str):
+    return pytest.param(norm, ("trainer.compile=true", f"trainer.recompute={recompute}"), marks=pytest.mark.slow)
+
+
+COMPILED = [compiled("inplace", "none"), compiled("std", "blocks"), compiled("inplace", "sqrt")]
+
+
+@pytest.mark.parametrize("norm, overrides", [("inplace", ()), ("std", ()), *COMPILED])
+def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm, overrides):
+    """The ranks have 2, 3 and 3 of the eight crops. Only they compile their networks."""
+    order = list(range(8))
+    assert_equal_to_rounding(ranks.run(steps, norm, order, 1, overrides, timeout=300), steps(0, norm, order))
+
+
+def leaving(process_group: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    with torch.profiler.record_function("gradients leave"):
+        return allreduce_hook(process_group, bucket)
+
+
+def backward_events(rank: int, compiled: bool) -> str:
+    """A backward pass in order: "g" for gradients that leave, "c" for a convolution or a compiled graph that starts."""
+    wide = ("body.base_channels=[128,128,256]", "head.hidden_channels=8")  # 76 MiB
+    config = run_config(*SHORT, *wide, "head.out_channels=8", f"trainer.compile={compiled}")
+    learner = setup.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), this_world())
+    learner.forward.network.register_comm_hook(None, leaving)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    learner.forward(images).mean().backward()
+    loss = learner.forward(images).mean()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss.backward()
+    letters = {"gradients leave": "g", "CompiledFunctionBackward": "c", "ConvolutionBackward0": "c"}
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return "".join(letters[event.name] for event in events if event.name in letters)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
+    """Compiled too, although DDP wraps the compiled network: PyTorch splits its graph at DDP's buckets."""
+    for events in ranks.run(backward_events, compiled):
+        assert events.count("g") == 3 and "gc" in events, events
+
+
+@pytest.mark.parametrize(
+    "norm, recompute",
+    [
+        ("inplace", "blocks"),
+        pytest.param("std", "none", marks=pytest.mark.slow),
+        pytest.param("checkpoint", "sqrt", marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_the_shares_step_as_those_of_the_whole_minibatch(ranks, norm, recompute):
+    """Norms see one part at a time, so one process gets the crops in the order of the parts of several.
+    In the backward pass of checkpointed blocks, norms exchange their statistics again, while gradients leave.
+    """
+    parts = 2
+    order = torch.arange(2 * WORLD_SIZE * parts)
+    together = order.view(WORLD_SIZE, parts, -1).transpose(0, 1).flatten()
+    assert together.tolist() != order.tolist()
+    found = ranks.run(steps, norm, order.tolist(), parts, (f"trainer.recompute={recompute}",))
+    assert_equal_to_rounding(found, steps(0, norm, together.tolist(), parts))
+
+
+def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:
+    for result in results:
+        for name, expected in alone.items():
+            scale = expected.abs().max().item()
+            torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-10 * max(scale, 1e-3), msg=name)
+
+
+def waits(rank: int, slow_part: str, shared: Path) -> tuple[float, float]:
+    """Seconds that this rank waited for data and for other ranks in a step, by a clock in a file that all ranks read.
+
+    Only rank 0, which something takes ten seconds, moves it, and only once the others have their gradients.
+    """
+    world, clock = this_world(), dist.FileStore(str(shared), WORLD_SIZE)
+    config = run_config(*SHORT, "norm.sync=false", f"data.crops_per_minibatch={2 * WORLD_SIZE}")
+    learner = setup.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), world)
+    first = next(learner.network.parameters())  # its gradient is the last
+    first.register_post_accumulate_grad_hook(lambda _: clock.add("ready", 1) and None)
+
+    def takes_ten_seconds(*_) -> None:
+        if rank == 0:
+            started_s = time.monotonic()
+            while clock.add("ready", 0) < WORLD_SIZE - 1:
+                assert time.monotonic() < started_s + 120, "the other ranks hang"
+                time.sleep(0.01)
+            clock.add("seconds", 10)
+
+    def minibatches():
+        if slow_part == "data":
+            takes_ten_seconds()
+        yield {"image": torch.zeros(2, 3, 48, 48, dtype=torch.uint8), "label": torch.zeros(2, 48, 48).byte()}
+
+    if slow_part == "network":
+        learner.network.register_forward_pre_hook(takes_ten_seconds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "engine.training.waits.time", SimpleNamespace(perf_counter=lambda: float(clock.add("seconds", 0)))
+        )
+        waiting = DataWait(minibatches())
+        minibatch = next(iter(waiting))
+        train_step(learner, assemble.loss(config.loss, ignore_index=255), minibatch, 2 * WORLD_SIZE, world)
+    return waiting.seconds, learner.exchange.seconds
+
+
+@pytest.mark.parametrize("slow_part, slow_data_s", [("data", 10), ("network", 0)])
+def test_a_straggler_shows_in_the_waits(ranks, tmp_path, slow_part, slow_data_s):
+    """The slow rank waits for its data, if that is what is slow, and the others wait for the slow rank."""
+    assert ranks.run(waits, slow_part, tmp_path / "clock") == [(slow_data_s, 0), (0, 10), (0, 10)]
+
+
+def test_parts_have_the_norms_of_unsynchronised_processes(ranks):
+    """As docs/training.md advises for fewer devices. Only running statistics differ: every part updates them."""
+    order, options = list(range(12)), ("norm.sync=false",)
+    alone = steps(0, "inplace", order, WORLD_SIZE, options)
+    expected = {name: tensor for name, tensor in alone.items() if "running_" not in name and "num_b" not in name}
+    assert_equal_to_rounding(ranks.run(steps, "inplace", order, 1, options), expected)
+
+
+def renewed(rank: int, shares: int) -> dict[str, torch.Tensor]:
+    """A norm's statistics from this rank's share of six minibatches."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), ABN(4))
+    minibatches = [torch.randn(2, 3, 8, 8) for _ in range(6)]
+    renew_statistics(network, minibatches[rank::shares])
+    return {name: tensor for name, tensor in network.state_dict().items() if "running" in name}
+
+
+def test_renewed_statistics_are_those_of_all_processes_minibatches(ranks):
+    alone = renewed(0, 1)
+    for result in ranks.run(renewed, WORLD_SIZE):
+        torch.testing.assert_close(result, alone)
+
+
+def run_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
+    """A training in which every warning is an error."""
+    with warnings.catch_warnings(action="error"):
+        return train(composed("train_seg", *(override.format(rank=rank) for override in overrides)))
+
+
+def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
+    """Seven images, each evaluated on one rank, give the scores of one process with the same weights.
+    Without synchronised norms, all ranks evaluate with rank 0's running statistics, as saved.
+    """
+    norm = ("norm.sync=false", "norm.momentum=0.9")
+    options = (*SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "trainer.evaluate_images=7", *norm)
+    results = ranks.run(run_in_rank, (f"run_dir={tmp_path}", *options))
+    written = json.loads((tmp_path / "results.json").read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.training.run.write_results", lambda path, evaluated, *_, **__: evaluated)
+        alone = train(composed("train_seg", f"run_dir={tmp_path}", *options, "resume=auto"))
+    for result in (*results, written):
+        assert result["images"] == alone.images == 7
+        assert result["confusion_matrix"] == alone.details["confusion_matrix"]
+        assert result["miou"] == alone.scores["miou"]
+
+
+def evaluated_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
+    return evaluate(composed("eval", *overrides))
+
+
+def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
+    """Same counts, predictions and overlays as in one process; averaged weights are evaluated if present."""
+    options = (*SHORT, "trainer.steps=2", "trainer.ema_decay=0.9", "data.base_size=128")
+    train(composed("train_seg", f"run_dir={tmp_path}", *options))
+    checkpoint_file = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
+    common = (checkpoint_file, "workers=0", "device=cpu", "overlay_images=5")
+
+    def folders(name: str) -> list[str]:
+        return [f"{key}={tmp_path / name / key}" for key in ("predictions", "overlays", "results")]
+
+    alone = evaluate(composed("eval", *common, *folders("alone")))
+    several = ranks.run(evaluated_in_rank, (*common, *folders("several")))
+    for results in several:
+        assert results["confusion_matrix"] == alone["confusion_matrix"] and results["images"] == alone["images"] == 40
+    files = {path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").glob("*/*.png")}
+    assert len(files) == 40 + 5
+    assert all((tmp_path / "several" / f).read_bytes() == (tmp_path / "alone" / f).read_bytes() for f in files)
+    trained = evaluate(composed("eval", checkpoint_file, "workers=0", "device=cpu", "averaged=false"))
+    assert trained["confusion_matrix"] != alone["confusion_matrix"]
+    assert (tmp_path / "results_trained.json").is_file()
+
+
+def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: int) -> str:
+    original, counted = MetricsLogger.step, []
+
+    def step(self, *args, **kwargs):
+        counted.append(None)
+        if rank == asked and len(counted) == at_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted) as stopped:
+        patch.setattr(MetricsLogger, "step", step)
+        run_in_rank(rank, overrides)
+    return str(stopped.value)
+
+
+def test_all_processes_stop_after_the_same_step_and_resume_to_the_same_weights(ranks, tmp_path):
+    """With dropout, which every rank draws for itself."""
+    options = (*SHORT, *NARROW_A2, "data.crops_per_minibatch=7", "trainer.steps=5", "trainer.ema_decay=0.5")
+    ranks.run(run_in_rank, (f"run_dir={tmp_path / 'whole'}", *options))
+    stopped = ranks.run(asked_to_stop, (f"run_dir={tmp_path / 'stopped'}", *options), 1, 2)
+    assert set(stopped) <= {"stopped after step 2 of 5", "stopped after step 3 of 5"} and len(set(stopped)) == 1
+    ranks.run(run_in_rank, (f"run_dir={tmp_path / 'stopped'}", *options, "resume=auto"))
+    whole, resumed = (checkpoint.load(tmp_path / name / "checkpoints" / "last.pt") for name in ("whole", "stopped"))
+    assert all(same(resumed[part], whole[part]) for part in ("network", "ema"))
+    states = whole["random"]["cpu"]
+    assert len(states) == len(stopped) and not torch.equal(states[0], states[1])
+
+
+def sees_no_checkpoint(rank: int, overrides: tuple[str, ...], blind: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == blind:
+            patch.setattr(RunDirectory, "checkpoint_to_resume", lambda *_: None)
+        run_in_rank(rank, overrides)
+
+
+def test_all_processes_start_from_the_same(ranks, tmp_path):
+    """If one does not see the checkpoint, or got another value, none starts, and all say why."""
+    options = (f"run_dir={tmp_path}", *SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "resume=auto")
+    ranks.run(run_in_rank, options)
+    before = (tmp_path / "checkpoints" / "last.pt").read_bytes()
+    for error in ranks.run(sees_no_checkpoint, options, 1):
+        assert isinstance(error, ValueError)
+        for process, checkpoints in enumerate(("2 of them done", f"no checkpoint in {tmp_path}; ")):
+            has = f"process {process} has 200 training and 40 validation images, 2 steps to train, {checkpoints}"
+            assert has in str(error)
+    for error in ranks.run(run_in_rank, (f"run_dir={tmp_path / 'other'}", *options[1:], "optim.lr={rank}.5")):
+        assert isinstance(error, ValueError) and "process 0 has optim.lr=0.5; process 1 has optim.lr=1.5" in str(error)
+    assert (tmp_path / "checkpoints" / "last.pt").read_bytes() == before and not (tmp_path / "other").exists()
+
+
+def members_of_my_node(rank: int, ranks_per_node: int) -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(rank // ranks_per_node))
+        group = node_group(this_world(), timeout_seconds=60)
+    return [] if group is None else dist.get_process_group_ranks(group)
+
+
+@pytest.mark.parametrize("ranks_per_node, members", [(2, [[0, 1], [0, 1], [2]]), (3, [[], [], []])])
+def test_norms_can_be_synchronised_within_a_machine(ranks, ranks_per_node, members):
+    assert ranks.run(members_of_my_node, ranks_per_node) == members
+
+
+@pytest.mark.parametrize("sync_group, group", [("node", "of this machine"), ("world", None)])
+def test_synchronised_norms_get_the_group_that_was_asked_for(sync_group, group, monkeypatch):
+    class Made(Exception):
+        pass
+
+    def make(group: object) -> None:
+        raise Made(group)
+
+    monkeypatch.setattr(setup, "node_group", lambda world, timeout_seconds: "of this machine")
+    config = run_config("run_dir=unused", "norm.sync=true", f"norm.sync_group={sync_group}")
+    with pytest.raises(Made) as made:
+        setup.learner(config, make, Schedule(1, 1, None, None, 1), World())
+    assert made.value.args == (group,)
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID is set, as by torchrun, but not RANK, WORLD_SIZE, "),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but torchrun did not start this process, which would train alone"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many, but torchrun did not start this process"),
+    ],
+)
+def test_half_of_the_environment_of_torchrun_is_refused(environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{message}"), joined("cpu", timeout_seconds=60):
+        pass

@@ -1,0 +1,67 @@
+"""Commands that run one after the other: all run, whatever becomes of each, and a stop is a stop of all."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from engine.process.console import make_console
+from engine.process.jobs import run_jobs
+from engine.process.stopping import EXIT_CODE, Preempted
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_all_jobs_run_and_each_failure_is_a_line(capfd):
+    jobs = {
+        "good": python("print('printed')"),
+        "wrong": python("import sys; print('a warning', file=sys.stderr); sys.exit('error: what is wrong\\nand more')"),
+        "broken": python("1 / 0"),
+        "killed": python("import os; os.kill(os.getpid(), 9)"),
+        "silent": python("import sys; sys.exit(3)"),
+        "last": python("print('the end')"),
+    }
+    assert run_jobs(jobs, make_console(), ended_before=5) == 4
+    printed = capfd.readouterr()
+    *_, summary = printed.out.partition("2 succeeded, 5 had already finished, 4 failed\n")
+    assert summary.splitlines() == [
+        "failed: wrong: error: what is wrong",
+        "failed: broken: ZeroDivisionError: division by zero",
+        "failed: killed: killed by SIGKILL",
+        "failed: silent: exit status 3",
+    ]
+    assert "job 2 of 6: wrong\n" in printed.out and "printed\n" in printed.out and "the end\n" in printed.out
+    assert "a warning\n" in printed.err and "and more\n" in printed.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_goes_on_to_the_job_and_no_other_starts(number, tmp_path):
+    """The job asks its parent to stop, and ends by the same signal."""
+    heard, other = tmp_path / "heard", tmp_path / "other"
+    code = f"""
+import os, pathlib, signal, sys, time
+signal.signal({number:d}, lambda *_: sys.exit(pathlib.Path({str(heard)!r}).write_text("")))
+os.kill(os.getppid(), {number:d})
+time.sleep(60)
+"""
+    jobs = {"first": python(code), "second": python(f"open({str(other)!r}, 'w')")}
+    before = signal.signal(number, own := signal.SIG_DFL)
+    try:
+        with pytest.raises(Preempted, match="^stopped in job 1 of 2, first$"):
+            run_jobs(jobs, make_console())
+        assert heard.exists() and not other.exists() and signal.getsignal(number) == own
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_job_that_was_asked_to_stop_stops_all_and_ignored_signals_stay_ignored(tmp_path, monkeypatch):
+    with pytest.raises(Preempted, match="^stopped in job 1 of 2, first$"):
+        run_jobs({"first": python(f"import sys; sys.exit({EXIT_CODE})"), "second": python("")}, make_console())
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the shell does for a job in the background
+    try:
+        assert run_jobs({"only": python(f"import os; os.kill({os.getpid()}, 2)")}, make_console()) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,55 @@
+"""Failed allocations become a MemoryError that says where; other errors stay as they are."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine import assemble
+from engine.checkpoint import files
+from engine.configuration.config import plain
+from engine.prediction import open_network
+from engine.process.memory import is_out_of_memory, memory_errors
+from tests.runs import run_config
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),  # from the driver: the device was full already
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("GET was unable to find an engine to execute this computation"),  # a convolution's workspace
+        RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=lambda error: str(error)[:30],
+)
+def test_every_kind_of_a_failed_allocation_is_known(error):
+    assert is_out_of_memory(error) and not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
+    with pytest.raises(MemoryError, match="^out of memory in step 3$"), memory_errors("in step 3"):
+        raise error
+    with pytest.raises(RuntimeError, match="^another one$"), memory_errors("in step 3"):
+        raise RuntimeError("another one")
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 2**10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say how much is resident")
+def test_images_of_many_sizes_leave_no_memory_behind(tmp_path):
+    """The heap would grow by 100 MiB in 300 images; oneDNN's cache of kernels alone grows for a while, by 25 MiB."""
+    config, colours = run_config("data=camvid"), [[number] * 3 for number in range(5)]
+    state = {"task": config.task, "step": 7, "config": plain(config), "classes": [*"abcde"], "palette": colours}
+    files.save(tmp_path / "last.pt", {**state, "network": assemble.network_of(config, 5).state_dict()})
+    network, draw, found = open_network(tmp_path / "last.pt"), random.Random(0), []
+    for number in range(400):
+        network.predict(np.zeros((draw.randrange(64, 320), draw.randrange(64, 320), 3), np.uint8))
+        if number in (99, 399):
+            found.append(resident_mib())
+    assert found[1] - found[0] < 60

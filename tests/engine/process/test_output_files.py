@@ -1,0 +1,92 @@
+"""Files stay inside the user's folder; errors name the key of a folder, and the file that could not be written."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+from engine.checkpoint import files as checkpoint
+from engine.process.output_files import inside, opened_file, writable_folder, write_figure, write_file, write_png
+from scripts.predict import write_classes
+from tests.engine.checkpoint.test_files import files_of_at_most
+from tests.runs import REPOSITORY
+
+
+def test_links_that_leave_the_folder_are_refused(tmp_path):
+    folder, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    folder.mkdir(), elsewhere.mkdir()
+    (folder / "city").symlink_to(elsewhere)
+    (folder / "a.png").symlink_to(elsewhere / "a.png")
+    for name in ("city/a.png", "a.png", "city", ".", ""):
+        with pytest.raises(ValueError, match="outside of"):
+            inside(folder, name)
+    (tmp_path / "linked").symlink_to(folder)  # the user's own choice
+    assert inside(tmp_path / "linked", "b.png") == folder / "b.png"
+
+
+def test_no_file_is_written_through_a_link_or_waits_for_the_reader_of_a_pipe(tmp_path):
+    outside, path = tmp_path / "outside", tmp_path / "run" / "metrics.partial"
+    path.parent.mkdir()
+    for target in (outside, tmp_path / "nowhere"):
+        outside.write_text("precious")
+        path.symlink_to(target)
+        for write in (lambda: write_file(path, "a"), lambda: opened_file(path, "a"), lambda: opened_file(path, "wb")):
+            with pytest.raises(OSError, match=f"^{path} is a link to {target}: expected a file; remove the link$"):
+                write()
+        assert outside.read_text() == "precious" and not (tmp_path / "nowhere").exists()
+        path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=f"No such device or address: '{path}'"):
+        write_file(path, "a")
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_its_key(tmp_path):
+    assert writable_folder("predictions", tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    for folder, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory")):
+        expected = rf"predictions: {folder} is not a writable folder \({reason}\); give another with predictions="
+        with pytest.raises(ValueError, match=expected):
+            writable_folder("predictions", folder)
+
+
+def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
+    """Also where the error is of the write, and not of opening the file."""
+    pixels, palette = np.zeros((64, 64), np.uint8), np.arange(768, dtype=np.uint8).reshape(256, 3)
+    pixels[::3, 1::5] = 7
+    writers = {
+        "a.txt": lambda path: write_file(path, 100 * "ä"),
+        "a.bin": lambda path: write_file(path, bytes(101)),
+        "a.png": lambda path: write_png(path, np.stack(3 * [pixels], axis=2)),
+        "ids.png": lambda path: write_png(path, pixels, palette),
+        "figure.png": lambda path: write_figure(path, Figure((1, 1)), dpi=50),
+        "classes.json": lambda path: write_classes(path, "id", np.arange(2), ["road", "sky"], np.zeros((2, 3), int)),
+        "model.pt": lambda path: checkpoint.write_alone(path, {"w": torch.zeros(100)}),
+    }
+    (tmp_path / "b").touch()
+    for name, writer in writers.items():
+        path = tmp_path / name
+        with files_of_at_most(40), pytest.raises(OSError, match=f"File too large.*{path}|{path}.*: File too large"):
+            writer(path)
+        with pytest.raises(OSError, match=f"{tmp_path / 'b' / name}"):
+            writer(tmp_path / "b" / name)
+        writer(path)
+    assert (tmp_path / "a.txt").read_text("utf-8") == 100 * "ä"
+    with Image.open(tmp_path / "ids.png") as stored:
+        assert stored.mode == "P" and np.array_equal(np.asarray(stored), pixels)
+        assert stored.getpalette() == palette.flatten().tolist()
+
+
+def test_only_one_place_writes_files():
+    """Commands that users run write by `engine.process.output_files`, so that no message lacks the file's name."""
+    files = [*REPOSITORY.glob("*.py"), *(REPOSITORY / "scripts").rglob("*.py")]
+    files += [
+        path for task in ("segmentation", "classification") for path in (REPOSITORY / "engine" / task).glob("*.py")
+    ]
+    direct = re.compile(r"\.(write_text|write_bytes|savefig|imwrite)\(|open\([^)]*, \"[wax]|torch\.save\(")
+    found = {path.relative_to(REPOSITORY).as_posix() for path in files if direct.search(path.read_text())}
+    own = ("loader.py",)  # data to be measured
+    assert found == {f"scripts/evidence/{name}" for name in own}

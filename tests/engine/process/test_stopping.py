@@ -1,0 +1,107 @@
+"""Signals: the first asks the run to stop, the same one again ends it. Errors that users can fix are one message."""
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import cv2
+import pytest
+import torch
+
+from datasets.class_table import UnknownIds
+from engine.checkpoint import files as checkpoint
+from engine.process import stopping
+from engine.process.stopping import EXIT_CODE, Preempted, StopRequest, errors_for_users
+from models.checkpoints import torch_files
+
+
+def handlers() -> list:
+    return [signal.getsignal(number) for number in stopping.ONE_REQUEST_SECONDS]
+
+
+@pytest.mark.parametrize("number, other", [(signal.SIGTERM, signal.SIGUSR1), (signal.SIGINT, signal.SIGTERM)])
+def test_the_same_signal_again_ends_the_process_unless_it_is_the_same_request(monkeypatch, number, other):
+    now, sent, before = 100.0, [], handlers()
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(stopping, "os", SimpleNamespace(kill=lambda *call: sent.append(call), getpid=os.getpid))
+    with StopRequest(patience_seconds=60) as stop:
+        stop.training = True
+        os.kill(os.getpid(), number)
+        now += stopping.ONE_REQUEST_SECONDS[number]
+        os.kill(os.getpid(), number)  # as Slurm and torchrun may both send it
+        now += 0.01
+        os.kill(os.getpid(), other)  # no second request
+        assert stop.requested and not sent
+        os.kill(os.getpid(), number)
+        assert sent == [(os.getpid(), number)] and signal.getsignal(number) is signal.SIG_DFL
+    assert stop.last_resort.finished.is_set() and before == handlers()
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    """A shell starts background processes with SIGINT ignored: Ctrl-C is meant for others."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest(patience_seconds=60) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not stop.requested and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+UNANSWERED = """
+import os, signal, time
+from engine.process import stopping
+with stopping.StopRequest(patience_seconds=0.1) as stop:
+    stop.training = True
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(600)
+"""
+
+
+def test_a_request_that_is_not_answered_ends_the_process():
+    done = subprocess.run([sys.executable, "-c", UNANSWERED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == EXIT_CODE
+    assert done.stderr.startswith("asked to stop 0.1 seconds ago, but no step has ended since: ends without saving")
+
+
+def test_before_the_first_step_a_request_is_answered_at_once():
+    reached = []
+    with pytest.raises(Preempted, match="^stopped before the first step$"), StopRequest(patience_seconds=60) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        reached.append("the next line")
+    assert stop.requested and not reached and stop.last_resort.finished.is_set()
+
+
+def test_a_request_while_a_checkpoint_is_read_says_nothing_of_damage(tmp_path, monkeypatch):
+    torch.save({"step": 1}, tmp_path / "last.pt")
+    monkeypatch.setattr(torch_files, "_check_bytes", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Preempted, match="^stopped before the first step$"), StopRequest(patience_seconds=60):
+        checkpoint.load(tmp_path / "last.pt")
+
+
+def test_memory_that_runs_out_anywhere_is_a_message():
+    with pytest.raises(SystemExit, match="error: out of memory outside of steps and images: .*smaller body"):
+        with errors_for_users():
+            torch.empty(2**60, dtype=torch.uint8)
+    opencv = cv2.error("OpenCV(5) alloc.cpp:66: error: (-4:Insufficient memory) Failed to allocate 9 bytes")
+    for error, what in ((MemoryError(), "the system gives no more"), (opencv, "Failed to allocate 9 bytes")):
+        with pytest.raises(SystemExit, match=f"error: out of memory .*: .*{what}.*ulimit -v"), errors_for_users():
+            raise error
+    with pytest.raises(SystemExit, match="^error: a process died. If the machine ran out of memory, wait$"):
+        with errors_for_users():  # has its words already
+            raise ChildProcessError("a process died. If the machine ran out of memory, wait")
+    for kind in (KeyError, RuntimeError):  # our own mistakes keep their traceback
+        with pytest.raises(kind, match="our own"), errors_for_users():
+            raise kind("our own mistake")
+
+
+@pytest.mark.parametrize("kind, name", [(ValueError, "ValueError"), (UnknownIds, "datasets.class_table.UnknownIds")])
+def test_users_see_the_message_of_a_worker_and_no_traceback(kind, name, monkeypatch):
+    error = kind(f"Caught {kind.__name__} in DataLoader worker process 0.\n  File\n{name}: a.png: is bad")
+    with pytest.raises(SystemExit, match="^error: a.png: is bad$"), errors_for_users():
+        raise error
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # on request it is kept
+    with pytest.raises(kind, match="Caught"), errors_for_users():
+        raise error

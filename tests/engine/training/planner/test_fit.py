@@ -1,0 +1,216 @@
+"""The search for what fits, and trainings that spend a budget."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import train_seg
+from datasets import cityscapes
+from engine.schema.memory import Memory
+from engine.schema.segmentation import SegmentationRun
+from engine.training import planner
+from keepless.saved import size_text
+from scripts import plan_memory, plan_table
+from tests import runs, trees
+from tests.datasets import classification_trees
+
+
+def test_what_a_device_needs_leaves_its_tensors_what_they_take():
+    memory = Memory(budget="10GiB", context="1GiB", nccl="0.5GiB", workspace="2GiB", fragmentation=0.2)
+    for devices, tensors in ((1, 0.8 * 7), (4, 0.8 * 6.5)):
+        assert memory.available(devices) == int(tensors * 2**30)
+        assert memory.needed(int(tensors * 2**30), devices) == pytest.approx(10 * 2**30, abs=2)
+    assert "memory.nccl" not in memory.deductions(1)
+    assert (
+        memory.deductions(4) == "memory.context=1GiB memory.nccl=0.5GiB memory.workspace=2GiB memory.fragmentation=0.2"
+    )
+
+
+def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys):
+    root = trees.cityscapes(tmp_path)
+    config = planned("data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std")
+    with planner.fitted(config) as chosen:
+        assert chosen.data.crops_per_minibatch == len(cityscapes(root, "train"))
+    output = capsys.readouterr().out
+    assert "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU nothing enforces it" in output
+
+
+def test_a_minibatch_is_not_larger_than_a_part_of_cifar(tmp_path):
+    """Whose images the mean image is subtracted from."""
+    root = classification_trees.cifar_zip(tmp_path / "cifar.zip")
+    data = ("data=cifar10", f"data.root={root}", "data.mean_image=true", "data.mean=[0,0,0]")
+    run = ("run_dir=unused", *data, "body=resnet32_cifar", "memory.budget=24GiB", "memory.fit=batch")
+    config = runs.classification_config(*run)
+    with planner.fitted(config) as chosen:
+        assert chosen.data.crops_per_minibatch == 20
+
+
+def test_a_plan_over_the_budget_says_so_first_and_fails(capsys):
+    values = runs.composed("train_seg", *SMALL, "memory.budget=3MiB")
+    with pytest.raises(ValueError, match="memory.budget=3MiB: this step needs .* memory.fit=batch or"):
+        plan_memory.plan(values, SegmentationRun)
+    assert capsys.readouterr().out.startswith("This step does not fit into memory.budget=3MiB: less")
+
+
+SMALL = (
+    "body=resnext_tiny",
+    *(f"memory.{name}=0MiB" for name in ("context", "nccl", "workspace")),
+    "memory.fragmentation=0",
+)
+
+
+def planned(*overrides: str):
+    return runs.run_config("run_dir=unused", *SMALL, *overrides)
+
+
+def test_what_fits_is_the_most_that_fits():
+    config = planned("memory.budget=40MiB", "memory.fit=batch", "norm=std")
+    chosen = planner.fitting(config, devices=2)
+    share, size = chosen.data.crops_per_minibatch // 2, config.data.crop_size
+    peaks = [planner.step_memory(config, share + more, size, devices=2).peak for more in (0, 1)]
+    assert peaks[0] <= 40 * 2**20 < peaks[1]
+    one, two = (planner.step_memory(config, share, size, devices) for devices in (1, 2))
+    assert one.at_peak["gradients"] < two.parameters <= two.at_peak["gradients"]  # DDP holds all throughout
+    inplace = planner.fitting(planned("memory.budget=40MiB", "memory.fit=batch", "norm=inplace"), devices=2)
+    assert inplace.data.crops_per_minibatch > 1.3 * chosen.data.crops_per_minibatch
+
+
+def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
+    run = ("debug=smoke", *SMALL, "norm.backend=eager", "data.crop_size=64", "trainer.device=cpu")
+    budget = ("memory.budget=30MiB", "memory.fit=batch")
+    crops = planner.fitting(planned(*run, *budget), devices=1).data.crops_per_minibatch
+    file = tmp_path / "run" / "config.yaml"
+    train_seg.train(runs.composed("train_seg", *run, *budget, f"run_dir={tmp_path / 'run'}"))
+    written = yaml.safe_load(file.read_text())
+    assert written["data"]["crops_per_minibatch"] == crops > 2 and written["memory"]["fit"] is None
+    # Whatever fits now, a resumed run keeps its minibatch.
+    more = ("memory.budget=60MiB", "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
+    with planner.fitted(planned(*run, *more)) as config:
+        assert config.data.crops_per_minibatch == crops
+    kept = file.read_text()
+    unfolding = "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 41))
+    for text in ("a: &a [*a]", unfolding, "  crops_per_minibatch: 9999999", "  crops_per_minibatch: [1]"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"^{file}"), planner.fitted(planned(*run, *more)):
+            pass
+    file.write_text(kept)
+    # Without memory.fit nothing is taken from the run.
+    plain = ("memory.budget=60MiB", "data.crops_per_minibatch=2", "resume=auto", f"run_dir={tmp_path / 'run'}")
+    with planner.fitted(planned(*run, *plain)) as config:
+        assert config.data.crops_per_minibatch == 2
+
+
+def test_a_plan_needs_no_writable_cache(monkeypatch):
+    config = planned("memory.budget=1GiB")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    with planner.fitted(config) as config:
+        assert config.data.crops_per_minibatch > 0
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["memory.budget=1GiB", "memory.context=1GiB"], r"memory.budget=1GiB leaves nothing for tensors"),
+        (["memory.budget=twelve"], r"memory.budget=twelve: expected a number and one of KiB, .*, such as 12GiB"),
+        (["memory.fit=batch"], r"memory.fit=batch needs a device's memory: give memory.budget="),
+        (["memory.fit=size", "memory.budget=1GiB"], r"memory.fit=size: expected one of batch, crop"),
+        # Nothing fits.
+        (["memory.budget=3MiB", "memory.fit=batch"], r"nothing fits; 2 crops of \d+x\d+ pixels already need .* MiB"),
+        (["memory.budget=3MiB", "memory.fit=crop"], r"nothing fits; \d+ crops of 64x64 pixels already need .* MiB"),
+        (["memory.budget=3MiB"], r"memory.budget=3MiB: .* need .* MiB, and 3.0 MiB are left .* memory.fit=batch or"),
+        (["memory.budget=1GiB", "memory.gpus=4"], r"memory.gpus=4, but this run has 1 process\(es\): .*torchrun"),
+    ],
+)
+def test_wrong_keys_and_budgets_are_named(overrides, message):
+    with pytest.raises(ValueError, match=message), planner.fitted(planned(*overrides)):
+        pass
+
+
+def test_running_out_of_memory_all_the_same_names_the_plan():
+    config, planned_mib = planned("memory.budget=1GiB"), r"With memory.budget=1GiB [\d.]+ MiB were planned"
+    with pytest.raises(MemoryError, match=rf"out of memory in step 3. {planned_mib}, and .* took [\d,.]+ MiB before"):
+        with planner.fitted(config):
+            raise MemoryError("out of memory in step 3")
+    with pytest.raises(MemoryError, match="^full$"), planner.fitted(planned()):
+        raise MemoryError("full")
+
+
+def test_the_plan_of_an_experiment(capsys):
+    """The pixels of a minibatch grow as in-place norms allow."""
+    budget = ("memory.budget=100MiB", "memory.fit=crop", "memory.gpus=2")
+    values = runs.composed("train_seg", "run_dir=unused", *SMALL, *budget, "norm=std")
+    std, checkpoint, inplace = plan_memory.plan(values, SegmentationRun)
+    assert std.crops == checkpoint.crops == inplace.crops and std.crop_size < inplace.crop_size
+    assert all(fit.bytes <= 100 * 2**20 for fit in (std, checkpoint, inplace))
+    printed = capsys.readouterr().out
+    assert (
+        "memory.fit=crop, larger crops, as many (the paper's FIXED BATCH), on each of 2 devices" in printed
+        and "body.mod1" in printed
+        and "memory.budget=100MiB: less memory.context=0MiB" in printed
+    )
+
+
+def test_a_reversible_body_takes_the_place_of_another_at_its_stride(monkeypatch):
+    monkeypatch.setattr(planner, "step_memory", lambda *_: SimpleNamespace(parameters=2**40))
+    config = runs.classification_config("run_dir=unused", "body=resnext101")
+    found = plan_table.combinations(config)["in-place norms, body=revnet104, float32"].body
+    assert (found.name, found.output_stride) == ("revnet", config.body.output_stride) == ("revnet", 32)
+
+
+def test_the_experiment_decides_whose_keys_are_taken():
+    assert plan_memory.entry_of(["experiment=table2/wrn38_inplace_256"]) == "train_imagenet"
+    assert plan_memory.entry_of(["experiment=table3/cityscapes_wrn38_std"]) == "train_seg"
+    assert plan_memory.entry_of(["body=resnext_tiny"]) == "train_seg"
+    assert plan_memory.entry_of(["body=resnext_tiny", "data=image_folder"]) == "train_imagenet"
+    with pytest.raises(ValueError, match="experiment=table2/wrn: there is no such .* the nearest are .*table2/wrn38"):
+        plan_memory.entry_of(["experiment=table2/wrn"])
+
+
+def test_a_reversible_body_is_planned_on_one_device(capsys):
+    revnet = ("body=revnet_tiny", "body.structure=[1,1,1]", "memory.gpus=1", "data.crop_size=64")
+    values = runs.composed("train_seg", "run_dir=unused", *SMALL, *revnet)
+    plan_memory.plan(values, SegmentationRun)
+    printed = capsys.readouterr().out
+    assert "in-place norms, bfloat16" in printed and "sqrt" not in printed and "save_on_cpu" in printed
+
+
+WITHIN = ("trainer.recompute=budget", "norm=std", "norm.backend=eager", "data.crop_size=128")
+
+
+def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():
+    config = planned(*WITHIN, "memory.budget=29MiB", "data.crops_per_minibatch=4", "trainer.ema_decay=0.9")
+    memory, needed, about = planner.within_budget(config, devices=1)
+    plain = planner.step_memory(replace(config, trainer=replace(config.trainer, recompute="none")), 4, 128)
+    room = planner.room(config, 4, 128)
+    kinds = ("weights", "average", "momentum")
+    assert {kind: room.beside[kind] for kind in kinds} == {kind: plain.at_peak[kind] for kind in kinds}
+    assert room.beside["gradients"] == plain.parameters
+    left = 29 * 2**20 - sum(room.beside.values())
+    assert memory.activation_bytes() == left // 2**10 * 2**10 and f"leave {size_text(left)} for activations" in about
+    # The step that trains with it, with its loss and its optimiser, keeps to the whole.
+    trace = planner.step_memory(replace(config, memory=memory), 4, 128)
+    assert trace.peak <= needed <= 29 * 2**20 < plain.peak
+
+
+@pytest.mark.slow
+def test_the_most_crops_within_a_budget_are_those_of_its_time():
+    run = (*WITHIN, "memory.budget=30MiB", "memory.fit=batch", "data.crops_per_minibatch=4")
+    plain = planner.fitting(planned(*run, "trainer.recompute=none"), devices=1).data.crops_per_minibatch
+    crops = {}
+    for time in (1.1, 1.3):
+        config = planner.fitting(planned(*run, f"memory.time={time}"), devices=1)
+        crops[time] = config.data.crops_per_minibatch
+        fits, more = (planner.room(config, crops[time] + extra, 128).least(time) for extra in (0, 1))
+        assert fits <= 30 * 2**20 < more
+    assert plain < crops[1.1] < crops[1.3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fit", ["memory.fit=batch", "memory.fit=crop"])
+def test_a_plan_within_a_budget_is_printed(capsys, fit):
+    values = runs.composed("train_seg", "run_dir=unused", *SMALL, *WITHIN, "memory.budget=30MiB", fit)
+    found = plan_memory.plan(values, SegmentationRun)
+    assert all(each.bytes <= 30 * 2**20 for each in found)
+    assert "trainer.recompute=budget: 30.0 MiB less" in capsys.readouterr().out

@@ -1,0 +1,187 @@
+"""Traces of a step on fake tensors, judged by PyTorch's own tracker of memory and by the same step on real tensors."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from engine.process.distributed import World, data_parallel
+from engine.training.loop import accumulate_gradients
+from engine.training.planner.fit import fake_step
+from engine.training.planner.trace import FakeTensors, begun, traced
+from keepless.fit.made_tensors import MadeTensors
+from keepless.saved import kept_bytes
+from scripts.reports.measuring import peak_bytes
+from tests import runs
+from tests.norms import IN_PLACE, STRATEGIES
+
+CROPS, SIZE = 4, 128
+NORMS = ("std", "checkpoint", "checkpoint_xhat", "inplace_1", "inplace")
+
+
+def tracked(config) -> dict[str, int]:
+    """Bytes at the peak of the second step, by kind, as PyTorch's tracker counts them."""
+    with FakeTensors():
+        learner, loss, minibatch = fake_step(config, CROPS, SIZE)
+        for parameter in learner.network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        learner.step(1.0)
+        learner.optimizer.zero_grad()
+        learner.network.train()
+        tracker = MemTracker()
+        tracker.track_external(learner.network, learner.optimizer, minibatch["image"], minibatch["label"])
+        with tracker:
+            accumulate_gradients(learner, loss, minibatch, CROPS, World())
+            learner.gradient_norm()
+            learner.step(1.0)
+    (of_device,) = tracker.get_tracker_snapshot("peak").values()
+    return {getattr(kind, "value", kind): size for kind, size in of_device.items()}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "norm=std",
+        "norm=inplace",
+        pytest.param("norm=std optim=adamw", marks=pytest.mark.slow),
+        "norm=std trainer.recompute=blocks",
+        pytest.param("norm=inplace trainer.precision=bfloat16", marks=pytest.mark.slow),
+        "norm=inplace body=revnet_tiny",
+        *(pytest.param(f"norm={norm} trainer.precision=bfloat16", marks=pytest.mark.slow) for norm in NORMS[:4]),
+        pytest.param("norm=std trainer.recompute=activations", marks=pytest.mark.slow),
+        pytest.param("norm=std body=revnet_tiny trainer.precision=bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_pytorch_s_tracker_finds_the_same_peak_to_the_byte(overrides):
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "optim.fused=true", *overrides.split())
+    config.body.structure = [1] * len(config.body.structure)
+    trace, judged = traced(lambda: fake_step(config, CROPS, SIZE)), tracked(config)
+    assert trace.peak == judged["Total"]
+    assert trace.at_peak["weights"] == judged["Parameter"] + judged["Buffer"]
+    assert (trace.at_peak["momentum"], trace.at_peak["images"]) == (judged["Optstate"], judged["Other"])
+
+
+@pytest.mark.parametrize(
+    "body, norm", [("resnext_tiny", "std"), ("resnext_tiny", "checkpoint"), ("revnet_tiny", "inplace")]
+)
+def test_a_real_step_saves_what_a_trace_says(body, norm):
+    config = runs.run_config(f"norm={norm}", f"body={body}", "norm.backend=eager")
+    trace = traced(lambda: fake_step(config, CROPS, SIZE))
+    learner, loss, minibatch = fake_step(config, CROPS, SIZE)
+    network, images, labels = learner.network.train(), minibatch["image"], minibatch["label"]
+    kept = kept_bytes(network, lambda: loss(learner.forward(images), labels), [images, labels])
+    assert sum(trace.saved.values()) == kept
+    assert trace.saved.keys() <= {name for name, _ in network.named_modules()}
+
+
+def test_averaged_weights_are_a_second_copy_of_the_weights():
+    options = ("trainer.ema_decay=0.9", "lr_schedule=step", "lr_schedule.warmup_steps=500")  # whatever the rate does
+    trace = traced(lambda: fake_step(runs.run_config("body=resnext_tiny", *options), CROPS, SIZE))
+    assert trace.at_peak["average"] == trace.at_peak["weights"]
+
+
+def test_nothing_of_a_trace_stays():
+    networks = []
+
+    def make():
+        step = fake_step(runs.run_config("body=resnext_tiny", "norm.backend=eager"), CROPS, SIZE)
+        networks.append(weakref.ref(step[0].network))
+        return step
+
+    traced(make)
+    gc.collect()
+    assert networks[0]() is None
+
+
+@pytest.mark.parametrize("norm", ["std", "inplace"])
+def test_offloaded_every_saved_tensor_moves(norm):
+    config, moved = runs.run_config(f"norm={norm}", "body=resnext_tiny", "norm.backend=eager"), []
+    learner, loss, minibatch = fake_step(config, CROPS, SIZE)
+    learner.network.train()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: moved.append(saved.nbytes), lambda _: None):
+        loss(learner.forward(minibatch["image"]), minibatch["label"])
+    kept, offloaded = (traced(lambda: fake_step(config, CROPS, SIZE), offloaded=moves) for moves in (False, True))
+    assert kept.moved == 0 and offloaded.moved == sum(moved) > sum(kept.saved.values())
+    assert offloaded.peak < kept.peak and offloaded.at_peak["activations"] < 0.5 * kept.at_peak["activations"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", NORMS)
+def test_memory_inside_operators_is_under_a_tenth(norm):
+    """Of batch normalisation's backward pass, for one."""
+    config = runs.run_config(f"norm={norm}", "body=resnext_tiny", "norm.backend=eager")
+    trace = traced(lambda: fake_step(config, 4, 512))
+    learner, loss, minibatch = fake_step(config, 4, 512)
+    learner.network.train()
+
+    def step() -> None:
+        learner.optimizer.zero_grad()
+        accumulate_gradients(learner, loss, minibatch, 4, World())
+        learner.gradient_norm()
+        learner.step(1.0)
+
+    step()
+    learner.optimizer.zero_grad()
+    planned = sum(trace.at_peak[kind] for kind in ("gradients", "activations", "temporary"))
+    assert 0.9 < planned / peak_bytes(step, "cpu") <= 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("strategy", IN_PLACE)
+def test_a_plan_of_fused_norms_has_no_tensor_in_between(strategy, frozen):
+    """Forward one new buffer, backward another (and vectors): as the Triton kernels allocate."""
+    with FakeTensors():
+        layer = STRATEGIES[strategy](64, backend="compiled").train(not frozen)
+        x = torch.empty((2, 64, 96, 96), requires_grad=True)
+        with MadeTensors() as made:
+            z = layer(x)
+            assert z.nbytes <= made.peak < 1.01 * z.nbytes
+            dz = torch.empty_like(z)
+            z.backward(dz)
+        assert 3 * z.nbytes <= made.peak < 3.01 * z.nbytes  # z, dL/dz, dL/dx
+
+
+def in_buckets(config, crops: int, size: int):
+    """Traces of a step on one device, and on one of several."""
+    return [traced(lambda: fake_step(config, crops, size), in_buckets=several) for several in (False, True)]
+
+
+def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
+    """The real step is of one process in a group of one, in which DDP has the same buckets."""
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "norm=std")
+    _, trace = in_buckets(config, CROPS, SIZE)
+    learner, loss, minibatch = fake_step(config, CROPS, SIZE)
+    begun(learner, minibatch)
+
+    def step() -> None:
+        accumulate_gradients(learner, loss, minibatch, CROPS, World())
+        learner.optimizer.zero_grad()
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        trained = data_parallel(learner.network, torch.device("cpu"))
+        learner.forward = learner.forward.through(trained)
+        step()
+        step()  # which rebuilds the buckets
+        measured = peak_bytes(step, "cpu") + trace.parameters
+    finally:
+        torch.distributed.destroy_process_group()
+    planned = sum(trace.at_peak[kind] for kind in ("gradients", "activations", "temporary"))
+    assert trace.at_peak["gradients"] >= trace.parameters
+    assert 0.9 < planned / measured <= 1
+
+
+def test_with_several_devices_another_moment_can_be_the_peak():
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "norm=std")
+    alone, several = in_buckets(config, 2, 72)
+    assert (alone.place, several.place) == ("optimizer", "forward")
+    assert several.peak > alone.peak - alone.at_peak["gradients"] + alone.parameters
+
+
+def test_accumulated_gradients_lie_beside_the_buckets():
+    """DDP copies them with the last micro-batch."""
+    config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "trainer.accumulation_steps=2")
+    alone, several = in_buckets(config, CROPS, 64)
+    assert several.peak == alone.peak + alone.parameters

@@ -1,0 +1,200 @@
+"""The learner: its state survives a checkpoint, its numbers are checked, its statistics renewed."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from engine.checkpoint import files as checkpoint
+from engine.process.distributed import World
+from engine.training.learner import Learner, WeightAverage
+from keepless import InPlaceABN
+from tests.damages import GONE, at, damaged, damages, places
+from tests.engine.learners import forward_of, learner_of
+from tests.runs import same
+
+
+def small_learner(precision: str = "float32", averaged: bool = False) -> Learner:
+    """After two steps."""
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.named_parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=precision == "float16")
+    average = WeightAverage(network, decay=0.9) if averaged else None
+    learner = Learner(network, forward_of(network, precision), optimizer, scheduler, scaler, average=average)
+    for _ in range(2):
+        learner.backward(network(torch.randn(3, 2)).square().mean())
+        learner.gradient_norm()
+        learner.step(1.0)
+    return learner
+
+
+def test_everything_that_changes_continues(tmp_path):
+    assert not {"scaler", "ema"} & small_learner().state_dict(2).keys()
+    learner = small_learner("float16", averaged=True)
+    learner.scaler.update(32.0)
+    state = learner.state_dict(2)
+    assert state["step"] == 2 and state["ema"].keys() == state["network"].keys()
+    checkpoint.save(tmp_path / "last.pt", state)
+
+    again = small_learner("float16", averaged=True)
+    again.load_state_dict(checkpoint.read(tmp_path / "last.pt"))
+    assert again.scaler.get_scale() == again.loss_scale == 32.0
+    assert same(learner.network.state_dict(), again.network.state_dict())
+    assert same(learner.average.module.state_dict(), again.average.module.state_dict())
+    for one in (learner, again):
+        with torch.no_grad():
+            [parameter.add_(1) for parameter in one.network.parameters()]
+        one.average.update(one.network)
+    assert torch.equal(learner.average.module.weight, again.average.module.weight)
+    assert not torch.equal(learner.average.module.weight, learner.network.weight)
+
+    for one in (learner, again):  # with the momentum and the learning rate of the two steps
+        one.optimizer.zero_grad()
+        one.backward(one.network(torch.ones(3, 2)).square().mean())
+        one.gradient_norm()
+        one.step(1.0)
+    assert torch.equal(learner.network.weight, again.network.weight)
+    assert learner.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 0.1 * 0.8
+
+
+def test_a_broken_network_or_average_has_no_state_and_a_gradient_that_overflows_is_named():
+    learner = small_learner(averaged=True)
+    for module, name in ((learner.average.module, "averaged weight"), (learner.network, "weight")):
+        module.weight.data[0, 0] = torch.nan
+        expected = f"^after step 7, 1 weights and statistics are not finite, {name} among them"
+        with pytest.raises(FloatingPointError, match=expected):
+            learner.state_dict(7)
+        module.weight.data[0, 0] = 0
+    for parameter in learner.network.parameters():
+        parameter.grad = torch.full_like(parameter, 1e25)
+    largest = r"all are finite; the gradient with the largest norm is weight \(2e\+25\)"  # whose square overflows
+    with pytest.raises(FloatingPointError, match=f"the gradient is inf; {largest}"):
+        learner.check(1.0, learner.gradient_norm().item())
+
+
+def test_before_an_evaluation_the_average_gets_statistics_of_its_own():
+    """From the given minibatches; without any, the trained network's statistics stay."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), InPlaceABN(4))
+    minibatches = [{"image": torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)} for _ in range(3)]
+    learner = learner_of(network, average=WeightAverage(network, decay=0.9), statistics_minibatches=minibatches)
+    with torch.no_grad():
+        learner.average.module[0].weight.mul_(2)
+        outputs = [learner.average.module[0](learner.forward.normalised(m["image"])) for m in minibatches]
+    before = copy.deepcopy(network.state_dict())
+    learner.prepare_evaluation(World())
+    means = [y.transpose(0, 1).flatten(1).mean(dim=1) for y in outputs]
+    torch.testing.assert_close(learner.average.module[2].running_mean, sum(means) / 3)
+    assert same(network.state_dict(), before)
+    learner.statistics_minibatches = ()
+    renewed = learner.average.module[2].running_mean.clone()
+    learner.prepare_evaluation(World())
+    assert torch.equal(learner.average.module[2].running_mean, renewed)
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("optimizer", GONE, "it has no part optimizer"),
+        ("ema", GONE, "it has no part ema"),
+        ("scaler", GONE, "it has no part scaler"),
+        ("scaler scale", GONE, "scale of its part scaler is None: expected a number from 0 on"),
+        ("network bias", GONE, "bias of its part network is missing: expected float32 .2."),
+        ("network more", torch.zeros(2), "more of its part network is float32 .2.: expected missing"),
+        ("ema weight", torch.zeros(3, 2), "weight of its part ema is float32 .3, 2.: expected float32 .2, 2."),
+        ("ema bias", torch.full((2,), torch.nan), "1 tensors of its part ema are not finite, bias"),
+        ("network bias", torch.full((2,), torch.inf), "1 tensors of its part network are not finite, bias"),
+        (
+            "optimizer state 0 momentum_buffer",
+            torch.zeros(1),
+            r"\(weight\) is float32 .1.: expected float32 .2, 2.",
+        ),
+        ("optimizer state 5", {}, "its part optimizer has momentum for other parameters"),
+        (
+            "optimizer param_groups 0 param_names",
+            ["bias", "weight"],
+            "its part optimizer is of other parameters",
+        ),
+        ("optimizer param_groups", [], "its part optimizer is of other parameters"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(path, value, message):
+    """torch would load momentum of any shape and read beyond its memory in the next step."""
+    good, learner = small_learner("float16", averaged=True).state_dict(2), small_learner("float16", averaged=True)
+    state = damaged(good, tuple(int(part) if part.isdecimal() else part for part in path.split()), value)
+    before = copy.deepcopy(learner.state_dict(2))
+    with pytest.raises(ValueError, match=message):
+        learner.load_state_dict(state)
+    assert torch.equal(before["network"]["weight"], learner.network.weight)
+    learner.load_state_dict(good)
+    assert torch.equal(good["network"]["weight"], learner.network.weight)
+    momentum = learner.optimizer.state[learner.network.weight]["momentum_buffer"]
+    assert torch.equal(momentum, good["optimizer"]["state"][0]["momentum_buffer"])
+
+
+def trained(kind: str) -> Learner:
+    """After two steps with a norm; "full" and "adamw" with warm-up, averaged weights and a scaled loss."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    made: torch.optim.Optimizer = torch.optim.SGD(network.named_parameters(), lr=0.1, momentum=0.9 * (kind == "full"))
+    if kind == "adamw":
+        made = torch.optim.AdamW(network.named_parameters(), lr=0.1)
+    learner = learner_of(network, average=None if kind == "plain" else WeightAverage(network, decay=0.9))
+    parts = [torch.optim.lr_scheduler.LinearLR(made), torch.optim.lr_scheduler.PolynomialLR(made, total_iters=10)]
+    learner.optimizer, learner.scheduler = made, parts[1]
+    if kind != "plain":
+        learner.scheduler = torch.optim.lr_scheduler.SequentialLR(made, parts, milestones=[5])
+        learner.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for _ in range(2):
+        learner.backward(network(torch.randn(3, 2)).square().mean())
+        learner.gradient_norm()
+        learner.step(1.0)
+        learner.optimizer.zero_grad()
+    return learner
+
+
+@functools.cache
+def saved(kind: str) -> dict:
+    return trained(kind).state_dict(2)
+
+
+def assert_same(given: object, wanted: object) -> None:
+    if isinstance(wanted, dict):
+        assert given.keys() == wanted.keys()
+        given, wanted = list(given.values()), list(wanted.values())
+    if isinstance(wanted, (list, tuple)):
+        assert len(given) == len(wanted)
+        for pair in zip(given, wanted, strict=True):
+            assert_same(*pair)
+    elif isinstance(wanted, torch.Tensor):
+        assert given.dtype == wanted.dtype and torch.equal(given, wanted)
+    else:
+        assert given == wanted
+
+
+@pytest.mark.parametrize("kind", ["plain", "full", "adamw"])
+def test_every_state_continues(kind):
+    learner = trained(kind)
+    learner.load_state_dict(saved(kind))
+    assert_same(learner.state_dict(2), saved(kind))
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_a_damaged_state_is_refused_or_continues_to_the_bit(data):
+    kind = data.draw(st.sampled_from(["plain", "full", "adamw"]))
+    good, learner = saved(kind), trained(kind)
+    place = data.draw(st.sampled_from([place for place in places(good) if place[0] != "step"]))
+    value = data.draw(st.sampled_from(damages(at(good, place))))
+    assume(place[0] != "scaler" or not isinstance(value, (int, float)))  # another scale may be right
+    state = damaged(good, place, value)
+    try:
+        learner.load_state_dict(state)
+    except ValueError as error:
+        assert str(error)
+        return
+    assert_same(learner.state_dict(2), good)

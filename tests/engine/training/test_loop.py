@@ -1,0 +1,195 @@
+"""One training step: accumulation, precision, clipping, averaging and non-finite values."""
+
+import copy
+import warnings
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from engine.checkpoint.run_directory import RunDirectory
+from engine.process.distributed import World
+from engine.process.stopping import Preempted
+from engine.segmentation.losses import BootstrappedCrossEntropy
+from engine.training.learner import Learner, WeightAverage
+from engine.training.loop import _errors_of, train_step
+from keepless import InPlaceABN
+from tests.cuda import NEEDS_CUDA
+from tests.engine.learners import learner_of
+from tests.host_reads import host_reads
+from tests.runs import same
+
+
+def step(learner: Learner) -> tuple[float, float]:
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    minibatch = {"image": images, "label": torch.randint(0, 5, (4, 8, 8), dtype=torch.uint8)}
+    return train_step(learner, BootstrappedCrossEntropy(), minibatch, minibatch_size=4, world=World())
+
+
+def test_accumulation_gives_the_step_of_the_whole_minibatch():
+    """Without norms, whose batch statistics are taken over one part at a time."""
+    weights = []
+    for parts in (1, 2, 3, 4):  # three have 2, 1 and 1 crops
+        torch.manual_seed(0)
+        network = nn.Conv2d(3, 5, 3, padding=1)
+        loss, _ = step(learner_of(network, accumulation_steps=parts))
+        weights.append((loss, network.weight.detach()))
+    for loss, weight in weights[1:]:
+        assert loss == pytest.approx(weights[0][0], rel=1e-6)
+        torch.testing.assert_close(weight, weights[0][1], rtol=0, atol=1e-7)
+
+
+def test_logits_are_freed_before_the_backward_pass_reaches_the_network():
+    """Of a loss that does not keep them: in the paper's classes and crops they are hundreds of MB."""
+    freed = []
+
+    def loss(logits, labels):
+        seen = weakref.ref(logits)
+        value = logits.mean()
+        value.register_hook(lambda gradient: freed.append(seen() is None))
+        return value
+
+    minibatch = {"image": torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "label": torch.zeros(2, 4, 4)}
+    train_step(learner_of(nn.Conv2d(3, 5, 1)), loss, minibatch, minibatch_size=2, world=World())
+    assert freed == [True]
+
+
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_step_that_fails_after_a_request_to_stop_is_a_stop(requested):
+    """Signals of a scheduler end the compilers that a step has started; what is not finite stays an error."""
+    run = SimpleNamespace(
+        learner=learner_of(nn.Conv2d(3, 5, 1)),
+        config=SimpleNamespace(memory_advice=lambda devices: ""),
+        stop=SimpleNamespace(requested=requested),
+        world=World(),
+    )
+    minibatch = {"image": torch.zeros(2, 3, 4, 4), "name": ["a", "b"]}
+    for error in (RuntimeError("C++ compile error"), ValueError("cannot compile")):
+        expected = (Preempted, "stopped in step 3, which did not end") if requested else (type(error), str(error))
+        with pytest.raises(expected[0], match=expected[1].replace("+", r"\+")), _errors_of(3, minibatch, run):
+            raise error
+    with pytest.raises(FloatingPointError, match="step 3: the loss is nan"), _errors_of(3, minibatch, run):
+        raise FloatingPointError("the loss is nan")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_loss_leaves_the_weights(value):
+    network = nn.Conv2d(3, 5, 1)
+    nn.init.constant_(network.bias, value)
+    before = network.weight.detach().clone()
+    with pytest.raises(FloatingPointError, match="the loss is nan; the weights with the largest norm are bias"):
+        step(learner_of(network))
+    assert torch.equal(network.weight, before)
+
+
+def with_broken_gradient() -> nn.Sequential:
+    """The gradient is infinite behind the first layer."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1))
+    network[1].register_full_backward_hook(lambda layer, dx, dy: (dx[0] * torch.inf,))
+    return network
+
+
+def test_a_non_finite_gradient_is_named_and_leaves_the_weights():
+    network = with_broken_gradient()
+    before = copy.deepcopy(network.state_dict())
+    largest = r"the gradient with the largest norm is 0\.\w+"
+    with pytest.raises(FloatingPointError, match=rf"is (nan|inf); 2 of 4 are not finite, 0.weight first; {largest}"):
+        step(learner_of(network))
+    assert same(network.state_dict(), before)
+
+
+def test_float16_leaves_steps_out_and_scales_down_until_it_gives_up():
+    network = with_broken_gradient()
+    before = network[0].weight.detach().clone()
+    learner = learner_of(network, precision="float16")
+    for _ in range(29):  # 2^16 is halved at every step
+        step(learner)
+    assert torch.equal(network[0].weight, before) and learner.scaler.get_scale() == 2.0**-13
+    step(learner)
+    with pytest.raises(FloatingPointError, match="the gradient is"):
+        step(learner)
+
+
+def test_clipping_scales_longer_gradients_down_to_the_norm():
+    gradients = []
+    for longest in (None, 1e9, 0.01):
+        torch.manual_seed(0)
+        network = nn.Conv2d(3, 5, 1)
+        _, norm = step(learner_of(network, max_gradient_norm=longest))
+        gradients.append(torch.cat([p.grad.flatten() for p in network.parameters()]))
+    whole, kept, clipped = gradients
+    assert norm == pytest.approx(whole.norm().item()) and norm > 0.01
+    assert torch.equal(kept, whole)
+    torch.testing.assert_close(clipped, whole * (0.01 / norm))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_low_precision_steps_as_float32_does(precision):
+    steps = []
+    for each in ("float32", precision):
+        torch.manual_seed(0)
+        network = nn.Conv2d(3, 5, 3, padding=1)
+        before = network.weight.detach().clone()
+        step(learner_of(network, precision=each))
+        steps.append(network.weight.detach() - before)
+    assert 0 < (steps[1] - steps[0]).norm() < 1e-2 * steps[0].norm()
+
+
+def test_averaged_weights_follow_the_recursion():
+    """average <- decay * average + (1 - decay) * weights, starting from the weights after the first step."""
+    network = nn.Conv2d(3, 5, 1)
+    average = WeightAverage(network, decay=0.75)
+    learner, expected = learner_of(network, average=average), None
+    for _ in range(4):
+        step(learner)
+        now = network.weight.detach().clone()
+        expected = now if expected is None else 0.75 * expected + 0.25 * now
+    torch.testing.assert_close(learner.evaluated.network.weight, expected, rtol=1e-6, atol=1e-7)
+
+
+def learner_with_everything(precision: str, device: str = "cpu") -> Learner:
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), InPlaceABN(8), nn.Conv2d(8, 5, 1)).to(device)
+    options = {"accumulation_steps": 2, "max_gradient_norm": 1.0, "average": WeightAverage(network, decay=0.9)}
+    return learner_of(network, precision=precision, device=device, **options)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_a_step_waits_for_the_device_once(precision):
+    learner = learner_with_everything(precision)
+    step(learner)
+    with host_reads() as reads:
+        step(learner)
+    assert len(reads) == 1 and "train_step: Tensor.tolist" in reads[0]
+
+
+@pytest.mark.parametrize(
+    "precision", [pytest.param(name, marks=NEEDS_CUDA) for name in ("float32", "bfloat16", "float16")]
+)
+def test_a_step_on_a_gpu_waits_once(precision):
+    learner = learner_with_everything(precision, "cuda")
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, device="cuda")
+    minibatch = {"image": images, "label": torch.zeros(4, 8, 8, dtype=torch.uint8, device="cuda")}
+    arguments = (learner, BootstrappedCrossEntropy(), minibatch, 4, World(device=torch.device("cuda")))
+    for _ in range(3):
+        train_step(*arguments)
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train_step(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
+
+
+def test_a_save_waits_for_the_device_once(tmp_path):
+    """To see that all numbers are finite. The copies are waited for by the thread that writes them."""
+    learner, directory = learner_with_everything("float32"), RunDirectory(str(tmp_path))
+    step(learner)
+    with host_reads() as reads:
+        directory.start_saving(learner.state_dict(1))
+    directory.saved()
+    assert len(reads) == 1 and "not_finite: Tensor.tolist" in reads[0]
