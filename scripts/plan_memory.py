@@ -13,7 +13,7 @@ FIXED BATCH). With trainer.recompute=budget, a step computes as many activations
 memory.fit allows it memory.time, relative to a step that keeps them all (estimated).
 memory.gpus=1 also lists how much memory one device needs for the whole minibatch with bfloat16, in-place norms,
 recomputed blocks, plans within memory.time and a reversible body. The keys are train_seg.py's, or train_imagenet.py's
-for one of its experiments. Traces run on fake tensors, and are kept in the cache folder.
+for one of its experiments. Traces run on fake tensors.
 
 table=… plans all experiments of a folder of configs/experiment (all: of each) into a record and its page.
 """
@@ -92,11 +92,6 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     if config.memory.gpus == 1:
         console.print(f"{share} crops of {crop} pixels on one device, with the memory that CUDA itself needs:")
         console.print(combination_table(config))
-    host = planner.step_memory(step, share, size, devices, offloaded=True)
-    console.print(
-        f"In torch.autograd.graph.save_on_cpu(), a step would need {size_text(host.peak)} on a device and move "
-        f"{size_text(host.moved)} to the host's memory and back."
-    )
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:

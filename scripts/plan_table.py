@@ -8,7 +8,7 @@ Plans the memory of a table's experiments on each device. Of Table 3 also the co
 fixed batch (memory.fit=crop) as the planner fills them, beside the paper's, on which `memory.*` are calibrated,
 and the crops that fit on devices of 8 to 141 GB; of Tables 3 and 4 the memory with which each minibatch fits on one
 device; of RevNet its claims. What is compared with the paper has the paper's loss, with logits of full resolution
-(loss.tiles=false); what the loss by tiles changes stands beside it. Traces are kept in the cache folder.
+(loss.tiles=false); what the loss by tiles changes stands beside it.
 """
 
 import re

@@ -1,31 +1,26 @@
 """Configuration keys -> the memory of a training step, and the minibatch that fits into a device."""
 
-import hashlib
-import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import asdict, replace
-from functools import cache
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
-from datasets.cache import cache_folder
 from datasets.text_files import read_text
 from engine.assemble.classification import classified_split
 from engine.assemble.data import dataset, official_classes, official_images
 from engine.assemble.network import forward
 from engine.assemble.tasks import TASKS, network_of
-from engine.configuration import config as configuration
 from engine.process.console import log_to, logger, make_console
 from engine.process.distributed import World, device_of, world_size
 from engine.process.memory import peak_memory_mib
-from engine.process.output_files import write_file
 from engine.records.evaluated import Dataset
 from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
@@ -44,9 +39,7 @@ from keepless.fit.sizes import largest
 from keepless.saved import size_text
 
 Config = TypeVar("Config", bound=TrainingRun)
-Kept = TypeVar("Kept", bound=Trace | Room)
 
-_REPOSITORY = Path(__file__).resolve().parents[3]
 _SMALLEST_CROP = 64
 # arbitrary: the schedule's length does not affect memory
 _STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2, log_every=2)
@@ -96,13 +89,9 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     return learner, task.loss(config), {"image": images, "label": task.labels(crops, size)}
 
 
-def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, offloaded: bool = False) -> Trace:
-    """The memory of one device in a step on crops of `crop_size`. With several devices, DDP holds all gradients.
-
-    `offloaded`: see `engine.training.planner.trace.traced`.
-    """
-    options = offloaded, devices > 1
-    return _kept(Trace, config, crops, crop_size, lambda make: traced(make, *options), options)
+def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> Trace:
+    """The memory of one device in a step on crops of `crop_size`. With several devices, DDP holds all gradients."""
+    return traced(partial(fake_step, config, crops, crop_size), in_buckets=devices > 1)
 
 
 def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
@@ -114,8 +103,7 @@ def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) ->
 
 def room(config: TrainingRun, crops: int, crop_size: int) -> Room:
     """The room for activations in such a step, and plans for it."""
-    found = _kept(Room, replace(config, memory=Memory()), crops, crop_size, room_of)
-    return replace(found, plans=[(peak, time) for peak, time in found.plans])  # JSON has lists
+    return room_of(partial(fake_step, replace(config, memory=Memory()), crops, crop_size))
 
 
 def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
@@ -133,42 +121,6 @@ def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
         f"instead of {size_text(step.plans[0][0])}, for {time:.2f} of the time (estimated)"
     )
     return Memory(activations=f"{left // 2**10}KiB"), step.needed(peak), about
-
-
-def _kept(
-    kind: type[Kept],
-    config: TrainingRun,
-    crops: int,
-    crop_size: int,
-    make: Callable[..., Kept],
-    options: tuple[bool, ...] = (),
-) -> Kept:
-    """A trace or a room from the cache folder; a new one is made and written there."""
-    keys = configuration.flat(configuration.plain(config))
-    used = ("norm.", "body.", "head.", "loss.", "optim.", "trainer.")
-    network = {name: value for name, value in keys.items() if name.startswith(used)}
-    shape, budget = [crops, *config.data.crop(crop_size)], config.memory.activation_bytes()
-    step = [kind.__name__, network, config.task, classes_of(config.data), *shape, budget, *options]
-    about = [*step, torch.__version__, _code()]
-    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
-    file = cache_folder() / "traces" / f"{name}.json"
-    try:
-        return kind(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):  # missing or damaged
-        found = make(lambda: fake_step(config, crops, crop_size))
-    with suppress(OSError):  # a read-only cache folder only costs the time of tracing again
-        partial = file.with_suffix(f".{os.getpid()}")
-        write_file(partial, json.dumps(asdict(found)))
-        partial.replace(file)
-    return found
-
-
-@cache
-def _code() -> str:
-    """A hash of the code that a trace depends on."""
-    folders = ("engine", "keepless", "models")
-    files = [file for folder in folders for file in sorted((_REPOSITORY / folder).rglob("*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def share_of(config: TrainingRun, devices: int) -> int:

@@ -3,14 +3,12 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from engine.process.distributed import World
@@ -46,24 +44,21 @@ class Trace:
     place: str  # the pass and the module that ran at that moment
     saved: dict[str, int]  # for the backward pass of a micro-batch, by the module that made the tensor
     parameters: int  # trained or not, without running statistics
-    moved: int = 0  # to the host's memory and back, if saved tensors are offloaded
 
     @property
     def peak(self) -> int:
         return sum(self.at_peak.values())
 
 
-def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = False, in_buckets: bool = False) -> Trace:
+def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = False) -> Trace:
     """Trace the second step of a training, when momentum exists.
 
     `make` is called under fake tensors. It returns a learner, a loss, and the minibatch of this process.
-    `offloaded`: saved tensors lie in the host's memory (`torch.autograd.graph.save_on_cpu`).
     `in_buckets`: DDP holds memory for all gradients throughout (`gradient_as_bucket_view=True`), and copies each there.
     """
     with FakeTensors():
         learner, loss, minibatch = make()
         network, resident, forward_ends = learner.network, begun(learner, minibatch), 0
-        host = _Offloaded()
         with _Places(network) as places, MadeTensors(places) as made:
 
             def marked(logits: Tensor, labels: Tensor) -> Tensor:
@@ -72,8 +67,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
                 forward_ends = len(made.changes)
                 return result
 
-            with host if offloaded else nullcontext():
-                accumulate_gradients(learner, marked, minibatch, len(minibatch["image"]), World())
+            accumulate_gradients(learner, marked, minibatch, len(minibatch["image"]), World())
             gradients = {made.number(p.grad) for p in network.parameters() if p.grad is not None}
             places.fixed = OPTIMIZER
             learner.gradient_norm()
@@ -84,7 +78,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
         changes = _copied_at_once(changes, gradients)  # the forward pass makes none
     at_peak, place = _at_peak(resident, changes, forward_ends, gradients)
     at_peak["gradients"] += parameters if in_buckets else 0
-    return Trace(at_peak, place, kept, parameters, moved=host.bytes)
+    return Trace(at_peak, place, kept, parameters)
 
 
 def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
@@ -113,18 +107,6 @@ def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
         kept[place.removeprefix("forward").strip()] += tensor.untyped_storage().nbytes()
     del result  # until here its graph keeps them
     return dict(kept)
-
-
-class _Offloaded(saved_tensors_hooks):
-    """Context in which saved tensors leave the device until the backward pass reads them."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        super().__init__(self._pack, lambda packed: torch.empty(packed[0], dtype=packed[1]))
-
-    def _pack(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-        self.bytes += tensor.nbytes
-        return tensor.shape, tensor.dtype
 
 
 class _Places:
