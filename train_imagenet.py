@@ -33,11 +33,10 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
         opened(config, command, assemble.classified_splits) as run,
     ):
         run.start(partial(assemble.classification_network, config, len(run.train_set.classes)))
-        crops = partial(assemble.classified_crops, config, run.train_set, world=run.world)
-        run.learner.statistics_minibatches = crops(config.trainer.ema_statistics_minibatches)
         evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size
         images = assemble.classified_images(config.data, run.val_set, run.world, evaluated, batch_size=batch_size)
-        minibatches = crops(run.schedule.total_steps, start_step=run.start_step)
+        steps, start_step = run.schedule.total_steps, run.start_step
+        minibatches = assemble.classified_crops(config, run.train_set, steps, run.world, start_step)
         evaluate = partial(classify_in_run, run, images)
         return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluate))
 

@@ -57,8 +57,6 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         with counted(run.console, "indexing the classes") as progress:
             index = assemble.class_index(config, train_set, world, progress)
         minibatches = assemble.training_loader(config, train_set, total_steps, world, run.start_step, index)
-        steps = trainer.ema_statistics_minibatches
-        run.learner.statistics_minibatches = assemble.training_loader(config, train_set, steps, world, index=index)
         loss = assemble.loss(config.loss, train_set.ignore_index, index).to(world.device)
         images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, trainer.evaluate_images)
         return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images)))

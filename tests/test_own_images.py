@@ -127,7 +127,7 @@ def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):
     classes = [*trees.FOLDER["classes"], {"name": "knot"}]
     (root / "classes.json").write_text(json.dumps({**trees.FOLDER, "classes": classes}))
     keys = ("data=folder", f"data.root={root}", "data.train_split=[train,val]", "loss.class_weights=frequency", *SMALL)
-    keys += ("sampler=class_uniform", "trainer.ema_decay=0.5", "trainer.ema_statistics_minibatches=1")
+    keys += ("sampler=class_uniform", "trainer.ema_decay=0.5")
     weighted = train(composed("train_seg", f"run_dir={tmp_path / 'weighted'}", *keys))
     log = (tmp_path / "weighted" / "log.txt").read_text()
     assert "data.val_split=val is trained on" in log and "no training image shows knot" in log

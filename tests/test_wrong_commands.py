@@ -34,7 +34,7 @@ ANSWERS = {
     "train_seg.py output_dir=runs/a": "give run_dir=runs/a",
     "train_seg.py pretrained=true": "give init.weights=true",
     "train_seg.py trainer.foo=1": "trainer.foo=1: there is no such key; --help lists them all",
-    "train_seg.py +trainer.foo=1": "trainer.foo is not a configuration key; --cfg job prints them all",
+    "train_seg.py +trainer.foo=1": "trainer.foo is not a configuration key; --help lists them all",
     "train_seg.py ~trainer.steps": "~trainer.steps: leave trainer.steps out to keep its default",
     "train_seg.py data.colour_jitter.brightnes=0.4": "give data.colour_jitter.brightness=0.4",
     "train_seg.py 'optim={lrr: 0.1}'": "optim.lrr=…: there is no such key; give optim.lr=…",
@@ -64,6 +64,7 @@ ANSWERS = {
     "train_seg.py --batch-size=8": "keys have no dashes; give key=value, such as data.crops_per_minibatch=8",
     "train_seg.py --resume auto": "keys have no dashes; give key=value, such as resume=…",
     "scripts.make_classes --data folder": "keys have no dashes; give key=value, such as data=…",
+    "train_seg.py hydra.verbose=true": "hydra.verbose=true: options of Hydra have no effect here",
     "train_seg.py --nproc-per-node 4": "is an option of torchrun: give it before the program",
     "train_seg.py optim.lr = 0.1": "optim.lr: expected key=value without spaces",
     "train_seg.py optim.lr =0.1": "optim.lr: expected key=value without spaces",
@@ -102,7 +103,6 @@ ANSWERS = {
     "scripts.browse_data out=DIR count=99999999999999": "expected a number above 0, at most 10000",
     "scripts.plan_memory data.crop_size=99999999999999": "expected a number above 0, at most 65536",
     "scripts.plan_memory data.crops_per_minibatch=99999999999999": "expected a number above 0, at most 1000000",
-    "train_seg.py sampler=class_uniform sampler.positions=99999999999999": "expected a number above 0, at most 65536",
     # What must be given.
     "scripts.verify_data data=camvid data.root=gone": "data.root=gone: gone is not an existing folder. Fix: give",
     "scripts.verify_data data.root=gone": "the synthetic dataset has not been drawn at gone yet; a training draws it",
@@ -116,7 +116,6 @@ ANSWERS = {
 RIGHT = [
     "train_seg 'init={weights: FILE, part: body}' 'optim={lr: 0.1}' 'data.colour_jitter={hue: 0.1}'",
     "train_seg 'experiment=[camvid/resnext_small]' experiment=camvid/resnext_small.yaml data.root=DIR",
-    "train_seg hydra/job_logging=none hydra.verbose=true",
     "scripts.run_table table=table3 +roots.camvid=DIR",
 ]
 SOME = [command for number, command in enumerate(ANSWERS) if number % (len(ANSWERS) // 6) == 0]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
@@ -73,11 +72,9 @@ def trained_mean_image(state: dict, shape: tuple[int, ...]) -> torch.Tensor:
     return mean
 
 
-def classification_network(
-    config: ClassificationRun, classes: int, group: dist.ProcessGroup | None = None
-) -> nn.Module:
+def classification_network(config: ClassificationRun, classes: int) -> nn.Module:
     """Build a body with its classifier, initialised from torch's global generator, on the current default device."""
-    network = body(config.body, norm_act(config.norm, group, eager=config.trainer.smoke), classes)
+    network = body(config.body, norm_act(config.norm, eager=config.trainer.smoke), classes)
     choose_recomputation(network, network, config.trainer.recompute, config.memory.activation_bytes())
     return network
 

@@ -139,7 +139,6 @@ def class_index(
     index = index_classes(
         dataset,
         sampler.folder,
-        sampler.positions,
         progress=progress,
         skip_unreadable=config.data.on_error == "skip",
         folder_key="sampler.folder",

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from engine.process.forward import Forward
@@ -35,18 +34,16 @@ _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
 }
 
 
-def norm_act(
-    config: schema.Norm, group: dist.ProcessGroup | None = None, eager: bool = False
-) -> Callable[[int], nn.Module]:
-    """Return a function: channels -> norm and activation. Synchronised norms span `group`; None: all processes.
+def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Module]:
+    """Return a function: channels -> norm and activation.
 
     `eager`: whatever the configured backend is, compile nothing.
     ValueError: the released package is chosen but not installed.
     """
     if isinstance(config, schema.ReleasedNorm):
         return partial(released_abn(), **options_of(config, "name"))
-    options = options_of(config, "name", "sync_group") | ({"backend": "eager"} if eager else {})
-    return partial(_NORMS[type(config)], group=group, **options)
+    options = options_of(config, "name") | ({"backend": "eager"} if eager else {})
+    return partial(_NORMS[type(config)], **options)
 
 
 def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:

@@ -22,7 +22,7 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     common: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay, fused=config.fused)
     if isinstance(config, schema.AdamW):
         first, second = config.betas
-        made: Optimizer = AdamW(groups, betas=(first, second), eps=config.eps, **common)
+        made: Optimizer = AdamW(groups, betas=(first, second), **common)
     else:
         assert isinstance(config, schema.SGD), config
         made = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
@@ -62,7 +62,7 @@ def lr_schedule(
     made = _main_schedule(config, optimizer, schedule, warmup)
     if not warmup:
         return made
-    rise = LinearLR(optimizer, start_factor=config.warmup_factor, total_iters=warmup)
+    rise = LinearLR(optimizer, start_factor=0.01, total_iters=warmup)
     return SequentialLR(optimizer, [rise, made], milestones=[warmup])
 
 

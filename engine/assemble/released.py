@@ -6,8 +6,8 @@ from torch import Tensor
 
 from datasets.class_table import distinct_colours
 from engine.assemble.tasks import network_of
-from engine.configuration.command_line import composed, declare
-from engine.configuration.config import typed
+from engine.configuration.command_line import composed
+from engine.configuration.config import register, typed
 from engine.schema.classification import ClassificationRun
 from engine.schema.network import BODIES, Body
 from engine.schema.segmentation import SegmentationRun
@@ -49,7 +49,7 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
 
 
 def _classification_config(architecture: Architecture, norm: str) -> ClassificationRun:
-    declare("train_imagenet", ClassificationRun)
+    register("train_imagenet", ClassificationRun)
     values = composed("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
     config = typed(values, ClassificationRun)
     config.body = _body(architecture, output_stride=32, downsampling="pool", dropout=[0.0] * 6)
@@ -64,7 +64,7 @@ def _segmentation_config(
             f"{name} segments {count} classes: expected the {VISTAS_CLASSES} of Vistas, because no other "
             f"segmentation network was released; start a training from it with init.weights and init.format=released"
         )
-    declare("train_seg", SegmentationRun)
+    register("train_seg", SegmentationRun)
     values = composed("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
     config = typed(values, SegmentationRun)
     config.body = _body(architecture, output_stride=8)

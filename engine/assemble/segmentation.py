@@ -1,7 +1,6 @@
 """Configuration keys -> segmentation network, loss and views."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from datasets.class_index import ClassIndex
@@ -16,11 +15,9 @@ from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
 
 
-def segmentation_network(
-    config: SegmentationRun, classes: int, group: dist.ProcessGroup | None = None
-) -> SegmentationNetwork:
+def segmentation_network(config: SegmentationRun, classes: int) -> SegmentationNetwork:
     """Build body, head and classifier, initialised from torch's global generator, on the current default device."""
-    norm = norm_act(config.norm, group, eager=config.trainer.smoke)
+    norm = norm_act(config.norm, eager=config.trainer.smoke)
     features = body(config.body, norm)
     head = DeepLabV3(features.out_channels, norm_act=norm, **options_of(config.head, "name"))
     network = SegmentationNetwork(features, head, classes)

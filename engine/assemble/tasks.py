@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -42,7 +41,6 @@ def segment(
         dataset,
         predictions=_writable("predictions", options.predictions, dataset),
         overlays=_writable("overlays", options.overlays, dataset),
-        overlay_images=options.overlay_images,
     )
     with progress_bar(console) as progress:
         return segmentation.evaluate_split(
@@ -97,12 +95,12 @@ def _writable(key: str, path: str | None, dataset: SegmentationDataset) -> Path 
     return writable_folder(key, folder)
 
 
-def network_of(config: TrainingRun, classes: int, group: dist.ProcessGroup | None = None) -> nn.Module:
+def network_of(config: TrainingRun, classes: int) -> nn.Module:
     """Build the network of either task, see `segmentation_network` and `classification_network`."""
     if isinstance(config, SegmentationRun):
-        return segmentation_network(config, classes, group)
+        return segmentation_network(config, classes)
     assert isinstance(config, ClassificationRun), config
-    return classification_network(config, classes, group)
+    return classification_network(config, classes)
 
 
 class Task(NamedTuple):

@@ -7,9 +7,7 @@ from dataclasses import fields
 from functools import wraps
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -23,22 +21,9 @@ from engine.process.distributed import launched, world_size
 from engine.process.stopping import errors_for_users
 from engine.schema.keys import Keys
 
+HELP = ("--help", "-h")
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
-
-
-def declare(name: str, schema: type) -> None:
-    """Make a command known to Hydra as command/NAME.
-
-    Hydra writes no logs and makes no folders (see engine/checkpoint/run_directory.py).
-    """
-    register(name, schema)
-    defaults = f"/{name}" if groups_in(name) else f"/schema/{name}"
-    node = {
-        "defaults": [defaults, "_self_", *({f"override /hydra/{log}_logging": "none"} for log in ("job", "hydra"))],
-        "hydra": {"run": {"dir": "."}, "output_subdir": None},
-    }
-    ConfigStore.instance().store(group="command", name=name, node=node, package="_global_")
 
 
 def configured(
@@ -47,60 +32,46 @@ def configured(
     """Decorator: makes `main(values)` a command that takes the keys of `schema` as key=value.
 
     configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help starts with
-    `about`, by default the docstring of main's module. Wrong arguments are answered in a line (`messages`), other
-    options of Hydra than -m, such as --cfg job, by Hydra itself.
+    `about`, by default the docstring of main's module; -m runs a sweep. Wrong arguments are answered in a line.
     """
+    register(name, schema)
+
+    def checked(words: list[str]) -> tuple[DictConfig, Keys]:
+        with explained(name, schema, words):
+            values = composed(name, *words)
+            return values, typed(values, schema)
 
     def decorated(main: Callable[[DictConfig], object]) -> Callable[[], None]:
-        declare(name, schema)
-
-        @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=f"command/{name}")
         @wraps(main)
-        def run(values: DictConfig) -> None:
-            with errors_for_users():
-                (record(main) if launched() else main)(values)  # `record` leaves the error for torchrun to print
-
-        def check(overrides: list[str]) -> Keys:
-            with explained(name, schema, overrides):
-                return typed(composed(name, *overrides), schema)
-
-        @wraps(run)
-        def checked() -> None:
+        def run() -> None:
             sweeps = not {*sweep.FLAGS}.isdisjoint(sys.argv)
-            sys.argv[1:] = arguments = [as_typed(word, schema, sweeps) for word in sys.argv[1:]]
-            given, unknown = get_args_parser().parse_known_intermixed_args(arguments)
+            sys.argv[1:] = [as_typed(word, schema, sweeps) for word in sys.argv[1:]]
+            words = [word for word in sys.argv[1:] if word not in (*HELP, *sweep.FLAGS)]
             with errors_for_users():
-                refuse_options(unknown, schema)
-                if given.help:
+                refuse_options(words, schema)
+                if not {*HELP}.isdisjoint(sys.argv):
                     text = about or sys.modules[main.__module__].__doc__ or name
-                    with explained(name, schema, given.overrides):
-                        print(help_text(text, name, schema, composed(name, *given.overrides)))
-                    return
-                if sweeps:
+                    with explained(name, schema, words):
+                        print(help_text(text, name, schema, composed(name, *words)))
+                elif sweeps:
                     has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
-                    sweep.run(arguments, check, has_run_dir)
-                    return
-                of_hydra = {**vars(given), "overrides": None}  # values known only in the run, too
-                if not any(of_hydra.values()) and "${hydra:" not in "".join(arguments):
-                    check(given.overrides)
-            run()
+                    sweep.run(words, lambda job: checked(job)[1], has_run_dir)
+                else:
+                    values, _ = checked(words)
+                    (record(main) if launched() else main)(values)  # `record` leaves the error for torchrun to print
 
-        return checked
+        return run
 
     return decorated
 
 
 def composed(name: str, *overrides: str) -> DictConfig:
-    """Compose the configuration of a declared command with `overrides`, also while another command runs."""
+    """Compose the configuration of a declared command with `overrides`. Hydra makes no folders and writes no logs."""
     schema = OmegaConf.get_type(ConfigStore.instance().load(f"schema/{name}.yaml").node)
     assert schema is not None, name
-    running = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra.compose(f"command/{name}", [as_typed(word, schema) for word in overrides])
-    finally:
-        GlobalHydra.instance().hydra = running
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = name if groups_in(name) else f"schema/{name}"
+        return hydra.compose(config, [as_typed(word, schema) for word in overrides])
 
 
 def command_line() -> str:

@@ -49,7 +49,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     config = _instance(values, schema)
     unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
-        raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --cfg job prints them all")
+        raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --help lists them all")
     # Home folders differ between the machines of a training.
     _expand_home(config, all_keys=not isinstance(config, TrainingRun))
     check_values(config)

@@ -16,17 +16,6 @@ OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|m
 QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
 
 
-def refuse_options(words: Sequence[str], schema: type[Keys]) -> None:
-    """Raise ValueError for options that Hydra does not have."""
-    for word in words:
-        if OF_TORCHRUN.match(word):
-            raise ValueError(f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …")
-        name, _, value = word.lstrip("-").partition("=")
-        nearest = _nearest(name.replace("-", "_"), schema)
-        meant = f", such as {nearest[0]}={value or '…'}" if nearest else ""
-        raise ValueError(f"{word}: keys have no dashes; give key=value{meant}")
-
-
 @contextmanager
 def explained(command: str, schema: type[Keys], words: Sequence[str]) -> Iterator[None]:
     """Context that turns what Hydra and OmegaConf find wrong with a command's overrides into a ValueError of a line."""
@@ -36,16 +25,28 @@ def explained(command: str, schema: type[Keys], words: Sequence[str]) -> Iterato
         raise ValueError(_explanation(error, groups_in(command), words, schema)) from error
 
 
+def refuse_options(words: Sequence[str], schema: type[Keys]) -> None:
+    """Raise ValueError for words with dashes, and for options of Hydra, which only composes the configuration here."""
+    for word in words:
+        if OF_TORCHRUN.match(word):
+            raise ValueError(f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …")
+        if word.startswith("-"):
+            name, _, value = word.lstrip("-").partition("=")
+            nearest = _nearest(name.replace("-", "_"), schema)
+            meant = f", such as {nearest[0]}={value or '…'}" if nearest else ""
+            raise ValueError(f"{word}: keys have no dashes; give key=value{meant}")
+        if word.startswith(("hydra.", "hydra/")):
+            raise ValueError(f"{word}: options of Hydra have no effect here; leave it out")
+
+
 def _explanation(error: Exception, groups: list[str], words: Sequence[str], schema: type[Keys]) -> str:
     for word in words:
         name, equals, value = word.lstrip("+").partition("=")
         if word.startswith("~"):
             return f"{word}: leave {word[1:]} out to keep its default"
         if not equals or name != name.strip() or not name:
-            fix = (
-                QUOTE if word.endswith((",", "]", "}")) else "expected key=value without spaces; --help lists the keys"
-            )
-            return f"{word or 'an empty argument'}: {fix}"
+            expected = "expected key=value without spaces; --help lists the keys"
+            return f"{word or 'an empty argument'}: {QUOTE if word.endswith((',', ']', '}')) else expected}"
         if name in groups and "," not in value and not value.startswith(("[", "{")):
             if word.startswith("+"):
                 return f"{word}: leave out the +: {word.lstrip('+')}"
@@ -63,9 +64,8 @@ def _explanation(error: Exception, groups: list[str], words: Sequence[str], sche
     if below := [each for each in types_in(schema) if each.startswith(f"{key}.")]:
         return f"{key}: expected one of the keys {', '.join(below[:5])}"
     _, of_resolver, own = about.partition("ValueError raised while resolving interpolation: ")
-    if of_resolver:  # such as ${per_process:…}, which counts processes: the key is not to blame
-        about, key = own, ""
-    return f"{key}: " * bool(key) + " ".join(about.split())
+    # A resolver, such as ${per_process:…}, counts processes: the key is not to blame.
+    return own if of_resolver else f"{key}: " * bool(key) + " ".join(about.split())
 
 
 def _wrong_choice(group: str, choice: str, schema: type[Keys]) -> str | None:

@@ -43,7 +43,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
     and continues the others.
 
     Args:
-        arguments: of the command, with -m.
+        arguments: of the command, without -m.
         check: returns the configuration that a job's arguments give, or raises ValueError.
         has_run_dir: whether the command writes a run directory.
 
@@ -66,7 +66,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
             console.print(f"already finished: {job.title}", soft_wrap=True)
         else:
             waiting.append(job)
-    start = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]
+    start = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])]]
     commands = {job.title: [*start, *job.arguments] for job in waiting}
     failed = run_jobs(commands, console, ended_before=len(jobs) - len(waiting))
     if folder is not None and folder.is_dir():  # otherwise no job has begun
@@ -106,14 +106,8 @@ def jobs_of(
 
 def _parsed(arguments: list[str], has_run_dir: bool) -> tuple[list[str], dict[str, list[str]], list[str]]:
     """The overrides that all jobs share, the values of the other keys, and the override of `run_dir`, if any."""
-    words = [word for word in arguments if word not in FLAGS]
-    for word in words:
-        if word.startswith(("-", "hydra.", "hydra/")) or "${hydra:" in word:
-            raise ValueError(
-                f"-m with {word}: a sweep takes only key=value arguments; run_dir=FOLDER says where it writes"
-            )
     try:
-        given = {each.get_key_element(): each for each in OverridesParser.create().parse_overrides(words)}
+        given = {each.get_key_element(): each for each in OverridesParser.create().parse_overrides(arguments)}
     except HydraException as error:
         raise ValueError(str(error).splitlines()[0]) from error
     swept = {key: each for key, each in given.items() if each.is_sweep_override()}

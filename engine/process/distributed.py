@@ -182,16 +182,6 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
         dist.destroy_process_group()
 
 
-def node_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """The process group of this machine; None (all processes) if there is only one machine."""
-    nodes = world.gather(int(os.environ.get("GROUP_RANK", 0)))
-    if len(set(nodes)) == 1:
-        return None
-    members = [[rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes))]
-    own: Any = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=timeout_seconds))[0]
-    return own
-
-
 def device_of(name: str, local_rank: int = 0, key: str = "device") -> torch.device:
     """The device of a process from "auto", "cpu" or "cuda". ValueError: see `joined`; names `key`."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

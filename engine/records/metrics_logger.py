@@ -79,7 +79,6 @@ class MetricsLogger:
         self.recent: Counter[str] = Counter()  # sums since the last record
         self.all: Counter[str] = Counter()  # sums of this process
         self.peak_memory_mib = 0.0
-        self.mfu_at_one_image_per_second: float | None = None
         self.step_started = time.perf_counter()
 
     def __enter__(self) -> "MetricsLogger":
@@ -117,16 +116,14 @@ class MetricsLogger:
         best = None if self.best_step is None else [self.best_step, self.best_score]
         return {"records": self.records, "best": best}
 
-    def step(
-        self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0, exchange_s: float = 0.0
-    ) -> None:
+    def step(self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0) -> None:
         """Count one training step, timed from the last call of `step` or `pause_ended`.
 
-        `data_s`, `exchange_s`: how long this rank waited in it for its minibatch, and for other ranks' gradients.
+        `data_s`: how long this rank waited in it for its minibatch.
         """
         now = time.perf_counter()
-        step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images)
-        step |= dict(seconds=now - self.step_started, data_s=data_s, exchange_s=exchange_s)
+        step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images, data_s=data_s)
+        step["seconds"] = now - self.step_started
         self.recent.update(step)
         self.all.update(step)
         self.step_started = now
@@ -142,9 +139,9 @@ class MetricsLogger:
         """Exclude the time since the last step (e.g. an evaluation) from the next."""
         self.step_started = time.perf_counter()
 
-    def waits(self) -> tuple[float, float]:
-        """Mean seconds per step, since the last record, that this rank waited for data and for other ranks."""
-        return self.recent["data_s"] / self.recent["steps"], self.recent["exchange_s"] / self.recent["steps"]
+    def data_wait_s(self) -> float:
+        """Mean seconds per step, since the last record, that this rank waited for data."""
+        return round(self.recent["data_s"] / self.recent["steps"], 6)
 
     def training(
         self,
@@ -153,14 +150,14 @@ class MetricsLogger:
         lr: float,
         peak_memory_mib: float,
         loss_scale: float | None = None,
-        waits: Sequence[tuple[float, float]] | None = None,
+        data_waits_s: Sequence[float] | None = None,
     ) -> None:
         """Record the mean loss, gradient norm and speed since the last call, and the last step's `lr`.
 
-        `loss_scale`: None unless in float16. `waits`: of all ranks; None if this one is alone. Skipped images are
+        `loss_scale`: None unless in float16. `data_waits_s`: of all ranks; None: of this one. Skipped images are
         counted from the start of the run, and recorded if any.
         """
-        waits = waits or [self.waits()]
+        data_waits_s = data_waits_s or [self.data_wait_s()]
         recent, self.recent = self.recent, Counter()
         loss, speed = recent["loss"] / recent["steps"], recent["images"] / recent["seconds"]
         self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)
@@ -173,15 +170,12 @@ class MetricsLogger:
             "images_per_second": speed,
             "peak_memory_mib": peak_memory_mib,
             "loss_scale": loss_scale,
-            "mfu": self.mfu_at_one_image_per_second and speed * self.mfu_at_one_image_per_second,
             "skipped_images": self.skipped or None,
         }
         values = {name: value for name, value in values.items() if value is not None}
-        data_s, exchange_s = ([round(wait, 6) for wait in of_ranks] for of_ranks in zip(*waits, strict=True))
-        by_rank = {"data_wait_s": data_s, **({"exchange_wait_s": exchange_s} if len(waits) > 1 else {})}
-        self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values, **by_rank})
-        values |= {name: max(of_ranks) for name, of_ranks in by_rank.items()}
-        for name, value in values.items():
+        record = {"kind": "train", "step": step, "epoch": round(epoch, 4), **values, "data_wait_s": data_waits_s}
+        self._record(record)
+        for name, value in {**values, "data_wait_s": max(data_waits_s)}.items():
             self.tensorboard.add_scalar(f"train/{name}", value, step)
         self.tensorboard.flush()
         # Short enough for a progress bar on a terminal of 80 columns.

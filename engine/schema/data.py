@@ -153,7 +153,6 @@ class ClassUniformSampler(Sampler):
     name: str = "class_uniform"
     fraction: float = key(1.0, above=0, most=1)  # share of an epoch's crops drawn by class; the rest by image
     folder: str | None = key(None, per_machine=True)  # folder of the class index; null: the cache folder
-    positions: int = key(32, above=0, most=MOST_PIXELS)  # pixels that the index keeps per image and class
 
 
 _WITH_OPTIONS = {"coco_stuff": CocoStuffData, "folder": FolderData}

@@ -95,16 +95,11 @@ class Evaluation(TrainedNetwork):
     activation: str | None = key(None, one_of=tuple(ACTIVATIONS))
     predictions: str | None = key(None, task=SEGMENTATION)  # folder for predictions in the dataset's official encoding
     overlays: str | None = key(None, task=SEGMENTATION)  # folder for pictures: image | ground truth | prediction
-    overlay_images: int | None = key(None, above=0, task=SEGMENTATION)  # how many; null: all
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0, most=MOST_WORKERS)  # processes that read
     # Most images predicted at once; null: one (segmentation, where only images of equal size can be), or as in training
     # (classification; with ten crops of each, a tenth).
     batch_size: int | None = key(None, above=0)
-
-    def check(self) -> None:
-        if self.overlay_images is not None and self.overlays is None:
-            raise ValueError(f"overlay_images={self.overlay_images} needs overlays=DIR, the folder to write them to")
 
     def apply_to(self, config: TrainingRun) -> None:
         config.data.root = self.data.root or config.data.root

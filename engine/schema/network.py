@@ -11,7 +11,6 @@ from models.bodies.stem import STEM_STRIDES
 from models.checkpoints.published import IMAGENET, Normalisation, timm_normalisation
 from models.released_norm import RELEASED_ACTIVATIONS
 
-SYNC_GROUPS = ("world", "node")
 MOST_BLOCKS, MOST_CHANNELS = 1_000, 65_536
 
 
@@ -34,7 +33,6 @@ class OurNorm(Norm):
 
     learn_scale: bool = True  # false: gamma is 1
     sync: bool = False  # share statistics between processes
-    sync_group: str = key("world", one_of=SYNC_GROUPS)  # all processes, or those on the same machine
     backend: str = key("auto", one_of=BACKENDS)  # auto: Triton on CUDA, compiled on a CPU
 
     def check(self) -> None:

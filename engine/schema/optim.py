@@ -37,7 +37,6 @@ class AdamW(Optim):
     name: str = "adamw"
     # Decay of the averages of the gradient and of its square.
     betas: list[float] = key([0.9, 0.999], least=0, most=1, entries=("of the gradient", "of its square"))
-    eps: float = key(1e-8, above=0)  # added to the root of the averaged squares
 
     def check(self) -> None:
         if 1 in self.betas:
@@ -49,10 +48,9 @@ class LRSchedule:
     """The learning rate of every step, from optim.lr on."""
 
     name: str = MISSING
-    # Epochs in which the rate first rises linearly from warmup_factor * lr to lr; or give warmup_steps.
+    # Epochs in which the rate first rises linearly from lr / 100 to lr; or give warmup_steps.
     warmup_epochs: int | None = key(None, above=0)
     warmup_steps: int | None = key(None, above=0)  # steps in which the rate rises; or give warmup_epochs
-    warmup_factor: float = key(0.01, above=0, most=1)  # the first rate as a share of lr
 
     def check(self) -> None:
         _check_one_of("warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)

@@ -50,8 +50,6 @@ class Trainer:
     accumulation_steps: int = key(1, above=0)  # micro-batches per minibatch in each process
     # Decay per step of the weights' exponential moving average, which is then evaluated; null: no average.
     ema_decay: float | None = key(None, above=0, most=1)
-    # Minibatches to renew the average's norm statistics from before an evaluation; 0: use the trained network's.
-    ema_statistics_minibatches: int = key(0, least=0)
     smoke: bool = False  # only to see whether it runs: eager norms, for which nothing compiles, and no long warm-up
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
     # How long one process waits for another.
@@ -122,11 +120,6 @@ class TrainingRun:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
         if trainer.ema_decay == 1:
             raise ValueError("trainer.ema_decay=1 keeps the weights of the first step; give less, such as 0.999")
-        if trainer.ema_statistics_minibatches and trainer.ema_decay is None:
-            raise ValueError(
-                f"trainer.ema_statistics_minibatches={trainer.ema_statistics_minibatches} is for averaged weights: "
-                f"give trainer.ema_decay as well, such as 0.999"
-            )
         self.check_precision()
         self.check_shares(processes=1)
         if trainer.compile and isinstance(self.norm, ReleasedNorm):

@@ -16,7 +16,7 @@ class PictureCollector:
 
     def __init__(self, dataset: SegmentationDataset, count: int):
         self.dataset = dataset
-        self.names = _first_names(dataset, count)
+        self.names = {entry.name for entry in dataset.files[:count]}
         self.shown: dict[str, HostCopy] = {}
 
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
@@ -35,16 +35,12 @@ class PredictionWriter:
     Args:
         predictions: folder for one PNG per image in the dataset's official encoding; None writes none.
         overlays: folder for pictures: image | ground truth | prediction; None writes none.
-        overlay_images: how many of the split's first images get an overlay; None is all.
     """
 
-    def __init__(
-        self, dataset: SegmentationDataset, predictions: Path | None, overlays: Path | None, overlay_images: int | None
-    ):
+    def __init__(self, dataset: SegmentationDataset, predictions: Path | None, overlays: Path | None):
         self.dataset = dataset
         self.predictions = predictions
         self.overlays = overlays
-        self.overlaid = _first_names(dataset, overlay_images) if overlays is not None else set()
 
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
         for number, name in enumerate(minibatch["name"]):
@@ -52,14 +48,9 @@ class PredictionWriter:
             if self.predictions is not None:
                 encoded = self.dataset.table.official(predictions[number].cpu().numpy())
                 write_png(inside(self.predictions, file), encoded, self.dataset.prediction_palette)
-            if self.overlays is not None and name in self.overlaid:
+            if self.overlays is not None:
                 picture = _picture(self.dataset, *_compared(minibatch, predictions, number))
                 write_png(inside(self.overlays, file), picture)
-
-
-def _first_names(dataset: SegmentationDataset, count: int | None) -> set[str]:
-    """Names of the split's first `count` images, None: of all."""
-    return {entry.name for entry in dataset.files[:count]}
 
 
 def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor, Tensor | None, Tensor]:

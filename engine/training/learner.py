@@ -16,11 +16,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine.checkpoint.comparison import check_tensors, not_finite, number_in
-from engine.process.console import SizedIterable
 from engine.process.distributed import World
 from engine.process.forward import Forward
-from engine.training.waits import GradientExchange
-from keepless import renew_statistics
 
 ONE_NUMBER = torch.zeros(())  # AdamW's count of steps
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large
@@ -71,10 +68,7 @@ class Learner:
     scaler: torch.amp.GradScaler  # scales the loss in float16
     accumulation_steps: int = 1  # micro-batches per minibatch on each rank
     average: WeightAverage | None = None  # exponential moving average of the weights, evaluated instead of `network`
-    # Renew the average's norm statistics before an evaluation; if empty, its norms keep the trained network's.
-    statistics_minibatches: SizedIterable[dict] = ()
     max_gradient_norm: float | None = None  # gradients are clipped to it; None: never
-    exchange: GradientExchange | None = None  # times the wait for other ranks' gradients; None in a single process
 
     @property
     def evaluated(self) -> Forward:
@@ -86,9 +80,6 @@ class Learner:
 
     def prepare_evaluation(self, world: World) -> None:
         """Give the evaluated network its running statistics, equal on all ranks. Every rank must call it."""
-        if len(self.statistics_minibatches) > 0:
-            images = (minibatch["image"] for minibatch in self.statistics_minibatches)
-            renew_statistics(self.evaluated.network, images, forward=self.evaluated)
         world.share_buffers(self.evaluated.network)
 
     def accumulating(self, more_follow: bool) -> AbstractContextManager:
@@ -99,8 +90,6 @@ class Learner:
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
-        if self.exchange is not None:
-            self.exchange.ended()
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole gradient, a scalar on the network's device; clips to `max_gradient_norm`."""

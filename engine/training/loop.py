@@ -61,14 +61,13 @@ def train(
                 run.share_plans()
             skipped = [reason for reasons in minibatch["skipped"] for reason in reasons.splitlines()]
             asked, skips = world.sum_(torch.tensor([int(run.stop.requested), len(skipped)])).tolist()
-            exchange_s = learner.exchange.seconds if learner.exchange is not None else 0.0
-            metrics.step(loss_value, gradient_norm, minibatch_size, waiting.seconds, exchange_s)
+            metrics.step(loss_value, gradient_norm, minibatch_size, waiting.seconds)
             metrics.skips(skips, skipped)
             run.config.data.check_skipped(metrics.skipped)
             if schedule.logs(step):
-                waits = world.gather(metrics.waits())
+                waits_s = world.gather(metrics.data_wait_s())
                 memory_mib = peak_memory_mib(world.device)
-                metrics.training(step, schedule.epoch(step), lr, memory_mib, learner.loss_scale, waits)
+                metrics.training(step, schedule.epoch(step), lr, memory_mib, learner.loss_scale, waits_s)
             run.directory.saved(wait=False)
             if schedule.checkpoints(step) or asked:
                 run.save(step)

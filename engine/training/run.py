@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
@@ -31,7 +30,6 @@ from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.training import setup
 from engine.training.learner import Learner
-from engine.training.utilisation import peak_flops, training_flops
 from keepless import share_plans
 
 Config = TypeVar("Config", bound=TrainingRun)
@@ -56,7 +54,7 @@ class Run(Generic[Config, Split]):
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
 
-    def start(self, make: Callable[[dist.ProcessGroup | None], nn.Module]) -> None:
+    def start(self, make: Callable[[], nn.Module]) -> None:
         """Make the learner (see `setup.learner`), give it its initial or resumed weights, and open the records.
 
         ValueError: see `setup.learner`, `initialise`; or the checkpoint does not fit.
@@ -81,7 +79,6 @@ class Run(Generic[Config, Split]):
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
-        self.metrics.mfu_at_one_image_per_second = self._mfu_at_one_image_per_second()
 
     def _resume(self, learner: Learner, state: dict) -> None:
         """ValueError: the checkpoint has other data or does not fit the learner."""
@@ -118,15 +115,6 @@ class Run(Generic[Config, Split]):
         )
         if self.config.compiles(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
-
-    def _mfu_at_one_image_per_second(self) -> float | None:
-        """Model FLOPs utilisation at this speed; None if the peak of the device is unknown."""
-        trainer = self.config.trainer
-        peak = peak_flops(self.world.device_name, trainer.precision, trainer.tf32)
-        if peak is None:
-            return None
-        forward = self.learner.forward.through(self.learner.network)
-        return training_flops(forward, self.config.data.crop()) / (peak * self.world.size)
 
     def save(self, step: int, best: bool = False) -> None:
         """Start to write the last checkpoint, or the `best`. Every rank must call it.

@@ -3,36 +3,28 @@
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from engine.assemble import optimization
 from engine.assemble.network import forward
-from engine.process.distributed import World, data_parallel, node_group
+from engine.process.distributed import World, data_parallel
 from engine.process.forward import Forward
-from engine.schema.network import OurNorm
 from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.training.learner import Learner, WeightAverage
-from engine.training.waits import GradientExchange
 from keepless.norms.backends.compiled import check_compiler
 
 
-def learner(
-    config: TrainingRun, make: Callable[[dist.ProcessGroup | None], nn.Module], schedule: Schedule, world: World
-) -> Learner:
+def learner(config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedule, world: World) -> Learner:
     """Build the network on its device, initialised from `config.seed`, with everything that trains it.
 
     From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 
-    `make` builds the network on the CPU, given the process group of synchronised norms (None: all processes).
+    `make` builds the network on the CPU.
     ValueError: the network is to be compiled but there is no compiler; or see `lr_schedule`, `make`.
     """
     torch.manual_seed(config.seed)
-    norm = config.norm
-    of_machines = isinstance(norm, OurNorm) and norm.sync and norm.sync_group == "node"
-    group = node_group(world, config.trainer.timeout_seconds) if of_machines else None
-    plain = forward(config, make(group), world.device)
+    plain = forward(config, make(), world.device)
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
     return learner_of(config, plain, schedule, world)
@@ -59,5 +51,4 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         accumulation_steps=trainer.accumulation_steps,
         average=average,
         max_gradient_norm=config.optim.max_gradient_norm,
-        exchange=GradientExchange(plain.network, world.device) if world.size > 1 else None,
     )

@@ -65,7 +65,7 @@ class Trained:
         self.world = World(device=torch.device(arguments.device))
         classes = planner.classes_of(self.config.data)
         self.learner = setup.learner(
-            self.config, lambda group: assemble.network_of(self.config, classes, group), ENDLESS, self.world
+            self.config, lambda: assemble.network_of(self.config, classes), ENDLESS, self.world
         )
         self.loss = self.task.loss(self.config)
 

@@ -76,15 +76,7 @@ def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name,
             composed(name, *together)
 
 
-def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
-    main = importlib.import_module("eval").main
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg", "job", "tta.flip=true"])
-    main()
-    assert "checkpoint: ???\n" in (shown := capsys.readouterr().out) and "flip: true\n" in shown
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg=job", "tta.flips=true"])
-    with pytest.raises(SystemExit, match="^1$"):
-        main()
-    assert "Could not override 'tta.flips'" in capsys.readouterr().err  # by Hydra
+def test_help_of_a_wrong_command_says_what_is_wrong(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_seg.py", "--help", "norm=std=x"])
     with pytest.raises(SystemExit, match="^error: .*norm=std=x"):
         importlib.import_module("train_seg").main()

@@ -328,7 +328,7 @@ def test_data_keys_reach_the_loader():
 
 
 def test_sampler_keys_reach_the_loader(tmp_path):
-    sampling = ("sampler=class_uniform", "sampler.fraction=0.75", "sampler.positions=5", f"sampler.folder={tmp_path}")
+    sampling = ("sampler=class_uniform", "sampler.fraction=0.75", f"sampler.folder={tmp_path}")
     config = run_config(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0")
     dataset = assemble.dataset(config.data, "train", draw=True)
     seen = []
@@ -337,7 +337,7 @@ def test_sampler_keys_reach_the_loader(tmp_path):
     assert seen[-1] == (len(dataset), len(dataset)) and list(tmp_path.rglob("index.npz"))
     sampler = loader.batch_sampler
     assert (len(loader), sampler.seed, sampler.crops_per_minibatch) == (7, 3, 6)
-    assert (sampler.fraction, sampler.index.positions) == (0.75, 5)
+    assert sampler.fraction == 0.75
     rank = assemble.training_loader(config, dataset, 9, World(rank=1, size=2), 2, index).batch_sampler
     assert list(rank) == [minibatch[3:] for minibatch in sampler]
     worlds = [World(rank=rank, size=3) for rank in range(3)]
@@ -383,11 +383,10 @@ def test_what_hydra_lets_pass_is_refused(override, message):
         ("data.scale=[2.0,0.7]", "data.scale.*lowest factor first"),
         ("data.scale=[0.5]", r"data.scale=\[0.5\]: expected 2 numbers: lowest factor, highest factor"),
         ("sampler=class_uniform sampler.fraction=2.0", "sampler.fraction=2.0.*above 0, at most 1"),
-        ("sampler=class_uniform sampler.positions=0", "sampler.positions=0: expected a number above 0"),
+        ("sampler=class_uniform sampler.fraction=0", "sampler.fraction=0.*: expected a number above 0"),
         ("loss.fraction=3.0", "loss.fraction=3.0.*at most 1"),
         ("optim.lr=.nan", "optim.lr=nan: expected a number above 0"),
         ("trainer.accumulation_steps=8", r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
-        ("trainer.ema_statistics_minibatches=4", "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
         ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, sqrt, budget"),
         ("trainer.recompute=budget", "trainer.recompute=budget needs a device's memory: give memory.budget="),
         ("memory.activations=1GiB", "memory.activations=1GiB needs trainer.recompute=budget"),

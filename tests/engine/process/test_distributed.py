@@ -3,11 +3,8 @@
 import json
 import os
 import signal
-import time
 import warnings
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory
-from engine.process.distributed import World, joined, node_group
+from engine.process.distributed import World, joined
 from engine.process.stopping import Preempted
 from engine.records.metrics_logger import MetricsLogger
-from engine.schema.schedule import Schedule
 from engine.training import setup
 from engine.training.loop import train_step
-from engine.training.waits import DataWait
 from eval import evaluate
 from keepless import ABN, renew_statistics
 from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
@@ -138,48 +133,6 @@ def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:
             torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-10 * max(scale, 1e-3), msg=name)
 
 
-def waits(rank: int, slow_part: str, shared: Path) -> tuple[float, float]:
-    """Seconds that this rank waited for data and for other ranks in a step, by a clock in a file that all ranks read.
-
-    Only rank 0, which something takes ten seconds, moves it, and only once the others have their gradients.
-    """
-    world, clock = this_world(), dist.FileStore(str(shared), WORLD_SIZE)
-    config = run_config(*SHORT, "norm.sync=false", f"data.crops_per_minibatch={2 * WORLD_SIZE}")
-    learner = setup.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), world)
-    first = next(learner.network.parameters())  # its gradient is the last
-    first.register_post_accumulate_grad_hook(lambda _: clock.add("ready", 1) and None)
-
-    def takes_ten_seconds(*_) -> None:
-        if rank == 0:
-            started_s = time.monotonic()
-            while clock.add("ready", 0) < WORLD_SIZE - 1:
-                assert time.monotonic() < started_s + 120, "the other ranks hang"
-                time.sleep(0.01)
-            clock.add("seconds", 10)
-
-    def minibatches():
-        if slow_part == "data":
-            takes_ten_seconds()
-        yield {"image": torch.zeros(2, 3, 48, 48, dtype=torch.uint8), "label": torch.zeros(2, 48, 48).byte()}
-
-    if slow_part == "network":
-        learner.network.register_forward_pre_hook(takes_ten_seconds)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "engine.training.waits.time", SimpleNamespace(perf_counter=lambda: float(clock.add("seconds", 0)))
-        )
-        waiting = DataWait(minibatches())
-        minibatch = next(iter(waiting))
-        train_step(learner, assemble.loss(config.loss, ignore_index=255), minibatch, 2 * WORLD_SIZE, world)
-    return waiting.seconds, learner.exchange.seconds
-
-
-@pytest.mark.parametrize("slow_part, slow_data_s", [("data", 10), ("network", 0)])
-def test_a_straggler_shows_in_the_waits(ranks, tmp_path, slow_part, slow_data_s):
-    """The slow rank waits for its data, if that is what is slow, and the others wait for the slow rank."""
-    assert ranks.run(waits, slow_part, tmp_path / "clock") == [(slow_data_s, 0), (0, 10), (0, 10)]
-
-
 def test_parts_have_the_norms_of_unsynchronised_processes(ranks):
     """As docs/training.md advises for fewer devices. Only running statistics differ: every part updates them."""
     order, options = list(range(12)), ("norm.sync=false",)
@@ -235,7 +188,7 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
     options = (*SHORT, "trainer.steps=2", "trainer.ema_decay=0.9", "data.base_size=128")
     train(composed("train_seg", f"run_dir={tmp_path}", *options))
     checkpoint_file = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
-    common = (checkpoint_file, "workers=0", "device=cpu", "overlay_images=5")
+    common = (checkpoint_file, "workers=0", "device=cpu")
 
     def folders(name: str) -> list[str]:
         return [f"{key}={tmp_path / name / key}" for key in ("predictions", "overlays", "results")]
@@ -300,33 +253,6 @@ def test_all_processes_start_from_the_same(ranks, tmp_path):
     for error in ranks.run(run_in_rank, (f"run_dir={tmp_path / 'other'}", *options[1:], "optim.lr={rank}.5")):
         assert isinstance(error, ValueError) and "process 0 has optim.lr=0.5; process 1 has optim.lr=1.5" in str(error)
     assert (tmp_path / "checkpoints" / "last.pt").read_bytes() == before and not (tmp_path / "other").exists()
-
-
-def members_of_my_node(rank: int, ranks_per_node: int) -> list[int]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GROUP_RANK", str(rank // ranks_per_node))
-        group = node_group(this_world(), timeout_seconds=60)
-    return [] if group is None else dist.get_process_group_ranks(group)
-
-
-@pytest.mark.parametrize("ranks_per_node, members", [(2, [[0, 1], [0, 1], [2]]), (3, [[], [], []])])
-def test_norms_can_be_synchronised_within_a_machine(ranks, ranks_per_node, members):
-    assert ranks.run(members_of_my_node, ranks_per_node) == members
-
-
-@pytest.mark.parametrize("sync_group, group", [("node", "of this machine"), ("world", None)])
-def test_synchronised_norms_get_the_group_that_was_asked_for(sync_group, group, monkeypatch):
-    class Made(Exception):
-        pass
-
-    def make(group: object) -> None:
-        raise Made(group)
-
-    monkeypatch.setattr(setup, "node_group", lambda world, timeout_seconds: "of this machine")
-    config = run_config("run_dir=unused", "norm.sync=true", f"norm.sync_group={sync_group}")
-    with pytest.raises(Made) as made:
-        setup.learner(config, make, Schedule(1, 1, None, None, 1), World())
-    assert made.value.args == (group,)
 
 
 @pytest.mark.parametrize(

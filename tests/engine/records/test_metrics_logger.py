@@ -59,23 +59,19 @@ def trained(run_dir, *overrides: str) -> dict:
     return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", *overrides), "python a b=c")
 
 
-def test_everything_that_is_promised_can_be_watched(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("engine.training.run.peak_flops", lambda *_: 1e12)  # of a device that is known
-    monkeypatch.setattr("engine.training.run.training_flops", lambda *_: 5e9)
+def test_everything_that_is_promised_can_be_watched(tmp_path, capsys):
     every = [f"trainer.{what}_every_steps=2" for what in ("evaluate", "log", "checkpoint")]
     results = trained(tmp_path, *every, "trainer.pictures=2")
     events = events_of(tmp_path)
     names = events.Tags()["scalars"]
-    for name in ("loss", "lr", "gradient_norm", "images_per_second", "peak_memory_mib", "mfu"):
+    for name in ("loss", "lr", "gradient_norm", "images_per_second", "peak_memory_mib"):
         assert [event.step for event in events.Scalars(f"train/{name}")] == [2, 4]
     evaluations = [record for record in records(tmp_path) if record["kind"] == "val"]
     seen = {name for record in evaluations for name, iou in record["iou"].items() if iou is not None}
     assert seen and {f"val_iou/{name}" for name in seen} == {name for name in names if name.startswith("val_iou/")}
     assert events.Scalars("val/miou")[-1].value == pytest.approx(100 * results["miou"])
 
-    record = records(tmp_path)[0]
-    assert record["mfu"] == pytest.approx(record["images_per_second"] * 5e9 / 1e12) and record["step"] == 2
-
+    assert records(tmp_path)[0]["step"] == 2
     weights = checkpoint.load(tmp_path / "checkpoints" / "last.pt")["network"]
     record = records(tmp_path)[-1]["layers"]
     smallest = record["smallest_gamma"]
@@ -159,10 +155,10 @@ def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
     clock = iter([0.0, 0.0, 2.0, 100.0, 102.0])  # made, entered, step, end of the pause, step
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with logger(tmp_path) as running:
-        running.step(loss=1.0, gradient_norm=2.0, images=8, data_s=0.5, exchange_s=0.25)
+        running.step(loss=1.0, gradient_norm=2.0, images=8, data_s=0.5)
         running.pause_ended()
         running.step(loss=3.0, gradient_norm=5.0, images=8, data_s=1.0)
-        assert running.waits() == (0.75, 0.125)
+        assert running.data_wait_s() == 0.75
         running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0)
         values = {"lr": 0.1, "peak_memory_mib": 64.0, "loss": 2.0, "gradient_norm": 3.5, "images_per_second": 4.0}
         assert records(tmp_path) == [{"kind": "train", "step": 2, "epoch": 0.5, **values, "data_wait_s": [0.75]}]
@@ -173,10 +169,10 @@ def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
 def test_waits_are_recorded_for_each_rank(tmp_path):
     with logger(tmp_path) as running:
         running.step(loss=1.0, gradient_norm=2.0, images=8)
-        running.training(1, 0.5, 0.1, 64.0, waits=[(0.5, 0.0), (0.0, 0.375)])
-    (record,), events = records(tmp_path), events_of(tmp_path)
-    for name, waits in (("data_wait_s", [0.5, 0.0]), ("exchange_wait_s", [0.0, 0.375])):
-        assert record[name] == waits and [event.value for event in events.Scalars(f"train/{name}")] == [max(waits)]
+        running.training(1, 0.5, 0.1, 64.0, data_waits_s=[0.5, 0.0])
+    (record,) = records(tmp_path)
+    assert record["data_wait_s"] == [0.5, 0.0]
+    assert [event.value for event in events_of(tmp_path).Scalars("train/data_wait_s")] == [0.5]
 
 
 def write_run(run_dir, start_step, steps, total_steps=10):

@@ -73,7 +73,7 @@ def test_the_host_waits_for_no_image(streets, views, batch_size):
     """Two images are shown, none is written; the scores are read at the end, as often for four images as for two."""
     counts, forward = [], forward_for(streets)
     for images in (2, 4):
-        shown, nothing = PictureCollector(streets, 2), PredictionWriter(streets, None, None, None)
+        shown, nothing = PictureCollector(streets, 2), PredictionWriter(streets, None, None)
         until_the_last = []
 
         def seen(minibatch: dict, predictions: Tensor, consumers=(shown, nothing), ends=until_the_last) -> None:

@@ -15,7 +15,7 @@ TABLE = ClassTable(("road", "sky"), ((1, 2, 3), (4, 5, 6)), (0, 1), {0: 0, 1: 1}
 def written(tmp_path, name: str) -> list[str]:
     """The files below `tmp_path` after the prediction and overlay of an image of this name."""
     dataset = SegmentationDataset("streets", "val", [Files(name, tmp_path / "image.png")], TABLE)
-    writer = PredictionWriter(dataset, tmp_path / "out" / "predictions", tmp_path / "out" / "overlays", None)
+    writer = PredictionWriter(dataset, tmp_path / "out" / "predictions", tmp_path / "out" / "overlays")
     image = torch.zeros(1, 3, 2, 2, dtype=torch.uint8)
     writer({"name": [name], "image": image}, torch.zeros(1, 2, 2, dtype=torch.uint8))
     return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from engine.checkpoint import files as checkpoint
-from engine.process.distributed import World
 from engine.training.learner import Learner, WeightAverage
-from keepless import InPlaceABN
 from tests.damages import GONE, at, damaged, damages, places
 from tests.engine.learners import forward_of, learner_of
 from tests.runs import same
@@ -75,25 +73,6 @@ def test_a_broken_network_or_average_has_no_state_and_a_gradient_that_overflows_
     largest = r"all are finite; the gradient with the largest norm is weight \(2e\+25\)"  # whose square overflows
     with pytest.raises(FloatingPointError, match=f"the gradient is inf; {largest}"):
         learner.check(1.0, learner.gradient_norm().item())
-
-
-def test_before_an_evaluation_the_average_gets_statistics_of_its_own():
-    """From the given minibatches; without any, the trained network's statistics stay."""
-    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), InPlaceABN(4))
-    minibatches = [{"image": torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)} for _ in range(3)]
-    learner = learner_of(network, average=WeightAverage(network, decay=0.9), statistics_minibatches=minibatches)
-    with torch.no_grad():
-        learner.average.module[0].weight.mul_(2)
-        outputs = [learner.average.module[0](learner.forward.normalised(m["image"])) for m in minibatches]
-    before = copy.deepcopy(network.state_dict())
-    learner.prepare_evaluation(World())
-    means = [y.transpose(0, 1).flatten(1).mean(dim=1) for y in outputs]
-    torch.testing.assert_close(learner.average.module[2].running_mean, sum(means) / 3)
-    assert same(network.state_dict(), before)
-    learner.statistics_minibatches = ()
-    renewed = learner.average.module[2].running_mean.clone()
-    learner.prepare_evaluation(World())
-    assert torch.equal(learner.average.module[2].running_mean, renewed)
 
 
 @pytest.mark.parametrize(
