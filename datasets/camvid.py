@@ -5,7 +5,6 @@ import os
 from datasets.class_table import ClassTable
 from datasets.layout import Layout
 from datasets.segmentation import SegmentationDataset
-from datasets.time_limit import limited
 
 _UNLABELLED = 11
 _SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -53,7 +52,6 @@ def camvid_classes() -> ClassTable:
     )
 
 
-@limited()
 def camvid(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """One CamVid split: "train" (367 images), "val" (101) or "test" (233), in either common layout.
 

@@ -18,7 +18,6 @@ from datasets.file_list import FileList, is_hidden, listed
 from datasets.layout import Layout, first_of
 from datasets.reading import Stored, Unreadable, complete, decode_image
 from datasets.segmentation import restorable
-from datasets.time_limit import limited
 
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100 = """
@@ -72,8 +71,7 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
     if (root / reader.base_folder).is_dir():
         files = [root / reader.base_folder / file for file, _ in (reader.train_list, reader.test_list)[split == "test"]]
         try:
-            with limited(root / reader.base_folder):
-                stored = reader(root, train=split == "train")
+            stored = reader(root, train=split == "train")
         except (RuntimeError, OSError):  # it compares the checksums of all files before it reads one
             raise layout.error(
                 f"{layout.name}: a file in {root / reader.base_folder} is missing or damaged", root
@@ -94,7 +92,7 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
 @restorable()
 def _in_zip(archive: Path, split: str, classes: tuple[str, ...], layout: Layout) -> ClassificationDataset:
     """The pictures that the zip file calls …/`split`/CLASS/NAME."""
-    with limited(archive), _opened(archive) as content:
+    with _opened(archive) as content:
         members = sorted(name for name in content.namelist() if _is_picture(name, split))
     found = [PurePosixPath(name).parts[-2] for name in members]
     differences = {"no": [*filter(lambda name: name not in found, classes)], "unknown": sorted({*found} - {*classes})}
@@ -137,8 +135,7 @@ def _stored(archive: Path, members: Sequence[str]) -> Iterator[Stored]:
     with _opened(archive) as content:
         for member in members:
             try:
-                with limited(archive / member):
-                    data = content.read(member)
+                data = content.read(member)
             except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError) as error:
                 raise Unreadable(
                     f"{archive / member}: cannot be unpacked ({error}); expected an intact zip file."

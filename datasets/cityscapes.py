@@ -9,7 +9,6 @@ from datasets.class_table import ClassTable
 from datasets.layout import Layout
 from datasets.reading import decode_uint16
 from datasets.segmentation import INSTANCES_PER_CLASS, Files, SegmentationDataset
-from datasets.time_limit import limited
 
 _IMAGE_SUFFIX = "_leftImg8bit.png"
 _LABEL_SUFFIX = "_gtFine_labelIds.png"
@@ -97,7 +96,6 @@ def cityscapes_classes() -> ClassTable:
     )
 
 
-@limited()
 def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """One Cityscapes split: "train" (2975 images), "val" (500) or "test" (1525, without labels).
 

@@ -77,7 +77,7 @@ def index_classes(
 
     Raises:
         ValueError: a label is bad or missing, or the folder cannot be written (the message names `folder_key`).
-        TimeoutError: names the image whose label took longer than the `reading_limit` around this call.
+        TimeoutError: names the image whose label took longer than `reading_errors` around this call allows.
     """
     skips = ["unreadable skipped"] if skip_unreadable else []
     key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes), *skips])

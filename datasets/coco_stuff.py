@@ -6,7 +6,6 @@ from pathlib import Path
 from datasets.class_table import ClassTable, distinct_colours
 from datasets.layout import Layout, list_files, read_list
 from datasets.segmentation import Files, SegmentationDataset
-from datasets.time_limit import limited
 
 LISTS = ("challenge", "full")  # of images
 
@@ -73,7 +72,6 @@ def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) 
     )
 
 
-@limited()
 def coco_stuff(
     root: str | os.PathLike | None,
     split: str,

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from datasets.cache import cache_folder, read_arrays, write_arrays
-from datasets.time_limit import limited
 
 _VERSION = 1  # increment when the content of cached lists changes
 _SETTLED_SECONDS = 60  # since the last change of a folder, before its list is kept; see `list_classes`
@@ -114,7 +113,7 @@ def _file_list(root: Path, found: Sequence[tuple[str, tuple[int, int]]]) -> File
 
 def _files(folder: Path, name: str, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[int, int]]]:
     """(path below `folder`, (size, time)) of each file in the class folder `name`, sorted."""
-    with limited(folder / name), os.scandir(folder / name) as entries:
+    with os.scandir(folder / name) as entries:
         chosen = [e for e in entries if e.name.lower().endswith(suffixes) and not is_hidden(e.name)]
         if folders := [entry.path for entry in chosen if entry.is_dir()]:
             raise ValueError(f"{folders[0]} is a folder with an image's name: rename it")

@@ -26,7 +26,6 @@ from datasets.layout import (
 from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
 from datasets.text_files import read_json
-from datasets.time_limit import limited
 
 CLASSES = "classes.json"
 TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
@@ -135,7 +134,6 @@ def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> l
     return sorted(found, key=lambda split: (split not in DRAWN, split))
 
 
-@limited()
 def folder(
     root: str | os.PathLike | None,
     split: str,

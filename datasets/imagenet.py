@@ -7,7 +7,6 @@ from pathlib import Path
 from datasets.classification import ClassificationDataset
 from datasets.file_list import FileList, class_folders, composed, list_classes
 from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, drawn_images, first_of
-from datasets.time_limit import limited
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
@@ -107,16 +106,15 @@ def _in_folders(
     folder: Path | None = None,
 ) -> ClassificationDataset:
     """The class folders in `folder`, by default `root`/`split`."""
-    with limited():
-        root = layout.check(root, split)
-        folder = folder or root / split
-        if not folder.is_dir():
-            raise layout.error(f"{layout.name}: the folder {folder} is missing", root)
-        classes = class_folders(folder)
-        _check_flat(layout, root, folder, bool(classes), suffixes)
-        for other in layout.splits:
-            if other != split and folder != root / other and (root / other).is_dir():
-                _check_classes(layout, root, {split: classes, other: class_folders(root / other)})
+    root = layout.check(root, split)
+    folder = folder or root / split
+    if not folder.is_dir():
+        raise layout.error(f"{layout.name}: the folder {folder} is missing", root)
+    classes = class_folders(folder)
+    _check_flat(layout, root, folder, bool(classes), suffixes)
+    for other in layout.splits:
+        if other != split and folder != root / other and (root / other).is_dir():
+            _check_classes(layout, root, {split: classes, other: class_folders(root / other)})
     files, labels = list_classes(folder, classes, suffixes)
     if not len(files):
         looked_for = f"{folder}/*/*{{{','.join(suffixes)}}}"

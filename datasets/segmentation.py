@@ -16,7 +16,6 @@ from datasets import reading
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import FileList, listed
 from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read
-from datasets.time_limit import limited
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
 INSTANCES_PER_CLASS = 1000  # per image, at most; see `SegmentationDataset.scored`
@@ -256,7 +255,6 @@ class SegmentationDataset(Dataset):
         known = [sorted(self.table.label_ids.items()), *sorted(self.table.label_colours.items())]
         return self._listed().fingerprint([version, self.name, self.split, *known])
 
-    @limited()
     def _listed(self) -> FileList:
         every = (path for entry in self.files for path in (entry.image, entry.label, entry.instances))
         paths = [path for path in every if path is not None]

@@ -106,7 +106,7 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
     """`inspect` a training split quickly, once. ValueError lists the first problems and counts all.
 
     Returns doubts about its labels, such as classes that no image shows. TimeoutError names the first image that takes
-    longer than the `reading_limit` around this call. The cache folder remembers success until a path, size or
+    longer than `reading_errors` around this call allows. The cache folder remembers success until a path, size or
     modification time changes. If it cannot be written, the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):

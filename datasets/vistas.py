@@ -7,7 +7,6 @@ from datasets.class_table import ClassTable, rgb
 from datasets.layout import Layout
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
 from datasets.text_files import read_json
-from datasets.time_limit import limited
 
 _FOLDERS = {"train": "training", "val": "validation", "test": "testing"}
 _WITHHELD = "test"
@@ -68,7 +67,6 @@ def vistas_classes(config: Path) -> ClassTable:
     )
 
 
-@limited()
 def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """One Vistas split: "train" (18000 images), "val" (2000) or "test" (5000, without labels), in either folder style.
 

@@ -5,7 +5,6 @@ inherit an OpenCV mutex that stays locked forever. A training run forks its work
 """
 
 import ctypes
-import errno
 import os
 import resource
 import shutil
@@ -13,7 +12,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import active_children, parent_process, popen_fork
+from errno import ENOSPC
+from multiprocessing import parent_process, popen_fork
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
@@ -22,12 +22,11 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from datasets.time_limit import limited, reading_limit
-
 Progress = Callable[[int, int], None] | None  # called with (done, total) after each item
 
 _SECONDS_TO_DIE = 5  # longer only in a system call that cannot be interrupted
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_limit: tuple[float, str] = (0, "")  # seconds (0: none) that workers may take, and the message about it
 _KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes per pixel
 
 
@@ -64,7 +63,10 @@ def worker_init(worker_id: int) -> None:
 
 
 class Loader(DataLoader):
-    """A DataLoader whose `workers` processes run `worker_init`; 0 reads in this process. Its reads are `limited`."""
+    """A DataLoader whose `workers` processes run `worker_init`; 0 reads in this process.
+
+    Inside `reading_errors` it raises TimeoutError if its workers deliver nothing in the time given there.
+    """
 
     def __init__(self, source: Dataset | Sequence, workers: int, **options: Any):
         super().__init__(
@@ -80,59 +82,28 @@ class Loader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # PyTorch promises a class of its own
         if self.num_workers:
-            _allow_open_files(self.num_workers)
-        items: Iterator[Any] = iter(())
-        others, workers = active_children(), []
+            self.timeout, too_late = _limit
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor on its way needs an open file
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        items: Any = None
         try:
-            with limited():
-                items = self._started()
-            workers = [child for child in active_children() if child not in others]
-            for _ in range(len(self)):
-                with limited():
-                    item = next(items)
-                yield item
-        except BaseException as error:  # also one of the dataset, or of a signal's handler; it is raised again
-            dead = []
-            if isinstance(error, TimeoutError):
-                for worker in workers:  # a stopped worker never ends by itself, and PyTorch waits for it
-                    worker.terminate()
-            elif isinstance(error, (ConnectionError, EOFError)):  # a worker may have died while it handed over an item
-                for worker in workers:
-                    worker.join(1)
-                dead = [str(worker.pid) for worker in workers if not worker.is_alive()]
-            # The error's traceback keeps PyTorch's iterator. The garbage collector would end its queues before it: no
-            # worker would learn that it should stop, and PyTorch waits five seconds for each.
-            if hasattr(items, "_shutdown_workers"):
-                items._shutdown_workers()
-            if dead:
-                raise RuntimeError(f"DataLoader worker (pid(s) {', '.join(dead)}) exited unexpectedly") from error
+            items = super().__iter__()
+            yield from items
+        except RuntimeError as error:
+            if str(error).startswith("DataLoader timed out"):
+                raise TimeoutError(too_late) from None
             raise
-
-    def _started(self) -> Iterator[Any]:
-        try:
-            return super().__iter__()
+        except (ConnectionError, EOFError) as error:  # of the pipe to a worker
+            raise RuntimeError(f"DataLoader worker exited unexpectedly ({error})") from error
         except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise RuntimeError(f"DataLoader workers cannot start for lack of shared memory: {error}") from error
-
-
-def _allow_open_files(workers: int) -> None:
-    """Raise this process's limit of open files as needed. ValueError if the system does not permit that.
-
-    PyTorch would lose items, and wait for them for ever.
-    """
-    # Rough upper bound: pipes and locks per worker, plus one descriptor per tensor in flight.
-    needed = len(os.listdir("/dev/fd")) + 32 + 10 * workers
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ValueError(
-            f"ulimit -n permits {hard} open files: expected {needed} or more for {workers} processes that read images. "
-            f"Raise the limit, or use fewer workers"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            if error.errno == ENOSPC:
+                raise RuntimeError(f"DataLoader workers cannot start for lack of shared memory: {error}") from error
+            raise
+        finally:
+            # An error's traceback keeps PyTorch's iterator. The garbage collector would end its queues before it: no
+            # worker would learn that it should stop, and PyTorch waits five seconds for each.
+            if self.num_workers and items is not None:
+                items._shutdown_workers()
 
 
 def die_with_parent(number: signal.Signals) -> None:
@@ -145,24 +116,25 @@ def die_with_parent(number: signal.Signals) -> None:
 def reading_errors(
     timeout_seconds: int, keys: str = "", advice: str = "", workers_key: str | None = None
 ) -> Iterator[None]:
-    """Wraps a command that reads data: every read has a time limit, and errors of a `Loader` say what to do.
+    """Wraps a command that reads data: the workers of a `Loader` have a time limit, and its errors say what to do.
 
-    Messages name the settings `{keys}timeout_seconds` and `workers_key` (default: `{keys}workers`), and end with
-    `advice`.
+    Reads of this process itself, such as lists of folders, have no limit. Messages name the settings
+    `{keys}timeout_seconds` and `workers_key` (default: `{keys}workers`), and end with `advice`.
 
     Raises:
-        TimeoutError: no data came for `timeout_seconds`.
+        TimeoutError: the workers delivered nothing for `timeout_seconds`.
         ChildProcessError: a worker was killed.
         MemoryError: a worker could not allocate memory, or the shared memory is too small.
     """
-    workers_key = workers_key or f"{keys}workers"
-    too_late = (
+    global _limit
+    workers_key, outer = workers_key or f"{keys}workers", _limit
+    _limit = (
+        timeout_seconds,
         f"no data came for {keys}timeout_seconds={timeout_seconds} seconds: a disk or network folder hangs, or a "
-        f"process that reads images was stopped; if reading is just slow, raise {keys}timeout_seconds.{advice}"
+        f"process that reads images was stopped; if reading is just slow, raise {keys}timeout_seconds.{advice}",
     )
     try:
-        with reading_limit(timeout_seconds, too_late):
-            yield
+        yield
     except RuntimeError as error:
         # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
         known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker")
@@ -184,6 +156,8 @@ def reading_errors(
                 f"{workers_key}.{advice}"
             ) from error
         raise
+    finally:
+        _limit = outer
 
 
 def _messages(error: BaseException | None) -> Iterator[str]:

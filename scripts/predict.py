@@ -28,7 +28,6 @@ from datasets import reading_errors
 from datasets.file_list import is_hidden
 from datasets.layout import first_of
 from datasets.reading import PHOTOGRAPHS, decode_photograph
-from datasets.time_limit import limited
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -74,8 +73,7 @@ def predict(values: DictConfig) -> list[Path]:
             for name, file in tracked(progress, images.items(), "predicting"):
                 try:
                     places = {kind: inside(output / kind, f"{name}.png") for kind in KINDS if segments}
-                    with limited(file):
-                        image = decode_photograph(file)  # (H, W, 3)
+                    image = decode_photograph(file)  # (H, W, 3)
                 except ValueError as error:
                     unreadable.append(str(error))
                     continue
@@ -141,7 +139,6 @@ def is_labelled(folder: Path) -> bool:
     return folder.name == "images" and (folder.parent / "labels").is_dir()
 
 
-@limited()
 def find_images(source: Path, output: Path) -> dict[str, Path]:
     """Find one image, or all in a folder and its subfolders: {result name: image file}, sorted.
 

@@ -31,7 +31,7 @@ class Data:
     # An unreadable image stops the run, or the next image replaces it, at most max_skipped times in a run.
     on_error: str = key("stop", one_of=("stop", "skip"), free_on_resume=True)
     max_skipped: int = key(100, least=0, free_on_resume=True)  # with data.on_error=skip: how many images a run may skip
-    # The run stops if the workers deliver no minibatch in this time.
+    # The run stops if its workers deliver nothing in this time; with data.workers=0 nothing limits a read.
     timeout_seconds: int = key(300, above=0, most=MOST_SECONDS, per_machine=True)
 
     def crop(self, size: int | None = None) -> tuple[int, int]:

