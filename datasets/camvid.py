@@ -52,11 +52,10 @@ def camvid_classes() -> ClassTable:
     )
 
 
-def camvid(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
+def camvid(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     """One CamVid split: "train" (367 images), "val" (101) or "test" (233), in either common layout.
 
-    ValueError if the split is unknown, a folder or all images are missing, or an image has no label (without `strict`:
-    no image has one).
+    ValueError if the split is unknown, a folder or all images are missing, or an image has no label.
     """
     root = _LAYOUT.check(root, split)
     if (root / split / "images").is_dir():
@@ -65,5 +64,5 @@ def camvid(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
         image_folder, label_folder = root / split, root / f"{split}annot"
     images = _LAYOUT.files(root, image_folder, _SUFFIXES, images_of=split)
     labels = _LAYOUT.files(root, label_folder, (".png",))
-    files = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png", strict=strict)
+    files = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")
     return SegmentationDataset(name="camvid", split=split, files=files, table=camvid_classes())

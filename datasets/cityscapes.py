@@ -96,25 +96,25 @@ def cityscapes_classes() -> ClassTable:
     )
 
 
-def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
+def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     """One Cityscapes split: "train" (2975 images), "val" (500) or "test" (1525, without labels).
 
     Names are CITY_SEQ_FRAME. Labels come from the `labelIds` files and are mapped to train ids on reading;
     `instanceIds` files are optional. Prediction files hold regular ids at full size, and their names start with the
-    image's. ValueError if the split is unknown, a folder or all images are missing, or an image has no label (without
-    `strict`: no image has one).
+    image's. ValueError if the split is unknown, a folder or all images are missing, or an image has no label.
     """
     root = _LAYOUT.check(root, split)
     folder = root / "leftImg8bit" / split
-    images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), in_folders=True, images_of=split)
-    if split == _WITHHELD:
-        files = [Files(name, path) for name, path in images.items()]
-    else:
+    images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), images_of=split, deep=True)  # CITY/NAME
+    files = [Files(name, path) for name, path in images.items()]
+    if split != _WITHHELD:
         folder = root / "gtFine" / split
-        labels = _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), in_folders=True)
-        instances = _LAYOUT.files(root, folder, (_INSTANCE_SUFFIX,), in_folders=True)
-        paired = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}", strict)
+        labels, instances = (
+            _LAYOUT.files(root, folder, (suffix,), deep=True) for suffix in (_LABEL_SUFFIX, _INSTANCE_SUFFIX)
+        )
+        paired = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
         files = [entry._replace(instances=instances.get(entry.name)) for entry in paired]
+    files = [entry._replace(name=entry.name.rpartition("/")[2]) for entry in files]
     return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), decode_instances=_decode_instances)
 
 

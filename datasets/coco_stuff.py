@@ -77,7 +77,6 @@ def coco_stuff(
     split: str,
     lists: str = "challenge",
     other_class: bool = False,
-    strict: bool = True,
     keys: str = "",
 ) -> SegmentationDataset:
     """One COCO-Stuff split: "train", "val" (5000 images) or "test" (40670 images without labels).
@@ -86,8 +85,7 @@ def coco_stuff(
     in the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel
     maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class`: see
     `coco_stuff_classes`. `keys`: prefix of option names in messages.
-    ValueError if the split is unknown, a folder, the list or all images are missing, or a listed image or a label is
-    (without `strict`: all of them are).
+    ValueError if the split is unknown, a folder, the list or all images are missing, or a listed image or a label is.
     """
     if lists not in LISTS:
         raise ValueError(f"{keys}lists={lists}: expected one of {', '.join(LISTS)}")
@@ -97,11 +95,11 @@ def coco_stuff(
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))
-    names = _listed(root, split, images, strict, keys) if lists == "challenge" else None
+    names = _listed(root, split, images, keys) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _labels(root, split)
     if names is not None:
-        images, labels = ({name: found[name] for name in names if name in found} for found in (images, labels))
-    files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png", strict=strict)
+        images = {name: images[name] for name in names}
+    files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
     return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps, other_class))
 
 
@@ -119,8 +117,8 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
     raise _LAYOUT.error(f"coco_stuff: no labels for split {split!r}, looked for {looked_for}", root)
 
 
-def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, keys: str) -> list[str]:
-    """Names on the challenge's list of images. ValueError if any (without `strict`: all) are not in `images`."""
+def _listed(root: Path, split: str, images: dict[str, Path], keys: str) -> list[str]:
+    """Names on the challenge's list of images. ValueError if any are not in `images`."""
     folders = (root / "annotations" / "deprecated-challenge2017", root / "deprecated-challenge2017")
     file = next((path for folder in folders if (path := folder / f"{split}-ids.txt").is_file()), None)
     if file is None:
@@ -135,5 +133,5 @@ def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, keys:
         if not line.isdecimal():
             raise ValueError(f"{file}: contains {line[:40]!r}; expected one image id (a number) per line")
         names.append(f"{int(line):012d}")
-    _LAYOUT.check_list(file, names, images, root, strict)
+    _LAYOUT.check_list(file, names, images, root)
     return sorted(set(names))

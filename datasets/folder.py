@@ -11,7 +11,7 @@ import numpy as np
 
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
-from datasets.file_list import is_hidden
+from datasets.file_list import composed, is_hidden
 from datasets.layout import (
     DRAWN,
     OTHER_IMAGES,
@@ -21,7 +21,6 @@ from datasets.layout import (
     first_of,
     list_files,
     read_list,
-    spelled,
 )
 from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
@@ -137,7 +136,6 @@ def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> l
 def folder(
     root: str | os.PathLike | None,
     split: str,
-    strict: bool = True,
     folds: int | None = None,
     fold: int = 0,
     fold_seed: int = 0,
@@ -151,8 +149,7 @@ def folder(
     folders; the split "test" may have no labels. Labels are PNGs of ids, or in the classes' colours, on the images as
     viewers show them: EXIF orientation counts. `palettes`: "equal" refuses labels whose palettes give an id different
     colours, "any" does not compare them. `keys`: prefix of option names in messages.
-    ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label
-    (without `strict`: no image has one).
+    ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
     way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {keys}folds=5 to draw train and val,"
     layout = replace(_LAYOUT, source=way)
@@ -166,20 +163,22 @@ def folder(
         )
     images = layout.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
-    labels = {} if without else spelled(layout.files(root, above / "labels", _LABELS, deep=True), images)
-    if strict and (alone := labels.keys() - images.keys()):
+    labels = {} if without else layout.files(root, above / "labels", _LABELS, deep=True)
+    if alone := {*map(composed, labels)} - {*map(composed, images)}:
         _check_formats(above / "images", alone)
     if above == root:
         if drawn and folds is not None:
             chosen = [*compress(images, drawn_images(np.zeros(len(images)), split, folds, fold, fold_seed))]
         else:
-            chosen = _on_list(layout, root, own, images, strict)
-        images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
+            chosen = _on_list(layout, root, own, images)
+        images = {name: images[name] for name in chosen}
+        named = {*map(composed, images)}
+        labels = {name: path for name, path in labels.items() if composed(name) in named}
     if split == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
     else:
         fix = "add the labels, under the names of their images, or take the images out"
-        files = layout.pair(images, labels, root, f"{above}/labels/NAME.png", strict, fix)
+        files = layout.pair(images, labels, root, f"{above}/labels/NAME.png", fix)
     if not (root / CLASSES).is_file():
         raise layout.error(
             f"folder: {root / CLASSES} is missing",
@@ -218,14 +217,13 @@ def _below(root: Path, split: str) -> Path:
     below = root / split
     if below.is_dir() or Path(f"{below}.txt").is_file():
         return below
-    (name,) = spelled({split: root}, folder_splits(root))
-    return root / name
+    return root / next((name for name in folder_splits(root) if composed(name) == composed(split)), split)
 
 
 def _check_formats(folder: Path, names: Set[str]) -> None:
-    """Raise ValueError if labels have images in other formats. `names`: labels without an image that is read."""
+    """ValueError if labels have images in other formats. `names`: labels (`composed`) without an image that is read."""
     others = list_files(folder, OTHER_IMAGES, deep=True)
-    if found := [str(path.relative_to(folder)) for name, path in others.items() if name in names]:
+    if found := [str(path.relative_to(folder)) for name, path in others.items() if composed(name) in names]:
         raise ValueError(
             f"images with a label are not read: {first_of(found)} in {folder} ({len(found)} in all); expected "
             f"{', '.join(PHOTOGRAPHS)}. Convert them, or take their labels out"
@@ -242,8 +240,9 @@ def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path
     for above in _folders(root, "labels"):
         folder, each = above / "images", above / "labels"
         images = list_files(folder, (*PHOTOGRAPHS, *OTHER_IMAGES), deep=True) if folder.is_dir() else None
-        for name, path in spelled(list_files(each, _LABELS, deep=True), images or ()).items():
-            found[images is not None and name not in images].append(path)
+        named = {*map(composed, images or ())}
+        for name, path in list_files(each, _LABELS, deep=True).items():
+            found[images is not None and composed(name) not in named].append(path)
     if not found[0]:
         raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found[1])} in {root}", root)
     return found
@@ -258,15 +257,15 @@ def _folders(root: Path, name: str) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _on_list(layout: Layout, root: Path, own: Path, images: Mapping[str, Path], strict: bool) -> list[str]:
+def _on_list(layout: Layout, root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
     """The names on the list of a split, which may have the images' suffixes. `own`: the folder that it might have."""
     file = Path(f"{own}.txt")
     if not file.is_file():
         raise layout.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
     lines = read_list(file, "the name of an image")
-    stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
-    names = sorted({stems.get(line, line) for line in spelled(dict.fromkeys(lines, file), stems)})
-    layout.check_list(file, names, images, root, strict)
+    stems = {composed(f"{name}{end}"): name for name, path in images.items() for end in ("", path.suffix)}
+    names = sorted({stems.get(composed(line), line) for line in lines})
+    layout.check_list(file, names, images, root)
     return names
 
 

@@ -1,7 +1,7 @@
 """Finds a dataset's files on disk. Errors name what is missing, the expected layout and the fix."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,43 +52,23 @@ class Layout:
         return ValueError(f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\nFix: {fix}.")
 
     def files(
-        self,
-        root: Path,
-        folder: Path,
-        suffixes: Sequence[str],
-        in_folders: bool = False,
-        images_of: str | None = None,
-        deep: bool = False,
+        self, root: Path, folder: Path, suffixes: Sequence[str], images_of: str | None = None, deep: bool = False
     ) -> dict[str, Path]:
-        """`list_files` of a folder below `root`, or of every folder in it.
+        """`list_files` of a folder below `root`. ValueError if it is missing.
 
-        ValueError if the folder is missing, or two of the folders in it hold files of the same stem. `images_of`: the
-        split whose images they are, of which it must have some. `deep`: see `list_files`.
+        `images_of`: the split whose images they are, of which it must have some. `deep`: see `list_files`.
         """
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root)
-        folders = sorted(filter(Path.is_dir, folder.iterdir())) if in_folders else [folder]
-        found: dict[str, Path] = {}
-        for each in folders:
-            here = list_files(each, suffixes, deep)
-            if twice := sorted(found.keys() & here.keys()):
-                raise ValueError(
-                    f"{found[twice[0]]} and {here[twice[0]]} have the same name: {self.name} pairs images and labels "
-                    f"by their names. Rename one, and its label."
-                )
-            found |= here
+        found = list_files(folder, suffixes, deep)
         if images_of is not None and not found:
-            between = "**/" if deep else "*/" * in_folders
-            looked_for = " and ".join(f"{folder}/{between}*{suffix}" for suffix in suffixes)
+            looked_for = " and ".join(f"{folder}/{'**/' * deep}*{suffix}" for suffix in suffixes)
             raise self.error(f"{self.name}: no images in split {images_of!r}, looked for {looked_for}", root)
         return found
 
-    def check_list(
-        self, file: Path, names: Sequence[str], images: Mapping[str, Path], root: Path, strict: bool
-    ) -> None:
-        """ValueError unless all names on a list (without `strict`: any) have an image in the split's folder."""
-        missing = [name for name in names if name not in images]
-        if len(missing) == len(names) or (strict and missing):
+    def check_list(self, file: Path, names: Sequence[str], images: Mapping[str, Path], root: Path) -> None:
+        """ValueError unless all names on a list have an image in the split's folder."""
+        if missing := [name for name in names if name not in images]:
             count = f"{len(missing)} of its {len(names)} images"
             raise self.error(
                 f"{self.name}: {file}: {count}, such as {missing[0]}, are missing from the split's folder", root
@@ -100,58 +80,27 @@ class Layout:
         labels: Mapping[str, Path],
         root: Path,
         looked_for: str,
-        strict: bool = True,
         fix: str | None = None,
     ) -> list[Files]:
-        """Pair images with labels by stem (`composed`). ValueError counts and names the images without a label.
+        """Pair images with labels by name (`composed`). ValueError counts and names the images without a label.
 
-        Without `strict`, images without a label and labels without an image are returned too, with None for the
-        missing file, for the caller to report. ValueError then only if no image has its label. `fix`: see `error`.
+        Labels without an image are left out. `fix`: see `error`.
         """
-        labels = spelled(labels, images)
-        missing = [stem for stem in images if stem not in labels]
-        if len(missing) == len(images) or (strict and missing):
+        by_name = {composed(name): path for name, path in labels.items()}
+        if missing := [name for name in images if composed(name) not in by_name]:
             count = f"{len(missing)} of {len(images)} images"
             problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
             raise self.error(problem, root, fix=fix)
-        stems = images if strict else sorted({*images, *labels})
-        return [Files(name=stem, image=images.get(stem), label=labels.get(stem)) for stem in stems]
-
-
-def spelled(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
-    """`files` under those of `names` that are the same, or else are the same when `composed`.
-
-    ValueError: it is not clear which, because two files, or two names, differ only in how accents are stored.
-    """
-    names = {*names}
-    theirs, ours = _by_composed(names - files.keys()), _by_composed(files.keys() - names)
-    renamed = {}
-    for key in sorted(theirs.keys() & ours.keys()):
-        for one, *others in (theirs[key], ours[key]):
-            if others:
-                raise ValueError(
-                    f"{ascii(one)} and {ascii(others[0])} differ only in how accents are stored, so which is the pair "
-                    f"of another file is not clear. Rename one, and its label."
-                )
-        renamed[ours[key][0]] = theirs[key][0]
-    return {renamed.get(name, name): path for name, path in files.items()}
-
-
-def _by_composed(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name in sorted(names):
-        found.setdefault(composed(name), []).append(name)
-    return found
+        return [Files(name, image, by_name[composed(name)]) for name, image in images.items()]
 
 
 def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
-    """{stem: path} of the files in `folder` with one of `suffixes`, sorted.
+    """{name: path} of the files in `folder` with one of `suffixes`, which are not part of the names; sorted.
 
-    ValueError if two files share a stem, or a folder has one of the suffixes.
-
-    `deep`: also files in its folders; their stems are paths below `folder`. Hidden files and folders do not count.
+    `deep`: also files in its folders; their names are paths below `folder`. Hidden files and folders do not count.
+    ValueError if two names are the same when `composed`, or a folder has one of the suffixes.
     """
-    found: dict[str, Path] = {}
+    found: dict[str, tuple[str, Path]] = {}  # by composed name
     with os.scandir(folder) as entries:
         for entry in entries:
             suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
@@ -159,18 +108,20 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dic
                 continue
             if suffix is not None and entry.is_dir():
                 raise ValueError(f"{folder / entry.name} is a folder with an image's name: rename it")
-            if deep and entry.is_dir():
+            here: dict[str, Path] = {}
+            if suffix is not None:
+                here = {entry.name[: -len(suffix)]: folder / entry.name}
+            elif deep and entry.is_dir():
                 inside = list_files(folder / entry.name, suffixes, deep)
-                found |= {f"{entry.name}/{stem}": path for stem, path in inside.items()}
-            elif suffix is not None:
-                stem = entry.name[: -len(suffix)]
-                if stem in found:
+                here = {f"{entry.name}/{name}": path for name, path in inside.items()}
+            for name, path in here.items():
+                _, other = found.setdefault(composed(name), (name, path))
+                if other != path:
                     raise ValueError(
-                        f"{folder} holds both {found[stem].name} and {entry.name}: expected one file per name. Remove "
-                        f"one."
+                        f"{folder} holds both {ascii(other.name)} and {ascii(path.name)}: expected one file per name, "
+                        f"whatever its suffix and however its accents are stored. Remove one"
                     )
-                found[stem] = folder / entry.name
-    return dict(sorted(found.items()))
+    return dict(sorted(found.values()))
 
 
 def read_list(file: Path, of: str) -> list[str]:

@@ -22,13 +22,10 @@ INSTANCES_PER_CLASS = 1000  # per image, at most; see `SegmentationDataset.score
 
 
 class Files(NamedTuple):
-    """One image of a split: its name, its image file, and its label file (None if the split has no labels).
-
-    If the dataset was not made `strict`, either file may be missing (None).
-    """
+    """One image of a split: its name, its image file, and its label file (None if the split has no labels)."""
 
     name: str
-    image: Path | None
+    image: Path
     label: Path | None = None
     instances: Path | None = None  # which instance each pixel belongs to, if the official score needs it
 
@@ -112,10 +109,8 @@ class SegmentationDataset(Dataset):
         return all(entry.instances is not None for entry in self.files)
 
     def path(self, index: int) -> Path:
-        """The file of image `index`, or of its label if it has no image."""
-        path = self.files[index].image or self.files[index].label
-        assert path is not None
-        return path
+        """The file of image `index`."""
+        return self.files[index].image
 
     def __len__(self) -> int:
         return len(self.files)
@@ -154,7 +149,7 @@ class SegmentationDataset(Dataset):
         sizes of image and label differ; when slicing, for damaged pixels and unknown ids down to the slice.
         """
         with restorable():
-            image = read(self._image_path(index), photograph=self.turned)
+            image = read(self.path(index), photograph=self.turned)
             decode: Callable[[Window], np.ndarray] = restorable()(partial(decode_image, image, turned=self.turned))
             if image.has_end_mark:
                 size = image.size(self.turned)
@@ -170,7 +165,7 @@ class SegmentationDataset(Dataset):
     def read_image(self, index: int) -> np.ndarray:
         """Image `index`, uint8 (H, W, 3) RGB. ValueError if the file is missing, truncated or not an image."""
         with restorable():
-            return decode_image(self._image_path(index), turned=self.turned)
+            return decode_image(self.path(index), turned=self.turned)
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
@@ -184,11 +179,6 @@ class SegmentationDataset(Dataset):
     def image_size(self, path: Path) -> tuple[int, int]:
         """(width, height) of an image file, from its header. ValueError if it is missing, truncated or not an image."""
         return reading.read_size(path, self.turned)
-
-    def _image_path(self, index: int) -> Path:
-        path = self.files[index].image
-        assert path is not None, f"{self.files[index].name} has no image"
-        return path
 
     def _stored_label(self, index: int) -> Stored:
         path = self.files[index].label
@@ -214,7 +204,6 @@ class SegmentationDataset(Dataset):
     def size_mismatch(self, entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> str:
         """Message for an image and a label of different sizes; sizes are (width, height) in pixels."""
         why = ""
-        assert entry.image is not None
         if self.turned and label_size == image_size[::-1] and reading.is_on_its_side(entry.image):
             why = " as its EXIF orientation turns it, which the label lacks"
         return (

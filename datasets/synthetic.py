@@ -29,7 +29,6 @@ def synthetic(
     split: str,
     images: tuple[int, int] = (IMAGES["train"], IMAGES["val"]),
     seed: int = 0,
-    strict: bool = True,
     draw: bool = True,
     own_images: str = "choose the dataset folder",
 ) -> SegmentationDataset:
@@ -57,7 +56,7 @@ def synthetic(
             f"{folder} holds synthetic streets written with {written}, expected {settings}. "
             "Choose another folder, or give none to use the cache folder."
         )
-    dataset = cityscapes(folder, split, strict)
+    dataset = cityscapes(folder, split)
     return replace(dataset, name="synthetic", table=replace(dataset.table, absent=_UNDRAWN))
 
 

@@ -53,7 +53,7 @@ class Found(NamedTuple):
 class Inspection:
     """The result of `inspect`.
 
-    `problems`: unpaired files first, then in the order of the files. Over all readable labels, `values` counts the
+    `problems` are in the order of the files. Over all readable labels, `values` counts the
     pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
     class); `conflict`: the first label with another palette, if palettes are compared.
     """
@@ -63,12 +63,6 @@ class Inspection:
     values: list[int]
     holding: list[int]
     conflict: str | None
-
-    @property
-    def images(self) -> int:
-        dataset = self.dataset
-        files = dataset.files if isinstance(dataset, SegmentationDataset) else ()
-        return sum(entry.image is not None for entry in files) if files else len(dataset)
 
     @property
     def by_class(self) -> np.ndarray:
@@ -132,11 +126,10 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
 def inspect(dataset: Split, workers: int | None = None, progress: Progress = None, decode: bool = True) -> Inspection:
     """Check every image and label of a split: that they are complete, of the same size, and hold known ids.
 
-    Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
-    images are problems too. Labels are decoded, and so are all images of a classification that are in files; other
-    images and instances only with `decode`, else their headers and ends are read. PNG files have checksums, so any
-    damage is found. JPEG files have none: damage is found only if the decoder meets an invalid code, or the data ends
-    too early or too late. `workers`: see `in_order`.
+    Returns problems instead of raising them. Labels are decoded, and so are all images of a classification that are in
+    files; other images and instances only with `decode`, else their headers and ends are read. PNG files have
+    checksums, so any damage is found. JPEG files have none: damage is found only if the decoder meets an invalid code,
+    or the data ends too early or too late. `workers`: see `in_order`.
     """
     look = partial(_inspected if decode else _looked, dataset)
     if isinstance(dataset, ClassificationDataset):
@@ -144,7 +137,7 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
         problems = [problem for each in found for problem in each.problems]
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
         return Inspection(dataset, tuple(problems), [], images, None)
-    problems, palettes = _unpaired(dataset), Palettes(dataset.table.label_palette)
+    problems, palettes = list[Problem](), Palettes(dataset.table.label_palette)
     values, holding = np.zeros(256, np.int64), np.zeros(256, np.int64)
     for each in every(dataset, look, workers, progress):
         problems += each.problems
@@ -207,7 +200,7 @@ def _looked(dataset: Split, index: int, size_of: Callable[[Path], tuple[int, int
             message = dataset.size_mismatch(entry._replace(label=file), image_size, size)
             problems.append(Problem("sizes differ", message))
 
-    image_size = None if entry.image is None else attempted("image", size_of, entry.image)
+    image_size = attempted("image", size_of, entry.image)
     label = None if entry.label is None else attempted("label", dataset.raw_label, index)
     compare(entry.label, None if label is None else label.shape[::-1])
     pixels = np.bincount(() if label is None else label.reshape(-1), minlength=256)
@@ -228,18 +221,6 @@ def _inspected(dataset: Split, index: int) -> Found:
     except Exception as error:  # it must not stop the check of the other files
         problem = Problem("unexpected error", f"{dataset.path(index)}: {type(error).__name__}: {error}")
         return Found([problem], np.zeros(256, np.int64))
-
-
-def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
-    """Images without a label (only in a split with labels) and labels without an image."""
-    labelled = any(entry.label is not None for entry in dataset.files)
-    without_label = [entry.image for entry in dataset.files if labelled and entry.label is None]
-    without_image = [entry.label for entry in dataset.files if entry.image is None]
-    return [
-        Problem(f"{kind} without {other}", f"{path}: has no {other}; expected one. Add it, or take the {kind} out.")
-        for kind, other, paths in (("image", "label", without_label), ("label", "image", without_image))
-        for path in paths
-    ]
 
 
 @restorable()

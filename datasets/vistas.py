@@ -67,12 +67,12 @@ def vistas_classes(config: Path) -> ClassTable:
     )
 
 
-def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
+def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     """One Vistas split: "train" (18000 images), "val" (2000) or "test" (5000, without labels), in either folder style.
 
     Labels are palette indices. Predictions are positions in the config file's list, as PNGs with its palette.
     ValueError if the split is unknown, a folder, the config file or all images are missing, the data is v2.0, or an
-    image has no label (without `strict`: no image has one).
+    image has no label.
     """
     root = _LAYOUT.check(root, split)
     folder = root / _FOLDERS[split]
@@ -90,5 +90,5 @@ def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
             raise _LAYOUT.error(f"vistas: {folder} has only labels of Mapillary Vistas v2.0; expected v1.2", root)
         labels = _LAYOUT.files(root, (versioned if versioned.is_dir() else folder) / "labels", (".png",))
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
-        files = _LAYOUT.pair(images, labels, root, looked_for, strict)
+        files = _LAYOUT.pair(images, labels, root, looked_for)
     return SegmentationDataset("vistas", split, files, table)

@@ -4,11 +4,11 @@
     python -m scripts.verify_data data=folder data.root=DIR splits=[val]
     python -m scripts.verify_data data=imagenet data.root=DIR out=FILE.json
 
-Compares the number of images with the official number, looks for missing labels and missing images, and decodes every
-file, for segmentation and classification. Reports unreadable and damaged files, labels whose size differs from their
-image's, and ids that are not in the class table. Does not stop at the first problem. Prints the pixels of every class
-and doubts (classes that no image shows, many ignored pixels), then every kind of problem with its first files. Exit
-status 0 means no problem. You can train on part of a dataset, but its number of images is reported.
+Compares the number of images with the official number, and decodes every file, for segmentation and classification.
+Reports unreadable and damaged files, labels whose size differs from their image's, and ids that are not in the class
+table. Does not stop at the first problem, but at a split in which images have no label, which it names. Prints the
+pixels of every class and doubts (classes that no image shows, many ignored pixels), then every kind of problem with its
+first files. Exit status 0 means no problem. You can train on part of a dataset, but its number of images is reported.
 """
 
 import json
@@ -101,7 +101,7 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
 def check_split(
     config: Data, split: str, official_images: int | None, workers: int | None, console: Console
 ) -> SplitReport:
-    """Inspect a whole split, which may be incomplete. ValueError: there is no such folder."""
+    """Inspect a whole split. ValueError: there is no such folder."""
     dataset: SegmentationDataset | ClassificationDataset
     try:
         if isinstance(config, ClassificationData):
@@ -110,7 +110,7 @@ def check_split(
                 official_images = None
         else:
             assert isinstance(config, SegmentationData), config
-            dataset = assemble.dataset(config, split, strict=False, draw=config.root is None)
+            dataset = assemble.dataset(config, split, draw=config.root is None)
         with counted(console, f"checking {dataset.name} {split}") as progress:
             found = inspect(dataset, workers, progress)
     except ValueError as error:
@@ -118,12 +118,12 @@ def check_split(
             raise
         return SplitReport(split, 0, official_images, (), (Problem("split cannot be opened", str(error)),), None)
     problems = found.problems
-    if official_images is not None and found.images != official_images:
-        message = f"expected {official_images}, found {found.images}: an incomplete dataset, or an archive not unpacked"
+    if official_images is not None and len(dataset) != official_images:
+        message = f"expected {official_images}, found {len(dataset)}: an incomplete dataset, or an archive not unpacked"
         problems = (Problem("number of images", message), *problems)
     inspection = found if found.pixels.any() or found.ignored else None
     doubts = tuple(found.doubts(f"image of {split}"))
-    return SplitReport(split, found.images, official_images, dataset.classes, problems, inspection, doubts)
+    return SplitReport(split, len(dataset), official_images, dataset.classes, problems, inspection, doubts)
 
 
 def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:

@@ -32,14 +32,12 @@ from engine.schema.training import TrainingRun
 def dataset(
     config: SegmentationData,
     split: str | list[str],
-    strict: bool = True,
     key: str = "data.split",
     draw: bool = False,
 ) -> SegmentationDataset:
     """One split of the dataset, or several as one; its files are paired and counted but not yet read.
 
     `key`: the config key of `split`, for messages.
-    Unless `strict`, images without labels and labels without images are included, with None for the missing file.
     Synthetic images that do not exist yet are drawn only if `draw`: a checkpoint's folder is not to be written to.
 
     ValueError: the dataset has no such split, or files are missing.
@@ -54,7 +52,7 @@ def dataset(
                 f"{key}={name}: split {name!r} is unknown to {config.name}; expected one of {', '.join(known)}"
             )
         with root_named(config, f"{key}={name}: "):
-            parts.append(row.make(config.root, name, strict=strict, **options))
+            parts.append(row.make(config.root, name, **options))
     return joined(parts)
 
 

@@ -20,7 +20,6 @@ from datasets import (
     SegmentationDataset,
     camvid,
     cityscapes,
-    coco_stuff,
     imagenet,
     index_classes,
     inspect,
@@ -152,7 +151,7 @@ def refusal(dataset: SegmentationDataset, workers: int = 0) -> str:
 def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
     root, seen = trees.SEGMENTATION[kind](tmp_path / "data"), []
     for split in ("train", "val", "test"):
-        dataset = FOR_SEGMENTATION[kind].make(root, split, strict=False)
+        dataset = FOR_SEGMENTATION[kind].make(root, split)
         workers = 2 if (kind, split) == ("camvid", "train") else 0
         inspection = inspect(dataset, workers, lambda *counts: seen.append(counts))
         verify(dataset, workers, lambda *counts: seen.append(counts))
@@ -202,7 +201,7 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
         if (file, damage) == ("jpeg image", "one bit flipped"):  # it has no checksums
             continue
         path.write_bytes(change(data[:quarter], data[quarter:-quarter], data[-quarter:]))
-        dataset = FOR_SEGMENTATION[kind].make(root, split, strict=False)
+        dataset = FOR_SEGMENTATION[kind].make(root, split)
         inspection = inspect(dataset, workers=0)
         (found,) = inspection.problems
         assert found.kind == problem and found.message.startswith(f"{path}: "), damage
@@ -250,14 +249,6 @@ def test_finds_sizes_and_ids_in_one_pass(camvid_folders, cityscapes_root):
     assert differ in refusal(dataset) and problem.kind == "sizes differ" and problem.message.startswith(differ)
     with pytest.raises(ValueError, match=f"^{differ}"):
         dataset.scored(0)
-
-
-def test_labels_beyond_the_challenge_are_no_problem(coco_root):
-    """The label archive covers all images, but images that are not on the lists may be missing."""
-    (coco_root / "train2017" / "000000000025.jpg").unlink()
-    assert inspect(coco_stuff(coco_root, "train", strict=False), workers=0).problems == ()
-    (problem,) = inspect(coco_stuff(coco_root, "train", lists="full", strict=False), workers=0).problems
-    assert problem.kind == "label without image"
 
 
 def test_an_error_that_nobody_expected_is_a_problem_of_its_file(camvid_folders):

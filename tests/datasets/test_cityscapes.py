@@ -1,14 +1,10 @@
-import shutil
-
 import cv2
 import numpy as np
-import pytest
 from cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling import args as official_args
 from cityscapesscripts.helpers.labels import labels as official_labels
 
 from datasets import cityscapes
 from datasets.cityscapes import cityscapes_classes
-from tests import trees
 
 official_labels_by_id = {label.id: label for label in official_labels}
 
@@ -50,14 +46,6 @@ def test_reads_the_official_layout(cityscapes_root):
     expected = np.vectorize(lambda value: official_labels_by_id[value].trainId)(raw)
     assert np.array_equal(train[0].label, expected) and train[0].label.dtype == np.uint8
     assert len(cityscapes(cityscapes_root, "val")) == 2
-
-
-def test_equal_names_in_two_cities_are_refused(tmp_path):
-    root = trees.cityscapes(tmp_path)
-    image = next((root / "leftImg8bit/train/aachen").iterdir())
-    shutil.copy(image, root / "leftImg8bit/train/bochum")
-    with pytest.raises(ValueError, match=rf"aachen/{image.name} and .*bochum/{image.name} have the same name"):
-        cityscapes(root, "train")
 
 
 def test_predictions_are_regular_ids_in_files_that_the_official_script_finds(cityscapes_root):
