@@ -11,7 +11,7 @@ import numpy as np
 
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
-from datasets.file_list import composed, is_hidden
+from datasets.file_list import is_hidden
 from datasets.layout import (
     DRAWN,
     OTHER_IMAGES,
@@ -21,6 +21,7 @@ from datasets.layout import (
     first_of,
     list_files,
     read_list,
+    spelled,
 )
 from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
@@ -163,17 +164,15 @@ def folder(
         )
     images = layout.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
-    labels = {} if without else layout.files(root, above / "labels", _LABELS, deep=True)
-    if alone := {*map(composed, labels)} - {*map(composed, images)}:
+    labels = {} if without else spelled(layout.files(root, above / "labels", _LABELS, deep=True), images)
+    if alone := labels.keys() - images.keys():
         _check_formats(above / "images", alone)
     if above == root:
         if drawn and folds is not None:
             chosen = [*compress(images, drawn_images(np.zeros(len(images)), split, folds, fold, fold_seed))]
         else:
             chosen = _on_list(layout, root, own, images)
-        images = {name: images[name] for name in chosen}
-        named = {*map(composed, images)}
-        labels = {name: path for name, path in labels.items() if composed(name) in named}
+        images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if split == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
     else:
@@ -217,13 +216,14 @@ def _below(root: Path, split: str) -> Path:
     below = root / split
     if below.is_dir() or Path(f"{below}.txt").is_file():
         return below
-    return root / next((name for name in folder_splits(root) if composed(name) == composed(split)), split)
+    (name,) = spelled({split: root}, folder_splits(root))
+    return root / name
 
 
 def _check_formats(folder: Path, names: Set[str]) -> None:
-    """ValueError if labels have images in other formats. `names`: labels (`composed`) without an image that is read."""
+    """ValueError if labels have images in other formats. `names`: labels without an image that is read."""
     others = list_files(folder, OTHER_IMAGES, deep=True)
-    if found := [str(path.relative_to(folder)) for name, path in others.items() if composed(name) in names]:
+    if found := [str(path.relative_to(folder)) for name, path in others.items() if name in names]:
         raise ValueError(
             f"images with a label are not read: {first_of(found)} in {folder} ({len(found)} in all); expected "
             f"{', '.join(PHOTOGRAPHS)}. Convert them, or take their labels out"
@@ -240,9 +240,8 @@ def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path
     for above in _folders(root, "labels"):
         folder, each = above / "images", above / "labels"
         images = list_files(folder, (*PHOTOGRAPHS, *OTHER_IMAGES), deep=True) if folder.is_dir() else None
-        named = {*map(composed, images or ())}
-        for name, path in list_files(each, _LABELS, deep=True).items():
-            found[images is not None and composed(name) not in named].append(path)
+        for name, path in spelled(list_files(each, _LABELS, deep=True), images or ()).items():
+            found[images is not None and name not in images].append(path)
     if not found[0]:
         raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found[1])} in {root}", root)
     return found
@@ -263,8 +262,8 @@ def _on_list(layout: Layout, root: Path, own: Path, images: Mapping[str, Path]) 
     if not file.is_file():
         raise layout.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
     lines = read_list(file, "the name of an image")
-    stems = {composed(f"{name}{end}"): name for name, path in images.items() for end in ("", path.suffix)}
-    names = sorted({stems.get(composed(line), line) for line in lines})
+    stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
+    names = sorted({stems.get(line, line) for line in spelled(dict.fromkeys(lines, file), stems)})
     layout.check_list(file, names, images, root)
     return names
 

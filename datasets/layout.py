@@ -1,7 +1,7 @@
 """Finds a dataset's files on disk. Errors name what is missing, the expected layout and the fix."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,25 +82,51 @@ class Layout:
         looked_for: str,
         fix: str | None = None,
     ) -> list[Files]:
-        """Pair images with labels by name (`composed`). ValueError counts and names the images without a label.
+        """Pair images with labels by name, see `spelled`. ValueError counts and names the images without a label.
 
         Labels without an image are left out. `fix`: see `error`.
         """
-        by_name = {composed(name): path for name, path in labels.items()}
-        if missing := [name for name in images if composed(name) not in by_name]:
+        labels = spelled(labels, images)
+        if missing := [name for name in images if name not in labels]:
             count = f"{len(missing)} of {len(images)} images"
             problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
             raise self.error(problem, root, fix=fix)
-        return [Files(name, image, by_name[composed(name)]) for name, image in images.items()]
+        return [Files(name, image, labels[name]) for name, image in images.items()]
+
+
+def spelled(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
+    """`files` under those of `names` that are the same, or else are the same when `composed`.
+
+    ValueError: it is not clear which, because two files, or two names, differ only in how accents are stored.
+    """
+    names = {*names}
+    theirs, ours = _by_composed(names - files.keys()), _by_composed(files.keys() - names)
+    renamed = {}
+    for key in sorted(theirs.keys() & ours.keys()):
+        for one, *others in (theirs[key], ours[key]):
+            if others:
+                raise ValueError(
+                    f"{ascii(one)} and {ascii(others[0])} differ only in how accents are stored, so which is the pair "
+                    f"of another file is not clear. Rename one, and its label."
+                )
+        renamed[ours[key][0]] = theirs[key][0]
+    return {renamed.get(name, name): path for name, path in files.items()}
+
+
+def _by_composed(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        found.setdefault(composed(name), []).append(name)
+    return found
 
 
 def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
     """{name: path} of the files in `folder` with one of `suffixes`, which are not part of the names; sorted.
 
     `deep`: also files in its folders; their names are paths below `folder`. Hidden files and folders do not count.
-    ValueError if two names are the same when `composed`, or a folder has one of the suffixes.
+    ValueError if two files have the same name, or a folder has one of the suffixes.
     """
-    found: dict[str, tuple[str, Path]] = {}  # by composed name
+    found: dict[str, Path] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
             suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
@@ -108,20 +134,16 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dic
                 continue
             if suffix is not None and entry.is_dir():
                 raise ValueError(f"{folder / entry.name} is a folder with an image's name: rename it")
-            here: dict[str, Path] = {}
-            if suffix is not None:
-                here = {entry.name[: -len(suffix)]: folder / entry.name}
-            elif deep and entry.is_dir():
+            if deep and entry.is_dir():
                 inside = list_files(folder / entry.name, suffixes, deep)
-                here = {f"{entry.name}/{name}": path for name, path in inside.items()}
-            for name, path in here.items():
-                _, other = found.setdefault(composed(name), (name, path))
-                if other != path:
+                found |= {f"{entry.name}/{name}": path for name, path in inside.items()}
+            elif suffix is not None:
+                other = found.setdefault(entry.name[: -len(suffix)], folder / entry.name)
+                if other.name != entry.name:
                     raise ValueError(
-                        f"{folder} holds both {ascii(other.name)} and {ascii(path.name)}: expected one file per name, "
-                        f"whatever its suffix and however its accents are stored. Remove one"
+                        f"{folder} holds both {other.name} and {entry.name}: expected one file per name. Remove one."
                     )
-    return dict(sorted(found.values()))
+    return dict(sorted(found.items()))
 
 
 def read_list(file: Path, of: str) -> list[str]:

@@ -16,6 +16,7 @@ from PIL import Image
 from datasets import ClassTable, folder, image_folder, index_classes, inspect, verify
 from datasets.file_list import class_folders
 from datasets.folder import alike, folder_classes, folder_labels, folder_splits, told_apart
+from datasets.layout import spelled
 from datasets.reading import decode_photograph
 from datasets.segmentation import joined
 from scripts.make_classes import make_classes
@@ -378,13 +379,28 @@ def test_names_are_the_same_with_accents_of_their_own(root, tmp_path):
     assert train.classes == val.classes == ("f", "z", "é") and val.labels.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("other", [".png", "e\u0301.jpg"], ids=["another suffix", "other accents"])
-def test_two_images_of_one_name_are_refused(root, other):
-    first = root / "train/images/a/\u00e9.jpg"
-    for path in (first, first.with_suffix(other) if other[0] == "." else first.with_name(other)):
-        path.write_bytes(b"")
-    with pytest.raises(ValueError, match="/a holds both 'e?..*' and .*: expected one file per name.*Remove one"):
-        folder(root, "train")
+APART, TOGETHER, MIXED = "e\u0301o\u0308", "\u00e9\u00f6", "e\u0301\u00f6"  # one name, stored in three ways
+TWO_SPELLINGS = {  # images, labels, and their pairs or the two names whose pairs are not clear
+    "both of both": ([APART, TOGETHER], [APART, TOGETHER], {APART: APART, TOGETHER: TOGETHER}),
+    "a label of one": ([APART, TOGETHER], [APART], {APART: APART}),
+    "a label of the other": ([APART, TOGETHER], [TOGETHER], {TOGETHER: TOGETHER}),
+    "an image of one": ([TOGETHER], [APART, TOGETHER], {APART: APART, TOGETHER: TOGETHER}),
+    "one is left": ([APART, TOGETHER], [TOGETHER, MIXED], {APART: MIXED, TOGETHER: TOGETHER}),
+    "two labels": ([TOGETHER], [APART, MIXED], [APART, MIXED]),
+    "two images": ([APART, TOGETHER], [MIXED], [APART, TOGETHER]),
+}
+
+
+@pytest.mark.parametrize("what", TWO_SPELLINGS)
+def test_exact_names_pair_first_and_names_that_could_be_each_other_s_are_named(what):
+    images, labels, expected = TWO_SPELLINGS[what]
+    files = {label: Path(label) for label in labels}
+    if isinstance(expected, dict):
+        assert spelled(files, images) == {name: Path(label) for name, label in expected.items()}
+    else:
+        both = re.escape(" and ".join(map(ascii, expected)))
+        with pytest.raises(ValueError, match=f"^{both} differ only in how accents are stored.*Rename one"):
+            spelled(files, images)
 
 
 def test_folders_of_systems_are_no_part_of_the_data(root):
