@@ -1,4 +1,4 @@
-"""The cache folder. Everything in it can be made again: drawn images, class indices, file lists, decoded images."""
+"""The cache folder. Everything in it can be made again: drawn images, class indices, file lists."""
 
 import os
 import uuid
@@ -24,12 +24,12 @@ def read_arrays(file: Path, names: Iterable[str]) -> list[np.ndarray] | None:
         return None
 
 
-def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], compressed: bool = True) -> None:
+def write_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write a temporary file and rename it: readers never see half a file, and two writers write the same content."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.stem}-{uuid.uuid4().hex}.npz")
     try:
-        (np.savez_compressed if compressed else np.savez)(partial, **arrays)  # type: ignore[arg-type]
+        np.savez_compressed(partial, **arrays)  # type: ignore[arg-type]
         os.replace(partial, file)
     except BaseException:  # Ctrl-C as well
         partial.unlink(missing_ok=True)

@@ -16,10 +16,6 @@ from tests.datasets import classification_trees as trees
 from tests.datasets.classification_trees import CIFAR10, encoded, photograph, write
 
 
-def decoded(cache) -> list:
-    return sorted((cache / "inplace-abn-segmentation" / "decoded").glob("*.npz"))
-
-
 def test_official_files_are_read_whole_or_not_at_all(tmp_path, monkeypatch):
     """torchvision compares all checksums first, so no pickle of somebody else is ever executed."""
     root = trees.cifar10_python(tmp_path / "data", monkeypatch)
@@ -52,37 +48,17 @@ def test_cifar100_has_fine_labels(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("form, kind", [("zip", "JPEG"), ("folder of zip", "PNG"), ("zip with a folder", "PNG")])
-def test_zip_files(tmp_path, cache, form, kind):
+def test_zip_files(tmp_path, form, kind):
     above = "cifar/" if form == "zip with a folder" else ""
     archive = trees.cifar_zip(tmp_path / "data" / "pictures.zip", kind=kind, above=above)
     root = archive.parent if form == "folder of zip" else archive
     stored = trees.pictures(CIFAR10, kind)
-    for _ in range(2):
-        train, test = cifar10(root, "train"), cifar10(root, "test")
-        assert train.labels.tolist() == [label for label in range(10) for _ in range(2)] and len(test) == 10
-        for number in range(20):
-            name = train.image_name(number)
-            expected = np.asarray(Image.open(BytesIO(stored[f"train/{name}"]))).transpose(2, 0, 1)
-            assert name.startswith(CIFAR10[number // 2]) and np.array_equal(train.pixels[number], expected)
-        assert len(decoded(cache)) == 2  # one for each split
-
-
-def test_decoded_pictures_are_cached_until_the_file_changes_and_rebuilt_when_damaged(tmp_path, cache, monkeypatch):
-    archive = trees.cifar_zip(tmp_path / "pictures.zip")
-    expected = cifar10(archive, "train").pixels
-    (kept,) = decoded(cache)
-    with monkeypatch.context() as patch:
-        patch.setattr("datasets.cifar.decode_image", None)  # decoding again would fail
-        assert np.array_equal(cifar10(archive, "train").pixels, expected)
-    data = kept.read_bytes()
-    middle = len(data) // 2
-    for damaged in (data[:middle], data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :], b""):
-        kept.write_bytes(damaged)
-        assert np.array_equal(cifar10(archive, "train").pixels, expected) and kept.read_bytes() == data
-    os.utime(archive, ns=(0, archive.stat().st_mtime_ns + 1))
-    assert np.array_equal(cifar10(archive, "train").pixels, expected) and len(decoded(cache)) == 2
-    monkeypatch.setenv("XDG_CACHE_HOME", str(write(tmp_path / "occupied", b"")))  # goes on without a cache folder
-    assert np.array_equal(cifar10(archive, "train").pixels, expected)
+    train, test = cifar10(root, "train"), cifar10(root, "test")
+    assert train.labels.tolist() == [label for label in range(10) for _ in range(2)] and len(test) == 10
+    for number in range(20):
+        name = train.image_name(number)
+        expected = np.asarray(Image.open(BytesIO(stored[f"train/{name}"]))).transpose(2, 0, 1)
+        assert name.startswith(CIFAR10[number // 2]) and np.array_equal(train.pixels[number], expected)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +68,13 @@ def test_decoded_pictures_are_cached_until_the_file_changes_and_rebuilt_when_dam
         (encoded(photograph(0, (32, 32)), "PNG")[:-9], "the PNG file is truncated"),
     ],
 )
-def test_damaged_pictures_are_named(tmp_path, cache, data, message):
+def test_damaged_pictures_are_named(tmp_path, data, message):
     archive = tmp_path / "pictures.zip"
     with zipfile.ZipFile(archive, "w") as content:
         for name, picture in trees.pictures(CIFAR10, "PNG").items():
             content.writestr(name, data if name == "train/cat/0000.png" else picture)
     with pytest.raises(ValueError, match=f"^{archive}/train/cat/0000.png: {message}.* Restore the file"):
         cifar10(archive, "train")
-    assert decoded(cache) == []
 
 
 def test_damaged_zip_files_are_named(tmp_path):
@@ -111,14 +86,14 @@ def test_damaged_zip_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=f"^{archive}/train/cat/0001.png: cannot be unpacked .*CRC-32"):
         cifar10(archive, "train")
     archive.write_bytes(data[:-100])
-    with pytest.raises(ValueError, match="none.zip: cannot be read as a zip file .*No such file"):
+    with pytest.raises(ValueError, match="none.zip: cannot be unpacked .*No such file"):
         cifar10(tmp_path / "none.zip", "train")
-    with pytest.raises(ValueError, match=f"^{archive}: cannot be read as a zip file"):
+    with pytest.raises(ValueError, match=f"^{archive}: cannot be unpacked"):
         cifar10(archive, "train")
 
 
 def test_other_contents_are_named_with_both_forms(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="wrong class folders in .*hundred.zip: no airplane, automobile, .*; unknown"):
+    with pytest.raises(ValueError, match="3 class folders in .*hundred.zip, expected 10"):
         cifar10(trees.cifar_zip(tmp_path / "above" / "hundred.zip", trees.CIFAR100[:3]), "train")
     (tmp_path / "empty").mkdir()
     with pytest.raises(
