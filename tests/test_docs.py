@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,14 @@ def test_numbers_of_an_answered_question_are_in_its_record(name):
     cells = [cell for line in own.splitlines() if re.match(r"\| [\w]", line) for cell in line.split("|")]
     numbers = [number for cell in cells if "±" not in cell for number in re.findall(r"(?<!\w)[\d.]+(?=%? *$)", cell)]
     assert len(numbers) >= 6 and set(numbers) <= known
+
+
+def test_angles_of_restored_gradients_are_in_their_record():
+    rows = json.loads((RESULTS / "reversible" / "restored.json").read_text())["rows"]
+    for precision in ("float32", "bfloat16"):
+        angles, drifts = ([row[name] for row in rows if row["precision"] == precision] for name in ("angle", "drift"))
+        cells = f"{max(angles):.2g}° | {statistics.median(angles):.2g}° | {max(drifts):.1g}"
+        assert f"| {precision} | {cells} |" in (RESULTS / "reversible.md").read_text()
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet
 from models.heads import DeepLabV3
 from models.recomputation import RECOMPUTE, choose_recomputation
 from models.segmentation import SegmentationNetwork
-from scripts.reports.measuring import autocast, operations_of
+from scripts.reports.measuring import operations_of
 
 Cells = dict[str, Sequence[str | None]]  # of a table: {name of a row: cells after it}; None keeps what is written
 
@@ -63,10 +63,10 @@ def segmentation_network(
     return network
 
 
-def _loss_of(network: nn.Module, crops: int, side: int) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Images (crops, 3, side, side), and the loss of their upsampled logits, as the paper's networks have it."""
+def _loss_of(network: nn.Module, crops: int, side: int) -> Callable[[], Tensor]:
+    """The loss of upsampled logits of square images, as the paper's networks have it."""
     images, labels = torch.zeros(crops, 3, side, side), torch.zeros(crops, side, side, dtype=torch.long)
-    return images, lambda: F.cross_entropy(F.interpolate(network(images), labels.shape[1:], mode="bilinear"), labels)
+    return lambda: F.cross_entropy(F.interpolate(network(images), labels.shape[1:], mode="bilinear"), labels)
 
 
 def cost(
@@ -77,32 +77,21 @@ def cost(
     with FakeTensorMode():
         network = segmentation_network(build, norm_act, recompute)
         with MadeTensors() as made:
-            result = _loss_of(network, crops, side)[1]()
+            result = _loss_of(network, crops, side)()
             kept = made.bytes
             result.backward()
         network.zero_grad()
-        _, loss = _loss_of(network, crops, side)
+        loss = _loss_of(network, crops, side)
         operations = operations_of(lambda: loss().backward())  # by itself, because counting keeps tensors
     return Cost(round(kept / (crops * side**2)), round(made.peak / (crops * side**2)), operations)
 
 
-def kept_by_segmentation(
-    build: Callable[..., Body],
-    norm_act: Callable[[int], nn.Module],
-    crops: int,
-    precision: str = "float32",
-    with_images: bool = True,
-) -> int:
-    """Bytes that the loss of a `segmentation_network` keeps for the backward pass, without parameters."""
-    with FakeTensorMode(), autocast("cpu", precision):
-        network = segmentation_network(build, norm_act)
-        images, loss = _loss_of(network, crops, CROP_SIZE)
-        return kept_bytes(network, loss, [] if with_images else [images])
-
-
 def bytes_per_pixel(norm: str, body: str) -> int:
     """Bytes per input pixel that a whole network keeps for the backward pass in float32, images included."""
-    return round(kept_by_segmentation(BODIES[body], STRATEGIES[norm][2], crops=2) / (2 * CROP_SIZE**2))
+    crops = 2
+    with FakeTensorMode():
+        network = segmentation_network(BODIES[body], STRATEGIES[norm][2])
+        return round(kept_bytes(network, _loss_of(network, crops, CROP_SIZE), []) / (crops * CROP_SIZE**2))
 
 
 @cache

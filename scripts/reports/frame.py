@@ -33,7 +33,7 @@ from scripts.reports.measuring import Elsewhere
 
 RESULTS = CONFIGS.parent / "docs" / "results"
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
-PLACES = {"root": "DIR", "checkpoints": "FOLDER", "camvid": "DIR"}  # arguments that are folders of this machine
+PLACES = {"camvid": "DIR"}  # arguments that are folders of this machine
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # of a document
 NOT_STARTED, REHEARSED = "not started", "Rehearsed on a CPU, on tiny tensors: no number here is a result."
 
