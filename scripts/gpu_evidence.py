@@ -23,7 +23,7 @@ from engine.configuration.command_line import configured
 from engine.process.distributed import device_of
 from engine.schema.keys import key
 from scripts.evidence import check, equal_memory, fit, layers, networks, ranks, training
-from scripts.evidence.strategies import HOST
+from scripts.evidence.layers import BLOCKS, HOST
 from scripts.evidence.zoo import DECODER
 from scripts.reports import frame
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 CUDA: dict[str, Any] = {"device": "cuda"}
 TINY_LAYERS: dict[str, Any] = {
-    **{"backend": "triton", "compiler": "aot_eager", "replays": True, "large": False, "dtypes": ["float32"]},
+    **{"backend": "triton", "compiler": "aot_eager", "dtypes": ["float32"]},
     **{"rounds": 1, "sample_ms": 0.01, "layouts": ["channels_last"], "batch": 2, "channels": [2], "pixels": [2]},
 }
 TINY_NETWORKS: dict[str, Any] = {
@@ -52,7 +52,7 @@ PARTS = {  # in the order in which they should be run
     "check": Part(check.BENCHMARK, [{}], {"processes": 1, "most": 2}),
     "host": Part(layers.BENCHMARK, [CUDA | {"groups": [*HOST]}], TINY_LAYERS | {"groups": [*HOST]}),
     "exact": Part(networks.BENCHMARK, [CUDA | EXACT], TINY_NETWORKS | {"exact": True}),
-    "abn": Part(layers.BENCHMARK, [CUDA | {"rounds": 20}], TINY_LAYERS | {"groups": ["bn_act", "bn_act_conv"]}),
+    "abn": Part(layers.BENCHMARK, [CUDA | {"rounds": 20}], TINY_LAYERS | {"groups": [*BLOCKS]}),
     "networks": Part(networks.BENCHMARK, [CUDA | {"rounds": 10}], TINY_NETWORKS),
     "steps": Part(
         training.BENCHMARK,

@@ -11,48 +11,35 @@ import gc
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.schema.keys import key
-from keepless.norms.backends import check_backend
+from keepless import ABN, recompute_activations
+from keepless.norms.backends import backend_for, check_backend
+from keepless.saved import saved_for_backward
 from keepless.torch_internals import compiler_settings
-from scripts.evidence import strategies
-from scripts.evidence.strategies import (
-    BLOCKS,
-    BUDGET,
-    CHECKPOINTING_B,
-    CHECKPOINTING_C,
-    COMPILED,
-    COPY,
-    HOST,
-    INPLACE_1,
-    INPLACE_2,
-    INPLACE_COMPILED,
-    PACKAGE,
-    STANDARD,
-    Cell,
-    Strategy,
-    Work,
-)
+from models.blocks import NormAct
+from scripts.evidence.counted import STRATEGIES
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
-from scripts.reports.markdown import Columns, Rows, mib, ratio_of, section, time_ratio
-from scripts.reports.measuring import LAYOUTS, Step, compiled, interleaved, peak_bytes, replayed, timer
+from scripts.reports.markdown import Columns, Rows, mib, section, time_ratio
+from scripts.reports.measuring import LAYOUTS, compiled, interleaved, peak_bytes, timer
 
+BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HOST_SIZE = (2, 64, 4, 4)  # 8 KiB: computing takes next to nothing, so that the time is the host's
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
-REPLAY = ", replayed"  # of a timer
-MEMORY = ("saved_bytes", "saved_vector_bytes", "peak_bytes")
-SUITED: dict[str, dict] = {  # arguments that are null, by device; `replays`: of CUDA graphs, without the host's time
-    "cpu": dict(groups=[*BLOCKS, "network"], dtypes=["float32"], batch=4, sample_ms=20.0, replays=False),
-    "cuda": dict(groups=[*BLOCKS], dtypes=["float32", "bfloat16"], batch=128, sample_ms=8.0, replays=True),
+SUITED: dict[str, dict] = {  # arguments that are null, by device
+    "cpu": dict(dtypes=["float32"], batch=4, sample_ms=20.0),
+    "cuda": dict(dtypes=["float32", "bfloat16"], batch=128, sample_ms=8.0),
 }
 
 
@@ -61,26 +48,23 @@ class LayersArguments(frame.DeviceArguments):
     """Null takes what suits the device."""
 
     threads: int = key(2, above=0)  # of PyTorch on the CPU
-    groups: list[str] | None = None  # of measurements; null: all but the host's time
+    groups: list[str] = field(default_factory=lambda: list(BLOCKS))  # of measurements: blocks, or the host's time
     dtypes: list[str] | None = None
     layouts: list[str] = field(default_factory=lambda: list(LAYOUTS))  # memory formats
     batch: int | None = key(None, above=0)  # images
     channels: list[int] = key([256, 512, 1024, 2048], least=2)  # of CONV1 … CONV4
     pixels: list[int] = key([56, 28, 14, 7], least=1)  # height and width of their feature maps
-    backend: str = "auto"  # of the checkpointing and in-place strategies; in-place II is measured with each
-    large: bool = True  # BN + ACT also on a tensor larger than any cache
+    backend: str = "auto"  # of the checkpointing and in-place strategies
     sample_ms: float | None = key(None, above=0)  # least time of one sample, a mean over repeats
     compiler: str | None = "inductor"  # of torch.compile, for whole blocks; null leaves those strategies out
-    replays: bool | None = None  # time replays of a CUDA graph as well
 
     def suited(self) -> "LayersArguments":
         return frame.filled(self, SUITED[self.device])
 
     def check(self) -> None:
         super().check()
-        own = self.suited()
-        frame.check_choices("groups", own.groups or (), strategies.GROUPS)
-        frame.check_choices("dtypes", own.dtypes or (), strategies.DTYPES)
+        frame.check_choices("groups", self.groups, (*BLOCKS, *HOST))
+        frame.check_choices("dtypes", self.suited().dtypes or (), DTYPES)
         frame.check_choices("layouts", self.layouts, LAYOUTS)
         check_backend(self.backend)
         if len(self.channels) != len(self.pixels):
@@ -89,113 +73,193 @@ class LayersArguments(frame.DeviceArguments):
             raise ValueError(f"channels={self.channels}: expected even numbers, the convolution halves them")
 
 
+class Cell(NamedTuple):
+    """One input, on which all strategies are measured in turn."""
+
+    group: str  # of BLOCKS or HOST
+    shape: str  # CONV1 … CONV4, or TINY
+    size: tuple[int, int, int, int]  # (N, C, H, W)
+    layout: str  # of LAYOUTS
+    dtype: str  # of DTYPES
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.group} {self.shape} {self.layout} {self.dtype}"
+
+    def tensor(self, size: tuple[int, ...]) -> Tensor:
+        values = torch.randn(size, device=self.device, dtype=DTYPES[self.dtype])
+        return values.contiguous(memory_format=LAYOUTS[self.layout])
+
+    def block(self, norm_act: NormAct) -> nn.Module:
+        """Build the norm alone, or the norm and a 1x1 convolution to half the channels."""
+        channels = self.size[1]
+        block = nn.Sequential(norm_act(channels))
+        if self.group == "bn_act_conv":
+            block.append(nn.Conv2d(channels, channels // 2, 1, bias=False, dtype=DTYPES[self.dtype]))
+        recompute_activations(block, checkpointed_only=True)
+        block.train(self.group != "host_eval")
+        return block.to(self.device, memory_format=LAYOUTS[self.layout])  # type: ignore[call-overload]  # torch lacks it
+
+
+class Work(NamedTuple):
+    """A block and the tensors of its forward and backward pass; `step` is timed."""
+
+    block: nn.Module
+    forward: Callable[[Tensor], Tensor]  # the block, or its compiled form
+    x: Tensor  # requires a gradient
+    dz: Tensor  # the gradient of the block's output
+    overwrites: bool = False  # the block writes over its input, so it is given a copy
+
+    def step(self) -> tuple[Tensor, ...]:
+        """Run forward and backward; return the gradients of x and of all parameters. In eval mode, run forward only."""
+        if not self.block.training:
+            with torch.no_grad():
+                return (self.forward(self.x),)
+        return self._gradients(self.output())
+
+    def output(self) -> Tensor:
+        return self.forward(self.x.clone() if self.overwrites else self.x)
+
+    def owning_step(self) -> tuple[Tensor, ...]:
+        """`step` for an x that nothing else holds, as in a network, so it is freed as soon as it is not needed."""
+        return self._gradients(self.forward(self.x.clone()))
+
+    def _gradients(self, output: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output, [self.x, *self.block.parameters()], self.dz)
+
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps, without parameters. x counts if it is kept, because that keeps it alive."""
+        _, saved = saved_for_backward(self.output, [*self.block.parameters()])
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved)
+
+
+STANDARD = "standard"
+COMPILED = "standard, compiled"
+BUDGET = "standard, compiled, budget 0.5"
+CHECKPOINTING_B = "checkpointing (b)"
+CHECKPOINTING_C = "checkpointing (c)"
+INPLACE_1 = "in-place I"
+INPLACE_2 = "in-place II"
+PACKAGE = "released package"
+OURS = {  # by their norm
+    "checkpoint": CHECKPOINTING_B,
+    "checkpoint_xhat": CHECKPOINTING_C,
+    "inplace_1": INPLACE_1,
+    "inplace": INPLACE_2,
+}
+
+
+class Strategy(NamedTuple):
+    name: str
+    norm_act: NormAct
+    backend: str
+    budget: float | None = None  # of torch.compile: share of the activations that it may keep; None: not compiled
+    overwrites: bool = False  # the norm writes over its input
+
+
+def batch_norm_leaky_relu(channels: int) -> nn.Module:
+    """The standard layers in the form that compiles to the fastest code.
+
+    Given an *in-place* activation, TorchInductor 2.12 keeps a mask of the signs as well, in a loop over BN + ACT that
+    takes ten times as long on the CPU.
+    """
+    return nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01))
+
+
+def strategies(arguments: LayersArguments, cell: Cell) -> tuple[list[Strategy], dict[str, str]]:
+    """Choose the strategies of a cell; return them, and {name: reason} for those left out."""
+    own, is_host = arguments.backend, cell.group in HOST
+    chosen = [Strategy(STANDARD, batch_norm_leaky_relu if is_host else ABN, "eager")]
+    chosen += [Strategy(name, partial(STRATEGIES[norm][2], backend=own), own) for norm, name in OURS.items()]
+    if is_host:
+        return chosen, {}
+    left_out = {}
+    with_compiler = [Strategy(COMPILED, batch_norm_leaky_relu, str(arguments.compiler), 1.0)]
+    if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z
+        with_compiler.append(Strategy(BUDGET, batch_norm_leaky_relu, str(arguments.compiler), 0.5))
+    if arguments.compiler is None:
+        left_out |= {strategy.name: "compiler=null" for strategy in with_compiler}
+    elif cell.device == "cuda" and (cell.layout, cell.dtype) not in COMPILED_ON_CUDA:
+        left_out |= {strategy.name: "to save time, only for the most used layouts" for strategy in with_compiler}
+    else:
+        chosen += with_compiler
+    try:
+        from inplace_abn import InPlaceABN as released
+    except ImportError as error:
+        left_out[PACKAGE] = f"not importable ({error})"
+    else:
+        if cell.dtype == "float32":
+            chosen.append(Strategy(PACKAGE, released, "released", overwrites=True))
+    return chosen, left_out
+
+
 def items(arguments: LayersArguments) -> dict[str, tuple[Cell]]:
     return {"/".join([cell.group, cell.shape, cell.layout, cell.dtype]): (cell,) for cell in cells_of(arguments)}
 
 
 def cells_of(arguments: LayersArguments) -> Iterator[Cell]:
     """CONV1 … CONV4 are the inputs of bn1 in an identity block of each module of ResNeXt-101 at 224 pixels."""
-    assert arguments.groups and arguments.dtypes and arguments.batch
-    single = {"network": ("NETWORK", strategies.NETWORK_IMAGES)} | dict.fromkeys(HOST, ("TINY", strategies.HOST_SIZE))
-    device = arguments.device
+    assert arguments.dtypes and arguments.batch
     for group in arguments.groups:
-        if group in single:
-            yield Cell(group, *single[group], "contiguous", "float32", device)
+        if group in HOST:
+            yield Cell(group, "TINY", HOST_SIZE, "contiguous", "float32", arguments.device)
             continue
         for dtype, layout in itertools.product(arguments.dtypes, arguments.layouts):
             for i, (channels, side) in enumerate(zip(arguments.channels, arguments.pixels, strict=True)):
-                yield Cell(group, f"CONV{i + 1}", (arguments.batch, channels, side, side), layout, dtype, device)
-            if group == "bn_act" and arguments.large:
-                yield Cell(group, "LARGE", strategies.LARGE[device], layout, dtype, device)
+                size = (arguments.batch, channels, side, side)
+                yield Cell(group, f"CONV{i + 1}", size, layout, dtype, arguments.device)
 
 
 def measure(arguments: LayersArguments, cell: Cell) -> Rows:
     """Measure all strategies on one input; a strategy that has no row has one with the reason."""
-    sample_ms = arguments.sample_ms or 0
-    uncompiled = "compiler=null" if arguments.compiler is None else None
-    if cell.device == "cuda" and (cell.layout, cell.dtype) not in COMPILED_ON_CUDA:
-        uncompiled = "to save time, not compiled for this layout and dtype"
-    chosen, left_out = strategies.strategies(cell, uncompiled, arguments.backend)
+    chosen, left_out = strategies(arguments, cell)
     facts: dict[str, dict] = {}
     timers: dict[str, Callable[[int], float]] = {}
-
-    def add(name: str, found: dict, step: Step) -> None:
-        timers[name] = timer(step, sample_ms, cell.device)
-        facts[name] = found
-        if arguments.replays:
-            try:
-                timers[name + REPLAY] = timer(replayed(step, cell.device), sample_ms, cell.device)
-            except Exception as error:  # it waits for the device, which no graph can hold
-                left_out[name + REPLAY] = frame.reason(error)
-
-    with surroundings(cell):
+    with (
+        compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024),
+        torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True),
+    ):
         torch.manual_seed(0)
-        x = cell.tensor(cell.size).requires_grad_(cell.group != "network")
+        x = cell.tensor(cell.size).requires_grad_()
         with torch.no_grad():
             dz = cell.tensor(tuple(cell.block(chosen[0].norm_act)(x).shape))
         for strategy in chosen:
             try:
-                add(strategy.name, *prepared(strategy, cell, x, dz, arguments.compiler))
+                facts[strategy.name], work = prepared(strategy, cell, x, dz)
+                timers[strategy.name] = timer(work.step, arguments.sample_ms or 0, cell.device)
             except Exception as error:  # of a compiler or of the package: the others can still be measured
+                facts.pop(strategy.name, None)
                 left_out[strategy.name] = frame.reason(error)
-        if cell.group in BLOCKS:
-            add(COPY, dict.fromkeys(("backend", *MEMORY)), x.detach().clone)
         times_ms = interleaved(timers, arguments.rounds)
     timers.clear()
     gc.collect()
     common: dict = {"group": cell.group, "shape": cell.shape, "size": list(cell.size), "layout": cell.layout}
     common |= {"dtype": cell.dtype, "input_bytes": x.nbytes}
     rows = [{**common, "strategy": name, **facts[name], "times_ms": times_ms[name]} for name in facts]
-    for row in rows:
-        if row["strategy"] + REPLAY in times_ms:
-            row["replay_times_ms"] = times_ms[row["strategy"] + REPLAY]
     return [*rows, *({"cell": str(cell), "strategy": name, "reason": why} for name, why in left_out.items())]
 
 
-def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor, compiler: str | None) -> tuple[dict, Step]:
-    """Everything but times, and the step to time, compiled and warmed up."""
+def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dict, Work]:
+    """Everything but times, and the work to time, compiled and warmed up."""
     block = cell.block(strategy.norm_act)
     forward: Callable[[Tensor], Tensor] = block
-    backend = strategies.computing_backend("auto", cell) if strategy.backend == "auto" else strategy.backend
-    if strategy.compiled:
-        assert compiler is not None
-        forward, backend = compiled(block, compiler, strategy.budget), compiler
+    backend = strategy.backend
+    if backend == "auto":
+        backend = type(backend_for("auto", x)).__name__.removesuffix("Backend").lower()
+    if strategy.budget is not None:
+        forward = compiled(block, backend, strategy.budget)
     work = Work(block, forward, x, dz, strategy.overwrites)
     for _ in range(3):
         work.step()
     if cell.group in HOST:
-        return {"backend": backend, **dict.fromkeys(MEMORY)}, work.step
-    saved, vectors = work.saved_bytes()
+        return {"backend": backend, "saved_bytes": None, "peak_bytes": None}, work
     peak = peak_bytes(work.owning_step, cell.device)
-    return {"backend": backend, "saved_bytes": saved, "saved_vector_bytes": vectors, "peak_bytes": peak}, work.step
-
-
-@contextmanager
-def surroundings(cell: Cell) -> Iterator[None]:
-    """Context in which a cell is measured: a process group, a compiler that never gives up, cuDNN's fastest."""
-    with (
-        _alone_in_a_group(),
-        compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024),
-        torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True),
-        strategies.launches_left_out() if cell.group in HOST and cell.device == "cpu" else nullcontext(),
-    ):
-        yield
-
-
-@contextmanager
-def _alone_in_a_group() -> Iterator[None]:
-    """Context with a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    return {"backend": backend, "saved_bytes": work.saved_bytes(), "peak_bytes": peak}, work
 
 
 TITLES = {
     "bn_act": "BN + ACT",
     "bn_act_conv": "BN + ACT + CONV",
-    "network": "Small whole network",
     "host": "Host time of BN + ACT",
     "host_eval": "Host time of BN + ACT, inference",
 }
@@ -240,59 +304,26 @@ def about(arguments: dict) -> tuple[str, str]:
 
 def sections(call: dict, picture: str) -> Iterator[str]:
     cells = cells_in(call)
-    yield comparison(cells)
-    if shapes := _shapes(cells):
+    yield overheads(cells)
+    if blocks := [cell for cell in cells if cell[STANDARD]["group"] in BLOCKS]:
         what = "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:"
         drawn = f"![time of a forward and backward pass of each strategy]({picture}.png)"
-        yield section("Summary", what, summary(shapes), f"{drawn}\n*Numbers above bars: time relative to standard.*")
+        yield section("Summary", what, summary(blocks), f"{drawn}\n*Numbers above bars: time relative to standard.*")
     for title, own in by_kind(cells).items():
         yield section(title, md.columns([row for cell in own for row in cell.values()], COLUMNS, left=3))
 
 
-def comparison(cells: list[Strategies]) -> str:
-    """In-place II beside its rivals and beside the paper, and where it is behind."""
-    lines = []
-    for group, title in TITLES.items():
-        if ratios := _ratios(_of_group(group, cells, {INPLACE_2})):
-            lines.append(f"- {title}: {_range(ratios.values())} of standard's time. Longer: {md.longer(ratios)}.")
-    if released := list(map(_to_package, _of_group("bn_act", cells, {PACKAGE, COPY, INPLACE_2}))):
-        times = f"{_range(released)} of the released package's time, without the time to copy its input"
-        lines.append(f"- {TITLES['bn_act']}: {times}.")
-    if complete := _of_group("bn_act_conv", cells, {*PAPER}):
-        medians = {name: statistics.median(_ratios(complete, name).values()) - 1 for name in PAPER}
-        overheads = ", ".join(f"{name} {100 * median:+.1f} %" for name, median in medians.items())
-        lines.append(f"- Overhead over standard, {TITLES['bn_act_conv']}, medians: {overheads}. {OF_THE_PAPER}")
-    for cell in _of_group("network", cells, {COMPILED, INPLACE_COMPILED}):
-        time = time_ratio(cell, INPLACE_COMPILED, COMPILED).median
-        share = cell[INPLACE_COMPILED]["saved_bytes"] / cell[COMPILED]["saved_bytes"]
-        lines.append(f"- {TITLES['network']}, both compiled: {time:.2f} of standard's time, {share:.3f} of its bytes.")
-    return section("In-place II", "\n".join(lines)) if lines else ""
+def overheads(cells: list[Strategies]) -> str:
+    """The overhead of the paper's strategies over standard layers, medians over BN + ACT + CONV in all sizes."""
+    complete = [cell for cell in of_group("bn_act_conv", cells) if {*PAPER} <= cell.keys()]
+    ratios = {name: [time_ratio(cell, name, STANDARD).median for cell in complete] for name in PAPER if complete}
+    medians = (f"{name} {100 * statistics.median(own) - 100:+.1f} %" for name, own in ratios.items())
+    about = f"Overhead over standard, {TITLES['bn_act_conv']}, medians: {', '.join(medians)}. {OF_THE_PAPER}"
+    return about if complete else ""
 
 
-def _of_group(group: str, cells: list[Strategies], names: set[str]) -> list[Strategies]:
-    """The cells of a group that have all these strategies."""
-    return [cell for cell in cells if cell[STANDARD]["group"] == group and names <= cell.keys()]
-
-
-def _range(values: Collection[float]) -> str:
-    return " – ".join(sorted({f"{min(values):.2f}", f"{max(values):.2f}"}))
-
-
-def _ratios(cells: list[Strategies], ours: str = INPLACE_2) -> dict[str, float]:
-    """Time relative to standard, by cell name."""
-    names = [" ".join(cell[STANDARD][part] for part in ("shape", "layout", "dtype")) for cell in cells]
-    return {name: time_ratio(cell, ours, STANDARD).median for name, cell in zip(names, cells, strict=True)}
-
-
-def _to_package(cell: Strategies) -> float:
-    """Ratio to the package, without the time to copy x: after a convolution the package would need no copy."""
-    pairs = zip(cell[PACKAGE]["times_ms"], cell[COPY]["times_ms"], strict=True)
-    return ratio_of(cell[INPLACE_2]["times_ms"], [max(package - copy, 1e-6) for package, copy in pairs]).median
-
-
-def _shapes(cells: list[Strategies]) -> list[Strategies]:
-    """The cells CONV1 … CONV4."""
-    return [cell for cell in cells if cell[STANDARD]["shape"].startswith("CONV")]
+def of_group(group: str, cells: list[Strategies]) -> list[Strategies]:
+    return [cell for cell in cells if cell[STANDARD]["group"] == group]
 
 
 def summary(cells: list[Strategies]) -> str:
@@ -302,7 +333,8 @@ def summary(cells: list[Strategies]) -> str:
     def entry(name: str, cells: list[Strategies]) -> str:
         found = [cell for cell in cells if name in cell]
         ratios = [_ratio(cell[name]).median for cell in found]
-        return f"{statistics.median(ratios):.2f}, {round(_buffers(found[0][name]))} kept" if found else ""
+        kept = round(found[0][name]["saved_bytes"] / found[0][name]["input_bytes"]) if found else 0
+        return f"{statistics.median(ratios):.2f}, {kept} kept" if found else ""
 
     lines = ([name, *(entry(name, cells) for cells in kinds.values())] for name in COLOURS)
     return md.table(["strategy", *kinds], (line for line in lines if any(line[1:])))
@@ -317,35 +349,14 @@ def _size(row: dict) -> str:
     return "x".join(map(str, row["size"]))
 
 
-def _buffers(row: dict) -> float:
-    """Bytes that are kept, in sizes of the input, without vectors."""
-    return round((row["saved_bytes"] - row["saved_vector_bytes"]) / row["input_bytes"], 3)
-
-
-def _saved_to_standard(row: dict) -> str:
-    standard = row["beside"][STANDARD]["saved_bytes"]
-    return "" if row["saved_bytes"] is None else f"{row['saved_bytes'] / standard:.3f}"
-
-
-def _replays(row: dict) -> str:
-    """The time of a replay, and its ratio to standard's."""
-    if "replay_times_ms" not in row:
-        return ""
-    own, standard = row["replay_times_ms"], row["beside"][STANDARD].get("replay_times_ms")
-    return f"{statistics.median(own):.3f}" + (f" ({ratio_of(own, standard).median:.2f})" if standard else "")
-
-
 COLUMNS: Columns = [
     ("shape", lambda row: f"{row['shape']} {_size(row)}" if row["strategy"] == STANDARD else ""),
     ("strategy", "{strategy}"),
-    ("backend", lambda row: row["backend"] or ""),
+    ("backend", "{backend}"),
     ("ms", lambda row: f"{md.median_ms(row):.3f}"),
     ("/ standard", lambda row: "1" if row["strategy"] == STANDARD else f"{_ratio(row):.2f}"),
     ("saved MiB", lambda row: mib(row["saved_bytes"], 2)),
-    ("/ standard", _saved_to_standard),
-    ("buffers", lambda row: "" if row["saved_bytes"] is None or row["group"] == "network" else f"{_buffers(row):g}"),
     ("peak MiB", lambda row: mib(row["peak_bytes"], 2)),
-    ("replayed ms (/ standard)", _replays),
 ]
 
 
@@ -354,9 +365,9 @@ def pictures(call: dict) -> dict[str, Figure]:
 
     There is none without CONV1 … CONV4, as if only host time was measured.
     """
-    cells = _shapes(cells_in(call))
-    kinds = by_kind(_of_group("bn_act_conv", cells, set()) or _of_group("bn_act", cells_in(call), set()))
-    if not cells:
+    cells = cells_in(call)
+    kinds = by_kind(of_group("bn_act_conv", cells) or of_group("bn_act", cells))
+    if not kinds:
         return {}
     figure, panels = charts.panels(len(kinds), 1, (12, 0.8 + 3.4 * len(kinds)))
     for axes, (title, own) in zip(panels, kinds.items(), strict=True):

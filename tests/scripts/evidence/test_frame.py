@@ -116,7 +116,7 @@ IMPOSSIBLE = [  # (benchmark, options, message)
     (layers, "device=tpu", "device=tpu: expected one of cpu, cuda"),
     (layers, "device=cuda", "PyTorch sees no CUDA device"),
     (layers, "dtypes=[float16]", "expected some of float32, bfloat16"),
-    (layers, "groups=[]", "expected some of bn_act"),
+    (layers, "groups=[]", "expected some of bn_act, bn_act_conv, host"),
     (layers, "backend=cuda", "choose one of auto"),
     (layers, "rounds=0", "rounds=0: expected a number above 0"),
     (layers, "channels=[7] pixels=[4]", "expected even numbers"),
