@@ -184,7 +184,7 @@ def compare(values: DictConfig) -> Path:
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
     for folder, run in folders.items():
         run.write(folder)
-    charts.save(with_literal_texts(curves(groups)), Path(f"{out}.png"), dpi=120)
+    charts.save(with_literal_texts(curves(groups)), Path(f"{out}.png"))
     write_file(Path(f"{out}.csv"), as_csv(groups))
     page = Path(f"{out}.md")
     write_file(page, report(groups, left_out, config.title, os.path.basename(f"{out}.png")))

@@ -4,7 +4,7 @@ import copy
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,19 +14,18 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
+from keepless.saved import kept_bytes
 from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence.zoo import blocks_of, made
 from scripts.reports.frame import reason
 from scripts.reports.markdown import Rows
-from scripts.reports.measuring import PRECISIONS, autocast, compiled, milliseconds, peak_bytes, replayed, timed
+from scripts.reports.measuring import PRECISIONS, autocast, compiled, peak_bytes, timed
 
 PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
 ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
 METHODS = (PLAIN, RECOMPUTED, BLOCKS, ON_CPU, COMPILED, BUDGET)
 WITH_COMPILER = ("resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny", "vit_b_16")
 FLOAT64 = "float64"
-EXACT_IMAGES, EXACT_PIXELS = 4, 64  # on which gradients are compared in float64
-LARGER = {"inception_v3": 96, "maxvit_t": 224}  # pixels of networks that take no smaller images
 WARM_UP_STEPS = 2  # before a peak is measured: a budget has its plan from the third step on
 Forward = Callable[[Tensor], object]  # inputs -> tensors, maybe in containers
 
@@ -107,27 +106,6 @@ def deviation(gradients: Tensor, reference: Tensor) -> float:
     return ((gradients - reference).abs().max() / reference.abs().max()).item()
 
 
-def exactness(name: str, method: str, device: str) -> dict:
-    """Compare a method with the plain network in float64, on small images.
-
-    {"deviation": see `deviation`, "same_outputs": whether the outputs are equal to the bit}
-    """
-    plain, inputs = in_float64(*made(name, device, EXACT_IMAGES, LARGER.get(name, EXACT_PIXELS)))
-    network = copy.deepcopy(plain)
-    found = []
-    for module, forward in ((plain, plain), (network, forward_of(network, method))):
-        outputs: list[object] = []
-        gradients = gradients_of(Trained(module, partial(_kept_in, outputs, forward)), inputs, FLOAT64)
-        found.append((gradients, tree_leaves(outputs)))
-    (reference, expected), (gradients, own) = found
-    return {"deviation": deviation(gradients, reference), "same_outputs": all(map(torch.equal, own, expected))}
-
-
-def _kept_in(outputs: list[object], forward: Forward, inputs: Tensor) -> object:
-    outputs.append(forward(inputs))
-    return outputs[-1]
-
-
 def in_float64(network: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
     return network.double(), inputs.double() if inputs.is_floating_point() else inputs
 
@@ -155,22 +133,27 @@ def arithmetic(deterministic: bool) -> Iterator[None]:
 class Compared:
     """The steps of one network by several methods: what is counted of each, and why some have none."""
 
-    def __init__(self, network: str, precision: str, inputs: Tensor):
-        self.common = {"network": network, "precision": precision}
-        self.inputs = inputs
+    def __init__(self, name: str, precision: str, plain: nn.Module, inputs: Tensor):
+        self.common = {"network": name, "precision": precision}
+        self.precision, self.inputs = precision, inputs
+        self.reference = gradients_of(Trained(plain), inputs, precision)
         self.steps: dict[str, Callable[[], object]] = {}
         self.rows: dict[str, dict] = {}
         self.failed: Rows = []
 
-    def add(self, method: str, network: nn.Module, facts: Callable[[], dict]) -> None:
+    def add(self, method: str, network: Trained, **facts: object) -> None:
         """Take steps until a budget has its plan, and count. Raises only if the plain network fails."""
-        step = partial(training_step, network, self.inputs, self.common["precision"])
+        step, device = partial(training_step, network, self.inputs, self.precision), self.inputs.device.type
         try:
             for _ in range(WARM_UP_STEPS):  # gradients exist; compiles
                 step()
-            peak = peak_bytes(step, self.inputs.device.type)
-            self.rows[method] = {**self.common, "method": method, "peak_bytes": peak, **facts()}
-            self.steps[method] = step
+            row = {**self.common, "method": method, "peak_bytes": peak_bytes(step, device), **facts}
+            if method in METHODS and method != ON_CPU:
+                with autocast(device, self.precision):
+                    row["kept_bytes"] = kept_bytes(network.network, partial(network.run, self.inputs), [self.inputs])
+            if method not in (PLAIN, COMPILED, BUDGET):
+                row["deviation"] = deviation(gradients_of(network, self.inputs, self.precision), self.reference)
+            self.rows[method], self.steps[method] = row, step
         except Exception as error:  # e.g. out of memory, or of the compiler: the others can still be measured
             if method == PLAIN:  # nothing to compare with
                 raise
@@ -181,14 +164,8 @@ class Compared:
         return {method: statistics.median(own) / statistics.median(times[PLAIN]) for method, own in times.items()}
 
     def timed(self, rounds: int) -> Rows:
-        device = self.inputs.device.type
-        times_ms = timed(self.steps, rounds, device)
-        for method, row in self.rows.items():
-            row["times_ms"] = times_ms[method]
-            if device == "cuda":
-                with suppress(Exception):  # e.g. a step that waits for the device, which no graph can hold
-                    row["replay_ms"] = round(milliseconds(replayed(self.steps[method], device), rounds, device), 5)
-        return [*self.rows.values(), *self.failed]
+        times_ms = timed(self.steps, rounds, self.inputs.device.type)
+        return [*({**row, "times_ms": times_ms[method]} for method, row in self.rows.items()), *self.failed]
 
 
 def exact_rows(name: str, device: str, images: int, image_size: int, shares: list[float]) -> Rows:

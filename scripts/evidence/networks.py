@@ -4,7 +4,7 @@
     python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
     python -m scripts.evidence.networks exact=true device=cuda out=FILE.json
 
-exact=true compares gradients alone, in every precision. Pictures show memory against time.
+exact=true compares gradients alone, in every precision. FILE_resnet50.png shows memory against time.
 """
 
 import copy
@@ -12,15 +12,12 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import nn
 
 from engine.schema.keys import key
 from keepless import plan, recompute_activations
-from keepless.saved import kept_bytes
 from scripts.evidence import methods, zoo
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, FLOAT64, ON_CPU, PLAIN, RECOMPUTED, Compared, Trained
 from scripts.evidence.zoo import DECODER, NETWORKS
@@ -30,8 +27,7 @@ from scripts.reports.markdown import Columns, Rows, mib, section
 from scripts.reports.measuring import PRECISIONS, autocast
 
 AS_BLOCKS, IN_TIME_OF_BLOCKS, AS_COMPILED = "peak of the checkpoints", "time of the checkpoints", "peak of the compiler"
-LEAST, IN_TIME = "the least", "in time"
-TIME_LIMITS = {"convnext_tiny": 1.10, "resnet50": 1.12, "densenet121": 1.12, "mobilenet_v2": 1.15}  # of a step to plain
+LEAST = "the least"
 TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the plain peak, among which plans within a time are
 HOST = 0.04  # of a plain step: estimate of Python's own overhead of a plan
 SUITED: dict[str, dict] = {  # arguments that are null, by device: a GPU takes milliseconds for few images
@@ -79,21 +75,19 @@ def items(arguments: NetworksArguments) -> dict[str, tuple]:
 def measure(arguments: NetworksArguments, name: str, precision: str | None) -> Rows:
     """A row for each method and budget of a network, or the reason why it fails. Raises if the plain network fails.
 
-    {"network", "precision", "method", "kept_bytes": None if not known, "peak_bytes", "times_ms", "deviation": largest
-    of a gradient from the plain network's, relative to the largest, "same_outputs", "budget", "planned_bytes": of
-    budgets, "replay_ms": of a CUDA graph of the step}; see `methods.exact_rows` for those of exact=true.
+    {"network", "precision", "method", "peak_bytes", "times_ms", "kept_bytes": of known methods, "deviation": largest
+    of a gradient from the plain network's, relative to the largest, "budget", "planned_bytes": of budgets}; see
+    `methods.exact_rows` for those of exact=true.
     """
     assert arguments.images and arguments.shares is not None
     what = name, arguments.device, arguments.images, arguments.image_size
     if precision is None:
         return methods.exact_rows(*what, arguments.shares)
     plain, inputs = zoo.made(*what)
-    compared = Compared(name, precision, inputs)
+    compared = Compared(name, precision, plain, inputs)
     for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
         network = copy.deepcopy(plain)
-        forward = methods.forward_of(network, method, arguments.compiler)
-        facts = partial(_kept, name, precision, method, network, forward, inputs)
-        compared.add(method, Trained(network, forward), facts)
+        compared.add(method, Trained(network, methods.forward_of(network, method, arguments.compiler)))
     try:
         within_budgets(arguments, compared, plain)
     except Exception as error:  # e.g. a network without a plan
@@ -101,31 +95,19 @@ def measure(arguments: NetworksArguments, name: str, precision: str | None) -> R
     return compared.timed(arguments.rounds)
 
 
-def _kept(name: str, precision: str, method: str, network: nn.Module, forward: methods.Forward, inputs: Tensor) -> dict:
-    """What a method keeps, and in float32 how exact it is in float64."""
-    device = inputs.device.type
-    with autocast(device, precision):
-        kept = None if method == ON_CPU else kept_bytes(network, partial(forward, inputs), [inputs])
-    has_exactness = method in (RECOMPUTED, BLOCKS) and precision == "float32"
-    return {"kept_bytes": kept, **(methods.exactness(name, method, device) if has_exactness else {})}
-
-
 def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.Module) -> None:
-    """Add the network within shares of its peak, within the rivals' peaks, and in the rivals' times."""
+    """Add the network within shares of its peak, within the rivals' peaks, and in the checkpoints' time."""
     assert arguments.shares is not None
-    name, precision, inputs, rows = *compared.common.values(), compared.inputs, compared.rows
+    inputs, rows = compared.inputs, compared.rows
     asked: dict[str, float | int] = {f"{share:.0%} of plain": share for share in arguments.shares}
     rivals = {AS_BLOCKS: BLOCKS, AS_COMPILED: BUDGET}
     asked |= {label: rows[rival]["peak_bytes"] for label, rival in rivals.items() if rival in rows}
-    with autocast(inputs.device.type, precision):
+    with autocast(inputs.device.type, compared.precision):
         planned = plan(Trained(copy.deepcopy(plain)), inputs, [*asked.values(), *TRIED, 1.0])
-    limits = {IN_TIME: TIME_LIMITS[name]} if name in TIME_LIMITS else {}
     if BLOCKS in rows:
-        limits[IN_TIME_OF_BLOCKS] = compared.relative_times(arguments.rounds)[BLOCKS]
-    for label, limit in limits.items():
+        limit = compared.relative_times(arguments.rounds)[BLOCKS]
         fast = [row.peak for row in planned.rows if row.seconds <= max(0.0, limit - 1 - HOST)]
-        asked[label] = min(fast, default=planned.plain)
-    reference = methods.gradients_of(Trained(plain), inputs, precision)
+        asked[IN_TIME_OF_BLOCKS] = min(fast, default=planned.plain)
     for label, wanted in {**asked, LEAST: planned.least}.items():
         budget = int(wanted * planned.plain) if isinstance(wanted, float) else wanted
         if budget < planned.least and label not in rivals:
@@ -134,24 +116,19 @@ def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.M
         recompute_activations(trained, budget=max(budget, planned.least))
         # What a plan takes in a limit of time is its peak, which then is the budget.
         peak = next((row.peak for row in planned.rows if budget in (row.budget, row.peak)), planned.least)
-        found = {"budget": budget if budget >= planned.least else None, "planned_bytes": peak}
-        compared.add(label, trained, partial(_exact_within, found, trained, inputs, precision, reference))
-
-
-def _exact_within(found: dict, network: nn.Module, inputs: Tensor, precision: str, reference: Tensor) -> dict:
-    own = methods.gradients_of(network, inputs, precision)
-    return {**found, "deviation": methods.deviation(own, reference)}
+        compared.add(label, trained, budget=budget if budget >= planned.least else None, planned_bytes=peak)
 
 
 Networks = dict[str, dict[str, dict]]  # rows by network and method
 STYLES = {
+    PLAIN: (charts.BLACK, "*"),
     RECOMPUTED: (charts.SKY, "o"),
     BLOCKS: (charts.VERMILION, "s"),
     ON_CPU: (charts.PURPLE, "D"),
     COMPILED: (charts.GREY, "^"),
     BUDGET: (charts.GREEN, "v"),
 }
-ON_THE_FRONT_PAGE = "resnet50"
+DRAWN = "resnet50"
 
 
 def about(arguments: dict) -> tuple[str, str]:
@@ -177,8 +154,10 @@ def sections(call: dict, picture: str) -> Iterator[str]:
     rows = [row for of_network in networks.values() for row in of_network.values()]
     yield f"{len(networks)} networks. Medians over networks, with the smallest and the largest:"
     yield _summary(networks)
-    yield "\n".join([*_comparison(networks), *_of_plans(networks)])
-    yield f"![memory against time of every network]({picture}.png)"
+    yield "\n".join(_of_plans(networks))
+    if alone(networks):
+        drawn = f"![peak and time of a step under byte budgets, and of its rivals]({picture}_{DRAWN}.png)"
+        yield f"{drawn}\n*{DRAWN}: lower left is better.*"
     yield section("Every network", md.columns(rows, COLUMNS, left=2))
 
 
@@ -231,17 +210,6 @@ def _range(values: Iterable[float]) -> str:
     return f"{statistics.median(known):.2f} ({min(known):.2f} – {max(known):.2f})" if known else ""
 
 
-def _comparison(networks: Networks) -> Iterator[str]:
-    """Where `recompute_activations` is ahead of a rival, and where it is behind."""
-    for rival in (BLOCKS, COMPILED, BUDGET):
-        both = [rows for rows in networks.values() if rows.get(rival, {}).get("kept_bytes") and RECOMPUTED in rows]
-        if both:
-            faster = sum(_time(rows, RECOMPUTED, rival) < 1 for rows in both)
-            smaller = sum(_ratio(rows, RECOMPUTED, "kept_bytes", rival) < 1 for rows in both)
-            counts = f"faster in {faster} of {len(both)} networks, keeps less in {smaller}"
-            yield f"- *{RECOMPUTED}* beside *{rival}*: {counts}."
-
-
 def _of_plans(networks: Networks) -> Iterator[str]:
     """How exact plans are, and where they are ahead of checkpoints and of the compiler, or behind."""
     plans = [row for rows in networks.values() for row in rows.values() if "planned_bytes" in row]
@@ -280,67 +248,40 @@ COLUMNS: Columns = [
     ("/ plain", lambda row: md.relative(row, PLAIN, "peak_bytes")),
     ("step, ms", lambda row: f"{md.median_ms(row):.0f}"),
     ("/ plain", lambda row: md.relative_time(row, PLAIN)),
-    ("replayed, ms", lambda row: f"{row['replay_ms']:.1f}" if "replay_ms" in row else ""),
     ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
-    ("outputs", lambda row: {True: "equal", False: "differ", None: ""}[row.get("same_outputs")]),
 ]
 
 
+def alone(networks: Networks) -> dict[str, dict]:
+    """The rows of the network that is drawn, if it has budgets."""
+    rows = networks.get(DRAWN, {})
+    return rows if any("planned_bytes" in row for row in rows.values()) else {}
+
+
 def pictures(call: dict) -> dict[str, Figure]:
-    """Peak against time, relative to plain: all networks, or with budgets a panel for each and the README's picture."""
-    networks = {} if call["arguments"]["exact"] else networks_in(call)
-    plans = [row for rows in networks.values() for row in rows.values() if "planned_bytes" in row]
-    if networks and not plans:
-        figure, (axes,) = charts.panels(1, 1, (9, 6))
-        _draw(axes, *networks.values(), xlabel="peak, relative to plain", ylabel="time, relative to plain")
-        charts.legend(figure, columns=4)
-        return {"": figure}
-    if not networks:
+    """The picture for the README: peak and time of a network's budgets, as a line, beside each rival's point."""
+    rows, arguments = alone({} if call["arguments"]["exact"] else networks_in(call)), call["arguments"]
+    if not rows:
         return {}
-    count = math.ceil(len(networks) / 4)
-    figure, panels = charts.panels(count, 4, (14, 2.6 * count), sharex=True, sharey=True)
-    for axes in panels[len(networks) :]:
-        axes.set_visible(False)
-    for number, (axes, (name, rows)) in enumerate(zip(panels, networks.items(), strict=False)):
-        _draw(axes, rows, title=name)
-        axes.set(ylabel="" if number % 4 else "time, relative to plain", ylim=(0.8, 1.6))
-        if number >= len(networks) - 4:  # the lowest of each column
-            axes.set(xlabel="peak, relative to plain")
-            axes.tick_params(labelbottom=True)
-    charts.legend(figure, columns=4)
-    if ON_THE_FRONT_PAGE not in networks:
-        return {"": figure}
-    return {"": figure, f"_{ON_THE_FRONT_PAGE}": _alone(networks[ON_THE_FRONT_PAGE], call["arguments"])}
-
-
-def _draw(axes: Axes, *networks: dict[str, dict], **labels: str) -> None:
-    """Peak against time: a line for a network's budgets, and points for their rivals."""
-    for rows in networks:
-        plans = [method for method, row in rows.items() if "planned_bytes" in row]
-        if ours := sorted((_ratio(rows, method, "peak_bytes"), _time(rows, method)) for method in plans):
-            peaks, times = zip(*ours, strict=True)
-            label = "recompute_activations with budgets"
-            charts.lines(axes, [charts.Series(label, times, peaks, charts.BLUE, ".-")])
-    shown = []
-    for method, (colour, marker) in STYLES.items():
-        having = [rows for rows in networks if method in rows]
-        x, y = ([_ratio(rows, method, "peak_bytes") for rows in having], [_time(rows, method) for rows in having])
-        shown += [charts.Series(method, y, x, colour, marker)] * bool(having)
-    charts.points(axes, shown, **labels)
-
-
-def _alone(rows: dict[str, dict], arguments: dict) -> Figure:
-    """The picture for the README: budgets on their own, beside each rival's point."""
     figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
+
+    def point(method: str) -> tuple[float, float]:
+        return _ratio(rows, method, "peak_bytes"), _time(rows, method)
+
+    peaks, times = zip(*sorted(point(method) for method, row in rows.items() if "planned_bytes" in row), strict=True)
+    shown = [charts.Series("recompute_activations with budgets", times, peaks, charts.BLUE, ".-")]
+    for method, (colour, marker) in STYLES.items():
+        if method in rows:
+            peak, time = point(method)
+            shown.append(charts.Series(method, [time], [peak], colour, marker))
     images, side, device = (arguments[name] for name in ("images", "image_size", "device"))
-    title = f"A training step of {ON_THE_FRONT_PAGE} on {images} images of {side} x {side}, on {frame.DEVICES[device]}"
-    _draw(axes, rows, title=title, xlabel="peak memory, relative to plain PyTorch")
+    title = f"A training step of {DRAWN} on {images} images of {side} x {side}, on {frame.DEVICES[device]}"
+    charts.lines(axes, shown, title=title, xlabel="peak memory, relative to plain PyTorch")
     axes.set_ylabel("time, relative to plain PyTorch")
-    axes.plot(1, 1, "*", color=charts.BLACK, markersize=9, label="plain PyTorch")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
     axes.set(xlim=(0.2, 1.05), ylim=(0.95, 1.4))
     charts.legend(figure, columns=3)
-    return figure
+    return {f"_{DRAWN}": figure}
 
 
 PACKAGES = tuple(dict.fromkeys(zoo.PACKAGES.values()))

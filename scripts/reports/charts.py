@@ -1,4 +1,4 @@
-"""The charts of all pages: bars, lines and points."""
+"""The charts of all pages: bars and lines."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,27 +8,24 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation
 from matplotlib.ticker import LogFormatter
-from matplotlib.transforms import BboxBase
 
 from engine.process.output_files import write_figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
 SKY, BLUE, PURPLE, GREEN = "#56B4E9", "#0072B2", "#CC79A7", "#009E73"
-NAME_OF_A_POINT = "name of a point"  # matplotlib's gid of these texts, which `save` moves
 
 
 class Series(NamedTuple):
-    """A line or a group of points; bars have `y` alone."""
+    """A line; bars have `y` alone."""
 
     label: str
     y: Sequence[float]
     x: Sequence[float] = ()
     colour: str | None = None  # None: the next one of matplotlib's
-    style: str = "-"  # of lines and points, as matplotlib's format
-    texts: Sequence[str] = ()  # beside bars and points; an empty one is left out
+    style: str = "-"  # of lines, as matplotlib's format
+    texts: Sequence[str] = ()  # above bars; an empty one is left out
     spread: Sequence[float] = ()  # of lines: deviation of each point, a band
 
 
@@ -73,32 +70,8 @@ def lines(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
         axes.locator_params(axis="x", nbins=6)  # room for steps of five digits
 
 
-def points(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
-    """Points of which some have a name beside them, and a black edge."""
-    for series in shown:
-        axes.plot(series.x, series.y, series.style, color=series.colour, label=series.label, alpha=0.6)
-        for text, x, y in zip(series.texts, series.x, series.y, strict=False):
-            if text:
-                axes.plot(x, y, series.style, color=series.colour, markeredgecolor=BLACK)
-                axes.annotate(text, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, gid=NAME_OF_A_POINT)
-    _finish(axes, "both", labels)
-
-
-def save(figure: Figure, file: Path, dpi: int = 110) -> None:
-    """Write a figure. Names beside points are put where they neither overlap nor leave their panel, if possible."""
-    figure.draw_without_rendering()
-    taken: list[BboxBase] = []
-    for axes in figure.axes:
-        for name in (text for text in axes.texts if text.get_gid() == NAME_OF_A_POINT):
-            assert isinstance(name, Annotation)
-            for right, up in ((5, 4), (5, -11), (-5, 4), (-5, -11)):
-                name.xyann = right, up
-                name.set_horizontalalignment("left" if right > 0 else "right")
-                box = name.get_window_extent()
-                if axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and not box.count_overlaps(taken):
-                    break
-            taken.append(box)
-    write_figure(file, figure, dpi, few_colours=True)
+def save(figure: Figure, file: Path) -> None:
+    write_figure(file, figure, 110, few_colours=True)
 
 
 def _finish(axes: Axes, grid: Literal["x", "y", "both"], labels: Mapping[str, Any]) -> None:

@@ -44,25 +44,6 @@ def timer(step: Step, sample_ms: float, device: str) -> Callable[[int], float]:
     return lambda _: milliseconds(step, repeats, device)
 
 
-def replayed(step: Step, device: str) -> Step:
-    """Capture a step in a CUDA graph and return the graph's replay, without Python's time. On the CPU: the step.
-
-    Its tensors are at the same addresses in every replay. RuntimeError: the step waits for the device.
-    """
-    if device == "cpu":
-        return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # as PyTorch asks for before a capture
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def milliseconds(step: Step, repeats: int, device: str) -> float:
     """Mean time of a step over some repeats, back to back."""
     if device == "cuda":

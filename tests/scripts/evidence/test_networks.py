@@ -1,15 +1,12 @@
 """The benchmark of known networks: what it counts. No test asserts a time."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import resnet
 
-from keepless import plan
 from keepless.saved import kept_bytes
 from scripts.evidence import methods, zoo
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, PLAIN, RECOMPUTED
@@ -42,22 +39,20 @@ def test_every_method_is_measured_beside_the_plain_network_and_plans_beside_thei
     rows = {(row["network"], row["method"]): row for row in rows_of(call)}
     assert {(SMALL, method) for method in (PLAIN, RECOMPUTED, BLOCKS, COMPILED, BUDGET)} < rows.keys()
     assert {("fcn_resnet50", method) for method in (PLAIN, RECOMPUTED, BLOCKS, AS_BLOCKS, LEAST)} < rows.keys()
-    assert {*call["left"]} == {FAILS} and f"- {FAILS}: failed: " in text and "![memory against time" in text
+    assert {*call["left"]} == {FAILS} and f"- {FAILS}: failed: " in text
     for (name, method), row in rows.items():
-        assert len(row["times_ms"]) == 2
+        assert len(row["times_ms"]) == 2 and row.get("deviation", 0) == 0
         if "planned_bytes" in row:
-            assert row["deviation"] == 0 and row["peak_bytes"] == pytest.approx(row["planned_bytes"], rel=0.03)
+            assert row["peak_bytes"] == pytest.approx(row["planned_bytes"], rel=0.03)
             assert row["budget"] is None or row["peak_bytes"] <= 1.03 * row["budget"]
         else:
             assert row["peak_bytes"] > 0.9 * row["kept_bytes"] > 0
         if method in (RECOMPUTED, BLOCKS):
-            assert row["deviation"] <= 1e-12 and row["same_outputs"]
-            assert row["kept_bytes"] < 0.9 * rows[name, PLAIN]["kept_bytes"]
+            assert row["kept_bytes"] < 0.9 * rows[name, PLAIN]["kept_bytes"] and "deviation" in row
     plans = sum("planned_bytes" in row for row in rows.values())
     assert plans >= 4 and (SMALL, IN_TIME_OF_BLOCKS) in rows
     assert f"- {plans} plans: measured peaks are within " in text and "- With the peak of the checkpoints, a" in text
     assert "| recompute_activations | 2 |" in text and "| compiled | 1 |" in text
-    assert "- *recompute_activations* beside *checkpoint per block*: faster in " in text
 
 
 @pytest.mark.slow
@@ -107,7 +102,7 @@ def test_there_are_enough_networks_and_their_blocks_are_known():
         except ModuleNotFoundError:  # an optional package
             assert "/" in name
             continue
-        assert (len(blocks_of(network)) >= 8) == (name not in ("alexnet", "vgg16_bn", "frozen/convolutions")), name
+        assert (len(blocks_of(network)) >= 8) == (name not in ("alexnet", "vgg16_bn")), name
 
 
 def test_the_decoder_sees_no_later_token():
@@ -117,27 +112,3 @@ def test_the_decoder_sees_no_later_token():
     changed[0, 9] = (changed[0, 9] + 1) % VOCABULARY
     different = (network(tokens) != network(changed)).any(-1)[0]
     assert different.tolist() == [place >= 9 for place in range(16)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in zoo.NETWORKS if name.startswith(("transf", "diff", "nnunet"))])
-def test_networks_of_texts_and_noise_repeat_no_more_than_their_checkpoints(name):
-    """A plan at the checkpoints' peak, counted in operations."""
-    try:
-        (plain, pixels), (checkpointed, _) = (zoo.made(name, "cpu", 2, 64) for _ in range(2))
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
-    plain, checkpointed = methods.Trained(plain), methods.Trained(checkpointed)
-    for block in blocks_of(checkpointed):
-        block.forward = partial(methods.checkpointed, block.forward)
-    steps = [partial(methods.training_step, network, pixels, "float32") for network in (plain, checkpointed)]
-    for step in steps:
-        step()
-    operations = []
-    for step in steps:
-        with FlopCounterMode(display=False) as counter:
-            step()
-        operations.append(counter.get_total_flops())
-    theirs = methods.peak_bytes(steps[1], "cpu")
-    (row,) = plan(plain, pixels, [theirs]).rows
-    assert row.operations <= operations[1] / operations[0] - 1
