@@ -356,10 +356,3 @@ def compile_within(graph: fx.GraphModule, inputs: list[Tensor], compiler: str, b
     """Compile a graph with a backend of `torch.compile` that keeps a share of the activations."""
     with torch._functorch.config.patch(activation_memory_budget=budget):
         return torch._dynamo.lookup_backend(compiler)(graph, inputs)
-
-
-def compiled_graphs() -> dict[str, Any]:
-    """What `torch.compile` counts, by topic: "stats", "graph_break", …"""
-    from torch._dynamo.utils import counters
-
-    return counters

@@ -140,7 +140,6 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     **{own.name: partial(benchmark_text, own) for own in BENCHMARKS},
     **{name: partial(table_text, name) for name in (*papers.TABLES, tables.LEFT_OUT)},
     "standard_peak": lambda _: reversible.standard_peak_text(record("reversible")),
-    "loop": lambda _: training.overhead_text(record("training")),
     "or_inplace": lambda _: training.or_inplace_text(record("training")),
 }
 

@@ -173,7 +173,7 @@ def strategies(arguments: LayersArguments, cell: Cell) -> tuple[list[Strategy], 
     chosen += [Strategy(name, partial(STRATEGIES[norm][2], backend=own), own) for norm, name in OURS.items()]
     if is_host:
         return chosen, {}
-    left_out = {}
+    left_out: dict[str, str] = {}
     with_compiler = [Strategy(COMPILED, batch_norm_leaky_relu, str(arguments.compiler), 1.0)]
     if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z
         with_compiler.append(Strategy(BUDGET, batch_norm_leaky_relu, str(arguments.compiler), 0.5))

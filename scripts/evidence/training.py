@@ -1,10 +1,10 @@
-"""Measure speed and memory of training steps under every switch, and the training loop's overhead:
+"""Measure speed and memory of training steps under every switch:
 
     python -m scripts.evidence.training [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json
     python -m scripts.evidence.training parts=[memory] device=cuda out=FILE.json
 
-`parts` chooses groups of switches, and the overhead; "memory" has every way to take less.
+`parts` chooses groups of switches; "memory" has every way to take less.
 """
 
 import statistics
@@ -17,15 +17,14 @@ from typing import Any
 from datasets import synthetic
 from engine.schema.keys import key
 from scripts.evidence.counted import Cells
-from scripts.evidence.steps import COMPILE, DEFAULT, GROUPS, Overhead, Switch, Training
+from scripts.evidence.steps import DEFAULT, GROUPS, Switch, Training
 from scripts.reports import frame
 from scripts.reports.markdown import Columns, Rows, columns, mib, ratio_of, section, without_reasons
 from scripts.reports.measuring import Elsewhere, interleaved
 
-PARTS = ("overhead", *GROUPS)
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only
 SUITED: dict[str, dict] = {  # arguments that are null, by device. Of Table 3, a device's share
-    "cpu": dict(crop_size=240, crops=8, parts=["overhead", "switches", "allocation"]),
+    "cpu": dict(crop_size=240, crops=8, parts=["switches", "allocation"]),
     "cuda": dict(crop_size=512, crops=4, parts=["memory"]),
 }
 RECIPES = {"cpu": "camvid/resnext_small", "cuda": "table3/cityscapes_resnext101_inplace_fixed_batch"}
@@ -39,9 +38,6 @@ class TrainingArguments(frame.DeviceArguments):
     threads: int = key(2, above=0)  # of PyTorch
     crop_size: int | None = key(None, above=0)  # pixels
     crops: int | None = key(None, above=0)  # per step
-    overhead_crops: int = key(4, least=2)  # for steps of about 200 ms
-    overhead_steps: int = key(10, above=0)  # of each loop in each round
-    overhead_rounds: int = key(20, above=0)  # each times both loops
     starts: int = key(2, above=0)  # of all processes; their memory is laid out differently each time
     rounds: int = key(10, above=0)  # of each start
     warm_up: int = key(3, above=0)  # steps
@@ -55,37 +51,32 @@ class TrainingArguments(frame.DeviceArguments):
 
     def check(self) -> None:
         super().check()
-        frame.check_choices("parts", self.suited().parts or (), PARTS)
+        frame.check_choices("parts", self.suited().parts or (), GROUPS)
 
-    def words(self, crops: int | None) -> tuple[str, ...]:
+    def words(self) -> tuple[str, ...]:
         """The overrides of train_seg.py shared by everything measured: float32, drawn street scenes."""
         assert self.crop_size is not None
         experiment = () if self.recipe is None else (f"experiment={self.recipe}",)
         # With CamVid's crops, as wide as its pictures.
         data = ("data=synthetic", f"data.base_size={2 * self.crop_size}", f"data.crop_size={self.crop_size}")
-        trainer = (f"trainer.device={self.device}", "trainer.precision=float32")
-        return (*experiment, *data, "data.workers=0", f"data.crops_per_minibatch={crops}", *trainer, *self.overrides)
+        own = ("data.workers=0", f"data.crops_per_minibatch={self.crops}", f"trainer.device={self.device}")
+        return (*experiment, *data, *own, "trainer.precision=float32", *self.overrides)
 
 
 def items(arguments: TrainingArguments) -> dict[str, tuple]:
-    """The loop's overhead, and each start of all switches; on CUDA one switch after the other needs the device."""
+    """Each start of all switches; on CUDA one switch after the other needs the device."""
     assert arguments.parts is not None
-    found: dict[str, tuple] = {"overhead": (0, ())} if "overhead" in arguments.parts else {}
-    switches = {switch.name: switch for part in arguments.parts for switch in GROUPS.get(part, ())}
-    for start in range(1, 1 + arguments.starts if switches else 1):
+    found: dict[str, tuple] = {}
+    switches = {switch.name: switch for part in arguments.parts for switch in GROUPS[part]}
+    for start in range(1, 1 + arguments.starts):
         alone = {f"start{start}/{name}": (start, (switch,)) for name, switch in switches.items()}
         found |= alone if arguments.device == "cuda" else {f"start{start}": (start, tuple(switches.values()))}
     return found
 
 
 def measure(arguments: TrainingArguments, start: int, switches: tuple[Switch, ...]) -> Rows:
-    """A row of each loop, or of each switch, with the reason if it cannot run here. Raises if the default fails."""
+    """A row of each switch, with the reason if it cannot run here. Raises if the default fails."""
     synthetic(None, "train")  # written once, before the processes ask for it
-    if not switches:
-        common = arguments.words(arguments.overhead_crops)
-        with Elsewhere(Overhead, common, arguments.threads, arguments.overhead_steps) as loops:
-            times = loops.call("rounds", arguments.overhead_rounds)
-        return [{"loop": name, "times_ms": own} for name, own in times.items()]
     lacking = "needs a CUDA device"
     running = {each.name: each for each in switches if not each.only_cuda or arguments.device == "cuda"}
     rows, failed = together(arguments, running)
@@ -101,7 +92,7 @@ def together(
 ) -> tuple[dict[str, dict], dict[str, Exception]]:
     """Start a process for each switch and time their steps in rounds; rows by switch, and errors by switch."""
     failed: dict[str, Exception] = {}
-    common = arguments.words(arguments.crops)
+    common = arguments.words()
     with ExitStack() as stack:
         running = {
             name: stack.enter_context(Elsewhere(Training, common, switch, arguments.threads, arguments.compiler))
@@ -145,8 +136,7 @@ Starts = list[dict]  # the rows of a switch, one per start
 def switches_of(call: dict) -> dict[str, Starts]:
     found: dict[str, Starts] = {}
     for row in without_reasons(frame.rows_of(call)):
-        if "switch" in row:
-            found.setdefault(row["switch"], []).append(row)
+        found.setdefault(row["switch"], []).append(row)
     return found
 
 
@@ -156,18 +146,11 @@ def default_of(found: dict[str, Starts], name: str) -> str:
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
-    times = {row["loop"]: row["times_ms"] for row in frame.rows_of(call) if "loop" in row}
-    if times:
-        overhead, bare_ms = ratio_of(times["real"], times["bare"]), statistics.median(times["bare"])
-        of_bare = f"{overhead:.3f} of the time of bare steps of {bare_ms:.0f} ms, {len(times['bare'])} rounds."
-        yield section("Overhead of the training loop", of_bare)
     if found := switches_of(call):
         rows = [
             {"name": name, "own": own, "default": found.get(default_of(found, name))} for name, own in found.items()
         ]
         yield section("Switches", columns(rows, SWITCHES))
-        if compiled := [row for row in rows if COMPILE in str(row["name"])]:
-            yield section("Graphs of torch.compile", columns(compiled, GRAPHS))
 
 
 def median_ms(own: Starts) -> str:
@@ -205,14 +188,8 @@ SWITCHES: Columns = [
     ("saved, MiB", lambda row: mib(row["own"][0]["saved_bytes"])),
     ("peak, MiB", lambda row: mib(row["own"][0]["peak_bytes"])),
     ("process, MiB", lambda row: f"{row['own'][0]['process_mib']:.0f}"),
-    ("loss", lambda row: f"{row['own'][0]['loss']:.4f}"),
-]
-GRAPHS: Columns = [
-    ("compiled", lambda row: code(row["name"])),
-    ("graphs", lambda row: str(row["own"][0]["graphs"])),
-    ("breaks", lambda row: str(row["own"][0]["graph_breaks"])),
-    ("made after the first steps", lambda row: str(row["own"][0]["graphs"] - row["own"][0]["graphs_warm"])),
     ("first step, s", lambda row: " and ".join(f"{own['first_step_s']:.0f}" for own in row["own"])),
+    ("loss", lambda row: f"{row['own'][0]['loss']:.4f}"),
 ]
 
 
@@ -231,13 +208,6 @@ def switches_cells(record: dict) -> Cells:
             times.setdefault(name, set()).add(f"{ratio(own, default):.2f}")
             saved[name] = f"{own[0]['saved_bytes'] / default[0]['saved_bytes']:.2f}".replace("1.00", "1")
     return {code(name): [" – ".join(sorted({min(own), max(own)})), saved[name]] for name, own in times.items()}
-
-
-def overhead_text(record: dict) -> str:
-    times = {row["loop"]: row["times_ms"] for call in record["calls"] for row in frame.rows_of(call) if "loop" in row}
-    overhead = ratio_of(times["real"], times["bare"])
-    quartiles = f"quartiles {overhead.lower:.3f} – {overhead.upper:.3f}"
-    return f"{overhead.median:.3f} ({quartiles}) of {statistics.median(times['bare']):.0f} ms"
 
 
 def or_inplace_text(record: dict) -> str:

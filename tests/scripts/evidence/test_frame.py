@@ -125,7 +125,7 @@ IMPOSSIBLE = [  # (benchmark, options, message)
     (layers, "out=???", "out has no value"),
     (layers, "measure=false", "does not exist"),
     (loader, "png_size=[8,8]", "png_size"),
-    (training, "parts=[all]", "parts=.*some of overhead, switches, data, norms, allocation, recompute, compile"),
+    (training, "parts=[all]", "parts=.*some of switches, norms, allocation, recompute, compile, memory"),
     (networks, "images=1", "images=1: expected 2 or more"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (networks, "networks=[resnet51]", "networks=.*expected some of alexnet"),
