@@ -20,18 +20,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torchvision import io
-from torchvision.transforms import functional as on_pillow
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as on_tensors
 
 from datasets import (
-    ClassificationCrops,
-    ClassificationDataset,
-    RandomResizedCrop,
     SegmentationDataset,
     TrainingCrops,
     TrainingTransform,
-    imagenet,
     worker_init,
 )
 from datasets.cityscapes import cityscapes_classes
@@ -44,15 +39,13 @@ from scripts.reports.markdown import Columns, Rows, section
 from scripts.reports.measuring import timed
 
 OURS = "ours"
-OPENCV, V2 = "OpenCV: resize, then crop", "transforms.v2: resize, then crop"  # of images with labels
-PILLOW, TENSORS = "torchvision on Pillow images", "transforms.v2 on tensors"  # of photographs
+OPENCV, V2 = "OpenCV: resize, then crop", "transforms.v2: resize, then crop"
 # Standard deviation of the grain, by the size of its grains in pixels: mostly coarse, like a photograph's noise.
 GRAIN = {32: 8.0, 16: 6.0, 8: 4.5, 4: 3.5, 2: 3.0, 1: 0.6}
-FINE_GRAIN = {**GRAIN, 2: 6.0, 1: 6.0}  # files of 500x375 pixels have about 100 KiB, as ImageNet's
 WOBBLE = 0.5  # of a drawn pixel: makes edges as uneven as real objects have
 
 Key = tuple[int, int]  # epoch, index
-Crop = tuple[Tensor, ...]  # image uint8 (3, h, w), and label uint8 (h, w) of train ids, if it has one
+Crop = tuple[Tensor, Tensor]  # image uint8 (3, h, w), label uint8 (h, w) of train ids
 Pipelines = dict[str, Callable[[Key], Crop]]
 
 
@@ -66,12 +59,6 @@ class LoaderArguments(frame.Arguments):
     crop_size: int = key(872, above=0)  # pixels, of large images
     pictures: int = key(4, above=0)  # different files of each kind
     rounds: int = key(40, above=0)  # each times every pipeline once
-    photograph_size: list[int] = key([375, 500], least=64)  # mean size of ImageNet-like JPEGs
-    photograph_crop_size: int = key(224, above=0)  # pixels
-    photographs: int = key(24, above=0)  # different files
-
-
-PHOTOGRAPHS = "ImageNet-like JPEG"
 
 
 def items(arguments: LoaderArguments) -> dict[str, tuple]:
@@ -82,7 +69,6 @@ def items(arguments: LoaderArguments) -> dict[str, tuple]:
         ("PNG", ".png", own.png_size, own.crop_size, None),
         ("JPEG", ".jpg", own.jpeg_size, own.crop_size, None),
         ("JPEG, base_size", ".jpg", own.jpeg_size, own.crop_size, own.base_size),
-        (PHOTOGRAPHS, ".JPEG", own.photograph_size, own.photograph_crop_size, None),
     )
     return {source[0]: source for source in sources}
 
@@ -91,32 +77,21 @@ def measure(arguments: LoaderArguments, source: str, suffix: str, size: list[int
     """Time all pipelines of a source in one thread, set up like a DataLoader's worker."""
     worker_init(0)
     with tempfile.TemporaryDirectory() as folder:
-        if source == PHOTOGRAPHS:
-            photographs = drawn_photographs(Path(folder), arguments.photographs, size)
-            count, files = len(photographs), [photographs.path(number) for number in range(len(photographs))]
-            cut = RandomResizedCrop(side, colours=())
-            about, pipelines = described(size, files), of_photographs(ClassificationCrops(photographs, cut, seed=0))
-        else:
-            pairs = drawn_pairs(Path(folder) / "pairs", arguments.pictures, size, suffix)
-            count, (images, labels) = len(pairs), zip(*((f.image, f.label) for f in pairs.files), strict=True)
-            transform = TrainingTransform((side, side), base_size=base, fill=(0, 0, 0))
-            about = f"{described(size, images)}, labels of {kib(labels)} KiB"
-            pipelines = of_pairs(TrainingCrops(pairs, transform, seed=0))
-        keys = [(epoch, epoch % count) for epoch in range(arguments.rounds)]
+        pairs = drawn_pairs(Path(folder) / "pairs", arguments.pictures, size, suffix)
+        images, labels = zip(*((own.image, own.label) for own in pairs.files), strict=True)
+        about = f"{size[1]}x{size[0]} pixels, files of {kib(images)} KiB, labels of {kib(labels)} KiB"
+        pipelines = of_pairs(TrainingCrops(pairs, TrainingTransform((side, side), base_size=base, fill=(0, 0, 0)), 0))
+        keys = [(epoch, epoch % len(pairs)) for epoch in range(arguments.rounds)]
         each = {name: map(pipeline, [keys[0], *keys]) for name, pipeline in pipelines.items()}  # one call before
         times_ms = timed({name: partial(next, crops) for name, crops in each.items()}, arguments.rounds, "cpu")
     return [{"source": source, "files": about, "pipeline": name, "times_ms": own} for name, own in times_ms.items()]
-
-
-def described(size: Sequence[int], images: Sequence[Path]) -> str:
-    return f"{size[1]}x{size[0]} pixels, files of {kib(images)} KiB"
 
 
 def kib(files: Sequence[Path]) -> str:
     return f"{statistics.mean(file.stat().st_size for file in files) / 1024:.0f}"
 
 
-def scene(size: Sequence[int], seed: int, grain: dict[int, float] = GRAIN) -> tuple[np.ndarray, np.ndarray]:
+def scene(size: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """A drawn street, enlarged: image uint8 (H, W, 3) BGR and label uint8 (H, W) of Cityscapes label ids."""
     rng = np.random.default_rng(seed)
     height, width = size
@@ -133,7 +108,7 @@ def scene(size: Sequence[int], seed: int, grain: dict[int, float] = GRAIN) -> tu
     )
     image = cv2.remap(image, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)[..., ::-1]
     label = cv2.remap(label, x, y, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE)
-    noise = np.sum([smooth(size, deviation) for size, deviation in grain.items()], axis=0)
+    noise = np.sum([smooth(size, deviation) for size, deviation in GRAIN.items()], axis=0)
     return np.clip(image + noise[..., None], 0, 255).round().astype(np.uint8), label
 
 
@@ -150,17 +125,6 @@ def drawn_pairs(folder: Path, count: int, size: Sequence[int], suffix: str) -> S
             stored.putpalette([value % 256 for value in range(3 * 256)])
             stored.save(str(entry.label))
     return SegmentationDataset("streets", "train", files, cityscapes_classes())
-
-
-def drawn_photographs(folder: Path, count: int, size: Sequence[int]) -> ClassificationDataset:
-    """Write `count` JPEGs (quality 95, 4:2:0) of 0.8, 1 and 1.2 times `size` (H, W), half of them upright."""
-    (folder / "train" / "street").mkdir(parents=True)
-    for number in range(count):
-        scaled = [round((0.8 + 0.2 * (number % 3)) * length) for length in size]
-        image, _ = scene(scaled[:: -1 if number % 2 else 1], number, FINE_GRAIN)
-        file = folder / "train" / "street" / f"{number:06d}.jpg"
-        cv2.imwrite(str(file), image, [cv2.IMWRITE_JPEG_QUALITY, 95])
-    return imagenet(folder, "train")
 
 
 def of_pairs(crops: TrainingCrops) -> Pipelines:
@@ -211,29 +175,6 @@ def transforms_v2(crops: TrainingCrops, key: Key) -> Crop:
     return image.contiguous(), torch.from_numpy(crops.dataset.table.train_ids(label[0].contiguous().numpy()))
 
 
-def of_photographs(crops: ClassificationCrops) -> Pipelines:
-    def drawn(key: Key, height: int, width: int) -> tuple[tuple[int, int, int, int], bool]:
-        """Top, left, height and width of our crop of an image, and whether it is mirrored."""
-        assert isinstance(crops.transform, RandomResizedCrop)
-        rng = np.random.default_rng([crops.seed, *key])
-        return crops.transform.draw((height, width), rng), bool(rng.random() < crops.transform.flip)
-
-    def pillow(key: Key) -> Crop:
-        with Image.open(crops.dataset.path(key[1])) as file:
-            image = file.convert("RGB")
-        part, mirrored = drawn(key, image.height, image.width)
-        image = on_pillow.resized_crop(image, *part, size=[crops.transform.size] * 2)
-        return (on_pillow.pil_to_tensor(on_pillow.hflip(image) if mirrored else image),)
-
-    def tensors(key: Key) -> Crop:
-        image = io.decode_jpeg(io.read_file(str(crops.dataset.path(key[1]))), io.ImageReadMode.RGB)
-        part, mirrored = drawn(key, *image.shape[1:])
-        image = on_tensors.resized_crop(image, *part, size=[crops.transform.size] * 2, antialias=True)
-        return ((on_tensors.horizontal_flip(image) if mirrored else image).contiguous(),)
-
-    return {OURS: lambda key: (crops[key]["image"],), PILLOW: pillow, TENSORS: tensors}
-
-
 COLUMNS: Columns = [
     ("pipeline", "{pipeline}"),
     ("ms", lambda row: f"{md.median_ms(row):.3g}"),
@@ -243,10 +184,9 @@ COLUMNS: Columns = [
 
 
 def about(arguments: dict) -> tuple[str, str]:
-    sizes = f"{arguments['crop_size']} pixels (small PNG: {arguments['small_crop_size']}"
-    photographs = f"{PHOTOGRAPHS}: {arguments['photograph_crop_size']})"
+    sizes = f"{arguments['crop_size']} pixels (small PNG: {arguments['small_crop_size']})"
     rounds = f"{arguments['rounds']} rounds over {arguments['pictures']} pictures of each kind"
-    return "Time of a crop", f"Crops of {sizes}, {photographs}, {rounds}"
+    return "Time of a crop", f"Crops of {sizes}, {rounds}"
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
