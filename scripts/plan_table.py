@@ -8,7 +8,7 @@ Plans the memory of a table's experiments on each device. Of Table 3 also the co
 fixed batch (memory.fit=crop) as the planner fills them, beside the paper's, on which `memory.*` are calibrated,
 and the crops that fit on devices of 8 to 141 GB; of Tables 3 and 4 the memory with which each minibatch fits on one
 device; of RevNet its claims. What is compared with the paper has the paper's loss, with logits of full resolution
-(loss.tiles=false); what the loss by tiles changes stands beside it.
+(loss.tiles=false).
 """
 
 import re
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 
-from matplotlib.figure import Figure
 from omegaconf import MISSING
 
 from engine.schema.classification import ClassificationRun
@@ -27,13 +26,12 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import planner
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
-from scripts.reports import charts, frame, papers
+from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
 CARD_BODIES = ("cityscapes_resnext101_std", "cityscapes_wrn38_std")
 ALL = "all"
-IN_FULL = "standard norms, loss.tiles=false"
 LINE = (4, 16, 64)  # crops: a line through the first two, checked at the third
 SMALL_NETWORK = 80_000_000  # bytes of parameters
 # The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
@@ -91,10 +89,9 @@ def planned(experiment: str) -> dict:
     config, share, size = in_full(tiled), planner.share_of(tiled, devices), tiled.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
     crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
-    memory = {"peak": trace.peak, "kept": sum(trace.saved.values()), "at_peak": trace.at_peak, "place": trace.place}
-    by_tiles = planner.step_memory(tiled, share, size, devices) if config is not tiled else None
-    memory["by_tiles"] = by_tiles and {"peak": by_tiles.peak, "temporary": by_tiles.at_peak.get("temporary", 0)}
-    return {"experiment": experiment, "devices": devices, **crops, **memory}
+    memory = {"peak": trace.peak, "kept": sum(trace.saved.values()), "place": trace.place}
+    by_tiles = None if config is tiled else planner.step_memory(tiled, share, size, devices).peak
+    return {"experiment": experiment, "devices": devices, **crops, **memory, "by_tiles": by_tiles}
 
 
 def in_full(config: TrainingRun) -> TrainingRun:
@@ -107,31 +104,27 @@ def in_full(config: TrainingRun) -> TrainingRun:
 
 
 def fit_of(column: str, fit: str, norm: str, memory: tuple[str, ...]) -> dict:
-    """The planner's choice for Table 3, and the memory of the paper's choice and of the next larger one."""
+    """The planner's choice for Table 3, and the paper's."""
     config = papers.configured_as(f"table3/{column}_std", f"norm={norm}", *memory, f"memory.fit={fit}")
-    devices = config.memory.gpus or 1
-    chosen, tiled = (planner.fitting(loss, devices).data for loss in (in_full(config), config))
-    name = f"table3/{column}_std" if norm == "std" else f"table3/{column}_inplace_{FITS[fit]}"
-    paper = in_full(papers.configured_as(name))
-    share, size = planner.share_of(paper, devices), paper.data.crop_size
-    larger = (share + 1, size) if fit == "batch" else (share, size + 8)
+    chosen = planner.fitting(in_full(config), config.memory.gpus or 1).data
+    paper = papers.configured_as(experiment_of(column, fit, norm)).data
     return {
         **{"column": column, "fit": fit, "norm": norm},
         **{"crops": chosen.crops_per_minibatch, "crop_size": chosen.crop_size},
-        **{"tiled_crops": tiled.crops_per_minibatch, "tiled_crop_size": tiled.crop_size},
-        **{"paper_crops": paper.data.crops_per_minibatch, "paper_crop_size": size},
-        "paper_peak": planner.step_memory(paper, share, size, devices).peak,
-        "larger_peak": planner.step_memory(paper, *larger, devices).peak,
+        **{"paper_crops": paper.crops_per_minibatch, "paper_crop_size": paper.crop_size},
     }
+
+
+def experiment_of(column: str, fit: str, norm: str) -> str:
+    """The row of Table 3."""
+    return f"table3/{column}_std" if norm == "std" else f"table3/{column}_inplace_{FITS[fit]}"
 
 
 def on_one_device(name: str, network: str) -> Iterator[dict]:
     """The minibatch of an experiment as a whole on one device."""
     config = papers.configured_as(name)
     crops, size = config.data.crops_per_minibatch, config.data.crop_size
-    tiled = combinations(config)
-    standard = {f"{IN_FULL}, {name.rpartition(', ')[2]}": in_full(tiled[name]) for name in list(tiled)[:2]}
-    for combination, changed in (standard | tiled).items():
+    for combination, changed in combinations(config).items():
         needed = Memory().needed(planner.needed(changed, crops, size), devices=1)
         yield {"network": network, "crops": crops, "crop_size": size, "combination": combination, "device": needed}
 
@@ -199,24 +192,6 @@ TITLES = {
 }
 CARDS_GB = (8, 11, 12, 16, 24, 32, 40, 48, 80, 141)
 FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3
-CATEGORIES = {
-    "weights": charts.BLACK,
-    "average": charts.GREY,
-    "momentum": charts.BLUE,
-    "gradients": charts.SKY,
-    "images": charts.YELLOW,
-    "activations": charts.ORANGE,
-    "temporary": charts.VERMILION,
-}
-COLOURS = {  # of float32 and bfloat16 each
-    "standard norms": charts.BLACK,
-    "in-place norms": charts.BLUE,
-    "standard norms, trainer.recompute=sqrt": charts.GREY,
-    "in-place norms, trainer.recompute=sqrt": charts.SKY,
-    "standard norms, trainer.recompute=budget": charts.YELLOW,
-    "in-place norms, trainer.recompute=budget": charts.ORANGE,
-    "in-place norms, body=revnet104": charts.VERMILION,
-}
 PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)", "RevNet-602": "“trains”"}
 
 
@@ -229,13 +204,13 @@ def rows_of(call: dict, part: str) -> Rows:
     return [row for row in frame.rows_of(call) if row["part"] == part]
 
 
-def sections(call: dict, picture: str) -> Iterator[str]:
+def sections(call: dict, _: str) -> Iterator[str]:
     """What they say of the numbers stands at the end of the page."""
-    experiments, fits, arguments = rows_of(call, "experiments"), rows_of(call, "fits"), call["arguments"]
+    experiments, fits = rows_of(call, "experiments"), rows_of(call, "fits")
     if fits:
         standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
         shown = ({**row, "standard": standard[row["column"], row["fit"]]} for row in fits)
-        yield section("Table 3: what fits", columns(shown, FIT, left=3), _calibration(fits, experiments, arguments))
+        yield section("Table 3: what fits", columns(shown, FIT, left=3), _left(call["arguments"]))
     if rows := rows_of(call, "one_device"):
         yield section("A minibatch of Tables 3 and 4 on one device", _one_device(rows))
     if rows := rows_of(call, "cards"):
@@ -243,9 +218,8 @@ def sections(call: dict, picture: str) -> Iterator[str]:
         yield section("Crops on devices of 8 to 141 GB", *_cards(rows), error)
     if rows := rows_of(call, "claims"):
         yield section("RevNet's claims", columns(rows, CLAIM))
-    drawn = [f"![memory of experiments by category, and crops that fit by memory]({picture}.png)"] * bool(fits)
     ordered = sorted(experiments, key=lambda row: row["experiment"])
-    yield section(f"{len(experiments)} experiments", *drawn, columns(ordered, EXPERIMENT))
+    yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
 
 
 def _gib(count: float) -> str:
@@ -263,7 +237,7 @@ EXPERIMENT: Columns = [
     ("crops on each", "{share} x {crop_size}²"),
     ("memory", lambda row: _gib(row["peak"])),
     ("kept", lambda row: _gib(row["kept"])),
-    ("by tiles", lambda row: row["by_tiles"] and _gib(row["by_tiles"]["peak"]) or ""),
+    ("by tiles", lambda row: row["by_tiles"] and _gib(row["by_tiles"]) or ""),
     ("most in", "{place}"),
 ]
 FIT: Columns = [
@@ -275,10 +249,6 @@ FIT: Columns = [
     ("published", "{paper_crops} x {paper_crop_size}²"),
     ("", lambda row: _more(row, "paper_")),
     ("difference", lambda row: f"{row['crops'] * row['crop_size'] ** 2 / _pixels_of_paper(row) - 1:+.0%}"),
-    ("from", lambda row: _gib(row["paper_peak"])),
-    ("to", lambda row: _gib(row["larger_peak"])),
-    ("by tiles", "{tiled_crops} x {tiled_crop_size}²"),
-    ("", lambda row: _more(row, "tiled_")),
 ]
 
 
@@ -292,23 +262,9 @@ def _pixels_of_paper(row: dict) -> int:
     return row["paper_crops"] * row["paper_crop_size"] ** 2
 
 
-def _calibration(fits: Rows, experiments: Rows, arguments: dict) -> str:
-    """How well the defaults of `memory.*` reproduce the paper's choices."""
-    device = Memory(budget=arguments["budget"])
-    available = device.available(arguments["devices"]) or 0
-    larger = sorted(
-        f"{row['experiment']} {_gib(row['peak'])}"
-        for row in experiments
-        if re.match("table[124]/(?!release)", row["experiment"]) and row["peak"] > available
-    )
-    exact = sum(row["paper_peak"] <= available < row["larger_peak"] for row in fits)
-    return (
-        f"Calibrated on this table: {device.deductions(arguments['devices'])} leave {_gib(available)} GiB for tensors. "
-        f"That is just enough for every row (the first needs {_gib(max(row['paper_peak'] for row in fits))} GiB) and "
-        f"gives {exact} of {len(fits)} choices exactly. No constants give all, because in other rows the paper left "
-        f"more memory unused. Nor do they hold for Tables 1, 2 and 4, where this plan needs more memory than the "
-        f"paper's devices had, in GiB: {', '.join(larger)}."
-    )
+def _left(arguments: dict) -> str:
+    device, count = Memory(budget=arguments["budget"]), arguments["devices"]
+    return f"{device.deductions(count)} leave {_gib(device.available(count) or 0)} GiB for tensors."
 
 
 def _one_device(rows: list[dict]) -> str:
@@ -335,42 +291,7 @@ def crops_on(row: dict, gigabytes: float) -> int:
     return max(0, int((gigabytes * 10**9 - row["base"]) // row["each"]))
 
 
-def pictures(call: dict) -> dict[str, Figure]:
-    """Memory by category beside the crops that fit by memory, if Table 3 is planned."""
-    lines_of_cards = rows_of(call, "cards")
-    if not lines_of_cards:
-        return {}
-    figure, (left, right) = charts.panels(1, 2, (12, 6.2))
-    rows = [row for row in rows_of(call, "experiments") if row["experiment"].startswith(("table3/", "table4/"))]
-    order = [name for table in ("table3", "table4") for name in papers.experiments_of(table)]
-    rows.sort(key=lambda row: order.index(row["experiment"]))
-    parts = [
-        charts.Series(category, [row["at_peak"].get(category, 0) / GIB for row in rows], colour=colour)
-        for category, colour in CATEGORIES.items()
-    ]
-    about = "GiB of tensors on each of four devices, at the peak"
-    names = [row["experiment"] for row in rows]
-    charts.stacked_bars(left, names, [part for part in parts if any(part.y)], xlabel=about)
-    cards = [row for row in lines_of_cards if row["network"] == lines_of_cards[0]["network"]]
-    gigabytes = range(6, max(CARDS_GB) + 1)
-    lines = []
-    for row in cards:
-        about, _, precision = row["combination"].rpartition(", ")
-        label, style = (about, "-") if precision == "float32" else (f"_{row['combination']}", "--")  # _: no entry
-        crops = [crops_on(row, gb) for gb in gigabytes]
-        lines.append(charts.Series(label, crops, gigabytes, COLOURS[about], style))
-    about = f"crops of {cards[0]['crop_size']}² that fit: {TITLES[cards[0]['network']]}"
-    charts.lines(right, lines, xlabel="GB of the device; dashed: bfloat16", ylabel=about)
-    right.set(xscale="log", yscale="log")
-    for axis, ticks in ((right.xaxis, (8, 12, 16, 24, 32, 48, 80, 141)), (right.yaxis, [2**n for n in range(10)])):
-        axis.set_ticks(ticks, labels=list(map(str, ticks)))
-        axis.set_ticks([], minor=True)
-    for axes in (left, right):  # below the panels, where it covers nothing
-        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)
-    return {"": figure}
-
-
 BENCHMARK = frame.Benchmark(
-    "memory_plan", PlanArguments, items, measure, sections, about, pictures, program="scripts.plan_memory"
+    "memory_plan", PlanArguments, items, measure, sections, about, program="scripts.plan_memory"
 )
 run, main = frame.command(BENCHMARK, __doc__)

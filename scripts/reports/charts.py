@@ -48,17 +48,6 @@ def bars(axes: Axes, names: Sequence[str], shown: Sequence[Series], rotation: in
     _finish(axes, "y", labels)
 
 
-def stacked_bars(axes: Axes, names: Sequence[str], shown: Iterable[Series], **labels: Any) -> None:
-    """A horizontal bar for each of `names`, of parts behind each other; the first name is on top."""
-    start = np.zeros(len(names))
-    for series in shown:
-        axes.barh(names, series.y, left=start, color=series.colour, label=series.label)
-        start += series.y
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=7)
-    _finish(axes, "x", labels)
-
-
 def lines(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
     for series in shown:
         (line,) = axes.plot(series.x, series.y, series.style, color=series.colour, label=series.label, markersize=4)

@@ -20,13 +20,6 @@ def test_bars_stand_beside_each_other_and_a_missing_value_has_none():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
 
 
-def test_parts_of_stacked_bars_begin_where_the_last_one_ends():
-    _, (axes,) = charts.panels(1, 1, (3, 3))
-    charts.stacked_bars(axes, ["top", "below"], [Series("a", [1.0, 2.0]), Series("b", [3.0, 4.0])])
-    assert [(bar.get_x(), bar.get_width()) for bar in axes.containers[1]] == [(1.0, 3.0), (2.0, 4.0)]
-    assert axes.yaxis_inverted()
-
-
 def test_lines_are_where_their_values_are():
     _, (axes,) = charts.panels(1, 1, (3, 3))
     charts.lines(axes, [Series("a", [1.0, 4.0], [0, 2])], title="over steps")
