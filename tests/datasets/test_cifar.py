@@ -40,8 +40,7 @@ def test_official_files_are_read_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_cifar100_has_fine_labels(tmp_path, monkeypatch):
     train = cifar100(trees.cifar100_python(tmp_path, monkeypatch), "train")
-    assert len(train.classes) == 100 and list(train.classes) == sorted({*train.classes})
-    assert train.labels.tolist() == [30, 31, 32, 33, 34, 35] and train.classes[30] == "dolphin"
+    assert train.labels.tolist() == [30, 31, 32, 33, 34, 35] and list(train.classes) == trees.CIFAR100
     assert np.array_equal(train.pixels.reshape(-1, 3072), trees.batch(0, 6, 20)[0])
     zipped = cifar100(trees.cifar_zip(tmp_path / "hundred.zip", trees.CIFAR100), "train")
     assert zipped.labels.tolist() == [label for label in range(100) for _ in range(2)]
