@@ -1,4 +1,4 @@
-"""The cache folder. Everything in it can be made again: drawn images, class indices, file lists."""
+"""The cache folder. Everything in it can be made again: drawn images, class indices, checks."""
 
 import os
 import uuid

@@ -41,7 +41,7 @@ def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDatase
     """The class folders in `root`/`split`: split "train" (1,281,167 images) or "val" (50,000).
 
     A label is the position of the folder's name among the sorted names. All splits that are there must have the same
-    classes; a folder may be empty. The list of files is cached: `list_classes` says which changes go unnoticed.
+    classes; a folder may be empty.
     ValueError if the split is unknown, a folder or all images are missing, the splits have different classes, or images
     lie outside the class folders.
     """
