@@ -36,6 +36,7 @@ from engine.configuration.choices import no_such_choice
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, table_of
 from engine.process.stopping import errors_for_users
+from engine.schema.memory import deductions, device_memory
 from engine.schema.training import TrainingRun
 from engine.training import planner
 from engine.training.planner.trace import Trace
@@ -77,8 +78,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     fails = budget is not None and trace.peak > budget
     if budget is not None:
         verdict = f"This step {'does not fit' if fails else 'fits'} into memory.budget={config.memory.budget}"
-        less = config.memory.deductions(devices)
-        console.print(f"{verdict}: less {less}, {size_text(budget)} are left for tensors.")
+        console.print(f"{verdict}: less {deductions(devices)}, {size_text(budget)} are left for tensors.")
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
     console.print(f"{share} crops of {crop} pixels {each}: {size_text(trace.peak)}, most in: {trace.place}")
     at_peak = ([kind, size_text(size)] for kind, size in trace.at_peak.items() if size)
@@ -146,7 +146,7 @@ def combination_table(config: TrainingRun) -> Table:
     """Memory of one device for the whole minibatch, by combination."""
     crops, size = config.data.crops_per_minibatch, config.data.crop_size
     needed = {name: planner.needed(changed, crops, size) for name, changed in plan_table.combinations(config).items()}
-    rows = ([name, size_text(config.memory.needed(peak, devices=1))] for name, peak in needed.items())
+    rows = ([name, size_text(device_memory(peak))] for name, peak in needed.items())
     return table_of(["combination", "memory"], rows)
 
 

@@ -5,10 +5,10 @@
     python -m scripts.plan_memory table=all only=[claims] out=FILE.json
 
 Plans the memory of a table's experiments on each device. Of Table 3 also the columns fixed crop (memory.fit=batch) and
-fixed batch (memory.fit=crop) as the planner fills them, beside the paper's, on which `memory.*` are calibrated,
-and the crops that fit on devices of 8 to 141 GB; of Tables 3 and 4 the memory with which each minibatch fits on one
-device; of RevNet its claims. What is compared with the paper has the paper's loss, with logits of full resolution
-(loss.tiles=false).
+fixed batch (memory.fit=crop) as the planner fills them, beside the paper's, on which the deductions from a device's
+memory are calibrated, and the crops that fit on devices of 8 to 141 GB; of Tables 3 and 4 the memory with which each
+minibatch fits on one device; of RevNet its claims. What is compared with the paper has the paper's loss, with logits of
+full resolution (loss.tiles=false).
 """
 
 import re
@@ -20,7 +20,7 @@ from omegaconf import MISSING
 
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
-from engine.schema.memory import Memory
+from engine.schema.memory import Memory, deductions, device_memory
 from engine.schema.network import NORMS, Norm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
@@ -125,7 +125,7 @@ def on_one_device(name: str, network: str) -> Iterator[dict]:
     config = papers.configured_as(name)
     crops, size = config.data.crops_per_minibatch, config.data.crop_size
     for combination, changed in combinations(config).items():
-        needed = Memory().needed(planner.needed(changed, crops, size), devices=1)
+        needed = device_memory(planner.needed(changed, crops, size))
         yield {"network": network, "crops": crops, "crop_size": size, "combination": combination, "device": needed}
 
 
@@ -134,7 +134,7 @@ def line_of(name: str) -> Iterator[dict]:
     config = papers.configured_as(f"table3/{name}")
     for combination, changed in combinations(config).items():
         peaks = [planner.needed(changed, crops, config.data.crop_size) for crops in LINE]
-        needed = [Memory().needed(peak, devices=1) for peak in peaks]
+        needed = list(map(device_memory, peaks))
         each = (needed[1] - needed[0]) / (LINE[1] - LINE[0])
         base = needed[0] - LINE[0] * each
         row = {"network": name.removesuffix("_std"), "crop_size": config.data.crop_size, "combination": combination}
@@ -263,8 +263,9 @@ def _pixels_of_paper(row: dict) -> int:
 
 
 def _left(arguments: dict) -> str:
-    device, count = Memory(budget=arguments["budget"]), arguments["devices"]
-    return f"{device.deductions(count)} leave {_gib(device.available(count) or 0)} GiB for tensors."
+    budget, devices = arguments["budget"], arguments["devices"]
+    left = Memory(budget=budget).available(devices) or 0
+    return f"{budget}, less {deductions(devices)}, leave {_gib(left)} GiB for tensors."
 
 
 def _one_device(rows: list[dict]) -> str:

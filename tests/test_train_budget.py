@@ -10,6 +10,7 @@ import torch
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
+from engine.schema.memory import device_memory
 from engine.training import loop, planner, setup
 from engine.training.loop import train_step
 from engine.training.planner.room import room_of
@@ -65,14 +66,11 @@ def test_twenty_steps_in_less_memory_have_the_same_losses(double, options):
     assert peaks[1] <= allowed and peaks[1] < 0.9 * peaks[0]
 
 
-NOTHING_ELSE = ("memory.context=0MiB", "memory.workspace=0MiB", "memory.fragmentation=0")  # on the device
-
-
 @pytest.mark.slow
 def test_a_resumed_run_plans_again_and_is_equal_to_the_bit(tmp_path, capsys, monkeypatch):
     room = planner.room(run_config(*NETWORK), CROPS, SIZE)
-    device = room.needed(room.plans[0][0])  # a real step needs more, for the operators of a CPU
-    budget = (*NOTHING_ELSE, "trainer.recompute=budget", f"memory.budget={device // 2**10}KiB", "resume=auto")
+    device = device_memory(room.needed(room.plans[0][0]))  # a real step needs more, for the operators of a CPU
+    budget = ("trainer.recompute=budget", f"memory.budget={device // 2**10}KiB", "resume=auto")
     options = (*NETWORK, "trainer.steps=6", "trainer.checkpoint_every_steps=4")
 
     def weights(run: str, *more: str) -> dict[str, torch.Tensor]:

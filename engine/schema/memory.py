@@ -6,15 +6,16 @@ from engine.schema.keys import key
 from keepless.fit.device import CONTEXT, FRAGMENTATION, WORKSPACE
 from keepless.units import UNITS, bytes_of
 
+NCCL = "0.2GiB"  # its buffers, with several devices
 MOST_BYTES = 2**50
 
 
 @dataclass
 class Memory:
-    """The memory of each device; the keys from `context` on are the part of it that a step's tensors cannot use.
+    """The memory of each device. A step's tensors get what `deductions` leave, as `keepless.fit` takes them off.
 
-    Their defaults are calibrated, not measured: the largest deductions with which every row of the paper's Table 3
-    still fits its four devices of 12 GB. docs/results/memory_plan.md compares the planner's choices with the table.
+    These are calibrated, not measured: the largest with which every row of the paper's Table 3 still fits its four
+    devices of 12 GB. docs/results/memory_plan.md compares the planner's choices with the table.
     """
 
     budget: str | None = key(None, free_on_resume=True)  # memory of each device, e.g. 12GiB
@@ -27,10 +28,6 @@ class Memory:
     # With trainer.recompute=budget, memory of the forward and backward pass, beside weights, momentum, gradients,
     # images and loss; null: what memory.budget leaves.
     activations: str | None = key(None, free_on_resume=True)
-    context: str = key(CONTEXT, free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
-    nccl: str = key("0.2GiB", free_on_resume=True)  # NCCL's buffers, with several devices
-    workspace: str = key(WORKSPACE, free_on_resume=True)  # of convolutions, chosen by cuDNN's benchmark
-    fragmentation: float = key(FRAGMENTATION, least=0, most=0.9, free_on_resume=True)  # share of the rest, unused
 
     def check(self) -> None:
         if self.fit is not None and self.budget is None:
@@ -43,31 +40,17 @@ class Memory:
         devices = self.gpus or 1
         available = self.available(devices)
         if available is not None and available <= 0:
-            raise ValueError(
-                f"memory.budget={self.budget} leaves nothing for tensors: {self.deductions(devices)} are taken off"
-            )
+            raise ValueError(f"memory.budget={self.budget} leaves nothing for tensors, less {deductions(devices)}")
 
     def available(self, devices: int) -> int | None:
         """Bytes for tensors on each device; None if the device memory is not given."""
         if self.budget is None:
             return None
-        return int((self._bytes("budget") - self._reserved(devices)) * (1 - self.fragmentation))
+        return int((self._bytes("budget") - _reserved(devices)) * (1 - FRAGMENTATION))
 
     def activation_bytes(self) -> int | None:
         """`activations` as a number; None if it is not given."""
         return None if self.activations is None else self._bytes("activations")
-
-    def needed(self, tensors: int, devices: int) -> int:
-        """Bytes of memory that each device needs for `tensors` bytes of tensors."""
-        return round(tensors / (1 - self.fragmentation)) + self._reserved(devices)
-
-    def deductions(self, devices: int) -> str:
-        """The keys, with their values, that are subtracted from the device memory."""
-        taken = [f"memory.{name}={getattr(self, name)}" for name in self._parts(devices)]
-        return " ".join([*taken, f"memory.fragmentation={self.fragmentation}"])
-
-    def _reserved(self, devices: int) -> int:
-        return sum(map(self._bytes, self._parts(devices)))
 
     def _bytes(self, name: str) -> int:
         text = getattr(self, name)
@@ -76,5 +59,17 @@ class Memory:
             raise ValueError(f"memory.{name}={text}: expected {limits}")
         return found
 
-    def _parts(self, devices: int) -> tuple[str, ...]:
-        return ("context", "nccl", "workspace") if devices > 1 else ("context", "workspace")
+
+def device_memory(tensors: int, devices: int = 1) -> int:
+    """Bytes of memory that each of some devices needs for `tensors` bytes of tensors."""
+    return round(tensors / (1 - FRAGMENTATION)) + _reserved(devices)
+
+
+def deductions(devices: int) -> str:
+    """What is taken off a device's memory, as text."""
+    nccl = f"{NCCL} for NCCL, " if devices > 1 else ""
+    return f"{CONTEXT} for CUDA, {nccl}{WORKSPACE} for convolutions and {FRAGMENTATION:.0%} of the rest"
+
+
+def _reserved(devices: int) -> int:
+    return sum(bytes_of(part) or 0 for part in (CONTEXT, WORKSPACE, *([NCCL] if devices > 1 else [])))

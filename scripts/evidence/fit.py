@@ -167,7 +167,7 @@ COLUMNS: Columns = [
 
 def about(arguments: dict) -> tuple[str, str]:
     words = "*Workspace*: allocated beyond the plan; *unused*: the allocator's fragmentation"
-    return "What fits into a device", f"{words}: what `memory.workspace` and `memory.fragmentation` should be"
+    return "What fits into a device", f"{words}: what `keepless.fit` should take off for them"
 
 
 def sections(call: dict, _: str) -> Iterator[str]:

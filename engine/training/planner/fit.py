@@ -209,7 +209,7 @@ def fitted(config: Config) -> Iterator[Config]:
         taken = f"{'its tensors' if device.type == 'cuda' else 'the process'} took {peak_memory_mib(device):,.1f} MiB"
         raise MemoryError(
             f"{error}. With memory.budget={memory.budget} {size_text(peak)} were planned, and {taken} before that: "
-            f"give more memory.workspace or memory.fragmentation, or a smaller memory.budget"
+            f"give a smaller memory.budget"
         ) from error
 
 
