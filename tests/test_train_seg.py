@@ -154,7 +154,6 @@ def test_errors_reach_the_user_as_one_message(tmp_path):
 
     with pytest.raises(ValueError, match="checkpoint gone.pt does not exist"):
         train(composed("train_seg", f"run_dir={tmp_path / 'new'}", *SHORT, "init.weights=gone.pt"))
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_training_evaluates_batches(tmp_path, monkeypatch):

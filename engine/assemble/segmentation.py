@@ -9,7 +9,7 @@ from engine.schema.data import SegmentationData
 from engine.schema.evaluation import TrainedNetwork
 from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
 from engine.segmentation.inference import Views
-from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy, inverse_frequencies
+from engine.segmentation.losses import CrossEntropy, inverse_frequencies
 from models.heads import DeepLabV3
 from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
@@ -33,9 +33,8 @@ def loss(config: Loss, ignore_index: int, index: ClassIndex | None = None) -> nn
     weights = None
     if index is not None and config.class_weights == "frequency":
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
-    if isinstance(config, BootstrappedLoss):
-        return BootstrappedCrossEntropy(config.fraction, ignore_index, weights, tiles=config.tiles == "auto")
-    return CrossEntropy(ignore_index, weights, tiles=config.tiles == "auto")
+    fraction = config.fraction if isinstance(config, BootstrappedLoss) else None
+    return CrossEntropy(ignore_index, weights, fraction=fraction, tiles=config.tiles == "auto")
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,7 +55,6 @@ class RunDirectory:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._saving: Future | None = None
         self._lock: IO | None = None
-        self._new: list[Path] = []  # folders that `lock` has made, from the innermost
 
     def start_saving(self, state: dict, best: bool = False) -> None:
         """Copy `state`; a thread writes the last checkpoint and keeps the one before it, or writes the `best`.
@@ -96,7 +94,6 @@ class RunDirectory:
 
         ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
         """
-        self._new = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         self._check_places()
         self._lock = opened_file(self.lock_file, "a")
@@ -118,14 +115,6 @@ class RunDirectory:
                 logger.warning(f"{other} is training in run_dir={self.path}: waiting for it to end")
                 told = True
             time.sleep(0.2)
-
-    def remove_if_new(self) -> None:
-        """Remove the folders that `lock` has made: the run has failed before its first step."""
-        if self._new:
-            shutil.rmtree(self._new.pop(0), ignore_errors=True)
-        for folder in self._new:
-            with suppress(OSError):  # it is not empty: another run uses it
-                folder.rmdir()
 
     @contextmanager
     def in_use(self, config: TrainingRun) -> Iterator[None]:

@@ -3,12 +3,13 @@
 from functools import partial
 
 import torch
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset
-from engine.process.console import Bars, table_of, tracked
+from engine.process.console import table_of, tracked
 from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.memory import memory_errors
@@ -34,7 +35,7 @@ def evaluate_split(
     images: DataLoader | UntilStopped,
     *,
     world: World,
-    progress: Bars,
+    progress: Progress,
     memory_advice: str,
 ) -> Evaluated:
     """Evaluate a split: the share of images whose class has the highest logit (top1), or one of the five highest.

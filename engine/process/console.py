@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +9,7 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console
 from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 from rich.progress import (
@@ -29,9 +28,6 @@ from engine.process.output_files import opened_file
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 logger = logging.getLogger("engine")
-
-LINE_EVERY_S = 30.0
-FEWEST_COLUMNS = 40  # rich cannot draw tables in fewer; narrower terminals wrap the lines
 
 
 class SizedIterable(Protocol[Item_co]):
@@ -58,13 +54,6 @@ class _LogFile(logging.FileHandler):
         return file
 
 
-class _Console(Console):
-    @property  # type: ignore[misc]  # it is never set
-    def size(self) -> ConsoleDimensions:
-        columns, lines = super().size
-        return ConsoleDimensions(max(columns, FEWEST_COLUMNS), lines)
-
-
 def make_printing_safe() -> None:
     """Keep a lost terminal, or a character that it cannot show, from stopping the program.
 
@@ -83,7 +72,7 @@ def make_console(rank: int = 0) -> Console:
     Square brackets and colons are printed literally, as they may be part of a path or a name in the data.
     """
     make_printing_safe()
-    make = partial(_Console, quiet=rank > 0, markup=False, emoji=False, highlight=False)
+    make = partial(Console, quiet=rank > 0, markup=False, emoji=False, highlight=False)
     console = make()
     return console if console.is_terminal else make(width=160)
 
@@ -126,26 +115,9 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
         logger.addHandler(in_file)
 
 
-class Bars(Progress):
-    """Progress bars on a terminal. In a file or pipe, lines say the same, after `LINE_EVERY_S` of silence."""
-
-    silent_since_s: float
-
-    def update(self, task_id: TaskID, **changes: Any) -> None:
-        super().update(task_id, **changes)
-        if not self.console.is_terminal and time.monotonic() >= self.silent_since_s + LINE_EVERY_S:
-            done = (f"{task.description}: {task.completed:.0f} of {task.total:.0f}" for task in self.tasks)
-            self.console.print(", ".join(done), soft_wrap=True)
-            self.broke_silence()
-
-    def broke_silence(self) -> None:
-        """Restart the timer: another line has just shown the progress."""
-        self.silent_since_s = time.monotonic()
-
-
-def progress_bar(console: Console, *extra: TextColumn) -> Bars:
-    """Bars with count, the `extra` columns and the time left."""
-    bars = Bars(
+def progress_bar(console: Console, *extra: TextColumn) -> Progress:
+    """Bars with count, the `extra` columns and the time left; nothing in a file or pipe."""
+    return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
@@ -156,11 +128,9 @@ def progress_bar(console: Console, *extra: TextColumn) -> Bars:
         disable=not console.is_terminal,
         transient=True,
     )
-    bars.broke_silence()
-    return bars
 
 
-def tracked(progress: Bars, items: SizedIterable[Item], description: str) -> Iterator[Item]:
+def tracked(progress: Progress, items: SizedIterable[Item], description: str) -> Iterator[Item]:
     """Yield the items and count them in a temporary bar of `progress`."""
     task = progress.add_task(description, total=len(items), status="")
     try:
@@ -172,7 +142,7 @@ def tracked(progress: Bars, items: SizedIterable[Item], description: str) -> Ite
 
 
 @contextmanager
-def counting(progress: Bars, description: str) -> Iterator[Callable[[int, int], None]]:
+def counting(progress: Progress, description: str) -> Iterator[Callable[[int, int], None]]:
     """Context that yields a function (done, total) to update a temporary bar; its first call shows the bar."""
     tasks: list[TaskID] = []
 

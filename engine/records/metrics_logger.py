@@ -181,7 +181,6 @@ class MetricsLogger:
         # Short enough for a progress bar on a terminal of 80 columns.
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
-        self.progress.broke_silence()
         # On a terminal the progress bar says the same.
         logger.log(logging.DEBUG if self.console.is_terminal else logging.INFO, f"step {step}  {status}")
 

@@ -182,12 +182,8 @@ class TrainingRun:
         if recompute != "budget" and memory.activations is not None:
             raise ValueError(f"memory.activations={memory.activations} needs trainer.recompute=budget")
 
-    def compiles(self, device_type: str) -> bool:
-        """Whether a run may compile code in its first steps. (On CUDA the norms' kernels take a second.)"""
-        return self.trainer.compile or self.compiles_norms(device_type)
-
     def compiles_norms(self, device_type: str) -> bool:
-        """Whether norms may compile code for their first inputs."""
+        """Whether norms may compile code for their first inputs. (On CUDA their kernels take a second.)"""
         backend = getattr(self.norm, "backend", "eager")
         return not self.trainer.smoke and (backend == "compiled" or (backend == "auto" and device_type == "cpu"))
 

@@ -5,12 +5,13 @@ from functools import partial
 from itertools import chain, groupby, islice
 
 import torch
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
-from engine.process.console import Bars, counting, tracked
+from engine.process.console import counting, tracked
 from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.stopping import UntilStopped
@@ -29,7 +30,7 @@ def evaluate_split(
     batch_size: int,
     views: Views,
     world: World,
-    progress: Bars,
+    progress: Progress,
     memory_advice: str,
     on_prediction: Callable[[dict, Tensor], None],
 ) -> Evaluated:

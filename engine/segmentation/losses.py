@@ -15,17 +15,24 @@ class CrossEntropy(nn.Module):
     Args:
         ignore_index: label of pixels without loss.
         weights: of the classes, (K,), by which their pixels' losses are multiplied; None: 1.
+        fraction: online bootstrapping (paper, section 4.2, with p = 1 and m = 25%): a crop's loss is the mean of its
+            k = ceil(fraction * H * W) largest (weighted) pixel losses. Ignored pixels have zero loss and gradient, so
+            they dilute only crops with less than `fraction` of their pixels labelled. None: all labelled pixels count.
         tiles: upsample the logits a tile at a time (`upsampled_cross_entropy`), instead of all at once.
     """
 
-    fraction: float | None = None  # of a crop's pixels, which counts; None: all labelled ones
-
-    def __init__(self, ignore_index: int = 255, weights: Tensor | None = None, *, tiles: bool = True):
+    def __init__(
+        self,
+        ignore_index: int = 255,
+        weights: Tensor | None = None,
+        *,
+        fraction: float | None = None,
+        tiles: bool = True,
+    ):
         super().__init__()
-        self.ignore_index = ignore_index
+        self.ignore_index, self.fraction, self.tiles = ignore_index, fraction, tiles
         self.weights: Tensor | None
         self.register_buffer("weights", weights)
-        self.tiles = tiles
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits (N, K, h, w) of any floating dtype, labels (N, H, W) of any integer dtype -> scalar, float32 or 64."""
@@ -34,35 +41,10 @@ class CrossEntropy(nn.Module):
                 logits, labels, weight=self.weights, ignore_index=self.ignore_index, fraction=self.fraction
             )
         logits = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
-        return self.of_pixels(pixel_losses(logits, labels, self.ignore_index, self.weights), labels)
-
-    def of_pixels(self, losses: Tensor, labels: Tensor) -> Tensor:
-        """The loss of all pixels' losses (N, H * W)."""
-        labelled = (labels != self.ignore_index).flatten(1).sum(dim=1).clamp(min=1)
-        return (losses.sum(dim=1) / labelled).mean()
-
-
-class BootstrappedCrossEntropy(CrossEntropy):
-    """Online bootstrapping (paper, section 4.2, with p = 1 and m = 25%): only the hardest pixels of a crop count.
-
-    A crop's loss is the mean of its k = ceil(fraction * H * W) largest pixel losses. Ignored pixels have zero loss and
-    gradient, so they dilute only crops with less than `fraction` of their pixels labelled. `weights`: see
-    `CrossEntropy`; the hardest pixels are those with the largest weighted loss.
-    """
-
-    def __init__(
-        self,
-        fraction: float = 0.25,
-        ignore_index: int = 255,
-        weights: Tensor | None = None,
-        *,
-        tiles: bool = True,
-    ):
-        super().__init__(ignore_index, weights, tiles=tiles)
-        self.fraction = fraction
-
-    def of_pixels(self, losses: Tensor, labels: Tensor) -> Tensor:
-        assert self.fraction is not None
+        losses = pixel_losses(logits, labels, self.ignore_index, self.weights)
+        if self.fraction is None:
+            labelled = (labels != self.ignore_index).flatten(1).sum(dim=1).clamp(min=1)
+            return (losses.sum(dim=1) / labelled).mean()
         k = max(1, math.ceil(round(self.fraction * losses.shape[1], 6)))  # 0.07 * 100 is a little above 7
         return losses.topk(k, dim=1, sorted=False).values.mean()
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 
 from engine.process.console import logger
 
@@ -16,25 +16,16 @@ def profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[
 
     Writes folder/trace.json, for Perfetto or chrome://tracing, and folder/operators.txt, a summary by operator.
     """
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    rhythm = schedule(wait=WARM_UP_STEPS - 2, warmup=2, active=steps, repeat=1)
 
     def write(finished: profile) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(folder / "trace.json"))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         (folder / "operators.txt").write_text(finished.key_averages().table(sort_by=order, row_limit=40))
-        count = min(steps, done - WARM_UP_STEPS)
-        fewer = "" if count == steps else f" of {steps}: the run ended"
-        logger.info(f"{count} steps profiled{fewer}: {folder / 'trace.json'}, {folder / 'operators.txt'}")
+        logger.info(f"profiled: {folder / 'trace.json'}, {folder / 'operators.txt'}")
 
-    done = 0
-    with profile(activities=activities, schedule=rhythm, on_trace_ready=write, acc_events=True) as profiler:
+    rhythm = schedule(wait=WARM_UP_STEPS - 2, warmup=2, active=steps, repeat=1)
+    with profile(schedule=rhythm, on_trace_ready=write, acc_events=True) as profiler:
         for minibatch in minibatches:
             yield minibatch
-            done += 1
             profiler.step()
-    if done <= WARM_UP_STEPS:
-        logger.warning(
-            f"no trace of {steps} steps: it starts after {WARM_UP_STEPS} warm-up steps, and the run took {done}"
-        )

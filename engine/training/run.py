@@ -113,7 +113,7 @@ class Run(Generic[Config, Split]):
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
             f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}"
         )
-        if self.config.compiles(self.world.device.type):
+        if self.config.trainer.compile or self.config.compiles_norms(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
 
     def save(self, step: int, best: bool = False) -> None:
@@ -203,7 +203,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
         config.check_shares(world.size)
         given = deciding((word for word in shlex.split(command) if "=" in word), config)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
-        with directory.in_use(config), _removed_unless_begun(directory, stop):
+        with directory.in_use(config):
             run = _agree(config, world, stop, directory, *find(data))
             log_to(run.console, directory.log if world.first else None, world.rank)
             logger.debug(command)
@@ -220,22 +220,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/training.md
-            try:
-                yield run
-            finally:
-                if hasattr(run, "metrics"):
-                    run.metrics.close()  # its thread would write into a folder that is removed
-
-
-@contextmanager
-def _removed_unless_begun(directory: RunDirectory, stop: StopRequest) -> Iterator[None]:
-    """A run that fails before its first step leaves no folder behind."""
-    try:
-        yield
-    except BaseException:
-        if not stop.training:
-            directory.remove_if_new()
-        raise
+            yield run
 
 
 def _agree(

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from engine.schema.keys import key
-from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy
+from engine.segmentation.losses import CrossEntropy
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import MIB, Columns, Rows, mib, section
@@ -40,8 +40,8 @@ class LossArguments(frame.DeviceArguments):
 
 def ways_of(name: str) -> dict[str, Way]:
     """The ways to compute the gradient of a loss with respect to logits (N, K, h, w), given labels (N, H, W)."""
-    make = CrossEntropy if name == CROSS_ENTROPY else BootstrappedCrossEntropy
-    tiled, whole = make(), make(tiles=False)
+    fraction = None if name == CROSS_ENTROPY else 0.25
+    tiled, whole = (CrossEntropy(fraction=fraction, tiles=tiles) for tiles in (True, False))
 
     def way(loss: Way) -> Way:
         return lambda logits, labels: torch.autograd.grad(loss(logits, labels), logits)[0]

@@ -329,20 +329,6 @@ def test_a_checkpoint_of_another_version_is_not_gone_back_from(tmp_path, config)
         resumed(run, config)
 
 
-def test_what_a_failed_start_has_made_is_removed(tmp_path):
-    (tmp_path / "runs").mkdir()
-    run = run_in(tmp_path / "runs" / "camvid" / "one")
-    run.lock()
-    run.log.write_text("")
-    run.remove_if_new()
-    assert list(tmp_path.iterdir()) == [tmp_path / "runs"] and not list((tmp_path / "runs").iterdir())
-    (tmp_path / "runs" / "two").mkdir()
-    run = run_in(tmp_path / "runs" / "two")
-    run.lock()
-    run.remove_if_new()
-    assert run.lock_file.exists()  # somebody else's folder stays
-
-
 @pytest.mark.parametrize("lost", ["missing", "empty", "broken link"])
 def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, lost):
     run = run_in(tmp_path, config, 1, 2)

@@ -1,7 +1,7 @@
 """The length of a run, and whether it compiles."""
 
 from engine.assemble import schedule_of
-from tests.runs import run_config, with_key
+from tests.runs import run_config
 
 
 def test_the_shorter_of_two_lengths_counts():
@@ -21,4 +21,3 @@ def test_it_is_known_beforehand_whether_norms_compile():
     ):
         config = run_config(*overrides)
         assert [config.compiles_norms(device) for device in ("cpu", "cuda")] == [on_cpu, on_cuda]
-        assert config.compiles("cuda") == on_cuda and with_key(config, "trainer.compile", True).compiles("cuda")

@@ -1,12 +1,13 @@
 """Losses against their definitions, pixel by pixel."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy, inverse_frequencies
+from engine.segmentation.losses import CrossEntropy, inverse_frequencies
 
 IGNORE = 255
 
@@ -25,11 +26,11 @@ def test_bootstrapping_averages_the_hardest_pixels_of_each_crop(fraction, ignore
     losses = F.cross_entropy(logits, labels.long(), reduction="none", ignore_index=IGNORE)  # 0 where ignored
     hardest = losses.flatten(1).sort(descending=True).values[:, : math.ceil(fraction * 42)]
     expected = hardest.mean().item()
-    loss = BootstrappedCrossEntropy(fraction)(logits, labels)
+    loss = CrossEntropy(fraction=fraction)(logits, labels)
     assert loss.item() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss", [CrossEntropy, BootstrappedCrossEntropy])
+@pytest.mark.parametrize("loss", [CrossEntropy, partial(CrossEntropy, fraction=0.25)])
 @pytest.mark.parametrize("weights", [None, torch.linspace(0.5, 2, 5, dtype=torch.float64)])
 def test_tiles_give_the_loss_and_gradient_of_whole_upsampled_logits(loss, weights):
     logits, _ = crops(size=(5, 6))
@@ -43,12 +44,12 @@ def test_the_number_of_hardest_pixels_is_not_that_of_rounding():
     logits, labels = crops(size=(10, 10), ignored=0.0)
     losses = F.cross_entropy(logits, labels.long(), reduction="none").flatten(1)
     expected = losses.sort(descending=True).values[:, :7].mean().item()  # 0.07 * 100 > 7
-    assert BootstrappedCrossEntropy(0.07)(logits, labels).item() == pytest.approx(expected, abs=1e-12)
+    assert CrossEntropy(fraction=0.07)(logits, labels).item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_bootstrapping_sends_gradients_to_the_hardest_pixels_only():
     logits, labels = crops()
-    BootstrappedCrossEntropy(0.25)(logits, labels).backward()
+    CrossEntropy(fraction=0.25)(logits, labels).backward()
     touched = (logits.grad != 0).any(dim=1)
     assert touched.flatten(1).sum(dim=1).tolist() == [math.ceil(0.25 * 42)] * 3
     assert not touched[labels == IGNORE].any()
@@ -61,7 +62,7 @@ def test_cross_entropy_weights_crops_alike():
     torch.testing.assert_close(CrossEntropy()(logits, labels), sum(per_crop) / 3)
 
 
-@pytest.mark.parametrize("loss", [BootstrappedCrossEntropy(), CrossEntropy()])
+@pytest.mark.parametrize("loss", [CrossEntropy(fraction=0.25), CrossEntropy()])
 def test_half_precision_logits_are_summed_in_float32_and_a_crop_without_labels_gives_zero(loss):
     logits, labels = crops(n=2, size=(64, 64), dtype=torch.float32)
     low = logits.detach().bfloat16()
@@ -87,5 +88,5 @@ def test_weights_multiply_the_losses_of_their_classes_and_are_1_on_average():
     labelled = (labels != 255).flatten(1).sum(1)
     assert torch.allclose(CrossEntropy(weights=weights)(logits, labels), (weighted.sum(1) / labelled).mean())
     hardest = weighted.topk(11, dim=1).values.mean()  # a quarter of 42 pixels
-    assert torch.allclose(BootstrappedCrossEntropy(weights=weights)(logits, labels), hardest)
+    assert torch.allclose(CrossEntropy(weights=weights, fraction=0.25)(logits, labels), hardest)
     assert CrossEntropy(weights=weights)(logits.bfloat16(), labels).dtype == torch.float32

@@ -12,7 +12,7 @@ from torch import nn
 from engine.checkpoint.run_directory import RunDirectory
 from engine.process.distributed import World
 from engine.process.stopping import Preempted
-from engine.segmentation.losses import BootstrappedCrossEntropy
+from engine.segmentation.losses import CrossEntropy
 from engine.training.learner import Learner, WeightAverage
 from engine.training.loop import _errors_of, train_step
 from keepless import InPlaceABN
@@ -26,7 +26,7 @@ def step(learner: Learner) -> tuple[float, float]:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
     minibatch = {"image": images, "label": torch.randint(0, 5, (4, 8, 8), dtype=torch.uint8)}
-    return train_step(learner, BootstrappedCrossEntropy(), minibatch, minibatch_size=4, world=World())
+    return train_step(learner, CrossEntropy(fraction=0.25), minibatch, minibatch_size=4, world=World())
 
 
 def test_accumulation_gives_the_step_of_the_whole_minibatch():
@@ -172,7 +172,7 @@ def test_a_step_on_a_gpu_waits_once(precision):
     learner = learner_with_everything(precision, "cuda")
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, device="cuda")
     minibatch = {"image": images, "label": torch.zeros(4, 8, 8, dtype=torch.uint8, device="cuda")}
-    arguments = (learner, BootstrappedCrossEntropy(), minibatch, 4, World(device=torch.device("cuda")))
+    arguments = (learner, CrossEntropy(fraction=0.25), minibatch, 4, World(device=torch.device("cuda")))
     for _ in range(3):
         train_step(*arguments)
     with warnings.catch_warnings(record=True) as waits:
