@@ -2,13 +2,12 @@
 
     python -m scripts.run_table table=table3 dry_run=true
     python -m scripts.run_table table=table3 "roots={cityscapes: DIR, coco_stuff: DIR}" "weights={resnext101: FILE}"
-    python -m scripts.run_table table=released files=DIR "roots={imagenet: DIR, vistas: DIR}"
+    python -m scripts.run_table table=table3 "seeds=[0,1,2]" overrides=[trainer.precision=bfloat16] dry_run=true
 
 Lists each training with its command, its arithmetic and the hours for it at `tflops`. Without dry_run it then runs them
 into RUNS/EXPERIMENT/seedN: the same command continues after a stop, and a training that fails does not keep the others
 from running. Rows that are the same training run once. For the page: `python -m scripts.evidence.tables runs=[RUNS]`.
-`weights` are checkpoints of this project or files that the authors released. table=released trains nothing: it
-evaluates every released file in `files`, and prints the published scores beside ours.
+`weights` are checkpoints of this project or files that the authors released.
 """
 
 import shlex
@@ -31,21 +30,18 @@ from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
 from engine.training import planner
 from models.checkpoints.released_files import released_file
-from scripts.released_table import released_table
 from scripts.reports import papers
 from scripts.reports.runs import Run
 
-RELEASED = "released"
 DATA = sorted(name for name, row in ROWS.items() if not row.drawn)  # in folders
 
 
 @dataclass
 class RunTable:
-    table: str = MISSING  # a folder of configs/experiment, or released
+    table: str = MISSING  # a folder of configs/experiment
     dry_run: bool = False  # only list the trainings
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
-    files: str | None = None  # table=released: the folder of the released files
     weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
     devices: int | None = key(None, above=0)  # processes of each training; null: as many as in its header
     seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
@@ -53,8 +49,8 @@ class RunTable:
     tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
 
     def check(self) -> None:
-        if self.table not in (known := (*papers.TABLES, RELEASED)):
-            raise ValueError(f"table={self.table}: expected one of {', '.join(known)}")
+        if self.table not in papers.TABLES:
+            raise ValueError(f"table={self.table}: expected one of {', '.join(papers.TABLES)}")
         for name in ("roots", "weights"):
             given = getattr(self, name)
             if not isinstance(given, (dict, type(None))):
@@ -67,11 +63,6 @@ class RunTable:
                 raise ValueError(f"weights={{{name}: …}}: no experiment has this in its name")
             if not Path(path).is_file():
                 raise ValueError(f"weights={{{name}: {path}}}: there is no such file")
-        if (self.table == RELEASED) != (self.files is not None):
-            raise ValueError(f"table={self.table} with files={self.files}: give table=released files=DIR, or neither")
-        others = ("dry_run", "weights", "devices", "overrides")
-        if self.table == RELEASED and (given := [name for name in others if getattr(self, name)]):
-            raise ValueError(f"{', '.join(given)}: table=released evaluates files and trains nothing; leave this out")
 
 
 class Job(NamedTuple):
@@ -99,9 +90,6 @@ def run(values: DictConfig) -> int:
         Preempted: a training was asked to stop.
     """
     arguments, console = configuration.typed(values, RunTable), make_console()
-    if arguments.files is not None:
-        released_table(Path(arguments.files), arguments.roots or {}, Path(arguments.runs), console)
-        return 0
     jobs = list(jobs_of(arguments))
     console.print(job_table(jobs, arguments))
     for job in jobs:

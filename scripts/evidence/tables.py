@@ -143,12 +143,9 @@ def runs_of(rows: list[Row]) -> list[Run]:
 
 
 def as_markdown(rows: list[Row], out: Path) -> str:
-    """A table, its training times, runs that changed keys, and where its runs were made."""
+    """A table, and runs that changed keys."""
     titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
     parts = [table(titles, (cells for row in rows for cells in _cells(row, out)), left=2)]
-    if times := list(_times(rows)):
-        parts.append("Training times, RevNet's to its ResNet's; published on a GTX 1080, ours on shared CPU cores:")
-        parts.append(table(["networks", "source", "ResNet, min", "RevNet, min", "ratio"], times, left=2))
     if others := [other for row in rows for other in row.others]:
         parts.append("Runs that changed keys of their experiment, and so are not rows of it:")
         lines = []
@@ -156,7 +153,6 @@ def as_markdown(rows: list[Row], out: Path) -> str:
             score = f"{SCORE_TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
             lines.append(f"- {_link(run, out)}, with `{' '.join(changed)}`: {score}")
         parts.append("\n".join(lines))
-    parts.append("\n".join(_provenance(run, out) for run in runs_of(rows)))
     return "\n\n".join(filter(None, parts))
 
 
@@ -185,24 +181,6 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
             "" if number else _measured(row.runs.get("", [])),
             _runs(row, out) if not number else "",
         ]
-
-
-def _times(rows: list[Row]) -> Iterator[list[str]]:
-    """A line for every published training time of a RevNet, and for ours, with the time of the ResNet beside it."""
-    timed = [row for row in rows if any(entry.minutes for entry in papers.published(row.experiment))]
-    resnets, revnets = ([row for row in timed if kind in row.experiment] for kind in ("_resnet", "_revnet"))
-    for pair in zip(resnets, revnets, strict=True):
-        networks = " and ".join(row.experiment.split("/")[1] for row in pair)
-        theirs, published = (papers.published(row.experiment) for row in pair)
-        times = []
-        for entry in published:
-            author = entry.source.split()[0]  # RevNet's or MemCNN's
-            times.append((entry.source, next(e.minutes for e in theirs if e.source.startswith(author)), entry.minutes))
-        ours = [[run.training["minutes"] for run in itertools.chain(*row.runs.values())] for row in pair]
-        if all(ours):
-            times.append(("ours", statistics.mean(ours[0]), statistics.mean(ours[1])))
-        for number, (source, resnet, revnet) in enumerate(times):
-            yield [networks if not number else "", source, f"{resnet:.0f}", f"{revnet:.0f}", f"{revnet / resnet:.2f}"]
 
 
 def _view(file: str) -> str:
@@ -244,14 +222,6 @@ def _link(run: Run, out: Path) -> str:
 
 def _relative(path: Path, out: Path) -> str:
     return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
-
-
-def _provenance(run: Run, out: Path) -> str:
-    environment = run.results["environment"]
-    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch"))
-    seed, on = run.typed.seed, f"; {run.processes} processes" if run.processes > 1 else ""
-    hardware, commit = environment["hardware"], environment["commit"]
-    return f"- {_link(run, out)}: seed {seed}; {hardware}{on}; {versions}; commit {commit}"
 
 
 @configured("tables", Tables)

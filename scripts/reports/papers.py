@@ -42,7 +42,6 @@ class Published(NamedTuple):
     file: str  # results.json of the training, or of an evaluation that differs
     percent: float
     source: str  # empty: the table's paper
-    minutes: float = 0.0  # of the training; 0: not published
 
 
 def experiments_of(table: str) -> list[str]:
@@ -109,8 +108,8 @@ def published(experiment: str) -> list[Published]:
         for view, scores in zip(VIEWS, row.split("|"), strict=True):
             for score, percent in zip(("top1", "top5"), scores.split("/"), strict=True):
                 found.append(Published(score, f"results{swapped}{view}", float(percent), release))
-    for percent, hours, minutes, source in re.findall(r"(?m)^# +([\d.]+) in (\d+):(\d+) +(.*)$", text):
-        found.append(Published("top1", "results", float(percent), source, 60.0 * int(hours) + int(minutes)))
+    for percent, source in re.findall(r"(?m)^# +([\d.]+) in \d+:\d+ +(.*)$", text):
+        found.append(Published("top1", "results", float(percent), source))
     return found
 
 

@@ -1,6 +1,5 @@
 """The papers' tables: what was published, which runs count, and the commands for the rest."""
 
-import hashlib
 import itertools
 import json
 import shutil
@@ -9,14 +8,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from models.checkpoints import released_files as of_the_release
-from scripts import released_table, run_table
+from scripts import run_table
 from scripts.evidence import tables
 from scripts.evidence.tables import Tables
 from scripts.reports import papers
 from scripts.run_table import RunTable
-from tests import released_files
-from tests.datasets import classification_trees
 from tests.runs import REPOSITORY, composed
 
 RESULTS = REPOSITORY / "docs" / "results"
@@ -63,14 +59,14 @@ def test_every_row_has_a_published_score_and_a_command():
 
 
 def test_published_scores_are_read_from_the_headers_and_rows_are_in_the_paper_s_order():
-    assert papers.published("table3/cityscapes_wrn38_std") == [("miou", "results", 75.82, "", 0)]
+    assert papers.published("table3/cityscapes_wrn38_std") == [("miou", "results", 75.82, "")]
     scores = papers.published("table1/resnext101_relu")
-    assert scores[0] == ("top1", "results", 77.74, "", 0)
-    assert scores[-1] == ("top5", "results_leaky_relu_crop320", 94.25, "", 0)
+    assert scores[0] == ("top1", "results", 77.74, "")
+    assert scores[-1] == ("top5", "results_leaky_relu_crop320", 94.25, "")
     released = {name for name in papers.experiments_of("table2") if papers.published(name)[0].source == "the release"}
     assert released == {name for name in papers.experiments_of("table2") if "/release_" in name} != set()
-    sources = [(entry.percent, entry.source, entry.minutes) for entry in papers.published("memcnn/cifar10_revnet38")]
-    assert sources[0] == (92.54, "MemCNN's paper", 70) and len(sources) == 3
+    sources = [(entry.percent, entry.source) for entry in papers.published("memcnn/cifar10_revnet38")]
+    assert sources[0] == (92.54, "MemCNN's paper") and len(sources) == 3
     names = [name.rpartition("resnext101_")[2] for name in papers.experiments_of("table3") if "cityscapes_r" in name]
     assert names == ["std", "inplace_fixed_crop", "inplace_fixed_batch", "inplace_sync_fixed_batch"]
 
@@ -205,8 +201,6 @@ def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, mon
     ):
         with pytest.raises(ValueError, match=message):
             run_table.run(composed("run_table", "table=cifar10", option))
-    with pytest.raises(ValueError, match="^dry_run, devices: table=released evaluates files and trains nothing"):
-        run_table.run(composed("run_table", "table=released", "files=DIR", "dry_run=true", "devices=2"))
     for table, message in (
         ("cifar10", r"cifar10 needs roots=\{cifar10: DIR\}"),
         ("table9", "table9: expected one of cifar10"),
@@ -240,37 +234,6 @@ def test_operations_of_a_crop_are_counted():
         run_table.crop_flops(papers.configured_as("cifar10/resnet14", "norm=std", "trainer.ema_decay=0.9")) / 3
     )
     assert 5e7 < forward < 2e9
-
-
-def test_released_files_are_evaluated_beside_the_published_scores(tmp_path, monkeypatch, capsys):
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / "README").write_text("")
-    file, _ = released_files.small_resnext(tmp_path / "files" / "net.pth.tar")
-    root = classification_trees.imagenet(tmp_path / "imagenet")
-    arguments = RunTable(table="released", files=str(file.parent), runs=str(tmp_path / "runs"))
-    with pytest.raises(
-        ValueError, match="none of its 2 files is a released one, by their md5; expected some of ResNeXt-101"
-    ):
-        run_table.run(OmegaConf.structured(arguments))
-    scores = {"224": (50.0, 100.0), "ten crops": (50.0, 100.0)}
-    md5 = hashlib.md5(file.read_bytes()).hexdigest()
-    entry = of_the_release.ReleasedFile("a net", md5, "inplace", "imagenet", scores)
-    monkeypatch.setattr(of_the_release, "RELEASED_FILES", (entry,))
-    here = {view: (*keys, "workers=0") for view, keys in released_table.VIEWS.items()}
-    monkeypatch.setattr(released_table, "VIEWS", here)
-    assert run_table.run(OmegaConf.structured(arguments)) == 0
-    assert "needs roots={imagenet: DIR}" in capsys.readouterr().out
-    arguments.roots = {"imagenet": str(root)}
-    assert run_table.run(OmegaConf.structured(arguments)) == 0
-    top1 = 100 * json.loads(next(tmp_path.rglob("ten_crops.json")).read_text())["top1"]
-    assert f"{top1:.2f} / 100.00 | {top1 - 50:+.2f} / +0.00" in capsys.readouterr().out.replace("│", "|")
-    for name in ("convert", "evaluate"):  # the second call reads what the first has written
-        monkeypatch.setattr(released_table, name, lambda *_: pytest.fail("done again"))
-    assert run_table.run(OmegaConf.structured(arguments)) == 0
-    assert f"{top1:.2f} / 100.00" in capsys.readouterr().out
-    arguments.files = None
-    with pytest.raises(ValueError, match="table=released with files=None: give table=released files=DIR"):
-        run_table.run(OmegaConf.structured(arguments))
 
 
 def test_a_key_without_an_effect_makes_no_other_run():
