@@ -10,9 +10,8 @@ from datasets.class_index import ClassIndex, index_classes
 from datasets.class_table import ClassTable
 from datasets.classification import ClassificationDataset
 from datasets.coco_stuff import coco_stuff
-from datasets.colour_jitter import ColourJitter, Lighting
 from datasets.folder import folder
-from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
+from datasets.image_transforms import PaddedCrop, centre_crop, paper_crops, release_crops, ten_crops
 from datasets.imagenet import image_folder, imagenet
 from datasets.loading import (
     ClassificationCrops,
@@ -28,7 +27,7 @@ from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, mini
 from datasets.segmentation import INSTANCES_PER_CLASS, SegmentationDataset
 from datasets.shapes import shapes
 from datasets.synthetic import synthetic
-from datasets.transforms import TrainingTransform
+from datasets.transforms import ColourJitter, TrainingTransform
 from datasets.verify import Inspection, inspect, verify
 from datasets.vistas import vistas
 from datasets.workers import Workers, reading_errors, worker_init

@@ -1,82 +1,75 @@
-"""Input of classification networks: random crops for training, centre crops and ten crops for evaluation.
+"""Input of classification networks: torchvision's transforms of images in files, and crops of images in memory.
 
-Images are uint8 (H, W, 3) RGB; results may be views of three planes, (3, H, W). Resizing is bilinear, and antialiased
-when it shrinks. Results differ from torchvision's on Pillow images by at most one level.
+Images are uint8 tensors (3, H, W) RGB. Resizing is bilinear, and antialiased when it shrinks.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import cv2
 import numpy as np
 import torch
-from torch.nn.functional import interpolate
+from torch import Tensor
 
-from datasets.colour_jitter import ColourJitter, Lighting
+# Eigenvalues and eigenvectors (columns) of the covariance of ImageNet's RGB values in 0-1. Source: fb.resnet.torch.
+_EIGENVALUES = torch.tensor([0.2175, 0.0188, 0.0045])
+_EIGENVECTORS = torch.tensor([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
 
-ColourChange = Callable[[np.ndarray, np.random.Generator], np.ndarray]
-
-IMAGENET_COLOURS: tuple[ColourChange, ...] = (ColourJitter(brightness=0.4, contrast=0.4, saturation=0.4), Lighting(0.1))
-_ATTEMPTS = 10  # of `RandomResizedCrop`
+Transform = Callable[[Tensor], Tensor]  # random ones draw from torch's global generator
 
 
-@dataclass(frozen=True)
-class RandomResizedCrop:
-    """A random part of the image, resized to `size` x `size` pixels and mirrored with probability `flip`.
+def release_crops(size: int = 224, flip: float = 0.5, colours: bool = True) -> Transform:
+    """The input of the released networks: Inception's crops (Szegedy et al. 2015), see torchvision's RandomResizedCrop.
 
-    This is the input of the released networks: Inception's crops (Szegedy et al. 2015). `scale`: range of the part's
-    area, uniform, as a share of the image's. `ratio`: range of its width to height, log-uniform. If ten draws do not
-    fit into the image, the part is the largest one in the middle with a ratio in that range. `colours` are applied in
-    order to the crop.
+    They are (3, size, size), and mirrored with probability `flip`. `colours`: change them by torchvision's ColorJitter
+    of 0.4 and by `lighting`.
     """
+    from torchvision.transforms import v2  # takes as long to import as torch, and few runs need it
 
-    size: int = 224
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.5
-    colours: tuple[ColourChange, ...] = IMAGENET_COLOURS
-
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """uint8 (H, W, 3) -> uint8 (size, size, 3)."""
-        top, left, height, width = self.draw((image.shape[0], image.shape[1]), rng)
-        crop = resized(image[top : top + height, left : left + width], (self.size, self.size))
-        return _mirrored_and_recoloured(crop, self.flip, self.colours, rng)
-
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> tuple[int, int, int, int]:
-        """Draw a part of an image of `size` (H, W): top, left, height, width in pixels."""
-        image_height, image_width = size
-        low, high = self.ratio
-        for _ in range(_ATTEMPTS):
-            area = image_height * image_width * rng.uniform(*self.scale)
-            ratio = math.exp(rng.uniform(math.log(low), math.log(high)))
-            height, width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
-            if 0 < height <= image_height and 0 < width <= image_width:
-                top, left = (int(rng.integers(0, spare + 1)) for spare in (image_height - height, image_width - width))
-                return top, left, height, width
-        height = min(image_height, max(1, round(image_width / low)))
-        width = min(image_width, max(1, round(image_height * high)))
-        return (image_height - height) // 2, (image_width - width) // 2, height, width
+    return v2.Compose([v2.RandomResizedCrop(size), *_mirrored_and_recoloured(flip, colours)])
 
 
-@dataclass(frozen=True)
-class ResizedRandomCrop:
-    """The image with its short side resized to `resize`, a random crop of `size`, mirrored with probability `flip`.
+def paper_crops(resize: int = 256, size: int = 224, flip: float = 0.5, colours: bool = True) -> Transform:
+    """The paper's input (section 4.1): a random crop of the image with its short side `resize`, as `release_crops`."""
+    from torchvision.transforms import v2
 
-    This is the paper's input (section 4.1). `colours` are applied in order to the crop.
+    return v2.Compose([v2.Resize(resize), v2.RandomCrop(size), *_mirrored_and_recoloured(flip, colours)])
+
+
+def _mirrored_and_recoloured(flip: float, colours: bool) -> list[Transform]:
+    from torchvision.transforms import v2
+
+    return [v2.RandomHorizontalFlip(flip), *([v2.ColorJitter(0.4, 0.4, 0.4), lighting] if colours else [])]
+
+
+def centre_crop(resize: int = 256, crop: int = 224) -> Transform:
+    """The middle (3, crop, crop) of the image with its short side `resize`."""
+    from torchvision.transforms import v2
+
+    return v2.Compose([v2.Resize(resize), v2.CenterCrop(crop)])
+
+
+def ten_crops(resize: int = 256, crop: int = 224) -> Transform:
+    """Crops in the corners and the middle of the resized image, then of its mirror image: (10, 3, crop, crop)."""
+    from torchvision.transforms import v2
+
+    return v2.Compose([v2.Resize(resize), v2.TenCrop(crop), torch.stack])
+
+
+def lighting(image: Tensor, strength: float = 0.1) -> Tensor:
+    """AlexNet's change of the light's colour (Krizhevsky et al. 2012): adds the same random RGB shift to all pixels.
+
+    The shift is a sum of ImageNet's colour components, each times its eigenvalue and a normal number of standard
+    deviation `strength`. Sums are rounded to whole levels and cut off at 0 and 255.
     """
+    shift = 255 * _EIGENVECTORS @ (_EIGENVALUES * torch.randn(3) * strength)
+    return (image + shift[:, None, None]).round_().clamp_(0, 255).to(torch.uint8)
 
-    resize: int = 256
-    size: int = 224
-    flip: float = 0.5
-    colours: tuple[ColourChange, ...] = IMAGENET_COLOURS
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """uint8 (H, W, 3) -> uint8 (size, size, 3)."""
-        image = short_side_resized(image, self.resize)
-        top, left = (int(rng.integers(0, length - self.size + 1)) for length in image.shape[:2])
-        crop = image[top : top + self.size, left : left + self.size]
-        return _mirrored_and_recoloured(crop, self.flip, self.colours, rng)
+def seeded(transform: Transform, image: Tensor, seed: int) -> Tensor:
+    """`transform(image)` with the random numbers of `seed`; torch's global generator stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return transform(image)
 
 
 @dataclass(frozen=True)
@@ -116,60 +109,3 @@ class PaddedCrop:
         crops = windows[np.arange(count), :, corners[:, 0], corners[:, 1]]  # (n, 3, size, size)
         crops[mirrored] = crops[mirrored][..., ::-1]
         return crops
-
-
-@dataclass(frozen=True)
-class CentreCrop:
-    """The image with its short side resized to `resize`, and its middle `crop` x `crop`."""
-
-    resize: int = 256
-    crop: int = 224
-
-    def __call__(self, image: np.ndarray) -> np.ndarray:
-        """uint8 (H, W, 3) -> uint8 (crop, crop, 3)."""
-        image = short_side_resized(image, self.resize)
-        top, left = (round((length - self.crop) / 2) for length in image.shape[:2])
-        return image[top : top + self.crop, left : left + self.crop]
-
-
-@dataclass(frozen=True)
-class TenCrops(CentreCrop):
-    """The crops in the four corners and the middle of the resized image, then the same five of its mirror image."""
-
-    def __call__(self, image: np.ndarray) -> np.ndarray:
-        """uint8 (H, W, 3) -> uint8 (10, crop, crop, 3)."""
-        image = short_side_resized(image, self.resize)
-        bottom, right = (length - self.crop for length in image.shape[:2])
-        corners = [(0, 0), (0, right), (bottom, 0), (bottom, right), (round(bottom / 2), round(right / 2))]
-        views = (image, image[:, ::-1])
-        crops = [view[top : top + self.crop, left : left + self.crop] for view in views for top, left in corners]
-        return np.stack([crop.transpose(2, 0, 1) for crop in crops]).transpose(0, 2, 3, 1)
-
-
-def short_side_resized(image: np.ndarray, length: int) -> np.ndarray:
-    """Resize an image's short side to `length` pixels; the long side is rounded down, as torchvision's Resize does."""
-    height, width = image.shape[:2]
-    short = min(height, width)
-    return resized(image, (length * height // short, length * width // short))
-
-
-def resized(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """uint8 (H, W, 3) -> uint8 (h, w, 3) of `size`."""
-    if image.shape[:2] == size:
-        return image
-    if image.shape[0] <= size[0] and image.shape[1] <= size[1]:  # nothing shrinks: OpenCV takes a third of the time
-        return cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
-    batch = torch.from_numpy(image).permute(2, 0, 1)[None]  # (1, 3, H, W)
-    planes = interpolate(batch, size, mode="bilinear", antialias=True)[0]
-    return planes.numpy().transpose(1, 2, 0)
-
-
-def _mirrored_and_recoloured(
-    crop: np.ndarray, flip: float, colours: Sequence[ColourChange], rng: np.random.Generator
-) -> np.ndarray:
-    if rng.random() < flip:
-        planes = np.ascontiguousarray(crop.transpose(2, 0, 1))
-        crop = cv2.flip(planes.reshape(-1, planes.shape[2]), 1).reshape(planes.shape).transpose(1, 2, 0)
-    for change in colours:
-        crop = change(crop, rng)
-    return crop

@@ -4,7 +4,7 @@ Pixels stay uint8, unless a mean image is subtracted from them: then they are fl
 In classification, images in files are read one by one, images in memory by the minibatch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from datasets.classification import ClassificationDataset
-from datasets.image_transforms import PaddedCrop, RandomResizedCrop, ResizedRandomCrop
+from datasets.image_transforms import PaddedCrop, Transform, seeded
 from datasets.segmentation import SegmentationDataset
 from datasets.transforms import TrainingTransform
 
@@ -119,11 +119,11 @@ class ClassificationCrops(_Crops):
     """Crops of images in files. "label": int."""
 
     dataset: ClassificationDataset
-    transform: RandomResizedCrop | ResizedRandomCrop
+    transform: Transform
 
     def _crop(self, draw: Draw) -> dict:
-        image = self.transform(self.dataset.image(draw.image), self._rng(draw))
-        return _item(self.dataset, image, draw.image)
+        seed = int(self._rng(draw).integers(2**63))
+        return _item(self.dataset, lambda image: seeded(self.transform, image, seed), draw.image)
 
 
 @dataclass(eq=False)
@@ -179,14 +179,14 @@ class CropsInMemory(_Items):
 
 @dataclass(eq=False)
 class EvaluatedImages(_Items):
-    """Images in files as an evaluation sees them: `view` is a `CentreCrop` or `TenCrops`."""
+    """Images in files as an evaluation sees them: `view` is a `centre_crop` or `ten_crops`."""
 
     dataset: ClassificationDataset
-    view: Callable[[np.ndarray], np.ndarray]
+    view: Transform
 
     def __getitem__(self, number: int) -> dict:
         """{"image": uint8 tensor (3, h, w) RGB, or (10, 3, h, w) for ten crops, "label": int, "name": str}"""
-        return _item(self.dataset, self.view(self.dataset.image(number)), number)
+        return _item(self.dataset, self.view, number)
 
 
 @dataclass(eq=False)
@@ -212,9 +212,9 @@ def collated(items: list[dict] | dict) -> dict:
     return items if isinstance(items, dict) else default_collate(items)
 
 
-def _item(dataset: ClassificationDataset, image: np.ndarray, number: int) -> dict:
-    planes = np.ascontiguousarray(np.moveaxis(image, -1, -3))  # (…, 3, h, w)
-    return {"image": torch.from_numpy(planes), "label": dataset.label(number), "name": dataset.image_name(number)}
+def _item(dataset: ClassificationDataset, transform: Transform, number: int) -> dict:
+    image = transform(torch.from_numpy(dataset.image(number)).permute(2, 0, 1)).contiguous()
+    return {"image": image, "label": dataset.label(number), "name": dataset.image_name(number)}
 
 
 def _minibatch(dataset: ClassificationDataset, images: np.ndarray, numbers: np.ndarray) -> dict:

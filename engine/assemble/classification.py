@@ -7,18 +7,18 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from datasets import (
-    CentreCrop,
     ClassificationCrops,
     ClassificationDataset,
     CropsInMemory,
     EvaluatedImages,
     ImagesInMemory,
     PaddedCrop,
-    RandomResizedCrop,
-    ResizedRandomCrop,
     ShuffledMinibatches,
-    TenCrops,
+    centre_crop,
     collated,
+    paper_crops,
+    release_crops,
+    ten_crops,
 )
 from datasets.classification import mean_image
 from datasets.registry import FOR_CLASSIFICATION
@@ -94,7 +94,7 @@ def classified_crops(
     else:
         assert isinstance(data, ImageNetData), data
         sizes: dict[str, Any] = dict(size=data.crop_size, flip=data.flip)
-        transform = RandomResizedCrop(**sizes) if data.crops == "release" else ResizedRandomCrop(data.resize, **sizes)
+        transform = release_crops(**sizes) if data.crops == "release" else paper_crops(data.resize, **sizes)
         crops = ClassificationCrops(dataset, transform, config.seed, data.on_error == "skip")
     minibatches = ShuffledMinibatches(len(dataset), **order_of(config, total_steps, world, start_step))
     return loader(crops, data, world, batch_sampler=minibatches, collate_fn=collated)
@@ -107,7 +107,7 @@ def classified_images(
     images: int | None = None,
     *,
     batch_size: int,
-    ten_crops: bool = False,
+    ten: bool = False,
 ) -> Loader:
     """This rank's share of a split as an evaluation sees it.
 
@@ -115,7 +115,7 @@ def classified_images(
     """
     source: Dataset = ImagesInMemory(dataset)
     if isinstance(config, ImageNetData):
-        view = (TenCrops if ten_crops else CentreCrop)(config.resize, config.crop_size)
+        view = (ten_crops if ten else centre_crop)(config.resize, config.crop_size)
         source = EvaluatedImages(dataset, view)
     if images is not None and images < len(dataset):
         source = Subset(source, [number * len(dataset) // images for number in range(images)])

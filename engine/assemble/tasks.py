@@ -70,7 +70,7 @@ def classify(
         dataset,
         world,
         batch_size=config.trainer.evaluate_batch_size,
-        ten_crops=options.view == "ten_crop",
+        ten=options.view == "ten_crop",
     )
     with progress_bar(console) as progress:
         evaluated = classification.evaluate_split(

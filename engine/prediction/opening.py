@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from datasets import CentreCrop, TenCrops
+from datasets import centre_crop, ten_crops
 from engine import assemble
 from engine.assemble.classification import trained_mean_image
 from engine.checkpoint import files
@@ -116,9 +116,9 @@ def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward
         return Segmenter(forward, classes, advice, state["palette"], ids, assemble.views(options, config.data))
     data = config.data
     if isinstance(data, ImageNetData):
-        view = (TenCrops if options.view == TEN_CROP else CentreCrop)(data.resize, data.crop_size)
+        view = (ten_crops if options.view == TEN_CROP else centre_crop)(data.resize, data.crop_size)
         return Classifier(forward, classes, advice, view)
     if getattr(data, "mean_image", False):
         mean = trained_mean_image(state, (3, data.crop_size, data.crop_size))
         forward = replace(forward, mean=forward.mean + mean.to(forward.mean)[None])
-    return Classifier(forward, classes, advice, CentreCrop(data.crop_size, data.crop_size))
+    return Classifier(forward, classes, advice, centre_crop(data.crop_size, data.crop_size))

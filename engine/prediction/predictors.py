@@ -100,7 +100,7 @@ class Classifier(Predictor):
         forward: Forward,
         classes: Sequence[str],
         memory_advice: str,
-        view: Callable[[np.ndarray], np.ndarray],
+        view: Callable[[Tensor], Tensor],
     ):
         super().__init__(forward, classes, memory_advice)
         self.view = view
@@ -111,7 +111,7 @@ class Classifier(Predictor):
 
     def probabilities(self, image: Picture) -> np.ndarray:
         """The probability of every class, float32 (classes,), of the mean logits of the crops."""
-        shown = _planes(self.view(pixels_of(image)))[None]  # (1, 3, h, w) or (1, 10, 3, h, w)
+        shown = self.view(_planes(pixels_of(image)))[None]  # (1, 3, h, w) or (1, 10, 3, h, w)
         with memory_errors(f"while an image was classified. {self.memory_advice}"), torch.inference_mode():
             return class_logits(self.passes, shown)[0].softmax(dim=0).cpu().numpy()
 

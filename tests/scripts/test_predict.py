@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from datasets import CentreCrop, vistas
+from datasets import centre_crop, vistas
 from datasets.reading import decode_image, decode_photograph
 from engine import assemble
 from engine.checkpoint import files as checkpoint
@@ -127,7 +127,7 @@ def test_a_classifier_writes_the_likeliest_classes_of_each_image(classifier, tmp
     opened, ten = open_network(classifier), open_network(classifier, Prediction(device="cpu", view="ten_crop"))
     for row in rows[1:]:
         image = decode_image(tmp_path / "in" / row[0])
-        crop = torch.from_numpy(CentreCrop(64, 48)(image).copy()).movedim(2, 0)
+        crop = centre_crop(64, 48)(torch.from_numpy(image).movedim(2, 0))
         expected = network.double().eval()(((crop - mean) / std).double()[None])[0].softmax(0)
         order = expected.argsort(descending=True)
         assert row[1::2] == [state["classes"][number] for number in order[:2]]
