@@ -1,18 +1,17 @@
-"""Convert a released checkpoint to one of this project, or back, or keep the weights of a checkpoint alone:
+"""Convert a released checkpoint to one of this project, or keep the weights of a checkpoint alone:
 
     python -m scripts.convert_checkpoint input=FILE output=FILE [scale=released|raw]
     python -m scripts.convert_checkpoint input=FILE output=FILE [classes=FILE | data.root=DIR]
-    python -m scripts.convert_checkpoint input=FILE output=FILE format=released|standard_bn [scale=released|raw]
+    python -m scripts.convert_checkpoint input=FILE output=FILE format=standard_bn
     python -m scripts.convert_checkpoint input=RUN_DIR output=FILE
 
 The first two make a checkpoint that eval.py, scripts.predict and init.weights read like any other. The network is
 recognised from the file. A file says neither its scale, which is known for the authors' files alone, nor its classes:
 without classes or data.root they are called 0, 1, 2, …, and an evaluation then compares only their number. With them it
 compares the names: for ImageNet they are the names of the class folders (n01440764, …) in sorted order. The third
-command writes the weights of either kind of checkpoint: in the released layout, or as a state dict for networks with
-standard batch normalisation under the same names. Neither stores the norms' eps and activation: the command prints the
-values that a reader of the file needs. The last makes a checkpoint to give away: the (averaged) weights, classes and
-configuration of a run, without its optimiser, random states and folders.
+command writes the weights of either kind as a state dict for networks with standard batch normalisation under the same
+names. It does not hold the norms' eps and activation: the command prints them. The last makes a checkpoint to give away:
+the (averaged) weights, classes and configuration of a run, without its optimiser, random states and folders.
 """
 
 from collections import Counter
@@ -37,12 +36,11 @@ from engine.process.output_files import writable_folder
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import ClassUniformSampler
 from engine.schema.keys import key
-from engine.schema.network import Norm, StandardNorm
+from engine.schema.network import StandardNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Init
 from keepless.norms.report import listed
 from models.checkpoints import released
-from models.released_norm import RELEASED_ACTIVATIONS
 
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"
 Colours = list[tuple[int, int, int]]
@@ -57,9 +55,8 @@ class ConversionData:
 class Conversion:
     input: str = MISSING  # the file to convert, or a run directory
     output: str = MISSING  # the file to write
-    format: str = key("checkpoint", one_of=("checkpoint", "released", "standard_bn"))  # of the output
-    # Whether norms of released files scale by |weight| + eps (released) or by weight (raw): of the input if it is such
-    # a file; else of the output with format=released, by default released.
+    format: str = key("checkpoint", one_of=("checkpoint", "standard_bn"))  # of the output
+    # Whether the norms of a released file scale by |weight| + eps (released) or by weight (raw).
     scale: str | None = key(None, one_of=released.SCALES)
     classes: str | None = None  # file with their names, one a line; of Vistas also its config_v1.2.json
     data: ConversionData = field(default_factory=ConversionData)
@@ -80,27 +77,24 @@ def convert(values: DictConfig) -> list[str]:
     name = f"input={source}"
     content = released.read(source, name, checkpoint.advice_if_damaged(source))
     ours = initial_weights.is_ours(content)
+    for key_name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
+        if ours and given is not None:
+            raise ValueError(f"{key_name}={given} has no effect on {name}, a checkpoint of ours: leave it out")
     writable_folder("output", output.parent)
     if ours and options.format == "checkpoint":
-        lines = _write_weights_alone(options, checkpoint.checked(content, source), source, output)
+        lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
     elif ours:
         weights = initial_weights.of_checkpoint(content, source, name)
         assert weights.norm is not None
         norm, tensors, lines = weights.norm, weights.converted(), [f"input {weights.source}"]
-        _check_expressible(options, norm, name)
     else:
         file = released.weights_in(content, source, name, options.scale)
-        if options.format == "released":
-            raise ValueError(f"{name} has the released layout already")
         norm = StandardNorm(activation="leaky_relu")  # its eps and activation are the release's
         tensors, lines = file.converted(), [f"input {source}", *file.remarks]
         if options.format == "checkpoint":
             lines += _write_checkpoint(options, file, source, output)
-    if options.format == "released":
-        checkpoint.write_alone(output, released.to_released(tensors, options.scale or "released"))
-    elif options.format == "standard_bn":
+    if options.format == "standard_bn":
         checkpoint.write_alone(output, released.to_standard_bn(tensors))
-    if options.format != "checkpoint":
         slope = f" ({norm.activation_param})" if norm.activation in ("leaky_relu", "elu") else ""
         lines.append(f"the output needs norms with eps={norm.eps} and {norm.activation}{slope}, but does not say so")
     lines.append(f"output {output}")
@@ -108,28 +102,8 @@ def convert(values: DictConfig) -> list[str]:
     return lines
 
 
-def _check_expressible(options: Conversion, norm: Norm, name: str) -> None:
-    """ValueError if the output would compute another function than our checkpoint, or if the scale has no effect."""
-    as_released = options.format == "released"
-    if not as_released and options.scale is not None:
-        raise ValueError(f"scale={options.scale} has no effect on {name} with format=standard_bn: leave it out")
-    if as_released and norm.eps != released.EPS:
-        raise ValueError(
-            f"{name} was trained with norm.eps={norm.eps}: expected {released.EPS:g}, which readers of the released "
-            f"layout assume; give format=standard_bn"
-        )
-    if as_released and options.scale != "raw" and norm.activation not in RELEASED_ACTIVATIONS:
-        raise ValueError(
-            f"{name} was trained with norm.activation={norm.activation}: the release's in-place layers have "
-            f"{', '.join(RELEASED_ACTIVATIONS)}; give format=standard_bn, or scale=raw for its standard layers"
-        )
-
-
-def _write_weights_alone(options: Conversion, state: dict, source: Path, output: Path) -> list[str]:
+def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
     """Write the parts of our checkpoint that an evaluation needs. Returns lines that describe the file."""
-    for name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
-        if given is not None:
-            raise ValueError(f"{name}={given} has no effect on input={source}, a checkpoint of ours: leave it out")
     config = configuration_in(state, f"input={source}")
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun) and isinstance(config.sampler, ClassUniformSampler):

@@ -1,4 +1,4 @@
-"""Checkpoints of the paper's authors: load them, and write their layout."""
+"""Checkpoints of the paper's authors."""
 
 import re
 from collections.abc import Mapping
@@ -146,45 +146,6 @@ def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
 
 def to_standard_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of our network for PyTorch's batch normalisation: norms with `learn_scale=False` get ones."""
-    fixed = [norm for norm in _norms(state) if f"{norm}weight" not in state]
+    norms = [name.removesuffix("running_mean") for name in state if f".{name}".endswith(".running_mean")]
+    fixed = [norm for norm in norms if f"{norm}weight" not in state]
     return {**state, **{f"{norm}weight": torch.ones_like(state[f"{norm}running_var"]) for norm in fixed}}
-
-
-def to_released(state: Mapping[str, Tensor], scale: str = "released") -> dict:
-    """The state dict of our body or `SegmentationNetwork` in the layout that `load_released` reads back to the bit.
-
-    One rounding is lost in every second float32 scale from 7.1e-5 to 1.2e-4: there no weight w has |w| + eps equal to
-    the scale. `scale`: as in `load_released`.
-
-    Returns:
-        {"state_dict": {module.NAME: tensor}} for a body, {"state_dict": {"body": …, "head": …, "cls": …}} for a
-        segmentation network.
-
-    ValueError: scales are below eps, negative ones included; names the layers and counts the scales.
-    """
-    if scale not in SCALES:
-        raise ValueError(f"scale={scale}: expected one of {', '.join(SCALES)}")
-    tensors = {name: t for name, t in to_standard_bn(state).items() if not name.endswith("num_batches_tracked")}
-    impossible = []
-    for norm in _norms(state) if scale == "released" else ():
-        scales = tensors[f"{norm}weight"]
-        tensors[f"{norm}weight"] = scales - EPS
-        if smaller := int((scales < EPS).sum()):
-            impossible.append(f"{norm[:-1]} ({smaller} of {scales.numel()})")
-    if impossible:
-        raise ValueError(
-            f"the released layers scale by |weight| + {EPS:g}, so they cannot have the smaller scales of "
-            f"{len(impossible)} norms: {listed(impossible)}. Standard batch normalisation can"
-        )
-    if not any(name.startswith("body.") for name in tensors):
-        return {"state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()}}
-    parts = {
-        part: {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
-        for part in PARTS
-    }
-    return {"state_dict": parts}
-
-
-def _norms(state: Mapping[str, Tensor]) -> list[str]:
-    """Prefixes of the norms."""
-    return [name.removesuffix("running_mean") for name in state if f".{name}".endswith(".running_mean")]
