@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.configuration.choices import CONFIGS, choices, groups_in, no_such_choice
-from engine.schema.commands import COMMANDS, SYNONYMS
+from engine.configuration.choices import choices, groups_in, no_such_choice
+from engine.schema.commands import SYNONYMS
 from engine.schema.keys import Keys, groups_of, types_in
 
 OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
@@ -50,8 +50,8 @@ def _explanation(error: Exception, groups: list[str], words: Sequence[str], sche
         if name in groups and "," not in value and not value.startswith(("[", "{")):
             if word.startswith("+"):
                 return f"{word}: leave out the +: {word.lstrip('+')}"
-            if wrong := _wrong_choice(name, value.removesuffix(".yaml"), schema):
-                return wrong
+            if (choice := value.removesuffix(".yaml")) not in (fitting := choices(name, schema)):
+                return str(no_such_choice(name, choice, fitting))
     if isinstance(error, OverrideParseException):
         return f"{error.override}: Hydra cannot read the value; {QUOTE}"
     reason = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -68,42 +68,26 @@ def _explanation(error: Exception, groups: list[str], words: Sequence[str], sche
     return own if of_resolver else f"{key}: " * bool(key) + " ".join(about.split())
 
 
-def _wrong_choice(group: str, choice: str, schema: type[Keys]) -> str | None:
-    """The message for a choice that the command does not have; None if it has it."""
-    fitting = choices(group, schema)
-    if choice in fitting:
-        return None
-    if not (CONFIGS / group / f"{choice}.yaml").is_file():
-        return str(no_such_choice(group, choice, fitting))
-    takers = [name for name, other in COMMANDS.items() if groups_of(other) and choice in choices(group, other)]
-    here = "" if group == "experiment" else f"; expected one of {', '.join(fitting)}"
-    return f"{group}={choice} is for {' and '.join(takers) or 'another command'}{here}"
-
-
 def _unknown(name: str, value: str, schema: type[Keys]) -> str:
     """The message for a key that the command does not have."""
     if name in types_in(schema):
         group = name.partition(".")[0]
         having = [each for each, keys in groups_of(schema)[group].items() if name in types_in(keys, f"{group}.")]
         return f"{name} is for {' and '.join(f'{group}={each}' for each in having)}; another {group} is chosen"
-    takers = [command for command, other in COMMANDS.items() if name in types_in(other)]
-    if meant := _nearest(name, schema, cutoff=0.9 if takers else 0.6):
-        return f"{name}={value}: there is no such key; give {' or '.join(f'{key}={value}' for key in meant)}"
-    if takers:
-        trained = "checkpoint" in types_in(schema) and takers[0].startswith("train")
-        return f"{name}={value} is for {' and '.join(takers)}" + ("; a checkpoint keeps its own" if trained else "")
-    return f"{name}={value}: there is no such key; --help lists them all"
+    meant = " or ".join(f"{key}={value}" for key in _nearest(name, schema))
+    return f"{name}={value}: there is no such key; {f'give {meant}' if meant else '--help lists them all'}"
 
 
-def _nearest(name: str, schema: type[Keys], cutoff: float = 0.6) -> list[str]:
-    """Keys with the same last part; else the one of a word of other tools; else the most alike."""
+def _nearest(name: str, schema: type[Keys]) -> list[str]:
+    """Keys with the same last part; else the one of a word of other tools; else the most alike, of its group first."""
     known = [key for key in types_in(schema) if not key.endswith(".name")]
     group, _, last = name.rpartition(".")
-    same = [key for key in known if key.rpartition(".")[2] == last]
-    if found := same or [key for key in SYNONYMS.get(last, ()) if key in known]:
-        return found if same else found[:1]
+    if same := [key for key in known if key.rpartition(".")[2] == last]:
+        return same
+    if meant := [key for key in SYNONYMS.get(last, ()) if key in known]:
+        return meant[:1]
     for keys in ([key for key in known if key.rpartition(".")[0] == group], known):
         parts = {key.rpartition(".")[2]: key for key in keys}
-        if alike := difflib.get_close_matches(last, parts, n=1, cutoff=cutoff):
+        if alike := difflib.get_close_matches(last, parts, n=1):
             return [parts[alike[0]]]
     return []
