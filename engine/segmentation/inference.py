@@ -1,9 +1,8 @@
 """Predict whole images: in one pass or in overlapping windows, at one scale or several, optionally mirrored.
 
 Class scores at full resolution can fill gigabytes (20 megapixels, 65 classes: 5 GB). A single pass over a whole image
-computes them all at once. With windows or several views they are computed for a few rows of pixels at a time,
-interpolated from logits at the network's resolution (one cell per `output_stride` pixels), and logits are kept only for
-the rows under one row of windows.
+computes them all at once. With windows or several views, logits are kept at the network's resolution (one cell per
+`output_stride` pixels: 81 MB), and interpolated for a few rows of pixels at a time.
 """
 
 import itertools
@@ -69,8 +68,7 @@ def predict(
 ) -> Tensor:
     """Predict train ids, uint8 (N, H, W) on the network's device, for uint8 images (N, 3, H, W).
 
-    Predictions are resized to the images (nearest pixel). With `views.window`, memory beyond images and predictions
-    grows with the width of the images, not with their height.
+    Predictions are resized to the images (nearest pixel).
 
     Args:
         forward: of a `models.segmentation.SegmentationNetwork`, which is put into eval mode.
@@ -120,85 +118,70 @@ def _scores(
     """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or of several views the sum of softmaxes."""
     images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
-    height, width = images.shape[-2:]
-    seen = [
-        _View(forward, pixels, views.size((height, width), scale), views, mirrored=bool(mirrored))
-        for scale in views.scales
-        for mirrored, pixels in enumerate(orientations)
+    own_size, stride = (images.shape[-2], images.shape[-1]), _resolution(forward)[1]
+    seen = [(pixels, views.size(own_size, scale)) for scale in views.scales for pixels in orientations]
+    windows = []
+    for _, at in seen:
+        window = math.ceil((views.window or max(at)) / stride)
+        windows.append([windows_along(math.ceil(side / stride), window, views.overlap) for side in at])
+    done, total = itertools.count(1), sum(len(rows) * len(columns) for rows, columns in windows)
+    logits = [
+        _logits(forward, pixels, at, own, views.antialias, lambda: progress(next(done), total))
+        for (pixels, at), own in zip(seen, windows, strict=True)
     ]
-    done, total = itertools.count(1), sum(math.prod(map(len, view.windows)) for view in seen)
-    for view in seen:
-        view.window_done = lambda: progress(next(done), total)
-    rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * seen[0].classes * size[1]))
+    rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * logits[0].shape[1] * size[1]))
     for top in range(0, size[0], rows_at_once):
         rows = range(top, min(top + rows_at_once, size[0]))
-        scores = seen[0].logits(rows, size)  # (N, classes, rows, W)
-        if len(seen) > 1:
+        parts = (_rows(each, rows, size, mirrored=views.flip and n % 2 == 1) for n, each in enumerate(logits))
+        scores = next(parts)  # (N, classes, rows, W)
+        if len(logits) > 1:
             scores = scores.softmax(dim=1)
-            for view in seen[1:]:
-                scores += view.logits(rows, size).softmax(dim=1)  # the sum has the argmax of the mean
+            for other in parts:
+                scores += other.softmax(dim=1)  # the sum has the argmax of the mean
         yield scores
 
 
-class _View:
-    """One view of `images`, uint8 (N, 3, H, W) on the network's device; logits are computed lazily, top to bottom.
+def _resolution(forward: Forward) -> tuple[int, int]:
+    """The network's number of classes, and its output stride."""
+    assert isinstance(forward.network, SegmentationNetwork), type(forward.network)
+    stride = forward.network.body.output_stride
+    assert isinstance(stride, int), stride
+    return forward.network.classes, stride
 
-    The network sees them at `size`, (height, width). If `mirrored`, they already are, and the logits are mirrored back.
-    """
 
-    def __init__(self, forward: Forward, images: Tensor, size: tuple[int, int], views: Views, mirrored: bool):
-        self.forward, self.images, self.size, self.mirrored = forward, images, size, mirrored
-        assert isinstance(forward.network, SegmentationNetwork), type(forward.network)
-        self.classes, stride = forward.network.classes, forward.network.body.output_stride
-        assert isinstance(stride, int), stride
-        self.stride = stride
-        self.antialias = views.antialias
-        self.cells = tuple(math.ceil(side / self.stride) for side in size)
-        window = math.ceil((views.window or max(size)) / self.stride)
-        along = [windows_along(cells, window, views.overlap) for cells in self.cells]
-        self.windows = [  # copied to the device without waiting for it
-            [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in along
-        ]
-        self.window_done: Callable[[], None] = lambda: None
-        self.blocks = self._finished_rows()
-        self.first = 0  # row of cells that `kept` starts with
-        self.kept = torch.zeros(len(images), self.classes, 0, self.cells[1], device=images.device)
+def _logits(
+    forward: Forward,
+    images: Tensor,
+    size: tuple[int, int],
+    windows: list[list[tuple[int, Tensor]]],
+    antialias: bool,
+    window_done: Callable[[], None],
+) -> Tensor:
+    """Logits of `images` (N, 3, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution."""
+    classes, stride = _resolution(forward)
+    rows, columns = (  # copied to the device without waiting for it
+        [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in windows
+    )
+    shape, width = (len(images), classes), math.ceil(size[1] / stride)
+    found = torch.zeros(*shape, math.ceil(size[0] / stride), width, device=images.device)
+    for top, row_weights in rows:
+        strip = torch.zeros(*shape, len(row_weights), width, device=images.device)
+        for left, column_weights in columns:
+            parts = ((top, len(row_weights), size[0]), (left, len(column_weights), size[1]))  # edges may cut windows
+            down, across = (range(first * stride, min((first + n) * stride, side)) for first, n, side in parts)
+            region = resized_region(images, size, down, across, antialias)
+            logits = forward(region, size=(len(row_weights), len(column_weights)))  # nothing is interpolated
+            strip[..., left : left + len(column_weights)] += logits * column_weights  # in float32
+            window_done()
+        found[:, :, top : top + len(row_weights)] += strip * row_weights[:, None]
+    return found
 
-    def logits(self, rows: range, size: tuple[int, int]) -> Tensor:
-        """Rows of the logits interpolated to `size`: (N, classes, rows, W). Later calls must ask for later rows."""
-        taps = _taps(self.cells[0], size[0], rows, self.kept)
-        below, above = taps.first, taps.last + 1
-        while self.first + self.kept.shape[2] < above:
-            self.kept = torch.cat([self.kept, next(self.blocks)], dim=2)
-        self.kept, self.first = self.kept[:, :, below - self.first :], below
-        cells = taps.blend(self.kept[:, :, : above - below], dim=2)  # (N, classes, rows, w)
-        cells = cells.flip(3) if self.mirrored else cells
-        return F.interpolate(cells, (len(rows), size[1]), mode="bilinear")
 
-    def _finished_rows(self) -> Iterator[Tensor]:
-        """Yield rows of logits top to bottom, float32 (N, classes, rows, w), once no later window covers them."""
-        rows, columns = self.windows
-        begun = None  # rows that the next windows also cover
-        for (top, row_weights), following in zip(rows, [*rows[1:], None], strict=True):
-            shape = (len(self.images), self.classes, len(row_weights), self.cells[1])
-            strip = torch.zeros(shape, device=self.images.device)
-            for left, column_weights in columns:
-                logits = self._window(top, left, len(row_weights), len(column_weights))
-                strip[..., left : left + len(column_weights)] += logits * column_weights  # in float32
-                self.window_done()
-            strip *= row_weights[:, None]
-            if begun is not None:
-                strip[:, :, : begun.shape[2]] += begun
-            finished = len(row_weights) if following is None else following[0] - top
-            yield strip[:, :, :finished]
-            begun = strip[:, :, finished:]
-
-    def _window(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Logits of one window, given in cells: (N, classes, height, width). The image's edge may cut it."""
-        rows = range(top * self.stride, min((top + height) * self.stride, self.size[0]))
-        columns = range(left * self.stride, min((left + width) * self.stride, self.size[1]))
-        region = resized_region(self.images, self.size, rows, columns, self.antialias)
-        return self.forward(region, size=(height, width))  # the network's own resolution: nothing is interpolated
+def _rows(logits: Tensor, rows: range, size: tuple[int, int], mirrored: bool) -> Tensor:
+    """Rows of logits (N, classes, h, w) interpolated to `size`, and mirrored back: (N, classes, rows, W)."""
+    taps = _taps(logits.shape[2], size[0], rows, logits)
+    cells = taps.blend(logits[:, :, taps.first : taps.last + 1], dim=2)  # (N, classes, rows, w)
+    return F.interpolate(cells.flip(3) if mirrored else cells, (len(rows), size[1]), mode="bilinear")
 
 
 def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Tensor]]:
