@@ -1,16 +1,15 @@
 """Start a run from the weights in a file, `init.weights`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.config import choice_with, group_from_plain, plain
-from engine.schema.network import BODIES, NORMS, Body, Norm, ReleasedNorm, TorchvisionBody
-from engine.schema.training import LIBRARIES, TrainingRun
+from engine.configuration.config import choice_with, group_from_plain
+from engine.schema.network import BODIES, NORMS, Norm, ReleasedNorm, TorchvisionBody
+from engine.schema.training import TrainingRun
 from keepless import from_released
 from models.bodies import LibraryBody
 from models.checkpoints import released, torch_files
@@ -20,9 +19,7 @@ from models.checkpoints.published import (
     PUBLISHED,
     Normalisation,
     downloaded,
-    recognised_by_size,
 )
-from models.checkpoints.recognition import body_of, recognised
 from models.checkpoints.torchvision_names import backbone_of, from_library, from_torchvision
 
 
@@ -98,13 +95,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     body = "the body" if weights.body is None else f"the body (body={weights.body})"
     advice = f"Give {body}, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
     remarks = (*weights.remarks, *weights.differences(config))
-    try:
-        report = load_by_name(
-            network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=remarks
-        )
-    except ValueError as error:
-        needed = _needed_body(tensors, config.body) if init.format in LIBRARIES else None
-        raise ValueError(f"{name} is of another network: give {needed}" if needed else str(error)) from error
+    report = load_by_name(network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=remarks)
     if weights.classes is None and any(map(is_of_classifier, report.matched)):
         remark = "the file does not name its classes: only their number was compared"
         return report._replace(remarks=(*report.remarks, remark))
@@ -165,22 +156,8 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
         tensors = from_torchvision(tensors)
         return Weights(tensors, source, remarks=remarks, activation="relu", normalisation=IMAGENET)
     except ValueError as error:
-        needed = _needed_body(tensors, config.body)
-        advice = f"give {needed}" if needed else "body=torchvision or body=timm takes others"
+        advice = "body=torchvision or body=timm takes others"
         raise ValueError(f"{name} with init.format={format}: {error}; {advice}") from error
-
-
-def _needed_body(tensors: Mapping[str, Tensor], body: Body) -> str | None:
-    """The choice of body that has such tensors; None if it is not known, or is `body`."""
-    with suppress(ValueError):  # of another library
-        kind, options, _ = recognised(body_of(tensors))
-        if body.name == kind and options.items() <= vars(body).items():
-            return None
-        keys = {**plain(BODIES[kind]()), **options}
-        if choice := choice_with({"body": keys}, "body", BODIES, but="output_stride"):
-            return f"body={choice}"
-    network = recognised_by_size(tensors)
-    return f"body=torchvision body.network={network}" if network not in (None, getattr(body, "network", None)) else None
 
 
 def _foreign(content: object, name: str) -> object:

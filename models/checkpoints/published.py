@@ -1,11 +1,9 @@
 """The weights that torchvision and timm publish: their images, download, and network."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 PUBLISHED = "published"  # instead of a file: the library's own
 
@@ -59,15 +57,3 @@ def downloaded(library: str, network: str) -> Path:
             f"{where} cannot be downloaded ({error or type(error).__name__}): fetch it elsewhere and give "
             f"the file instead"
         ) from error
-
-
-def recognised_by_size(tensors: Mapping[str, Tensor]) -> str | None:
-    """The network of torchvision with as many parameters as the file of a classifier of ImageNet; None if none has."""
-    from torchvision import models
-
-    statistics = ("running_mean", "running_var", "num_batches_tracked")
-    count = sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith(statistics))
-    for network in models.list_models(models):
-        if models.get_model_weights(network).DEFAULT.meta["num_params"] == count:
-            return network
-    return None
