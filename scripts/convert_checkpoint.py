@@ -10,8 +10,8 @@ recognised from the file. A file says neither its scale, which is known for the 
 without classes or data.root they are called 0, 1, 2, …, and an evaluation then compares only their number. With them it
 compares the names: for ImageNet they are the names of the class folders (n01440764, …) in sorted order. The third
 command writes the weights of either kind as a state dict for networks with standard batch normalisation under the same
-names. It does not hold the norms' eps and activation: the command prints them. The last makes a checkpoint to give away:
-the (averaged) weights, classes and configuration of a run, without its optimiser, random states and folders.
+names. It does not hold the norms' eps and activation: the command prints them. The last makes a checkpoint to give
+away: the (averaged) weights, classes and configuration of a run, without its optimiser, random states and folders.
 """
 
 from collections import Counter

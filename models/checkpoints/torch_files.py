@@ -1,4 +1,4 @@
-"""Read files of torch.save, and name other kinds of files."""
+"""Read files of torch.save and safetensors."""
 
 import argparse
 import hashlib
@@ -16,52 +16,45 @@ UNCHECKED = (
 )
 SAFETENSORS = ".safetensors"
 NOT_NEGATIVE = ("running_var", "num_batches_tracked", "exp_avg_sq", "step")  # ends of names
-TAR_MARK = slice(257, 262)  # bytes "ustar" of a tar archive
 _NESTING = (dict, list, tuple, set)
 _DEEPEST, _MOST_PARTS = 64, 2_000_000
-FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
 
 def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
     """Read a file of torch.save, old or new format, onto the CPU. It cannot run code, and all checksums are verified.
 
     The old format, of PyTorch before 1.6, has none: see `unchecked`.
-    ValueError if it does not exist, is damaged, or holds anything but tensors and plain containers. A web page, an
-    archive, a Git LFS pointer and an empty file are named. Messages contain `name`, `expected` and `if_damaged`.
+    ValueError if it does not exist, is damaged, of another kind, or holds anything but tensors and plain containers.
+    Messages contain `name`, `expected` and `if_damaged`.
     """
     if not path.is_file():
         instead = "is a folder" if path.is_dir() else "does not exist"
         if any(part.is_file() for part in (path / "data.pkl", *path.glob("*/data.pkl"))):
             instead = "is a file of torch.save that was unzipped: give the file itself, unopened"
         raise ValueError(f"{name} {instead}: expected {expected}")
-    zipped = False  # otherwise it is from PyTorch before 1.6, or not of torch.save at all
     try:
-        with open(path, "rb") as file:
-            start = file.read(512)
-        zipped = start.startswith(b"PK")
-        foreign = _foreign_kind(start)
-        if foreign is None:
-            if path.suffix == SAFETENSORS:
-                return _read_safetensors(path)
-            if zipped:
-                _check_bytes(path)
-            with torch.serialization.safe_globals([argparse.Namespace]):  # torchvision's and timm's scripts save theirs
-                content = torch.load(path, map_location="cpu", weights_only=True)
-            _check_nesting(content)
-            return content
-    except pickle.UnpicklingError as error:
-        damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
-        found = FOREIGN_GLOBAL.search(str(error))
-        what = f" ({found[1]})" if found else ""
-        raise ValueError(
-            f"{name} {damaged}contains more than tensors and plain containers{what}: not loaded, because it could run "
-            f"code. If you trust it, load it once with torch.load(FILE, weights_only=False) and save only its tensors"
-        ) from error
+        if path.suffix == SAFETENSORS:
+            return _read_safetensors(path)
+        if has_checksums(path):
+            _check_bytes(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # torchvision's and timm's scripts save theirs
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        _check_nesting(content)
+        return content
     except Exception as error:  # damaged bytes raise almost anything
+        if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"GLOBAL (\S+)", str(error))):
+            raise ValueError(
+                f"{name} contains more than tensors and plain containers ({found[1]}): not loaded, because it could "
+                f"run code. If you trust it, load it once with torch.load(FILE, weights_only=False) and save only its "
+                f"tensors"
+            ) from error
+        with open(path, "rb") as file:
+            reason = (
+                error if isinstance(error, ValueError) else f"{type(error).__name__}; begins with {file.read(16)!r}"
+            )
         raise ValueError(
-            f"{name} is damaged or cannot be read ({error or type(error).__name__}); {if_damaged}"
+            f"{name} is damaged, or no file of torch.save ({reason}): expected {expected}; {if_damaged}"
         ) from error
-    raise ValueError(f"{name} {foreign}: expected {expected}; {if_damaged}")
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -84,20 +77,6 @@ def _check_nesting(content: object) -> None:
         if parts >= _MOST_PARTS:
             break
     raise ValueError(f"its containers are nested more than {_DEEPEST} deep, or hold {_MOST_PARTS:,} parts or more")
-
-
-def _foreign_kind(start: bytes) -> str | None:
-    """The kind of a file that torch.save did not write, from its first 512 bytes; None if it may have."""
-    text = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if not start:
-        return "is empty, or damaged"
-    if text.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
-        return "is a web page, such as the message of a failed download"
-    if text.startswith(b"version https://git-lfs"):
-        return "is a pointer of Git LFS, not the file itself (git lfs pull fetches it)"
-    if start[TAR_MARK] == b"ustar" or start.startswith(b"\x1f\x8b"):
-        return "is an archive (tar or gzip), which must be unpacked first"
-    return None
 
 
 def has_checksums(path: Path) -> bool:

@@ -25,7 +25,9 @@ def within_itself() -> dict:
 def test_a_configuration_without_end_is_refused(tmp_path, config):
     torch.save({"format": checkpoint.FORMAT, "config": config}, tmp_path / "last.pt")
     reason = "its containers are nested more than 64 deep, or hold 2,000,000 parts or more"
-    with pytest.raises(ValueError, match=f"checkpoint {tmp_path / 'last.pt'} is damaged or cannot be read .{reason}"):
+    with pytest.raises(
+        ValueError, match=f"checkpoint {tmp_path / 'last.pt'} is damaged, or no file of torch.save .{reason}"
+    ):
         checkpoint.load(tmp_path / "last.pt")
 
 
