@@ -1,7 +1,7 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress, product
@@ -17,8 +17,8 @@ from datasets.layout import (
     OTHER_IMAGES,
     PHOTOGRAPHS,
     Layout,
+    check_formats,
     drawn_images,
-    first_of,
     list_files,
     read_list,
     spelled,
@@ -162,11 +162,10 @@ def folder(
             f"{keys}folds={folds} draws train and val from {root / 'images'}, which is missing; {root} has train and "
             f"val already: leave {keys}folds out, or move all images and labels to images and labels"
         )
-    images = layout.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True)
+    images = layout.files(root, above / "images", (*PHOTOGRAPHS, *OTHER_IMAGES), images_of=split, deep=True)
+    check_formats((str(path.relative_to(above / "images")) for path in images.values()), above / "images")
     without = split == WITHHELD and not (above / "labels").is_dir()
     labels = {} if without else spelled(layout.files(root, above / "labels", _LABELS, deep=True), images)
-    if alone := labels.keys() - images.keys():
-        _check_formats(above / "images", alone)
     if above == root:
         if drawn and folds is not None:
             chosen = [*compress(images, drawn_images(np.zeros(len(images)), split, folds, fold, fold_seed))]
@@ -218,16 +217,6 @@ def _below(root: Path, split: str) -> Path:
         return below
     (name,) = spelled({split: root}, folder_splits(root))
     return root / name
-
-
-def _check_formats(folder: Path, names: Set[str]) -> None:
-    """ValueError if labels have images in other formats. `names`: labels without an image that is read."""
-    others = list_files(folder, OTHER_IMAGES, deep=True)
-    if found := [str(path.relative_to(folder)) for name, path in others.items() if name in names]:
-        raise ValueError(
-            f"images with a label are not read: {first_of(found)} in {folder} ({len(found)} in all); expected "
-            f"{', '.join(PHOTOGRAPHS)}. Convert them, or take their labels out"
-        )
 
 
 def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from datasets.classification import ClassificationDataset
 from datasets.file_list import FileList, class_folders, composed, list_classes
-from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, drawn_images, first_of
+from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, check_formats, drawn_images, first_of
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
@@ -78,12 +78,7 @@ def image_folder(
             f"image_folder: {dataset.files.root} holds one class folder, {dataset.classes[0]}, which leaves nothing to "
             "learn; expected a folder for each of two classes or more"
         )
-    names = map(dataset.image_name, range(len(dataset)))
-    if found := [name for name in names if name.lower().endswith(OTHER_IMAGES)]:
-        raise ValueError(
-            f"image_folder: images are not read: {first_of(found)} in {dataset.files.root} ({len(found)} in all); "
-            f"expected {', '.join(PHOTOGRAPHS)}. Convert them, or take them out"
-        )
+    check_formats(map(dataset.image_name, range(len(dataset))), dataset.files.root)
     dataset = replace(dataset, turned=True)
     if folds is None or folder is None:
         return dataset

@@ -146,6 +146,15 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dic
     return dict(sorted(found.items()))
 
 
+def check_formats(files: Iterable[str], folder: Path) -> None:
+    """ValueError if some of `files` in `folder` are images of formats that are not read."""
+    if found := [name for name in files if name.lower().endswith(OTHER_IMAGES)]:
+        raise ValueError(
+            f"images are not read: {first_of(found)} in {folder} ({len(found)} in all); expected "
+            f"{', '.join(PHOTOGRAPHS)}. Convert them, or take them out"
+        )
+
+
 def read_list(file: Path, of: str) -> list[str]:
     """The lines of a text file, stripped, without empty ones. ValueError if there are none, or it is no text."""
     try:
