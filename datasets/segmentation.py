@@ -131,7 +131,7 @@ class SegmentationDataset(Dataset):
         assert entry.instances is not None and self.decode_instances is not None
         with restorable():
             instances = self.decode_instances(entry.instances)
-        self._check_same_size(entry._replace(label=entry.instances), sample.label.shape[::-1], instances.shape[::-1])
+        self.check_size(entry._replace(label=entry.instances), sample.label.shape[::-1], instances.shape[::-1])
         return sample, instances
 
     def _sample(self, index: int, ids: Callable[[np.ndarray], np.ndarray]) -> Sample:
@@ -139,7 +139,7 @@ class SegmentationDataset(Dataset):
         image = self.read_image(index)
         label = None if entry.label is None else self._decode_label(self._stored_label(index), ids)
         if label is not None:
-            self._check_same_size(entry, image.shape[1::-1], label.shape[::-1])
+            self.check_size(entry, image.shape[1::-1], label.shape[::-1])
         return Sample(image=image, label=label, name=entry.name)
 
     def undecoded(self, index: int) -> tuple[Undecoded, Undecoded]:
@@ -158,7 +158,7 @@ class SegmentationDataset(Dataset):
                 size = pixels.shape[1::-1]
             label = self._stored_label(index)
             label_size = label.size()
-        self._check_same_size(self.files[index], size, label_size)
+        self.check_size(self.files[index], size, label_size)
         shape = size[::-1]
         return Undecoded(shape, decode), Undecoded(shape, partial(self._decode_label, label, self.table.train_ids))
 
@@ -201,20 +201,17 @@ class SegmentationDataset(Dataset):
             fix = self.label_fix or f"{original}converted by another tool)."
             raise UnknownIds(f"{file.path}: {error}. {fix}") from None
 
-    def size_mismatch(self, entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> str:
-        """Message for an image and a label of different sizes; sizes are (width, height) in pixels."""
+    def check_size(self, entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> None:
+        """ValueError if the sizes of an image and its label, (width, height) in pixels, differ."""
+        if label_size == image_size:
+            return
         why = ""
         if self.turned and label_size == image_size[::-1] and reading.is_on_its_side(entry.image):
             why = " as its EXIF orientation turns it, which the label lacks"
-        return (
+        raise ValueError(
             f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
             f"{image_size[0]}x{image_size[1]}{why}; expected the same size. {self.label_fix or RESTORE}"
         )
-
-    def _check_same_size(self, entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> None:
-        """ValueError if the sizes of an image and its label, (width, height) in pixels, differ."""
-        if label_size != image_size:
-            raise ValueError(self.size_mismatch(entry, image_size, label_size))
 
     @property
     def prediction_palette(self) -> np.ndarray | None:

@@ -177,39 +177,33 @@ def _looked(dataset: Split, index: int, size_of: Callable[[Path], tuple[int, int
 
     `size_of` returns (width, height) of an image or instance file, or raises ValueError; by default from its header.
     """
-    if isinstance(dataset, ClassificationDataset):
-        try:
-            dataset.image(index) if size_of is None else size_of(dataset.path(index))
-        except ValueError as error:
-            return Found([Problem("unreadable image", str(error))], np.zeros(0))
-        return Found([], np.zeros(0))
-    size_of = size_of or dataset.image_size
-    entry = dataset.files[index]
     problems: list[Problem] = []
 
-    def attempted(what: str, read: Callable[[Any], Any], argument: Any) -> Any:
+    def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return read(argument)
+            return read(*arguments)
         except ValueError as error:
-            kind = "unknown ids" if isinstance(error, UnknownIds) else f"unreadable {what}"
-            problems.append(Problem(kind, str(error)))
+            problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
             return None
 
-    def compare(file: Path | None, size: tuple[int, int] | None) -> None:
-        if image_size is not None and size is not None and size != image_size:
-            message = dataset.size_mismatch(entry._replace(label=file), image_size, size)
-            problems.append(Problem("sizes differ", message))
-
-    image_size = attempted("image", size_of, entry.image)
-    label = None if entry.label is None else attempted("label", dataset.raw_label, index)
-    compare(entry.label, None if label is None else label.shape[::-1])
+    if isinstance(dataset, ClassificationDataset):
+        look, argument = (dataset.image, index) if size_of is None else (size_of, dataset.path(index))
+        attempted("unreadable image", look, argument)
+        return Found(problems, np.zeros(0))
+    size_of, entry, palette = size_of or dataset.image_size, dataset.files[index], None
+    image_size = attempted("unreadable image", size_of, entry.image)
+    label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
+    instances = None if entry.instances is None else attempted("unreadable instances", size_of, entry.instances)
+    for file, size in ((entry.label, None if label is None else label.shape[::-1]), (entry.instances, instances)):
+        if image_size is not None and size is not None:
+            attempted("sizes differ", dataset.check_size, entry._replace(label=file), image_size, size)
     pixels = np.bincount(() if label is None else label.reshape(-1), minlength=256)
-    palette = None
     if entry.label is not None and label is not None and (dataset.palette_fix or dataset.table.label_palette):
         colours = label_palette(read(entry.label))
-        held = np.flatnonzero(pixels).tolist()
-        palette = entry.label, {number: colours[number] for number in held if number in colours}
-    compare(entry.instances, None if entry.instances is None else attempted("instances", size_of, entry.instances))
+        palette = (
+            entry.label,
+            {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
+        )
     return Found(problems, pixels, palette)
 
 
