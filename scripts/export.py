@@ -5,8 +5,8 @@
     python -m scripts.export checkpoint=FILE.pt output=FILE.pt format=state_dict
 
 The program (exported, onnx) takes float32 RGB images (N, 3, H, W) with levels of 0 to 255, any N, H and W, and returns
-float32 logits (N, classes, H, W); of a classifier (N, classes). Normalisation is inside, and norms are folded into the
-convolutions before them. Before it is written, it is compared with the network at other sizes than it was made with.
+float32 logits (N, classes, H, W); of a classifier (N, classes). Normalisation is inside. Before it is written, it is
+compared with the network at other sizes than it was made with.
 Classes, colours and what an evaluation does to images before (data.base_size, crops) are in the file as JSON:
 
     extra = {"network.json": ""}

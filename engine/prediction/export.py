@@ -1,4 +1,4 @@
-"""Networks without this code: programs of `torch.export`, with norms folded into the convolutions before them.
+"""Networks without this code: programs of `torch.export`.
 
 `torch.export` follows one example, with symbols for its sizes. What the example decided becomes an assertion in the
 program. Those about equality only say how memory lies, or how PyTorch rounded a size: `exported` takes them out. So
@@ -7,23 +7,18 @@ that no other one is lost, `largest_difference` compares the program with the ne
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import GraphModule, Node
-from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from engine.prediction.predictors import Predictor
 from keepless.torch_internals import ASSERT_SCALAR, NormBase
 
 _EXAMPLE = 2, 72, 88  # N, H, W
 _OTHERS = (1, 97, 131), (3, 64, 40)  # odd and even
-_ATEN = torch.ops.aten
-_CONVOLUTIONS = (_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default)
 
 
 class FromLevels(nn.Module):
@@ -60,7 +55,6 @@ def exported(
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     argmax: bool = False,
-    fold: bool = True,
 ) -> ExportedProgram:
     """The program of a network, see `FromLevels`, for any N, H and W, or for one `size` (H, W), in `dtype` or its own.
 
@@ -83,12 +77,21 @@ def exported(
         ) from error
     graph = program.graph_module
     _drop_equalities(graph)
-    if fold:
-        _fold_norms(program, {f"network.{name}": value for name, value in predictor.network.state_dict().items()})
     for node in graph.graph.nodes:
         for about in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):  # names of files and classes
             node.meta.pop(about, None)
-    return _without_unused(program)
+    graph.recompile()
+    return ExportedProgram(  # without the guards of the old one, which are equalities too
+        root=graph,
+        graph=graph.graph,
+        graph_signature=program.graph_signature,
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph[:1],
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
 
 
 def largest_difference(
@@ -120,55 +123,3 @@ def _drop_equalities(module: GraphModule) -> None:
         if isinstance(condition, Node) and condition.target in (operator.eq, operator.ne):
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
-
-
-def _fold_norms(program: ExportedProgram, unrounded: Mapping[str, Tensor]) -> None:
-    """Fold every norm that alone reads a convolution into it, in float64; its shift becomes the convolution's bias."""
-    graph, signature = program.graph, program.graph_signature
-    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-
-    def weight(node: Any) -> Tensor:
-        return unrounded[names[node.name]].cpu().double()
-
-    for norm in graph.find_nodes(op="call_function", target=_ATEN.batch_norm.default):
-        conv, scale, shift, mean, var = norm.args[:5]
-        if conv.target not in _CONVOLUTIONS or len(conv.users) > 1:
-            continue
-        kernel, bias = (*conv.args, None)[1:3]
-        if any(not isinstance(node, Node) or len(node.users) > 1 for node in (kernel, shift)):  # another layer's too
-            continue
-        own = weight(kernel), None if bias is None else weight(bias)
-        affine = None if scale is None else weight(scale), weight(shift)
-        folded = fuse_conv_bn_weights(*own, weight(mean), weight(var), norm.args[7], *affine)
-        dtype = kernel.meta["val"].dtype
-        for node, values in zip((kernel, shift), folded, strict=True):
-            program.state_dict[names[node.name]].data = values.detach().to(dtype).contiguous()
-            node.meta["val"] = node.meta["val"].to(dtype)
-        conv.args = (conv.args[0], kernel, shift, *conv.args[3:])
-        norm.replace_all_uses_with(conv)
-        graph.erase_node(norm)
-
-
-def _without_unused(program: ExportedProgram) -> ExportedProgram:
-    """The program without the weights that nothing reads."""
-    graph, signature = program.graph, program.graph_signature
-    unused = [
-        node for node in graph.find_nodes(op="placeholder") if not node.users and node.name not in signature.user_inputs
-    ]
-    names = {node.name for node in unused}
-    for node in unused:
-        graph.erase_node(node)
-    specs = [spec for spec in signature.input_specs if getattr(spec.arg, "name", None) not in names]
-    kept = {spec.target for spec in specs}
-    program.graph_module.recompile()
-    return ExportedProgram(
-        root=program.graph_module,
-        graph=graph,
-        graph_signature=ExportGraphSignature(specs, signature.output_specs),
-        state_dict={name: value for name, value in program.state_dict.items() if name in kept},
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph[:1],
-        example_inputs=program.example_inputs,
-        constants=program.constants,
-        verifiers=program.verifiers,
-    )
