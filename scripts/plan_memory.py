@@ -39,7 +39,7 @@ from engine.process.stopping import errors_for_users
 from engine.schema.memory import deductions, device_memory
 from engine.schema.training import TrainingRun
 from engine.training import planner
-from engine.training.planner.trace import Trace
+from engine.training.trace import Trace
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from keepless.saved import size_text
 from scripts import plan_table

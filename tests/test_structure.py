@@ -35,7 +35,7 @@ NAMES_KEYS = (
     "engine/schema/",
     "engine/assemble/",
     "engine/training/setup.py",
-    "engine/training/planner/fit.py",
+    "engine/training/planner.py",
     "engine/checkpoint/initial_weights.py",
 )
 # The rooms of the engine that may know the schema; the others take explicit arguments.

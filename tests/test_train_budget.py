@@ -13,7 +13,6 @@ from engine.process.distributed import World
 from engine.schema.memory import device_memory
 from engine.training import loop, planner, setup
 from engine.training.loop import train_step
-from engine.training.planner.room import room_of
 from engine.training.run import Run
 from scripts.reports.measuring import peak_bytes
 from tests.runs import SHORT, composed, one_epoch, run_config, same
@@ -50,7 +49,7 @@ def minibatches(steps: int, crops: int = CROPS):
 )
 def test_twenty_steps_in_less_memory_have_the_same_losses(double, options):
     config, plain, loss = learner_of(*options)
-    room = room_of(lambda: planner.fake_step(config, CROPS, SIZE))  # the cache folder's would be in float32
+    room = planner.room(config, CROPS, SIZE)
     activations = int(0.85 * room.plans[0][0]) // 2**10
     budget = ("trainer.recompute=budget", f"memory.activations={activations}KiB")
     _, planned, _ = learner_of(*options, *budget)

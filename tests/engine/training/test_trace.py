@@ -9,8 +9,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from engine.process.distributed import World, data_parallel
 from engine.training.loop import accumulate_gradients
-from engine.training.planner.fit import fake_step
-from engine.training.planner.trace import FakeTensors, begun, traced
+from engine.training.planner import fake_step
+from engine.training.trace import FakeTensors, begun, traced
 from keepless.fit.made_tensors import MadeTensors
 from keepless.saved import kept_bytes
 from scripts.reports.measuring import peak_bytes

@@ -1,11 +1,11 @@
-"""Configuration keys -> the memory of a training step, and the minibatch that fits into a device."""
+"""The memory of a training step, and the minibatch that fits into a device, without a device."""
 
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -32,17 +32,41 @@ from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.training.learner import Learner
 from engine.training.loop import Loss
-from engine.training.planner.room import Room, room_of
-from engine.training.planner.trace import Trace, traced
 from engine.training.setup import learner_of
+from engine.training.trace import FakeTensors, Trace, begun, traced
+from keepless.budget.budget import plan
+from keepless.fit.made_tensors import MadeTensors
 from keepless.fit.sizes import largest
 from keepless.saved import size_text
 
 Config = TypeVar("Config", bound=TrainingRun)
 
 _SMALLEST_CROP = 64
+_SHARES = [share / 100 for share in range(100, 0, -1)]  # of the peak without a plan
 # arbitrary: the schedule's length does not affect memory
 _STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2, log_every=2)
+
+
+@dataclass(frozen=True)
+class Room:
+    """A step of one process, in bytes, with plans for its forward and backward pass."""
+
+    beside: dict[str, int]  # held throughout both passes (weights, momentum, …), by category
+    optimizer: int  # temporary bytes of the optimiser's step
+    plans: list[tuple[int, float]]  # peak, and time of the step (estimated; without a plan: 1), by decreasing peak
+
+    def needed(self, peak: int) -> int:
+        """Bytes of a step whose forward and backward pass take at most `peak`."""
+        return sum(self.beside.values()) + max(peak, self.optimizer)
+
+    def least(self, time: float) -> int:
+        """The least bytes of a step that takes at most so much time."""
+        return self.needed(min((peak for peak, of_plan in self.plans if of_plan <= time), default=self.plans[0][0]))
+
+    def within(self, available: int) -> tuple[int, float]:
+        """Peak and time of the fastest plan with which a step fits; of the plan with the lowest peak if none does."""
+        left = available - sum(self.beside.values())
+        return next((found for found in self.plans if found[0] <= left), self.plans[-1])
 
 
 def classes_of(data: Data) -> int:
@@ -65,7 +89,7 @@ def _train_split(data: Data) -> Dataset:
 
 
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
-    """A learner, a loss and a minibatch for `engine.training.planner.trace.traced`.
+    """A learner, a loss and a minibatch for `engine.training.trace.traced`.
 
     As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
     """
@@ -102,8 +126,28 @@ def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) ->
 
 
 def room(config: TrainingRun, crops: int, crop_size: int) -> Room:
-    """The room for activations in such a step, and plans for it."""
-    return room_of(partial(fake_step, replace(config, memory=Memory()), crops, crop_size))
+    """The room for activations in the second step of a training, and plans for it."""
+    with FakeTensors():
+        learner, loss, minibatch = fake_step(replace(config, memory=Memory()), crops, crop_size)
+        beside, forward = begun(learner, minibatch), learner.forward
+        images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
+        inputs = forward.normalised(images)
+        beside["images"] += inputs.nbytes
+        with forward.autocast():
+            found = plan(learner.network, inputs, _SHARES)
+            with torch.no_grad():
+                logits = learner.network(inputs)
+        with MadeTensors() as of_loss:
+            loss(logits.detach().requires_grad_(), labels).backward()
+        parameters = list(learner.network.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        with MadeTensors() as of_optimizer:
+            learner.gradient_norm()
+            learner.step(1.0)
+    beside |= {"gradients": sum(parameter.nbytes for parameter in parameters), "loss": of_loss.peak}
+    plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
+    return Room(beside, of_optimizer.peak, list(plans))
 
 
 def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
