@@ -8,6 +8,7 @@ from functools import wraps
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -66,12 +67,20 @@ def configured(
 
 
 def composed(name: str, *overrides: str) -> DictConfig:
-    """Compose the configuration of a declared command with `overrides`. Hydra makes no folders and writes no logs."""
+    """Compose the configuration of a declared command with `overrides`, also inside a program of Hydra's.
+
+    Hydra makes no folders and writes no logs.
+    """
     schema = OmegaConf.get_type(ConfigStore.instance().load(f"schema/{name}.yaml").node)
     assert schema is not None, name
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = name if groups_in(name) else f"schema/{name}"
-        return hydra.compose(config, [as_typed(word, schema) for word in overrides])
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config = name if groups_in(name) else f"schema/{name}"
+            return hydra.compose(config, [as_typed(word, schema) for word in overrides])
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def command_line() -> str:
