@@ -98,19 +98,12 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
     if window != EVERYTHING and (part := _decode_window(data, window, formats.GRAY, formats.PALETTE)) is not None:
         return part
     depth, colour_type = data[24:26]
-    if colour_type == formats.PALETTE:  # OpenCV would return colours
-        raw = _pillow(formats.png_pixels_only(data))
-    elif depth < 8:
+    if depth < 8 and colour_type != formats.PALETTE:
         raise Unreadable(
             f"{path}: has {depth} bits per pixel; expected a label with one 8-bit class id per pixel (decoders "
             "stretch smaller values)."
         )
-    else:
-        raw = _decode(data, cv2.IMREAD_UNCHANGED)
-    if raw is None:
-        raise Unreadable(f"{path}: cannot be decoded as a label; expected an intact PNG.")
-    _check_values(path, raw, np.uint8, "a label with one 8-bit class id per pixel (not a colour picture)")
-    return raw[window]
+    return _exact(path, data, np.uint8, "a label with one 8-bit class id per pixel (not a colour picture)")[window]
 
 
 def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
@@ -127,9 +120,7 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     if not is_png or not (is_bit or (depth == 8 and colour_type in formats.COLOURS_OR_ALPHA)):
         return decode_label(stored, window)
     path, data = checked_png(stored)
-    raw = decode_image(stored, window) if colour_type == formats.COLOUR else _pillow(formats.png_pixels_only(data))
-    if raw is None:
-        raise Unreadable(f"{path}: cannot be decoded as a label; expected an intact PNG.")
+    raw = decode_image(stored, window) if colour_type == formats.COLOUR else _exact(path, data)
     if is_bit:
         return raw[window].astype(np.uint8)
     if colour_type != formats.COLOUR:
@@ -153,11 +144,7 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
 def decode_uint16(file: Path | Stored) -> np.ndarray:
     """Decode an instance file to uint16 (H, W). ValueError if it holds anything else."""
     path, data = checked_png(file)
-    raw = _decode(data, cv2.IMREAD_UNCHANGED)
-    if raw is None:
-        raise Unreadable(f"{path}: cannot be decoded as instances; expected an intact PNG.")
-    _check_values(path, raw, np.uint16, "instances with one 16-bit value per pixel")
-    return raw
+    return _exact(path, data, np.uint16, "instances with one 16-bit value per pixel")
 
 
 def decode_photograph(path: Path) -> np.ndarray:
@@ -283,10 +270,15 @@ def _orientation(file: BinaryIO) -> int:
     return found if found in range(1, 9) else 1
 
 
-def _check_values(path: Path, raw: np.ndarray, dtype: type, expected: str) -> None:
-    if raw.ndim != 2 or raw.dtype != dtype:
+def _exact(path: Path, data: bytes, dtype: type | None = None, expected: str = "a label") -> np.ndarray:
+    """The values in a PNG. Unreadable unless they are (H, W) of `dtype`, if that is given."""
+    raw = _pillow(formats.png_pixels_only(data))
+    if raw is None:
+        raise Unreadable(f"{path}: cannot be decoded as {expected}; expected an intact PNG.")
+    if dtype is not None and (raw.ndim != 2 or raw.dtype != dtype):
         channels = 1 if raw.ndim == 2 else raw.shape[2]
         raise Unreadable(f"{path}: has {channels} channel(s) of {raw.dtype}; expected {expected}.")
+    return raw
 
 
 def _stored(file: Path | Stored) -> Stored:
