@@ -13,6 +13,7 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
 
     Rows without a count stay empty.
     """
+    names = list(map(printable, classes))
     counts = confusion.sum(axis=1, keepdims=True)
     percent = np.where(counts > 0, 100 * confusion / np.maximum(counts, 1), np.nan)
     side = 3 + 0.24 * len(classes)  # inches: room for a number in every cell
@@ -23,8 +24,8 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
         colour = "white" if percent[row, column] > 40 else "black"
         text = f"{percent[row, column]:.0f}"
         axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
-    axes.set_xticks(range(len(classes)), classes, rotation=90, fontsize=8)
-    axes.set_yticks(range(len(classes)), classes, fontsize=8)
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set(xlabel="predicted", ylabel="label")
     axes.set_title(title, loc="left")
     figure.colorbar(shown, ax=axes, shrink=0.5, aspect=30, pad=0.01)

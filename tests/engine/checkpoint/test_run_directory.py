@@ -234,7 +234,6 @@ FREE_ON_RESUME = {
         "trainer.timeout_seconds",
     ),
     *(f"memory.{name}" for name in ("budget", "gpus", "fit", "time", "activations")),
-    *(f"memory.{name}" for name in ("context", "nccl", "workspace", "fragmentation")),
 }
 
 

@@ -20,8 +20,8 @@ from tests.datasets import classification_trees
 def test_what_a_device_needs_leaves_its_tensors_what_they_take():
     memory = Memory(budget="10GiB")
     for devices, tensors in ((1, 0.95 * 8.8), (4, 0.95 * 8.6)):
-        assert memory.available(devices) == pytest.approx(tensors * 2**30, abs=1)
-        assert device_memory(memory.available(devices), devices) == pytest.approx(10 * 2**30, abs=2)
+        assert memory.available(devices) == pytest.approx(tensors * 2**30, abs=8)
+        assert device_memory(memory.available(devices), devices) == pytest.approx(10 * 2**30, abs=8)
     assert deductions(1) == "0.5GiB for CUDA, 0.7GiB for convolutions and 5% of the rest"
     assert "0.2GiB for NCCL" in deductions(4)
 
