@@ -2,7 +2,7 @@
 
     python -m scripts.export checkpoint=RUN_DIR output=FILE.pt2
     python -m scripts.export checkpoint=FILE.pt output=FILE.onnx format=onnx argmax=true
-    python -m scripts.export checkpoint=FILE.pt output=FILE.pt format=state_dict
+    python -m scripts.export checkpoint=FILE.pt output=FILE.pt2 precision=float16
 
 The program (exported, onnx) takes float32 RGB images (N, 3, H, W) with levels of 0 to 255, any N, H and W, and returns
 float32 logits (N, classes, H, W); of a classifier (N, classes). Normalisation is inside. Before it is written, it is
@@ -12,8 +12,7 @@ Classes, colours and what an evaluation does to images before (data.base_size, c
     extra = {"network.json": ""}
     network = torch.export.load("FILE.pt2", extra_files=extra).module()
 
-An ONNX model has them in its metadata, under "network". state_dict writes the weights under the names of this project,
-with the norms of nn.BatchNorm2d, and FILE.json beside it.
+An ONNX model has them in its metadata, under "network". For weights alone: scripts.convert_checkpoint.
 """
 
 import json
@@ -38,7 +37,6 @@ from engine.process.output_files import writable_folder, write_file
 from engine.records.provenance import provenance
 from engine.schema.evaluation import Prediction
 from engine.schema.keys import key
-from models.checkpoints.released import to_standard_bn
 
 METADATA = "network.json"  # an extra file of the program
 SIZES = ("base_size", "base_side", "antialias", "resize", "crop_size")
@@ -49,7 +47,7 @@ LARGEST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}  # differences of
 class Export:
     checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
     output: str = MISSING  # the file to write
-    format: str = key("exported", one_of=("exported", "onnx", "state_dict"))
+    format: str = key("exported", one_of=("exported", "onnx"))
     averaged: bool = True  # the averaged weights, if the checkpoint has them
     argmax: bool = False  # return the class of each pixel, int64 (N, H, W), or of each image, (N,), instead of logits
     precision: str = key("float32", one_of=tuple(LARGEST))  # of the program's weights and features, but not its norms
@@ -57,8 +55,6 @@ class Export:
     size: list[int] | None = key(None, above=0, entries=("height", "width in pixels"))
 
     def check(self) -> None:
-        if self.format == "state_dict" and (self.argmax or self.precision != "float32" or self.size):
-            raise ValueError("format=state_dict with argmax, precision or size: it holds weights, not a program")
         if self.format == "onnx" and self.precision == "bfloat16":
             raise ValueError("precision=bfloat16 with format=onnx: onnxruntime has no such convolutions; give float16")
 
@@ -73,30 +69,23 @@ def export(values: DictConfig) -> dict:
     found = opened(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
     about = metadata(found, options)
     writable_folder("output", output.parent)
-    if options.format == "state_dict":
-        part = "ema" if options.averaged and "ema" in found.state else "network"
-        checkpoint.write_alone(output, to_standard_bn(found.state[part]))
-        write_file(output.with_suffix(".json"), about)
-    else:
-        precision = getattr(torch, options.precision)
-        program = exported(found.network, options.size, precision, options.argmax)
-        content = (
-            onnx_model(program, about, options.size) if options.format == "onnx" else exported_program(program, about)
+    precision = getattr(torch, options.precision)
+    program = exported(found.network, options.size, precision, options.argmax)
+    content = onnx_model(program, about, options.size) if options.format == "onnx" else exported_program(program, about)
+    loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()
+    try:
+        difference = largest_difference(loaded, found.network, options.size)
+    except RuntimeError as error:  # a pooling window depends on the size; reversible bodies keep float32
+        raise ValueError(
+            f"checkpoint={source}: the program fails at other sizes than it was made with, or in "
+            f"precision={options.precision} ({error}): give size=[HEIGHT,WIDTH], or precision=float32"
+        ) from error
+    if not difference < LARGEST[options.precision]:
+        raise ValueError(
+            f"checkpoint={source}: at other sizes than it was made with, the program's output differs by "
+            f"{difference:.1e}; expected less than {LARGEST[options.precision]}: give size=[HEIGHT,WIDTH]"
         )
-        loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()
-        try:
-            difference = largest_difference(loaded, found.network, options.size)
-        except RuntimeError as error:  # a pooling window depends on the size; reversible bodies keep float32
-            raise ValueError(
-                f"checkpoint={source}: the program fails at other sizes than it was made with, or in "
-                f"precision={options.precision} ({error}): give size=[HEIGHT,WIDTH], or precision=float32"
-            ) from error
-        if not difference < LARGEST[options.precision]:
-            raise ValueError(
-                f"checkpoint={source}: at other sizes than it was made with, the program's output differs by "
-                f"{difference:.1e}; expected less than {LARGEST[options.precision]}: give size=[HEIGHT,WIDTH]"
-            )
-        write_file(output, content)
+    write_file(output, content)
     make_console().print(f"{options.format} of step {found.state['step']}: {output}", soft_wrap=True)
     return json.loads(about)
 
@@ -115,7 +104,7 @@ def metadata(found: Opened, options: Export) -> str:
         "output": "classes" if options.argmax else "logits",
         "precision": options.precision,
         "input": {"dtype": "float32", "shape": ["N", 3, *(options.size or "HW")], "colours": "RGB", "levels": [0, 255]},
-        # Inside, but in a state dict: (image - mean) / std. Without mean: the mean image of the training images.
+        # Inside: (image - mean) / std. Without mean: the mean image of the training images.
         "normalisation": {"mean": mean, "std": std},
         # What an evaluation does to images before.
         "sizes": {name: getattr(data, name) for name in SIZES if hasattr(data, name)},

@@ -7,14 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.initial_weights import initialise
 from engine.configuration import config as cfg
 from engine.prediction import open_network
-from keepless import ABN
 from scripts.export import export
 from tests.bodies import trained
 from tests.runs import classification_config, composed, run_config
@@ -86,21 +83,6 @@ def test_one_of_each_task_runs_in_a_fresh_process_with_torch_alone(checkpoints, 
     assert b"/keepless/norms" not in content and str(checkpoints).encode() not in content
 
 
-def test_a_state_dict_is_of_standard_norms_and_has_its_json(checkpoints, tmp_path):
-    """It starts a training with standard norms, which computes the same."""
-    about = run(checkpoints / "classification.pt", tmp_path / "net.pt", "format=state_dict")
-    assert json.loads((tmp_path / "net.json").read_text()) == about
-    assert (about["network"]["norm"]["eps"], about["network"]["body"]["structure"]) == (1e-5, [1, 1, 1])
-    start = (f"init.weights={tmp_path / 'net.pt'}", "init.format=standard_bn", "norm=std")
-    config = classification_config("data=image_folder", *TINY, *start)
-    network = assemble.network_of(config, 5)
-    initialise(config, network, NAMES)
-    images = torch.rand(2, 3, 48, 48)
-    opened = open_network(checkpoints / "classification.pt")
-    torch.testing.assert_close(network.eval()(images), opened.network(images), rtol=1e-5, atol=1e-6)
-    assert {type(module) for module in network.modules() if isinstance(module, nn.BatchNorm2d | ABN)} == {ABN}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("argmax=true",), ("precision=float16",), ("size=[40,64]",)])
 @pytest.mark.parametrize("task", ["segmentation", "classification"])
@@ -126,7 +108,6 @@ def test_an_onnx_model_computes_the_same_at_other_sizes(checkpoints, task, optio
 def test_what_cannot_be_exported_is_refused(checkpoints, tmp_path, monkeypatch):
     source = checkpoints / "segmentation.pt"
     for overrides, message in (
-        (("format=state_dict", "argmax=true"), "format=state_dict with argmax, precision or size"),
         (("format=onnx", "precision=bfloat16"), "precision=bfloat16 with format=onnx"),
         ((f"output={source}",), "is the input: give another file"),
         (("size=[40]",), "size=.40.: expected 2 numbers: height, width"),
