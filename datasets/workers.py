@@ -64,7 +64,8 @@ class Loader(DataLoader):
         if self.num_workers:
             self.timeout, too_late = _limit
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor on its way needs an open file
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            if most != resource.RLIM_INFINITY:  # which macOS says, but does not grant
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         items: Any = None
         try:
             items = super().__iter__()
