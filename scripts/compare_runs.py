@@ -6,17 +6,14 @@
 
 `runs` are run directories, or folders that hold some at any depth. All have the same task. Runs that differ in their
 seed alone share a column: mean ± standard deviation. Columns are named after folders, or after the keys that differ if
-folders are dates. Writes OUT.md (commands, scores, hardware, runs that have not ended), OUT.png (curves), OUT.csv (all
-scores), and the files of each run that these are made from into OUT/RUN/. Given as `runs`, these folders make the same
-report again.
+folders are dates. Writes OUT.md (commands, scores, hardware, runs that have not ended), OUT.png (curves), and the files
+of each run that these are made from into OUT/RUN/. Given as `runs`, these folders make the same report again.
 """
 
-import csv
 import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,18 +114,6 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     return "\n".join(lines) + "\n"
 
 
-def as_csv(groups: list[Group]) -> str:
-    """A line for each score of each group, in percent: score, class, mean, standard deviation, number of runs."""
-    text = StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["runs", "score", "class", "percent", "deviation", "seeds"])
-    for group in groups:
-        for score, of_class in all_scores(group.runs):
-            values = ("" if value is None else f"{value:.4f}" for value in group.percent(score, of_class))
-            lines.writerow([group.title, score, of_class, *values, len(group.runs)])
-    return text.getvalue()
-
-
 def curves(groups: list[Group]) -> Figure:
     scores = groups[0].runs[0].scores
     figure, panels = charts.panels(1, 2, (10, 3.6))
@@ -185,7 +170,6 @@ def compare(values: DictConfig) -> Path:
     for folder, run in folders.items():
         run.write(folder)
     charts.save(with_literal_texts(curves(groups)), Path(f"{out}.png"))
-    write_file(Path(f"{out}.csv"), as_csv(groups))
     page = Path(f"{out}.md")
     write_file(page, report(groups, left_out, config.title, os.path.basename(f"{out}.png")))
     return page

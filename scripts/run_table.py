@@ -4,10 +4,10 @@
     python -m scripts.run_table table=table3 "roots={cityscapes: DIR, coco_stuff: DIR}" "weights={resnext101: FILE}"
     python -m scripts.run_table table=table3 "seeds=[0,1,2]" overrides=[trainer.precision=bfloat16] dry_run=true
 
-Lists each training with its command, its arithmetic and the hours for it at `tflops`. Without dry_run it then runs them
-into RUNS/EXPERIMENT/seedN: the same command continues after a stop, and a training that fails does not keep the others
-from running. Rows that are the same training run once. For the page: `python -m scripts.evidence.tables runs=[RUNS]`.
-`weights` are checkpoints of this project or files that the authors released.
+Lists each training with its command. Without dry_run it then runs them into RUNS/EXPERIMENT/seedN: the same command
+continues after a stop, and a training that fails does not keep the others from running. Rows that are the same training
+run once. For the page: `python -m scripts.evidence.tables runs=[RUNS]`. `weights` are checkpoints of this project or
+files that the authors released.
 """
 
 import shlex
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING, DictConfig
 from rich.table import Table
-from torch.utils.flop_counter import FlopCounterMode
 
 from datasets.registry import ROWS
 from engine import assemble
@@ -46,7 +45,6 @@ class RunTable:
     devices: int | None = key(None, above=0)  # processes of each training; null: as many as in its header
     seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
     overrides: list[str] = field(default_factory=list)  # of every training; scripts.evidence.tables prints them
-    tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
 
     def check(self) -> None:
         if self.table not in papers.TABLES:
@@ -76,10 +74,6 @@ class Job(NamedTuple):
     has_ended: bool
     devices: int
     steps: int
-    flops: int  # of the whole training
-
-    def hours(self, tflops: float) -> float:
-        return self.flops / (tflops * 1e12 * self.devices) / 3600
 
 
 def run(values: DictConfig) -> int:
@@ -91,7 +85,7 @@ def run(values: DictConfig) -> int:
     """
     arguments, console = configuration.typed(values, RunTable), make_console()
     jobs = list(jobs_of(arguments))
-    console.print(job_table(jobs, arguments))
+    console.print(job_table(jobs, papers.TABLES[arguments.table]))
     for job in jobs:
         console.print(shlex.join(job.command), soft_wrap=True)
     if arguments.dry_run:
@@ -142,9 +136,8 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
             missing.append(f"weights={{{network}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
-    flops = steps * config.data.crops_per_minibatch * crop_flops(config)
     command = [sys.executable, *start, f"{entry}.py", *options, *arguments.overrides]
-    return Job(experiment, seed, command, run_dir, missing, _has_ended(run_dir, config, devices), devices, steps, flops)
+    return Job(experiment, seed, command, run_dir, missing, _has_ended(run_dir, config, devices), devices, steps)
 
 
 def _has_ended(run_dir: Path, config: TrainingRun, devices: int) -> bool:
@@ -163,26 +156,13 @@ def _has_ended(run_dir: Path, config: TrainingRun, devices: int) -> bool:
     return True
 
 
-def crop_flops(config: TrainingRun) -> int:
-    """Operations of the forward and backward pass of one crop, counted on fake tensors."""
-    crops = 2  # some norms have one value per crop
-    with planner.FakeTensors():
-        learner, loss, minibatch = planner.fake_step(config, crops, config.data.crop_size)
-        learner.network.train()
-        with FlopCounterMode(display=False) as counter:
-            loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()
-    return counter.get_total_flops() // crops
-
-
-def job_table(jobs: list[Job], arguments: RunTable) -> Table:
-    columns = ["training", "devices", "steps", "10¹⁸ operations", f"hours at least, at {arguments.tflops:g} TFLOP/s"]
-    table = table_of(columns, title=papers.TABLES.get(arguments.table, arguments.table))
+def job_table(jobs: list[Job], title: str) -> Table:
+    table = table_of(["training", "devices", "steps"], title=title)
     table.columns[0].overflow = "fold"
     table.add_column("", overflow="fold")
     for job in jobs:
         state = "has ended" if job.has_ended else "needs " + "; ".join(job.missing) if job.missing else "to run"
-        cells = [f"{job.experiment}, seed {job.seed}", str(job.devices), f"{job.steps:,}", f"{job.flops / 1e18:.3g}"]
-        table.add_row(*cells, f"{job.hours(arguments.tflops):.3g}", state)
+        table.add_row(f"{job.experiment}, seed {job.seed}", str(job.devices), f"{job.steps:,}", state)
     return table
 
 
