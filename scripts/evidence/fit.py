@@ -1,4 +1,4 @@
-"""The largest minibatch and crop that really fit into a CUDA device, beside the plan:
+"""The largest minibatch that really fits into a CUDA device, beside the plan:
 
     python -m scripts.evidence.fit out=FILE.json
     python -m scripts.evidence.fit only=[resnext101/std/12GiB] out=FILE.json
@@ -33,8 +33,7 @@ from scripts.reports import markdown as md
 from scripts.reports.markdown import GIB, MIB, Columns, Rows
 
 BODIES = {"resnext101": 4, "wrn38": 5}  # of Table 3: crops on each of four devices, as in the first rows
-STEPS = {"batch": 1, "crop": 8}  # of the search
-FEWEST = {"batch": 2, "crop": 64}  # the pooled branch of the head needs two crops
+FEWEST = 2  # crops: the pooled branch of the head needs two
 TINY = ("data.crop_size=48", "body.base_channels=[8,8,16]", "body.stem_channels=8", "norm.backend=eager")
 
 
@@ -46,15 +45,16 @@ class FitArguments(frame.DeviceArguments):
 
 
 def items(arguments: FitArguments) -> dict[str, tuple]:
-    cases = itertools.product(BODIES, ("std", "inplace"), arguments.limits, STEPS)
-    found: list[tuple] = sorted(cases, key=lambda case: arguments.limits.index(case[2]))
-    found += [(network, "std", arguments.limits[0], "batch") for network in CLAIMS]
+    found: list[tuple] = [
+        (*case[1:], case[0]) for case in itertools.product(arguments.limits, BODIES, ("std", "inplace"))
+    ]
+    found += [(network, "std", arguments.limits[0]) for network in CLAIMS]
     found = [found[1], found[-2]] if arguments.tiny else found
     return {"/".join(item): item for item in found}
 
 
 class Trained:
-    """A training of random images, whose size changes."""
+    """A training of random images, whose number changes."""
 
     def __init__(self, arguments: FitArguments, network: str, norm: str):
         entry, words = _command(arguments, network)
@@ -69,9 +69,9 @@ class Trained:
         )
         self.loss = self.task.loss(self.config)
 
-    def steps_peak(self, crops: int, size: int, allowed: int) -> int:
+    def steps_peak(self, crops: int, allowed: int) -> int:
         """Bytes that the allocator takes for three steps; more than `allowed` if they do not fit."""
-        device = self.world.device
+        device, size = self.world.device, self.config.data.crop_size
         self.learner.network.zero_grad()
         gc.collect()
         if device.type == "cuda":
@@ -100,40 +100,28 @@ def _command(arguments: FitArguments, network: str) -> tuple[str, tuple[str, ...
     return "train_seg", (*data, *TINY) if arguments.tiny else recipe
 
 
-def measure(arguments: FitArguments, network: str, norm: str, limit: str, what: str) -> Rows:
-    """The largest batch, or crop in a device's share, with which three steps run in `limit`.
+def measure(arguments: FitArguments, network: str, norm: str, limit: str) -> Rows:
+    """The largest batch with which three steps run in `limit`.
 
-    A row without and one with cuDNN's benchmark: {"network", "norm", "limit", "what", "benchmark", "found",
-    "planned_bytes": of the step found, "allocated_bytes": its peak, "reserved_bytes": of the allocator}.
+    {"network", "norm", "limit", "found", "planned_bytes": of the step found, "allocated_bytes": its peak,
+    "reserved_bytes": of the allocator}
     """
     trained, cuda = Trained(arguments, network, norm), arguments.device == "cuda"
-    size, crops = trained.config.data.crop_size, BODIES.get(network, 8)
-    allowed = _limited(limit, trained, crops, size) if cuda else 200 * MIB
-    rows = []
-
-    def shape(value: int) -> tuple[int, int]:
-        return (value, size) if what == "batch" else (crops, value)
-
-    def peak(value: int) -> int:
-        return trained.steps_peak(*shape(value), allowed)
-
-    for benchmark in (False, True):
-        row: dict = {"network": network, "norm": norm, "limit": limit, "what": what, "benchmark": benchmark}
-        with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
-            found = largest(peak, allowed, FEWEST[what], STEPS[what], power=1 if what == "batch" else 2)
-            if found is None:
-                rows.append({**row, "reason": f"not even {FEWEST[what]} fit"})
-                continue
-            peak(found)  # the device's counters are of this step
-        counted = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
-        row |= {"found": found, "planned_bytes": planner.step_memory(trained.config, *shape(found)).peak}
-        rows.append({**row, "allocated_bytes": counted[0], "reserved_bytes": counted[1]})
-    return rows
+    allowed = _limited(limit, trained) if cuda else 200 * MIB
+    row: dict = {"network": network, "norm": norm, "limit": limit}
+    found = largest(lambda crops: trained.steps_peak(crops, allowed), allowed, FEWEST, 1, power=1)
+    if found is None:
+        return [{**row, "reason": f"not even {FEWEST} fit"}]
+    trained.steps_peak(found, allowed)  # the device's counters are of this step
+    counted = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+    planned = planner.step_memory(trained.config, found, trained.config.data.crop_size).peak
+    row |= {"found": found, "planned_bytes": planned}
+    return [{**row, "allocated_bytes": counted[0], "reserved_bytes": counted[1]}]
 
 
-def _limited(limit: str, trained: Trained, crops: int, size: int) -> int:
+def _limited(limit: str, trained: Trained) -> int:
     """Limit this process to what a device of `limit` would leave beside CUDA's context; return the bytes left."""
-    trained.steps_peak(crops, size, 0)  # loads the libraries
+    trained.steps_peak(FEWEST, 0)  # loads the libraries
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()
     allowed = min(total if limit == "card" else bytes_of(limit) or 0, total) - context
@@ -145,18 +133,11 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.2f}"
 
 
-def _to_standard(row: dict) -> str:
-    """Pixels of a minibatch, relative to standard norms."""
-    ratio = row["found"] / row["beside"]["std"]["found"] if "std" in row["beside"] else 0
-    return f"{ratio ** (1 if row['what'] == 'batch' else 2):.2f}" if ratio else ""
-
-
 COLUMNS: Columns = [
     ("network", "{network}, {norm}"),
     ("device", "{limit}"),
-    ("cuDNN's benchmark", lambda row: "on" if row["benchmark"] else "off"),
-    ("largest", lambda row: f"{row['found']} {'crops' if row['what'] == 'batch' else 'pixels'}"),
-    ("/ standard", _to_standard),
+    ("most crops", "{found}"),
+    ("/ standard", lambda row: md.relative(row, "std", "found")),
     ("planned, GiB", lambda row: _gib(row["planned_bytes"])),
     ("allocated, GiB", lambda row: _gib(row["allocated_bytes"])),
     ("reserved, GiB", lambda row: _gib(row["reserved_bytes"])),
@@ -171,7 +152,7 @@ def about(arguments: dict) -> tuple[str, str]:
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
-    groups = md.grouped(frame.rows_of(call), ["network", "limit", "what", "benchmark"], "norm")
+    groups = md.grouped(frame.rows_of(call), ["network", "limit"], "norm")
     yield md.columns([row for group in groups.values() for row in group.values()], COLUMNS)
 
 
