@@ -1,10 +1,8 @@
 """Methods to train a network in less memory, and how near to the plain network's gradients they come."""
 
 import copy
-import itertools
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from keepless import recompute_activations
 from keepless.saved import kept_bytes
 from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
-from scripts.evidence.zoo import blocks_of, made
+from scripts.evidence.zoo import blocks_of
 from scripts.reports.frame import reason
 from scripts.reports.markdown import Rows
-from scripts.reports.measuring import PRECISIONS, autocast, compiled, peak_bytes, timed
+from scripts.reports.measuring import autocast, compiled, peak_bytes, timed
 
 PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
 ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
@@ -110,33 +108,17 @@ def in_float64(network: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
     return network.double(), inputs.double() if inputs.is_floating_point() else inputs
 
 
-def gradients_after_warm_up(network: nn.Module, inputs: Tensor, precision: str) -> Tensor:
-    """Gradients of the step in which a budget has its plan, from the same state of the buffers."""
-    states = copy.deepcopy(network.state_dict())
-    for _ in range(WARM_UP_STEPS + 1):
-        network.load_state_dict(states)
-        gradients = gradients_of(Trained(network), inputs, precision)
-    return gradients
-
-
-@contextmanager
-def arithmetic(deterministic: bool) -> Iterator[None]:
-    """Context without tf32, in which all or no algorithms are deterministic."""
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        with torch.backends.cudnn.flags(enabled=True, deterministic=deterministic, allow_tf32=False):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 class Compared:
     """The steps of one network by several methods: what is counted of each, and why some have none."""
 
-    def __init__(self, name: str, precision: str, plain: nn.Module, inputs: Tensor):
+    def __init__(self, name: str, precision: str, plain: nn.Module, inputs: Tensor, exact: bool = False):
         self.common = {"network": name, "precision": precision}
         self.precision, self.inputs = precision, inputs
         self.reference = gradients_of(Trained(plain), inputs, precision)
+        self.precise: Tensor | None = None
+        if exact:
+            double, precise_inputs = in_float64(copy.deepcopy(plain), inputs)
+            self.precise = gradients_of(Trained(double), precise_inputs, FLOAT64)
         self.steps: dict[str, Callable[[], object]] = {}
         self.rows: dict[str, dict] = {}
         self.failed: Rows = []
@@ -151,8 +133,10 @@ class Compared:
             if method in METHODS and method != ON_CPU:
                 with autocast(device, self.precision):
                     row["kept_bytes"] = kept_bytes(network.network, partial(network.run, self.inputs), [self.inputs])
-            if method not in (PLAIN, COMPILED, BUDGET):
-                row["deviation"] = deviation(gradients_of(network, self.inputs, self.precision), self.reference)
+            if method not in (COMPILED, BUDGET):  # plain once more differs by what is not recomputation
+                gradients = gradients_of(network, self.inputs, self.precision)
+                row["deviation"] = deviation(gradients, self.reference)
+                row |= {} if self.precise is None else {"error": deviation(gradients.double(), self.precise)}
             self.rows[method], self.steps[method] = row, step
         except Exception as error:  # e.g. out of memory, or of the compiler: the others can still be measured
             if method == PLAIN:  # nothing to compare with
@@ -166,32 +150,3 @@ class Compared:
     def timed(self, rounds: int) -> Rows:
         times_ms = timed(self.steps, rounds, self.inputs.device.type)
         return [*({**row, "times_ms": times_ms[method]} for method, row in self.rows.items()), *self.failed]
-
-
-def exact_rows(name: str, device: str, images: int, image_size: int, shares: list[float]) -> Rows:
-    """A row for each precision, with deterministic algorithms and without, and each method.
-
-    {"network", "precision", "deterministic", "method", "deviation": from the plain network's gradients, "error": from
-    the plain network's in float64}. The first method is the plain network once more: what it differs by is not
-    recomputation.
-    """
-    double, inputs = in_float64(*made(name, device, images, image_size))
-    precise = gradients_after_warm_up(copy.deepcopy(double), inputs, FLOAT64)
-    budgets = {f"budget {share}": partial(recompute_activations, budget=share) for share in shares}
-    prepare: dict[str, Callable] = {PLAIN: lambda network: network, RECOMPUTED: recompute_activations, **budgets}
-    rows = []
-    for precision, deterministic in itertools.product((FLOAT64, *PRECISIONS), (False, True)):
-        dtype = torch.float64 if precision == FLOAT64 else torch.float32
-        network, given = copy.deepcopy(double).to(dtype), inputs.to(dtype) if inputs.is_floating_point() else inputs
-        with arithmetic(deterministic):
-            plain = gradients_after_warm_up(copy.deepcopy(network), given, precision).double()
-            for method, prepared in prepare.items():
-                row: dict = {"network": name, "precision": precision, "deterministic": deterministic}
-                row["method"] = method
-                try:
-                    own = gradients_after_warm_up(prepared(copy.deepcopy(network)), given, precision).double()
-                    row |= {"deviation": deviation(own, plain), "error": deviation(own, precise)}
-                except Exception as error:  # e.g. an operator that is never deterministic
-                    row["reason"] = reason(error)
-                rows.append(row)
-    return rows

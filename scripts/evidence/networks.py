@@ -2,9 +2,9 @@
 
     python -m scripts.evidence.networks [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
-    python -m scripts.evidence.networks exact=true device=cuda out=FILE.json
+    python -m scripts.evidence.networks exact=true precisions=[float64,float32,bfloat16] image_size=64 out=FILE.json
 
-exact=true compares gradients alone, in every precision. FILE_resnet50.png shows memory against time.
+exact=true also compares gradients with those in float64. FILE_resnet50.png shows memory against time.
 """
 
 import copy
@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -52,7 +53,7 @@ class NetworksArguments(frame.DeviceArguments):
     precisions: list[str] | None = None  # bfloat16 is autocast
     shares: list[float] | None = None  # of the plain network's peak: budgets
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
-    exact: bool = False  # only compare gradients, in every precision
+    exact: bool = False  # also compare gradients with the plain network's in float64, without tf32
 
     def suited(self) -> "NetworksArguments":
         return frame.filled(self, SUITED[self.device])
@@ -61,38 +62,36 @@ class NetworksArguments(frame.DeviceArguments):
         super().check()
         own = self.suited()
         frame.check_choices("networks", own.networks or NETWORKS, (*NETWORKS, DECODER))
-        frame.check_choices("precisions", own.precisions or (), PRECISIONS)
+        frame.check_choices("precisions", own.precisions or (), (FLOAT64, *PRECISIONS))
 
 
 def items(arguments: NetworksArguments) -> dict[str, tuple]:
     names, precisions = arguments.networks or NETWORKS, arguments.precisions or ()
-    if arguments.exact:
-        return {name: (name, None) for name in names}
     several = len(precisions) > 1
     return {f"{name}/{each}" if several else name: (name, each) for each in precisions for name in names}
 
 
-def measure(arguments: NetworksArguments, name: str, precision: str | None) -> Rows:
+def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
     """A row for each method and budget of a network, or the reason why it fails. Raises if the plain network fails.
 
     {"network", "precision", "method", "peak_bytes", "times_ms", "kept_bytes": of known methods, "deviation": largest
-    of a gradient from the plain network's, relative to the largest, "budget", "planned_bytes": of budgets}; see
-    `methods.exact_rows` for those of exact=true.
+    of a gradient from the plain network's, relative to the largest, "error": the same from float64, "budget",
+    "planned_bytes": of budgets}
     """
-    assert arguments.images and arguments.shares is not None
-    what = name, arguments.device, arguments.images, arguments.image_size
-    if precision is None:
-        return methods.exact_rows(*what, arguments.shares)
-    plain, inputs = zoo.made(*what)
-    compared = Compared(name, precision, plain, inputs)
-    for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
-        network = copy.deepcopy(plain)
-        compared.add(method, Trained(network, methods.forward_of(network, method, arguments.compiler)))
-    try:
-        within_budgets(arguments, compared, plain)
-    except Exception as error:  # e.g. a network without a plan
-        compared.failed.append({**compared.common, "method": "budgets", "reason": frame.reason(error)})
-    return compared.timed(arguments.rounds)
+    assert arguments.images
+    plain, inputs = zoo.made(name, arguments.device, arguments.images, arguments.image_size)
+    if precision == FLOAT64:
+        plain, inputs = methods.in_float64(plain, inputs)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=not arguments.exact):
+        compared = Compared(name, precision, plain, inputs, arguments.exact)
+        for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
+            network = copy.deepcopy(plain)
+            compared.add(method, Trained(network, methods.forward_of(network, method, arguments.compiler)))
+        try:
+            within_budgets(arguments, compared, plain)
+        except Exception as error:  # e.g. a network without a plan
+            compared.failed.append({**compared.common, "method": "budgets", "reason": frame.reason(error)})
+        return compared.timed(arguments.rounds)
 
 
 def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.Module) -> None:
@@ -133,8 +132,7 @@ DRAWN = "resnet50"
 
 def about(arguments: dict) -> tuple[str, str]:
     names = ", ".join(arguments["networks"]) or "known networks"
-    what = f"Gradients of {names}" if arguments["exact"] else f"Memory and time of {names}"
-    what += "" if arguments["exact"] else ", also within budgets" if arguments["shares"] else ", without budgets"
+    what = f"Memory and time of {names}, {'also within' if arguments['shares'] else 'without'} budgets"
     images = f"{arguments['images']} images of {arguments['image_size']}x{arguments['image_size']} per step"
     return f"{what}, on {frame.DEVICES[arguments['device']]}", f"{arguments['rounds']} rounds; {images}"
 
@@ -146,42 +144,26 @@ def networks_in(call: dict) -> Networks:
 
 
 def sections(call: dict, picture: str) -> Iterator[str]:
-    if call["arguments"]["exact"]:
-        known = md.without_reasons(frame.rows_of(call))
-        yield section("Gradients", "\n".join(_worst(known)), md.columns(known, EXACTNESS, left=4))
-        return
     networks = networks_in(call)
     rows = [row for of_network in networks.values() for row in of_network.values()]
     yield f"{len(networks)} networks. Medians over networks, with the smallest and the largest:"
     yield _summary(networks)
-    yield "\n".join(_of_plans(networks))
+    yield "\n".join([*_of_errors(rows), *_of_plans(networks)])
     if alone(networks):
         drawn = f"![peak and time of a step under byte budgets, and of its rivals]({picture}_{DRAWN}.png)"
         yield f"{drawn}\n*{DRAWN}: lower left is better.*"
     yield section("Every network", md.columns(rows, COLUMNS, left=2))
 
 
-def _worst(known: Rows) -> Iterator[str]:
-    """The largest deviation of our methods, and of their error's ratio to plain's, by precision and determinism."""
-    for precision, deterministic in dict.fromkeys((row["precision"], row["deterministic"]) for row in known):
-        own = [row for row in known if (row["precision"], row["deterministic"]) == (precision, deterministic)]
-        plain = {row["network"]: max(row["error"], 1e-18) for row in own if row["method"] == PLAIN}
-        if ours := [row for row in own if row["method"] != PLAIN and row["network"] in plain]:
-            most, ratio = max(r["deviation"] for r in ours), max(r["error"] / plain[r["network"]] for r in ours)
-            kind = "deterministic" if deterministic else "default"
-            to_float64 = f", and the error to float64 is at most {ratio:.2f} times plain's"
-            more = "" if precision == FLOAT64 else to_float64
-            yield f"- {precision}, {kind} algorithms: at most {most:.0e} from plain{more}."
-
-
-EXACTNESS: Columns = [
-    ("network", "{network}"),
-    ("precision", "{precision}"),
-    ("deterministic", lambda row: "yes" if row["deterministic"] else "no"),
-    ("method", lambda row: f"{PLAIN}, again" if row["method"] == PLAIN else row["method"]),
-    ("from plain", lambda row: f"{row['deviation']:.0e}"),
-    ("from float64", lambda row: f"{row['error']:.0e}"),
-]
+def _of_errors(rows: Rows) -> Iterator[str]:
+    """How far gradients are from float64, relative to how far the plain network's are, by precision."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if row["method"] != PLAIN and "error" in row:
+            error = max(row["beside"][PLAIN]["error"], 1e-18)
+            ratios.setdefault(row["precision"], []).append(row["error"] / error)
+    for precision, own in ratios.items():
+        yield f"- {precision}: errors to float64 are at most {max(own):.2f} times the plain network's."
 
 
 def _ratio(rows: dict[str, dict], method: str, kind: str, to: str = PLAIN) -> float:
@@ -248,7 +230,7 @@ COLUMNS: Columns = [
     ("/ plain", lambda row: md.relative(row, PLAIN, "peak_bytes")),
     ("step, ms", lambda row: f"{md.median_ms(row):.0f}"),
     ("/ plain", lambda row: md.relative_time(row, PLAIN)),
-    ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
+    *((name, lambda row, name=name: f"{row[name]:.0e}" if name in row else "") for name in ("deviation", "error")),
 ]
 
 
@@ -260,7 +242,7 @@ def alone(networks: Networks) -> dict[str, dict]:
 
 def pictures(call: dict) -> dict[str, Figure]:
     """The picture for the README: peak and time of a network's budgets, as a line, beside each rival's point."""
-    rows, arguments = alone({} if call["arguments"]["exact"] else networks_in(call)), call["arguments"]
+    rows, arguments = alone(networks_in(call)), call["arguments"]
     if not rows:
         return {}
     figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
