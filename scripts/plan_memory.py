@@ -6,7 +6,8 @@
     python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std memory.gpus=1
     python -m scripts.plan_memory table=table3 out=FILE.json                                       # see below
 
-Prints the tensors on one device at the peak of a step, the module of the peak, and what the backward pass needs.
+Prints the tensors on one device at the peak of a step, the module of the peak, and the bytes that the backward pass
+needs.
 memory.fit also finds, for standard, checkpointed and in-place norms, the largest minibatch within memory.budget: the
 most crops of data.crop_size (batch; the paper's FIXED CROP) or the largest data.crops_per_minibatch crops (crop; its
 FIXED BATCH). With trainer.recompute=budget, a step computes as many activations again as the budget requires, and
@@ -20,11 +21,9 @@ table=… plans all experiments of a folder of configs/experiment (all: of each)
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from math import prod
 from typing import NamedTuple
 
 from omegaconf import DictConfig
@@ -39,7 +38,6 @@ from engine.process.stopping import errors_for_users
 from engine.schema.memory import deductions, device_memory
 from engine.schema.training import TrainingRun
 from engine.training import planner
-from engine.training.trace import Trace
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from keepless.saved import size_text
 from scripts import plan_table
@@ -84,7 +82,6 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     at_peak = ([kind, size_text(size)] for kind, size in trace.at_peak.items() if size)
     console.print(table_of(["at the peak", "memory"], at_peak))
     console.print(f"kept for the backward pass: {size_text(sum(trace.saved.values()))}")
-    console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * prod(config.data.crop())))
     if config.memory.fit is not None:
         found = list(fits(config, devices))
         console.print(f"memory.fit={config.memory.fit}, {FITS[config.memory.fit]}, {each}:")
@@ -102,22 +99,6 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
             f"memory.fit=crop finds what fits"
         )
     return found
-
-
-def kept_table(trace: Trace, pixels: int) -> Table:
-    """Bytes per pixel that autograd keeps for the backward pass, by part of the network and by its parts."""
-    parts: dict[str, Counter[str]] = {}
-    for name, size in trace.saved.items():
-        part, *rest = name.split(".")
-        parts.setdefault(part, Counter())[".".join(rest[:1])] += size
-    table = table_of(["module", "bytes per pixel"])
-    for part, sizes in parts.items():
-        table.add_row(part or "loss and outside of modules", f"{sizes.total() / pixels:,.0f}")
-        for name, size in sizes.items():
-            if name:
-                table.add_row(f"  {part}.{name}", f"{size / pixels:,.0f}")
-    table.add_row("all", f"{sum(trace.saved.values()) / pixels:,.0f}")
-    return table
 
 
 def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:

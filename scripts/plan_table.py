@@ -6,9 +6,8 @@
 
 Plans the memory of a table's experiments on each device. Of Table 3 also the columns fixed crop (memory.fit=batch) and
 fixed batch (memory.fit=crop) as the planner fills them, beside the paper's, on which the deductions from a device's
-memory are calibrated, and the crops that fit on devices of 8 to 141 GB; of Tables 3 and 4 the memory with which each
-minibatch fits on one device; of RevNet its claims. What is compared with the paper has the paper's loss, with logits of
-full resolution (loss.tiles=false).
+memory are calibrated; of Tables 3 and 4 the memory with which each minibatch fits on one device; of RevNet its claims.
+What is compared with the paper has the paper's loss, with logits of full resolution (loss.tiles=false).
 """
 
 import re
@@ -30,9 +29,7 @@ from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
-CARD_BODIES = ("cityscapes_resnext101_std", "cityscapes_wrn38_std")
 ALL = "all"
-LINE = (4, 16, 64)  # crops: a line through the first two, checked at the third
 SMALL_NETWORK = 80_000_000  # bytes of parameters
 # The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
 CLAIMS = {
@@ -60,7 +57,6 @@ def items(arguments: PlanArguments) -> dict[str, tuple]:
     chosen: list[tuple] = [("experiments", name) for name in own]
     if arguments.table in (ALL, "table3"):
         chosen += [("fits", column, fit, norm) for column in COLUMNS for fit in FITS for norm in ("std", "inplace")]
-        chosen += [("cards", name) for name in CARD_BODIES]
     whole: dict[tuple, str] = {}  # each minibatch of Tables 3 and 4, by its first experiment
     for name in own:
         if found := re.match(r"table[34]/(\w+?_(resnext\d+|wrn\d+))_", name):
@@ -76,7 +72,6 @@ def measure(arguments: PlanArguments, part: str, *what: str) -> Rows:
     planners: dict[str, Callable[..., Iterable[dict]]] = {
         "experiments": lambda name: [planned(name)],
         "fits": lambda column, fit, norm: [fit_of(column, fit, norm, memory)],
-        "cards": line_of,
         "one_device": on_one_device,
         "claims": lambda network: [claim_of(network, memory[0])],
     }
@@ -129,18 +124,6 @@ def on_one_device(name: str, network: str) -> Iterator[dict]:
         yield {"network": network, "crops": crops, "crop_size": size, "combination": combination, "device": needed}
 
 
-def line_of(name: str) -> Iterator[dict]:
-    """The memory of a device as a line over the number of crops."""
-    config = papers.configured_as(f"table3/{name}")
-    for combination, changed in combinations(config).items():
-        peaks = [planner.needed(changed, crops, config.data.crop_size) for crops in LINE]
-        needed = list(map(device_memory, peaks))
-        each = (needed[1] - needed[0]) / (LINE[1] - LINE[0])
-        base = needed[0] - LINE[0] * each
-        row = {"network": name.removesuffix("_std"), "crop_size": config.data.crop_size, "combination": combination}
-        yield {**row, "base": round(base), "each": round(each), "error": (base + LINE[2] * each) / needed[2] - 1}
-
-
 def claim_of(network: str, budget: str) -> dict:
     config = papers.configured_as(*CLAIMS[network], budget, "memory.fit=batch")
     assert isinstance(config, ClassificationRun)
@@ -190,7 +173,6 @@ TITLES = {
     "cityscapes_resnext152": "Cityscapes, ResNeXt-152",
     "vistas_wrn38": "Vistas, WideResNet-38",
 }
-CARDS_GB = (8, 11, 12, 16, 24, 32, 40, 48, 80, 141)
 FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3
 PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)", "RevNet-602": "“trains”"}
 
@@ -213,9 +195,6 @@ def sections(call: dict, _: str) -> Iterator[str]:
         yield section("Table 3: what fits", columns(shown, FIT, left=3), _left(call["arguments"]))
     if rows := rows_of(call, "one_device"):
         yield section("A minibatch of Tables 3 and 4 on one device", _one_device(rows))
-    if rows := rows_of(call, "cards"):
-        error = f"At {LINE[2]} crops the line is off by {max(abs(row['error']) for row in rows):.1%} at most."
-        yield section("Crops on devices of 8 to 141 GB", *_cards(rows), error)
     if rows := rows_of(call, "claims"):
         yield section("RevNet's claims", columns(rows, CLAIM))
     ordered = sorted(experiments, key=lambda row: row["experiment"])
@@ -276,20 +255,6 @@ def _one_device(rows: list[dict]) -> str:
         cells.setdefault(combination, []).append(f"{row['device'] / GIB:.1f}")
     titles = ["", "crops", *next(iter(networks.values()))]
     return table(titles, ([*network, *map(" / ".join, cells.values())] for network, cells in networks.items()), 2)
-
-
-def _cards(rows: list[dict]) -> Iterator[str]:
-    """For each network its name and the crops of each combination on each device."""
-    crops = [(str(gb), lambda row, gb=gb: str(crops_on(row, gb) or "–")) for gb in CARDS_GB]
-    for network in dict.fromkeys(row["network"] for row in rows):
-        own = [row for row in rows if row["network"] == network]
-        yield f"{TITLES[network]}, {own[0]['crop_size']}²:"
-        yield columns(own, [("", "{combination}"), *crops])
-
-
-def crops_on(row: dict, gigabytes: float) -> int:
-    """The crops that fit on a device by the line of a row; 0 if none do."""
-    return max(0, int((gigabytes * 10**9 - row["base"]) // row["each"]))
 
 
 BENCHMARK = frame.Benchmark(

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from engine.schema.keys import key
 from keepless import ABN, recompute_activations
 from keepless.norms.backends import backend_for, check_backend
-from keepless.saved import saved_for_backward
+from keepless.saved import kept_bytes
 from keepless.torch_internals import compiler_settings
 from models.blocks import NormAct
 from scripts.evidence.counted import STRATEGIES
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section, time_ratio
-from scripts.reports.measuring import LAYOUTS, compiled, interleaved, peak_bytes, timer
+from scripts.reports.measuring import LAYOUTS, Step, compiled, interleaved, peak_bytes, timer
 
 BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -99,38 +99,6 @@ class Cell(NamedTuple):
         recompute_activations(block, checkpointed_only=True)
         block.train(self.group != "host_eval")
         return block.to(self.device, memory_format=LAYOUTS[self.layout])  # type: ignore[call-overload]  # torch lacks it
-
-
-class Work(NamedTuple):
-    """A block and the tensors of its forward and backward pass; `step` is timed."""
-
-    block: nn.Module
-    forward: Callable[[Tensor], Tensor]  # the block, or its compiled form
-    x: Tensor  # requires a gradient
-    dz: Tensor  # the gradient of the block's output
-    overwrites: bool = False  # the block writes over its input, so it is given a copy
-
-    def step(self) -> tuple[Tensor, ...]:
-        """Run forward and backward; return the gradients of x and of all parameters. In eval mode, run forward only."""
-        if not self.block.training:
-            with torch.no_grad():
-                return (self.forward(self.x),)
-        return self._gradients(self.output())
-
-    def output(self) -> Tensor:
-        return self.forward(self.x.clone() if self.overwrites else self.x)
-
-    def owning_step(self) -> tuple[Tensor, ...]:
-        """`step` for an x that nothing else holds, as in a network, so it is freed as soon as it is not needed."""
-        return self._gradients(self.forward(self.x.clone()))
-
-    def _gradients(self, output: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(output, [self.x, *self.block.parameters()], self.dz)
-
-    def saved_bytes(self) -> int:
-        """Bytes that autograd keeps, without parameters. x counts if it is kept, because that keeps it alive."""
-        _, saved = saved_for_backward(self.output, [*self.block.parameters()])
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved)
 
 
 STANDARD = "standard"
@@ -225,8 +193,8 @@ def measure(arguments: LayersArguments, cell: Cell) -> Rows:
             dz = cell.tensor(tuple(cell.block(chosen[0].norm_act)(x).shape))
         for strategy in chosen:
             try:
-                facts[strategy.name], work = prepared(strategy, cell, x, dz)
-                timers[strategy.name] = timer(work.step, arguments.sample_ms or 0, cell.device)
+                facts[strategy.name], step = prepared(strategy, cell, x, dz)
+                timers[strategy.name] = timer(step, arguments.sample_ms or 0, cell.device)
             except Exception as error:  # of a compiler or of the package: the others can still be measured
                 facts.pop(strategy.name, None)
                 left_out[strategy.name] = frame.reason(error)
@@ -239,8 +207,8 @@ def measure(arguments: LayersArguments, cell: Cell) -> Rows:
     return [*rows, *({"cell": str(cell), "strategy": name, "reason": why} for name, why in left_out.items())]
 
 
-def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dict, Work]:
-    """Everything but times, and the work to time, compiled and warmed up."""
+def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dict, Step]:
+    """Everything but times, and the step to time, compiled and warmed up: the gradients of x and of all parameters."""
     block = cell.block(strategy.norm_act)
     forward: Callable[[Tensor], Tensor] = block
     backend = strategy.backend
@@ -248,13 +216,24 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dic
         backend = type(backend_for("auto", x)).__name__.removesuffix("Backend").lower()
     if strategy.budget is not None:
         forward = compiled(block, backend, strategy.budget)
-    work = Work(block, forward, x, dz, strategy.overwrites)
+
+    def output(owned: bool = False) -> Tensor:
+        """An owned input is held by nothing else, as in a network, so it is freed as soon as it is not needed."""
+        return forward(x.clone() if owned or strategy.overwrites else x)
+
+    def step(owned: bool = False) -> object:
+        if block.training:
+            return torch.autograd.grad(output(owned), [x, *block.parameters()], dz)
+        with torch.no_grad():
+            return output()
+
     for _ in range(3):
-        work.step()
+        step()
     if cell.group in HOST:
-        return {"backend": backend, "saved_bytes": None, "peak_bytes": None}, work
-    peak = peak_bytes(work.owning_step, cell.device)
-    return {"backend": backend, "saved_bytes": work.saved_bytes(), "peak_bytes": peak}, work
+        return {"backend": backend, "saved_bytes": None, "peak_bytes": None}, step
+    # x counts if it is kept, because that keeps it alive.
+    saved, peak = kept_bytes(block, output, []), peak_bytes(partial(step, owned=True), cell.device)
+    return {"backend": backend, "saved_bytes": saved, "peak_bytes": peak}, step
 
 
 TITLES = {
@@ -305,10 +284,9 @@ def about(arguments: dict) -> tuple[str, str]:
 def sections(call: dict, picture: str) -> Iterator[str]:
     cells = cells_in(call)
     yield overheads(cells)
-    if blocks := [cell for cell in cells if cell[STANDARD]["group"] in BLOCKS]:
-        what = "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:"
+    if any(cell[STANDARD]["group"] in BLOCKS for cell in cells):
         drawn = f"![time of a forward and backward pass of each strategy]({picture}.png)"
-        yield section("Summary", what, summary(blocks), f"{drawn}\n*Numbers above bars: time relative to standard.*")
+        yield f"{drawn}\n*Numbers above bars: time relative to standard.*"
     for title, own in by_kind(cells).items():
         yield section(title, md.columns([row for cell in own for row in cell.values()], COLUMNS, left=3))
 
@@ -326,23 +304,9 @@ def of_group(group: str, cells: list[Strategies]) -> list[Strategies]:
     return [cell for cell in cells if cell[STANDARD]["group"] == group]
 
 
-def summary(cells: list[Strategies]) -> str:
-    """Every strategy's time to standard, median over the cells of a kind, and the buffers it keeps."""
-    kinds = by_kind(cells)
-
-    def entry(name: str, cells: list[Strategies]) -> str:
-        found = [cell for cell in cells if name in cell]
-        ratios = [_ratio(cell[name]).median for cell in found]
-        kept = round(found[0][name]["saved_bytes"] / found[0][name]["input_bytes"]) if found else 0
-        return f"{statistics.median(ratios):.2f}, {kept} kept" if found else ""
-
-    lines = ([name, *(entry(name, cells) for cells in kinds.values())] for name in COLOURS)
-    return md.table(["strategy", *kinds], (line for line in lines if any(line[1:])))
-
-
 def _ratio(row: dict) -> md.Ratio:
     """The time to standard."""
-    return md.Ratio(*(round(value, 4) for value in time_ratio(row["beside"], row["strategy"], STANDARD)))
+    return time_ratio(row["beside"], row["strategy"], STANDARD)
 
 
 def _size(row: dict) -> str:

@@ -1,10 +1,10 @@
-"""Measure training crops beside pipelines that resize whole images and then crop them:
+"""Measure training crops beside a pipeline that resizes whole images and then crops them:
 
     python -m scripts.evidence.loader out=FILE.json
     python -m scripts.evidence.loader rounds=5 out=FILE.json
     python -m scripts.evidence.loader only=[PNG,JPEG] out=FILE.json
 
-The files are drawn. In a round, all pipelines read the same files and make the same crop.
+The files are drawn. In a round, both pipelines read the same files and make the same crop.
 """
 
 import statistics
@@ -19,9 +19,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision import io
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as on_tensors
 
 from datasets import (
     SegmentationDataset,
@@ -39,7 +36,7 @@ from scripts.reports.markdown import Columns, Rows, section
 from scripts.reports.measuring import timed
 
 OURS = "ours"
-OPENCV, V2 = "OpenCV: resize, then crop", "transforms.v2: resize, then crop"
+OPENCV = "OpenCV: resize, then crop"
 # Standard deviation of the grain, by the size of its grains in pixels: mostly coarse, like a photograph's noise.
 GRAIN = {32: 8.0, 16: 6.0, 8: 4.5, 4: 3.5, 2: 3.0, 1: 0.6}
 WOBBLE = 0.5  # of a drawn pixel: makes edges as uneven as real objects have
@@ -132,11 +129,11 @@ def of_pairs(crops: TrainingCrops) -> Pipelines:
         item = crops[key]
         return item["image"], item["label"]
 
-    return {OURS: ours, OPENCV: partial(opencv, crops), V2: partial(transforms_v2, crops)}
+    return {OURS: ours, OPENCV: partial(opencv, crops)}
 
 
 def read_label(file: Path | None) -> np.ndarray:
-    """The ids of a label. OpenCV and torchvision would return the colours of a palette PNG."""
+    """The ids of a label. OpenCV would return the colours of a palette PNG."""
     assert file is not None
     with Image.open(file) as image:
         return np.array(image)
@@ -160,19 +157,6 @@ def opencv(crops: TrainingCrops, key: Key) -> Crop:
         image, label = cv2.flip(image, 1), cv2.flip(label, 1)
     planes = np.stack(cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)))
     return torch.from_numpy(planes), torch.from_numpy(crops.dataset.table.train_ids(label))
-
-
-def transforms_v2(crops: TrainingCrops, key: Key) -> Crop:
-    """As `opencv`. The label is no Mask: those are resized without the half-pixel offset, so they do not fit."""
-    _, image_file, label_file, _ = crops.dataset.files[key[1]]
-    image, label = io.decode_image(str(image_file), io.ImageReadMode.RGB), torch.from_numpy(read_label(label_file))
-    size, corner, mirrored = crops.geometry(key, (label.shape[0], label.shape[1]))
-    image = on_tensors.resize(image, size, InterpolationMode.BILINEAR, antialias=True)
-    label = on_tensors.resize(label[None], size, InterpolationMode.NEAREST_EXACT)
-    image, label = (on_tensors.crop(part, *corner, *crops.transform.crop_size) for part in (image, label))
-    if mirrored:
-        image, label = on_tensors.horizontal_flip(image), on_tensors.horizontal_flip(label)
-    return image.contiguous(), torch.from_numpy(crops.dataset.table.train_ids(label[0].contiguous().numpy()))
 
 
 COLUMNS: Columns = [

@@ -1,4 +1,4 @@
-"""Peak and time of the segmentation loss: tiles beside whole upsampled logits, plain, compiled and a crop at a time:
+"""Peak and time of the segmentation loss: tiles beside whole upsampled logits, plain and compiled:
 
     python -m scripts.evidence.loss out=FILE.json
     python -m scripts.evidence.loss crop_size=128 rounds=3 classes=[19] out=FILE.json
@@ -24,9 +24,9 @@ from scripts.reports import markdown as md
 from scripts.reports.markdown import MIB, Columns, Rows, mib, section
 from scripts.reports.measuring import peak_bytes, timed
 
-TILES, PLAIN, COMPILED, EACH_CROP = "tiles", "whole logits", "whole logits, compiled", "whole logits, a crop at a time"
+TILES, PLAIN, COMPILED = "tiles", "whole logits", "whole logits, compiled"
 CROSS_ENTROPY, BOOTSTRAPPED = "cross-entropy", "bootstrapped, 25 %"
-COLOURS = {TILES: charts.BLUE, PLAIN: charts.BLACK, COMPILED: charts.ORANGE, EACH_CROP: charts.GREY}
+COLOURS = {TILES: charts.BLUE, PLAIN: charts.BLACK, COMPILED: charts.ORANGE}
 Way = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -46,13 +46,9 @@ def ways_of(name: str) -> dict[str, Way]:
     def way(loss: Way) -> Way:
         return lambda logits, labels: torch.autograd.grad(loss(logits, labels), logits)[0]
 
-    def each_crop(logits: Tensor, labels: Tensor) -> Tensor:
-        pairs = zip(logits.split(1), labels.split(1), strict=True)
-        return torch.cat([way(whole)(own.detach().requires_grad_(), label) for own, label in pairs]) / len(labels)
-
     torch.compiler.reset()  # it compiles a function for a few shapes at most
     fused = torch.compile(whole, fullgraph=True, dynamic=False)
-    return {TILES: way(tiled), PLAIN: way(whole), COMPILED: way(fused), EACH_CROP: each_crop}
+    return {TILES: way(tiled), PLAIN: way(whole), COMPILED: way(fused)}
 
 
 def items(arguments: LossArguments) -> dict[str, tuple[int, int, str]]:

@@ -1,13 +1,12 @@
 """Measure memory and time of reversible networks, beside stored activations and checkpointing:
 
     python -m scripts.evidence.reversible out=FILE.json
-    python -m scripts.evidence.reversible rounds=3 images=50 only=[steps,depths] out=FILE.json
+    python -m scripts.evidence.reversible rounds=3 images=50 only=[budget,depths] out=FILE.json
     python -m scripts.evidence.reversible parts=[budget] device=cuda out=FILE.json
 
-Bytes and operations are counted, times are measured. FILE.png is RevNet's Table 1, measured.
+Bytes and operations are counted, times are measured.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,17 +23,16 @@ from keepless.norms.backends.compiled import compiler_available
 from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode
 from models import bodies
-from models.bodies import resnet110_cifar, revnet38_cifar, revnet110_cifar
+from models.bodies import resnet110_cifar, revnet110_cifar
 from models.bodies.revnet_units import ReversibleUnit
 from models.recomputation import RECOMPUTE, choose_recomputation
 from scripts.evidence.counted import Cells
-from scripts.reports import charts, frame
+from scripts.reports import frame
 from scripts.reports import markdown as md
-from scripts.reports.markdown import MIB, Columns, Rows, mib, section
-from scripts.reports.measuring import PRECISIONS, autocast, compiled, operations_of, peak_bytes, timed
+from scripts.reports.markdown import Columns, Rows, mib, section
+from scripts.reports.measuring import compiled, operations_of, peak_bytes, timed
 
-PARTS = ("steps", "activations", "depths", "budget")
-FORWARD = "stored, forward pass"
+PARTS = ("activations", "depths", "budget")
 STANDARD = "ResNet-110, std"
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
 DEPTHS = (4, 16, 64, 256)  # units
@@ -65,7 +62,6 @@ class ReversibleArguments(frame.DeviceArguments):
 def items(arguments: ReversibleArguments) -> dict[str, tuple]:
     """{PART/…: (part, what of it)}"""
     of_parts: dict[str, list[tuple]] = {
-        "steps": list(itertools.product(NORMS, PRECISIONS)),
         "activations": [(title,) for title in PUBLISHED],
         "depths": [(count,) for count in DEPTHS],
         "budget": [()],
@@ -76,7 +72,6 @@ def items(arguments: ReversibleArguments) -> dict[str, tuple]:
 
 def measure(arguments: ReversibleArguments, part: str, *what: str | int) -> Rows:
     measured: dict[str, Callable[..., Iterable[dict]]] = {
-        "steps": cifar_steps,
         "activations": lambda _, title: [activations_of(title)],
         "depths": lambda _, count: chain_of(count),
         "budget": budget,
@@ -84,43 +79,13 @@ def measure(arguments: ReversibleArguments, part: str, *what: str | int) -> Rows
     return [{"part": part, **row} for row in measured[part](arguments, *what)]
 
 
-def cifar_steps(arguments: ReversibleArguments, norm: str, precision: str) -> Iterator[dict]:
-    """Steps of RevNet-38 from stored and from restored activations, and the forward pass alone."""
-    torch.manual_seed(0)
-    network = revnet38_cifar(NORMS[norm], classes=10).to(arguments.device)
-    images, labels = minibatch(arguments)
-
-    def run(take: Callable[..., object], keep_activations: bool) -> None:
-        network.keep_activations = keep_activations
-        take(network, images, labels, precision)
-
-    steps = {"stored": partial(run, step_of, True), "once": partial(run, step_of, False)}
-    times_ms = timed(steps | {FORWARD: partial(run, loss_of, True)}, arguments.rounds, arguments.device)
-    yield from (
-        {"norm": norm, "precision": precision, "variant": name, "times_ms": own} for name, own in times_ms.items()
-    )
+def loss_of(forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(forward(images), labels)
 
 
-def minibatch(arguments: ReversibleArguments) -> tuple[Tensor, Tensor]:
-    """Random images (N, 3, 32, 32) and labels (N,) of ten classes."""
-    images = torch.randn(arguments.images, 3, 32, 32, device=arguments.device)
-    return images, torch.randint(10, (arguments.images,), device=arguments.device)
-
-
-def loss_of(forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, precision: str) -> Tensor:
-    with autocast(images.device.type, precision):
-        return F.cross_entropy(forward(images), labels)
-
-
-def step_of(
-    network: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    precision: str,
-    forward: Callable[[Tensor], Tensor] | None = None,
-) -> None:
+def step_of(network: nn.Module, forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> None:
     """Forward and backward pass. Gradients of the step before live until the loss is there."""
-    loss = loss_of(network if forward is None else forward, images, labels, precision)
+    loss = loss_of(forward, images, labels)
     network.zero_grad()
     loss.backward()
 
@@ -133,7 +98,7 @@ def activations_of(title: str) -> dict:
         with FakeTensorMode():
             network = build(layer, classes=10)
             images, labels = torch.empty(100, 3, 32, 32), torch.empty(100, dtype=torch.long)
-            kept = kept_bytes(network, partial(loss_of, network, images, labels, "float32"), [images])
+            kept = kept_bytes(network, partial(loss_of, network, images, labels), [images])
             row |= {norm: kept / 1e6, "parameters": sum(parameter.numel() for parameter in network.parameters())}
     return row
 
@@ -191,13 +156,12 @@ def chain_of(count: int) -> Iterator[dict]:
 
 def budget(arguments: ReversibleArguments) -> list[dict]:
     """Steps of ResNet-110 and RevNet-110 on CIFAR images in float32: time, bytes kept, peak."""
-    images, labels = minibatch(arguments)
+    images = torch.randn(arguments.images, 3, 32, 32, device=arguments.device)
+    labels = torch.randint(10, (arguments.images,), device=arguments.device)
     steps, rows = {}, []
     for title, (network, run) in candidates(arguments.device).items():
-        kept = (
-            kept_bytes(network, partial(loss_of, run, images, labels, "float32"), [images]) if run is network else None
-        )
-        steps[title] = partial(step_of, network, images, labels, "float32", run)
+        kept = kept_bytes(network, partial(loss_of, run, images, labels), [images]) if run is network else None
+        steps[title] = partial(step_of, network, run, images, labels)
         steps[title]()  # gradients exist; compiles
         peak = peak_bytes(steps[title], arguments.device, network)
         rows.append({"method": title, "kept_bytes": kept, "peak_bytes": peak})
@@ -223,23 +187,19 @@ def candidates(device: str) -> dict[str, tuple[nn.Module, Callable[[Tensor], Ten
 
 def about(arguments: dict) -> tuple[str, str]:
     title = f"Memory and time, on {frame.DEVICES[arguments['device']]}"
-    return title, f"{arguments['rounds']} rounds; RevNet-38 on {arguments['images']} images of 32x32"
+    return title, f"{arguments['rounds']} rounds; {arguments['images']} images of 32x32"
 
 
 def rows_of(call: dict, part: str) -> Rows:
     return [row for row in frame.rows_of(call) if row["part"] == part]
 
 
-def sections(call: dict, picture: str) -> Iterator[str]:
-    steps, activations, depths, budgets = (rows_of(call, part) for part in PARTS)
-    if steps:
-        cases = md.grouped(steps, ("norm", "precision"), "variant")
-        yield section("Time of a step", md.columns(cases.values(), STEPS))
+def sections(call: dict, _: str) -> Iterator[str]:
+    activations, depths, budgets = (rows_of(call, part) for part in PARTS)
     if activations:
         yield section("Activations kept of a step on 100 CIFAR images", md.columns(activations, ACTIVATIONS))
     if depths:
-        drawn = f"![memory and operations over depth]({picture}.png)"
-        yield section("RevNet's Table 1, measured", drawn, md.columns(beside(depths, "units"), DEPTH, left=2))
+        yield section("RevNet's Table 1, measured", md.columns(beside(depths, "units"), DEPTH, left=2))
     if budgets:
         ordered = sorted(beside(budgets, "part"), key=lambda row: row["peak_bytes"])
         yield section("Memory against time", md.columns(ordered, BUDGET))
@@ -250,12 +210,6 @@ def beside(rows: Rows, by: str) -> Rows:
     return [row for group in md.grouped(rows, [by], "method").values() for row in group.values()]
 
 
-STEPS: Columns = [
-    ("RevNet-38", lambda rows: "{norm}, {precision}".format_map(rows[FORWARD])),
-    *((f"{name}, ms", lambda rows, name=name: f"{md.median_ms(rows[name]):.0f}") for name in ("stored", "once")),
-    ("once / stored", lambda rows: f"{md.time_ratio(rows, 'once', 'stored'):.2f}"),
-    ("one more forward pass", lambda rows: f"{1 + md.time_ratio(rows, FORWARD, 'stored').median:.2f}"),
-]
 ACTIVATIONS: Columns = [
     ("network", "{network}"),
     ("parameters", "{parameters:,}"),
@@ -301,34 +255,7 @@ def standard_peak_text(record: dict) -> str:
     return mib(row["peak_bytes"], 0)
 
 
-COLOURS = {"naive": "C7", "blocks": "C1", "sqrt": "C4", "recursive": "C2", "reversible": "C0"}
-
-
-def pictures(call: dict) -> dict[str, Figure]:
-    """Kept bytes, peak and operations of each method over the number of units."""
-    rows = beside(rows_of(call, "depths"), "units")
-    if not rows:
-        return {}
-    figure, panels = charts.panels(1, 3, (12, 4))
-    shown = [
-        ("kept for the backward pass, MiB", "log", lambda row: row["kept_bytes"] / MIB),
-        ("peak of a step, MiB", "log", lambda row: row["peak_bytes"] / MIB),
-        ("operations, relative to naive", "linear", lambda row: row["flops"] / row["beside"]["naive"]["flops"]),
-    ]
-    units = sorted({row["units"] for row in rows})
-    for axes, (title, scale, value) in zip(panels, shown, strict=True):
-        lines = []
-        for method, colour in COLOURS.items():
-            own = [row for row in rows if row["method"] == method]
-            lines.append(charts.Series(method, list(map(value, own)), [row["units"] for row in own], colour, "o-"))
-        charts.lines(axes, lines, title=title, xlabel="units", yscale=scale)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(units, [str(count) for count in units])
-    charts.legend(figure, columns=5)
-    return {"": figure}
-
-
-BENCHMARK = frame.Benchmark("reversible", ReversibleArguments, items, measure, sections, about, pictures)
+BENCHMARK = frame.Benchmark("reversible", ReversibleArguments, items, measure, sections, about)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

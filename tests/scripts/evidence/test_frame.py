@@ -129,7 +129,7 @@ IMPOSSIBLE = [  # (benchmark, options, message)
     (networks, "images=1", "images=1: expected 2 or more"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (networks, "networks=[resnet51]", "networks=.*expected some of alexnet"),
-    (reversible, "parts=[all]", "expected some of steps"),
+    (reversible, "parts=[all]", "expected some of activations"),
     (check, "processes=0", "processes=0: expected a number above 0"),
 ]
 
