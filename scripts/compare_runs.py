@@ -27,7 +27,7 @@ from engine.records.confusion_picture import with_literal_texts
 from engine.schema.keys import as_list, key
 from scripts.reports import charts
 from scripts.reports.markdown import conditions, table
-from scripts.reports.runs import DATE, FROM_CONFUSION, Run, by_configuration, folder_name, found_runs, titles_of
+from scripts.reports.runs import DATE, Run, by_configuration, folder_name, found_runs, titles_of
 
 
 @dataclass
@@ -78,7 +78,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     rows = [[f"**{scores.best_title} %, last checkpoint**", *(f"**{g.cell(scores.best_title)}**" for g in groups)]]
     for score, of_class in known:
         in_all = all((score, of_class) in run.percent for run in runs)
-        if score not in (scores.best_title, *FROM_CONFUSION) and (in_all or of_class):
+        if score != scores.best_title and (in_all or of_class):
             about, _, view = score.partition(", ")
             name = of_class or f"{about} %" + (f", {view}" if view else "")
             rows.append([name, *(group.cell(score, of_class) for group in groups)])
@@ -105,11 +105,6 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         lines += ["", "Not in the table:"]
         lines += [f"- {'/'.join(path.resolve().parts[-2:])}: {reason}" for path, reason in left_out.items()]
     lines += ["", f"![training loss and validation {scores.best_title} over steps]({picture})", ""]
-    for score in FROM_CONFUSION:
-        classes = [of_class for name, of_class in known if name == score]
-        if classes:
-            cells = ([name or "mean", *(group.cell(score, name) for group in groups)] for name in classes)
-            lines += [table([f"{score} %", *(group.title for group in groups)], cells), ""]
     lines += [f"- {run.name}: {conditions(run.results['environment'])}" for run in runs]
     return "\n".join(lines) + "\n"
 

@@ -25,7 +25,6 @@ from scripts.reports.markdown import conditions
 _FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys whose values are of one machine
 
 DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(\.\d+)?")
-FROM_CONFUSION = ("precision", "recall", "F1")
 MOST_POINTS = 250  # of a curve in a copy of a run
 LONGEST_TEXT = 500  # characters, of what a page quotes from a file
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
@@ -131,27 +130,13 @@ class Run:
 
     @cached_property
     def percent(self) -> dict[tuple[str, str], float | None]:
-        """{(score, class): percent}; the class is "" for scores of all classes, the value None where there is none.
-
-        Precision, recall and F1, also their means, are counted from the confusion matrix, whose rows are labels.
-        """
-        scores, of_classes = self.scores, self.results[self.scores.of_classes]
+        """{(score, class): percent}; the class is "" for scores of all classes, the value None where there is none."""
+        scores = self.scores
         found: dict[tuple[str, str], float | None] = {(scores.best_title, ""): self.results[scores.best]}
         found[scores.second_title, ""] = self.results[scores.second]
         for name, results in self.others.items():
             found[f"{scores.best_title}, eval.py: {name.replace('_', ', ')}", ""] = results[scores.best]
-        found |= {(scores.class_title, name): share for name, share in of_classes.items()}
-        confusion = self.results["confusion_matrix"]
-        # A class that is predicted but not scored may have a row and a column more (`all_scores`).
-        predicted = [sum(column) for column in zip(*confusion[: len(of_classes)], strict=True)]
-        for number, name in enumerate(of_classes):
-            right, labelled = confusion[number][number], sum(confusion[number])
-            found["precision", name] = _ratio(right, predicted[number])
-            found["recall", name] = _ratio(right, labelled)
-            found["F1", name] = _ratio(2 * right, predicted[number] + labelled)
-        for score in FROM_CONFUSION:
-            known = [share for (title, _), share in found.items() if title == score and share is not None]
-            found[score, ""] = statistics.mean(known) if known else None
+        found |= {(scores.class_title, name): share for name, share in self.results[scores.of_classes].items()}
         return {key: None if share is None else 100 * share for key, share in found.items()}
 
     def write(self, folder: Path) -> None:
@@ -198,10 +183,6 @@ def _scores_of(results: Any) -> Scores:
 
 def _are_numbers(*values: object, most: float = 2**63) -> bool:
     return all(type(value) in (int, float) and 0 <= value <= most for value in values)  # type: ignore[operator]
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
 
 
 def _hide_folders(results: dict) -> dict:
