@@ -83,7 +83,7 @@ ANSWERS = {
     "train_seg.py head.dilations=[12, 24, 36]": "quote lists and mappings for the shell",
     "scripts.verify_data data=camvid splits=train": "splits: Invalid value assigned: str is not a ListConfig",
     "scripts.run_table table=table9": "expected one of table1, table2, table3, table4, revnet, memcnn, camvid_table3, "
-    "camvid, cifar10, released",
+    "camvid, cifar10",
     "train_seg.py data=camvid data.root=/gone/a,b": "data.root=/gone/a,b",
     "scripts.run_table table=table3 overrides=trainer.epochs=3": "overrides: Invalid value assigned: str is not a List",
     "train_seg.py data.root=/my streets": "streets: expected key=value without spaces",
@@ -101,7 +101,9 @@ ANSWERS = {
     "scripts.plan_memory data.crop_size=99999999999999": "expected a number above 0, at most 65536",
     "scripts.plan_memory data.crops_per_minibatch=99999999999999": "expected a number above 0, at most 1000000",
     # What must be given.
-    "scripts.verify_data data=camvid data.root=gone": "data.root=gone: gone is not an existing folder. Fix: give",
+    "scripts.verify_data data=camvid data.root=gone": "data.root=gone: gone is not an existing folder.",
+    "scripts.verify_data splits=[train,foo]": "splits=['train', 'foo']: expected some of train, val",
+    "scripts.browse_data out=DIR data.colour_jitter.hue=0.6": "hue=0.6: expected 0 or more, at most 0.5",
     "scripts.verify_data data.root=gone": "the synthetic dataset has not been drawn at gone yet; a training draws it",
     "eval.py": "checkpoint has no value: give checkpoint=…",
     "eval.py checkpoint=gone.pt": "does not exist: expected a file such as RUN_DIR/checkpoints/last.pt",

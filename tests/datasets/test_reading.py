@@ -9,7 +9,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image, ImageOps
 
 from datasets.reading import decode_image, decode_label, decode_photograph, decode_uint16, read_size
 from tests.datasets.classification_trees import encoded
@@ -372,3 +372,41 @@ def test_gray_photographs_of_other_formats_become_rgb(tmp_path):
     for name, image in {"a.tga": Image.merge("LA", [eight, eight]), "b.png": sixteen, "c.pgm": sixteen}.items():
         image.save(tmp_path / name)
         assert np.array_equal(decode_photograph(tmp_path / name), np.dstack([gray] * 3)), name
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
+def test_photographs_are_turned_as_viewers_show_them(suffix, tmp_path):
+    """A dataset's images are not: its labels match the stored pixels."""
+    path = tmp_path / f"a{suffix}"
+    image, exif = Image.fromarray(photograph()), Image.Exif()
+    image.save(path)
+    stored = decode_photograph(path)
+    for exif[0x0112] in range(1, 9):  # the EXIF orientation
+        image.save(path, exif=exif)
+        expected = Image.fromarray(stored)
+        expected.getexif().update(exif)
+        assert np.array_equal(decode_photograph(path), ImageOps.exif_transpose(expected)), dict(exif)
+        if suffix in (".jpg", ".png"):
+            assert np.array_equal(decode_image(path), stored)
+
+
+def test_no_program_is_started_for_an_image(tmp_path, monkeypatch):
+    """Pillow would run Ghostscript on a file with EPS content, whatever its name."""
+    for name in ("Ghostscript", "has_ghostscript"):
+        monkeypatch.setattr(EpsImagePlugin, name, lambda *_, **__: pytest.fail("Ghostscript was asked for"))
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.jpg", "EPS")
+    with pytest.raises(ValueError, match="photo.jpg: cannot be decoded as an image; expected AVIF, BMP, "):
+        decode_photograph(tmp_path / "photo.jpg")
+
+
+def test_photographs_cut_short_are_named(tmp_path):
+    image = Image.fromarray(photograph())
+    for suffix in (".bmp", ".gif", ".jp2", ".jpg", ".png", ".tif", ".webp"):
+        path = tmp_path / f"a{suffix}"
+        image.save(path)
+        data = path.read_bytes()
+        for share in (0, 0.01, 0.5, 0.95):
+            path.write_bytes(data[: int(share * len(data))])
+            with pytest.raises(ValueError) as error:
+                decode_photograph(path)
+            assert str(error.value).startswith(f"{path}: ") and "archive" not in str(error.value)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from datasets import index_classes, synthetic
-from scripts.browse_data import browse
 from scripts.verify_data import verify_data
 from tests import trees
 from tests.datasets import classification_trees
@@ -119,26 +118,6 @@ def test_official_numbers_depend_on_the_list_and_splits_may_be_chosen(tmp_path):
         numbers[lists] = {report.split: (report.images, report.official_images) for report in reports}
     assert numbers["challenge"] == {"test": (2, 40670), "train": (3, 40000)}
     assert numbers["full"] == {"test": (2, 40670), "train": (4, 118287)}
-
-
-@pytest.mark.parametrize(
-    "command, override, message",
-    [
-        ("verify_data", "splits=[train,foo]", r"splits=\['train', 'foo'\]: expected some of train, val"),
-        ("verify_data", "splits=[]", r"splits=\[\]: expected some of train, val"),
-        ("verify_data", "workers=-1", "workers=-1: expected 0 or more"),
-        ("verify_data", "+sampler.folder=x", "sampler.folder is not a configuration key"),
-        ("browse_data", "count=0", "count=0: expected a number above 0"),
-        ("browse_data", "epoch=-1", "epoch=-1: expected 0 or more"),
-        ("browse_data", "data.colour_jitter.hue=0.6", "colour_jitter.hue=0.6: expected 0 or more, at most 0.5"),
-        ("browse_data", "data.colour_jitter.contrast=-1", "colour_jitter.contrast=-1.0: expected 0 or more"),
-        ("browse_data", "data.train_split=test", "data.train_split=test"),
-    ],
-)
-def test_wrong_keys_of_the_commands_that_read_data_are_named(tmp_path, command, override, message):
-    run = {"verify_data": verify_data, "browse_data": browse}[command]
-    with pytest.raises(ValueError, match=message):
-        run(composed(command, override, *([f"out={tmp_path}"] if run is browse else [])))
 
 
 def test_a_file_that_blocks_its_reader_ends_the_command(tmp_path):
