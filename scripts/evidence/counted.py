@@ -1,8 +1,7 @@
-"""The tables of docs/memory.md and docs/originals.md, counted now and written by `scripts.evidence.documents`.
+"""The tables of docs/memory.md, counted now and written by `scripts.evidence.documents`.
 
-They show what each strategy of the paper's Figure 2 keeps in a BN + ACT + CONV block and in whole networks of the
-release; checkpointed blocks; the ranges in which activations can be inverted; and parameters. Whole networks run on
-fake tensors, which needs little time and memory.
+They show what each strategy of the paper's Figure 2 keeps in whole networks of the release; checkpointed blocks; and
+the ranges in which activations can be inverted. Networks run on fake tensors, which needs little time and memory.
 """
 
 import math
@@ -14,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from keepless import ABN, CheckpointedABN, InPlaceABN
 from keepless.fit.made_tensors import MadeTensors
 from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
-from keepless.saved import kept_bytes, saved_for_backward
+from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode
-from models import bodies
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.recomputation import RECOMPUTE, choose_recomputation
@@ -126,20 +124,6 @@ def _relative(value: int, stored: int) -> str:
     return f"{value:,} ({stored / value:.2f}x less)" if value < stored else f"{value:,} ({value / stored:.2f}x more)"
 
 
-def activation_bytes(norm: str) -> int:
-    """Bytes of the tensors with a value per pixel that BN + ACT + CONV keeps of 4x16x8x8 values."""
-    block = nn.Sequential(STRATEGIES[norm][2](16, backend="eager"), nn.Conv2d(16, 16, 1, bias=False))
-    recompute_activations(block, checkpointed_only=True)
-    x = torch.randn(4, 16, 8, 8, requires_grad=True)
-    _, saved = saved_for_backward(lambda: block(x * 1), block.parameters())
-    return sum(tensor.nbytes for tensor in saved if tensor.shape == x.shape)
-
-
-def strategies_cells() -> Cells:
-    kept = {letter: activation_bytes(norm) for norm, (letter, *_) in STRATEGIES.items()}
-    return {letter: [None, None, None, f"{own:,} bytes ({own / kept['a']:.2f})"] for letter, own in kept.items()}
-
-
 def ranges_cells() -> Cells:
     """The range of y that each activation's inverse can return."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -157,17 +141,3 @@ def _interval(bounds: tuple[float, float]) -> str:
     if math.isinf(low):
         return "everywhere"
     return f"y >= {low:.4g}" if math.isinf(high) else f"{low:.4g} … {high:.4g}"
-
-
-CIFAR = [f"{name}_cifar" for name in ("resnet32", "revnet38", "resnet110", "revnet110", "resnet164", "revnet164")]
-
-
-def parameters_cells() -> Cells:
-    """Millions of parameters, with the classes of CIFAR-10 (100), or of ImageNet."""
-    cells: Cells = {}
-    for name in (*CIFAR, "preact_resnet101", "revnet104"):
-        with torch.device("meta"):
-            networks = [getattr(bodies, name)(classes=classes) for classes in ((10, 100) if name in CIFAR else (1000,))]
-        counts = [f"{sum(p.numel() for p in network.parameters()) / 1e6:.2f}" for network in networks]
-        cells[name] = [None, " ".join([counts[0], *(f"({count})" for count in counts[1:])])]
-    return cells

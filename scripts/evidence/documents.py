@@ -25,7 +25,7 @@ from scripts.reports import papers
 from scripts.reports.frame import BLOCK, RESULTS, Benchmark, calls_text, with_blocks
 from scripts.reports.markdown import GIB, mib
 
-DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/originals", "docs/training")]
+DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/training")]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, networks, plan_table, reversible, training)]
 COMPARISONS = {  # of runs in a folder of docs/results: name of the block
@@ -113,11 +113,9 @@ def _scores(folder: str, runs: tuple[str, ...]) -> list[str]:
 
 CELLS: dict[str, Callable[[], Cells]] = {
     "results": results_cells,
-    "strategies": counted.strategies_cells,
     "bodies": counted.bodies_cells,
     "recomputation": counted.recomputation_cells,
     "ranges": counted.ranges_cells,
-    "parameters": counted.parameters_cells,
     "budgets": lambda: reversible.budgets_cells(record("reversible")),
     "switches": lambda: training.switches_cells(record("training")),
 }
