@@ -50,7 +50,7 @@ EXACT: dict[str, Any] = {"exact": True, "precisions": ["float64", "float32", "bf
 TABLE_3 = "table3/cityscapes_{}_inplace_fixed_batch"
 PARTS = {  # in the order in which they should be run
     "check": Part(check.BENCHMARK, [{}], {"processes": 1, "most": 2}),
-    "host": Part(layers.BENCHMARK, [CUDA | {"groups": [*HOST]}], TINY_LAYERS | {"groups": [*HOST]}),
+    "host": Part(layers.BENCHMARK, [CUDA | {"groups": [*HOST]}], TINY_LAYERS | {"groups": [*HOST], "backend": "eager"}),
     "exact": Part(networks.BENCHMARK, [CUDA | EXACT | {"images": 8, "image_size": 64}], TINY_NETWORKS | EXACT),
     "abn": Part(layers.BENCHMARK, [CUDA | {"rounds": 20}], TINY_LAYERS | {"groups": [*BLOCKS]}),
     "networks": Part(networks.BENCHMARK, [CUDA | {"rounds": 10}], TINY_NETWORKS),
