@@ -158,6 +158,8 @@ def strategies(arguments: LayersArguments, cell: Cell) -> tuple[list[Strategy], 
     else:
         if cell.dtype == "float32":
             chosen.append(Strategy(PACKAGE, released, "released", overwrites=True))
+        else:
+            left_out[PACKAGE] = f"does not compute in {cell.dtype}"
     return chosen, left_out
 
 
