@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -22,14 +22,6 @@ from datasets.text_files import parsed
 from engine.process.console import logger, printable, progress_bar
 from engine.process.output_files import opened_file, replace_file
 from engine.records.evaluated import Evaluated, without_nan
-
-
-class Places(Protocol):
-    """Paths of a run, as `engine.checkpoint.run_directory.RunDirectory` has them."""
-
-    path: Path
-    last: Path
-    best: Path
 
 
 class MetricsLogger:
@@ -206,10 +198,11 @@ class MetricsLogger:
         if self.run_dir is not None:
             self.tensorboard.add_figure(name, figure, step)
 
-    def summary(self, directory: Places, score_text: Callable[[float], str], evaluate: str) -> str:
+    def summary(self, last_file: Path, best_file: Path, score_text: Callable[[float], str], evaluate: str) -> str:
         """The run's cost, its files, and the next commands, one per line.
 
-        `score_text` formats a score; `evaluate` is the command that evaluates the last checkpoint.
+        `last_file`, `best_file`: its checkpoints. `score_text` formats a score; `evaluate` is the command that
+        evaluates the last checkpoint.
         """
         speed, seconds = "", self.all["seconds"]
         if seconds:
@@ -219,16 +212,14 @@ class MetricsLogger:
         took = f"{self.all['steps']} steps in {timedelta(seconds=round(seconds))}{speed}{memory}"
         last = max(self.scores)
         best = self.best_step
-        gone = "" if directory.best.is_file() else " (gone)"
+        run_dir, gone = last_file.parents[1], "" if best_file.is_file() else " (gone)"
         lines = {
-            "run": str(directory.path),
+            "run": str(run_dir),
             "training": f"{took}, {self.skipped} images skipped",
-            "last": f"{directory.last}, step {last}, {score_text(self.scores[last])}",
-            "best": f"{directory.best}{gone}, step {best}, {score_text(self.best_score)}"
-            if best is not None
-            else "none",
+            "last": f"{last_file}, step {last}, {score_text(self.scores[last])}",
+            "best": f"{best_file}{gone}, step {best}, {score_text(self.best_score)}" if best is not None else "none",
             "evaluate": evaluate,
-            "curves": shlex.join(["tensorboard", "--logdir", str(directory.path / "tensorboard")]),
+            "curves": shlex.join(["tensorboard", "--logdir", str(run_dir / "tensorboard")]),
         }
         return "\n".join(f"{name:<9} {line}" for name, line in lines.items())
 

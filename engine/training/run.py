@@ -176,7 +176,8 @@ class Run(Generic[Config, Split]):
         of = f" on {images} of {whole} images" if images < whole else ""
         print_results(self.console, evaluated, f"{self.val_set.name} {self.val_set.split}, last checkpoint{of}")
         evaluate = self.config.evaluation_command(self.directory.last)
-        summary = self.metrics.summary(self.directory, lambda score: self.config.score_text(score) + of, evaluate)
+        last, best = self.directory.last, self.directory.best
+        summary = self.metrics.summary(last, best, lambda score: self.config.score_text(score) + of, evaluate)
         self.console.print(summary, soft_wrap=True)
         logger.debug(summary)
         return results

@@ -44,7 +44,8 @@ def evaluated(**scores) -> Evaluated:
 def summary_of(running: MetricsLogger, directory: RunDirectory) -> list[str]:
     """The lines of a segmentation run's summary."""
     config = run_config()
-    return running.summary(directory, config.score_text, config.evaluation_command(directory.last)).splitlines()
+    evaluate = config.evaluation_command(directory.last)
+    return running.summary(directory.last, directory.best, config.score_text, evaluate).splitlines()
 
 
 def records(run_dir) -> list[dict]:
@@ -119,7 +120,7 @@ def test_skipped_images_and_loss_scale_are_recorded_where_there_are_any(tmp_path
                 running.skips(3 if step == start_step + 2 else 0, [])
                 running.training(step, 0.0, 0.1, 1.0, loss_scale=2.0**step)
             running.evaluation(start_step + 2, 0.0, evaluated())
-            assert f"{before + 3} images skipped" in running.summary(RunDirectory(str(tmp_path)), str, None)
+            assert f"{before + 3} images skipped" in summary_of(running, RunDirectory(str(tmp_path)))[1]
     Data(max_skipped=6).check_skipped(running.skipped)  # of the whole run
     with pytest.raises(ValueError, match="6 training images could not be read, more than data.max_skipped=5"):
         Data(max_skipped=5).check_skipped(running.skipped)
@@ -163,7 +164,9 @@ def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
         values = {"lr": 0.1, "peak_memory_mib": 64.0, "loss": 2.0, "gradient_norm": 3.5, "images_per_second": 4.0}
         assert records(tmp_path) == [{"kind": "train", "step": 2, "epoch": 0.5, **values, "data_wait_s": [0.75]}]
         running.evaluation(2, 0.5, evaluated())
-        assert "4.0 images/s, 38 % of it waiting for data" in running.summary(RunDirectory(str(tmp_path)), str, None)
+        assert "4.0 images/s, 38 % of it waiting for data" in "\n".join(
+            summary_of(running, RunDirectory(str(tmp_path)))
+        )
 
 
 def test_waits_are_recorded_for_each_rank(tmp_path):
