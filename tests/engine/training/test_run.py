@@ -1,8 +1,5 @@
 """Runs of any task: what is refused."""
 
-import threading
-from unittest.mock import Mock
-
 import pytest
 
 import train_imagenet
@@ -39,15 +36,3 @@ def test_minibatches_that_begin_again_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(assemble.classification, "order_of", lambda *arguments: order_of(*arguments[:3]))
     with pytest.raises(AssertionError, match="begin after run.start_step"):
         train(f"run_dir={tmp_path}", "resume=auto")
-
-
-def test_a_run_that_cannot_begin_leaves_neither_folder_nor_writer(tmp_path, monkeypatch):
-    """TensorBoard's thread would print tracebacks about the folder that is gone."""
-    monkeypatch.setattr(assemble, "classified_crops", Mock(side_effect=ValueError("no crops")))
-    before = {*threading.enumerate()}
-    with pytest.raises(ValueError, match="^no crops$"):
-        train(f"run_dir={tmp_path / 'run'}")
-    assert list(tmp_path.iterdir()) == []
-    assert [
-        thread for thread in threading.enumerate() if "Writer" in type(thread).__name__ and thread not in before
-    ] == []
