@@ -7,7 +7,6 @@ Imports only torch, and triton if installed.
 from .version import __version__  # refuses a PyTorch that is too old, before anything else is imported
 
 # isort: split
-from .budget.budget import plan
 from .conversion.convert import to_inplace, to_standard
 from .fit.fit import fit
 from .health import Extreme, layer_health
@@ -16,6 +15,7 @@ from .norms.abn import ABN
 from .norms.checkpointed_abn import CheckpointedABN
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.statistics import renew_statistics
+from .recompute.plans import plan
 from .recompute_activations import (
     recompute_activations,
     recomputing,

@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .budget.budget import Budget, arguments_of, checked
-from .budget.plans import Plans
-from .budget.trace import StepTrace
 from .inputs import Network, check_has_forward, check_module, tensors_in
+from .recompute.plans import Budget, Plans, arguments_of, checked
 from .recompute.recording import Recording, is_ours, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
-from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, in_transform, is_compiled
+from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level
 
 
 def recompute_activations(
@@ -233,8 +231,8 @@ class _Hooks:
             if recording is not None:
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
-                trace = recording.policy.trace
-                if isinstance(trace, StepTrace):
+                trace = None if recording.policy is None else recording.policy.trace
+                if trace is not None:
                     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
                     raised = output is None and sys.exc_info()[0] is not None
                     if not outputs and trace.saved and not raised:
@@ -250,7 +248,9 @@ class _Hooks:
 
 def _can_record() -> bool:
     """Whether gradients are recorded, hooks are allowed, and no recording sees the calls already."""
-    allowed = torch.is_grad_enabled() and hooks_are_allowed() and not (in_transform() or torch.jit.is_tracing())
+    allowed = (
+        torch.is_grad_enabled() and hooks_are_allowed() and transform_level() is None and not torch.jit.is_tracing()
+    )
     return allowed and not torch.compiler.is_compiling() and not _is_recorded()
 
 

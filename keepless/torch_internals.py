@@ -65,8 +65,8 @@ try:
     # Whether `__torch_function__` of tensor subclasses is enabled.
     subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
     without_dispatch_modes = torch._C._DisableTorchDispatch
-    # The level of functorch's transforms, such as `torch.vmap`; and the tensors that they wrap.
-    _transform_level = torch._C._functorch.maybe_current_level
+    # The level of functorch's transforms, such as `torch.vmap`, in which functions see wrapped tensors; None outside.
+    transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
     _is_wrapped, _unwrapped = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.get_unwrapped
     # Autograd numbers the nodes of a thread in the order in which they are made.
     next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
@@ -107,11 +107,6 @@ def profiler_runs() -> bool:
     profiler = torch.autograd.profiler
     steps = getattr(getattr(profiler, "KinetoStepTracker", None), "_step_dict", ())
     return getattr(profiler, "_is_profiler_enabled", False) or "ProfilerStep" in steps
-
-
-def in_transform() -> bool:
-    """Whether a transform of functorch runs, such as `torch.vmap`: functions then see wrapped tensors."""
-    return _transform_level() is not None
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from keepless.torch_internals import in_transform
+from keepless.torch_internals import transform_level
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -35,7 +35,7 @@ class MaxPool2d(nn.MaxPool2d):
             return super().forward(x)
         if torch.compiler.is_compiling():  # Inductor keeps a byte itself
             return super().forward(x)
-        if x.device.type not in ("cpu", "cuda") or torch.jit.is_tracing() or in_transform():
+        if x.device.type not in ("cpu", "cuda") or torch.jit.is_tracing() or transform_level() is not None:
             return super().forward(x)
         return _pooled(x, self.kernel_size, self.stride, self.padding)
 

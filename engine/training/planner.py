@@ -34,9 +34,9 @@ from engine.training.learner import Learner
 from engine.training.loop import Loss
 from engine.training.setup import learner_of
 from engine.training.trace import FakeTensors, Trace, begun, traced
-from keepless.budget.budget import plan
 from keepless.fit.made_tensors import MadeTensors
 from keepless.fit.sizes import largest
+from keepless.recompute.plans import plan
 from keepless.saved import size_text
 
 Config = TypeVar("Config", bound=TrainingRun)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from ..budget.costs import seconds_for
-from ..budget.traced_step import backward_starts
 from ..inputs import tensors_in
+from ..recompute.costs import seconds_for
+from ..recompute.rehearsal import backward_starts
 from ..torch_internals import OpOverload
 from .made_tensors import MadeTensors
 

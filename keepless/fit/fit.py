@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..budget.budget import arguments_of
-from ..budget.costs import stood_for
-from ..budget.fakes import on_fakes
 from ..inputs import check_has_forward, check_module
+from ..recompute.costs import stood_for
+from ..recompute.plans import arguments_of
+from ..recompute.rehearsal import on_fakes
 from ..saved import size_text
 from ..torch_internals import ASKS_FOR_VALUES
 from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors

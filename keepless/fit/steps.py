@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..budget.execution import ByPlan
-from ..budget.search import Choice, frontier
-from ..budget.traced_step import traced_step
 from ..inputs import tensors_in
+from ..recompute.recipes import ByPlan
 from ..recompute.recording import Recording
+from ..recompute.rehearsal import traced_step
+from ..recompute.search import Choice, frontier
 from .counted import Counted, counted, repeated_blocks
 from .device import optimizer_bytes
 from .made_tensors import bytes_of_tensors

@@ -12,12 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..inputs import tensors_in
 from ..norms.bn_act import norm_and_activation
-from ..torch_internals import OpOverload, OpOverloadPacket, declared_results, written_arguments
+from ..saved import Kept, is_ordinary
+from ..torch_internals import (
+    FakeTensor,
+    OpOverload,
+    OpOverloadPacket,
+    address,
+    declared_results,
+    next_node_number,
+    node_number,
+    written_arguments,
+)
 from . import rules
-from .overwriting import overloads_of, writes
-from .rules import Function, Rule
+from .rules import Function, Rule, overloads_of, writes
 from .signs import Positive, positive, positive_or_nan
+from .values import Saved, Value
 
 Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
@@ -31,7 +42,8 @@ class Row(NamedTuple):
 
     again: Rule | None = None  # how to repeat its calls
     is_slow: bool = False  # its calls are repeated only where a plan says so
-    inside: Rule | None = None  # how to repeat a call, by a plan, for all that it saves inside
+    inside: bool = False  # a plan may also compute again what its calls save inside: `again` gives that too, unless
+    mask: Rule | None = None  # there is this, which draws the mask that the result follows from
     positive: Positive | None = None  # its gradient only asks which values of the saved tensor are positive
     result_serves: Question | None = None  # whether a call saves its argument although its result would do
     reads_shape_only: Question | None = None  # whether a call saves its input although the gradient needs no values
@@ -70,7 +82,7 @@ def learn(operator: OpOverload | OpOverloadPacket) -> None:
     overloads = overloads_of(operator)
     if overloads and all(map(_declares_one_new_tensor, overloads)):
         again = rules.random_again(operator)
-        _add([operator], again=again, is_slow=True, inside=again, draws=_always)
+        _add([operator], again=again, is_slow=True, inside=True, draws=_always)
 
 
 def _declares_one_new_tensor(overload: OpOverload) -> bool:
@@ -190,7 +202,7 @@ _add_each(rules.made, [torch.rsub, torch.where, Tensor.where, torch.mean, Tensor
 _add_each(rules.made, [*_named("layer_norm group_norm rms_norm", F), *_named("layer_norm group_norm rms_norm", torch)])
 _add([F.batch_norm], again=rules.batch_norm, reads_shape_only=_is_frozen_norm)
 _add([F.instance_norm], again=rules.instance_norm)
-_add([norm_and_activation], again=rules.layer, is_slow=True, inside=rules.layer)
+_add([norm_and_activation], again=rules.layer, is_slow=True, inside=True)
 
 # Copies, views and casts
 _add_each(rules.repeated, [*_named("clone reshape flatten roll", torch, Tensor), Tensor.contiguous])
@@ -216,7 +228,7 @@ _add_each(rules.made, [F.grid_sample], is_slow=True)
 # Random numbers
 _add([F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d], again=rules.dropout)
 for _function in (F.dropout, torch.dropout):
-    _add([_function], inside=rules.mask(_function), draws=_always)
+    _add([_function], inside=True, mask=rules.mask(_function), draws=_always)
 _add([F.dropout], saves_nothing=_drops_nothing)
 _add_each(rules.random_again, [torch.bernoulli], is_slow=True, draws=_always)
 
@@ -230,8 +242,87 @@ _add(
     [F.scaled_dot_product_attention],
     again=rules.attention,
     is_slow=True,
-    inside=rules.attention,
+    inside=True,
     draws=rules.drops_weights,
 )
-_cross_entropy = rules.made(F.cross_entropy)
-_add([F.cross_entropy], again=_cross_entropy, is_slow=True, inside=_cross_entropy)
+_add_each(rules.made, [F.cross_entropy], is_slow=True, inside=True)
+
+
+class RandomState:
+    """State of a generator (CPU: 5 KB, CUDA: 16 bytes) before a call, which can then draw the same numbers again."""
+
+    __slots__ = ("generator", "state")
+
+    def __init__(self, generator: torch.Generator):
+        self.generator, self.state = generator, generator.get_state()
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function with these random numbers. The generator's present state stays as it is."""
+        present = self.generator.get_state()
+        self.generator.set_state(self.state)
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.generator.set_state(present)
+
+
+def random_state(like: Tensor) -> RandomState | None:
+    """The state of the generator of a tensor's device; None for devices whose generator is not known."""
+    if like.is_cuda and not isinstance(like, FakeTensor):
+        return RandomState(torch.cuda.default_generators[like.device.index])
+    return RandomState(torch.default_generator) if like.is_cpu or isinstance(like, FakeTensor) else None
+
+
+class Inside(NamedTuple):
+    """A tensor that a running call saves, and has made itself."""
+
+    value: Value
+    number: int  # among the tensors that the call saves
+    is_base: bool  # the saved tensor is a view of it
+
+
+class Call:
+    """The running call of a function, and the tensors that autograd has saved in it."""
+
+    overwrites = False  # an argument
+    before: Value | None = None  # value of the first argument, if the call overwrites it
+    replaceable: tuple[Saved, ...] = ()  # saved arguments that the result can stand for
+    parameters: tuple[tuple[Tensor, Kept], ...] = ()  # leaves saved without a `Value`
+    unsettled: tuple[tuple[Value, Tensor], ...] = ()  # kept, but not yet given to the outer hooks (rule 10)
+    saves = 0  # number of tensors saved so far
+    inside: tuple[Inside, ...] = ()  # tensors saved inside the call, which it may have made itself
+    random: RandomState | None = None  # state of the generator before the call, if it may be needed
+
+    def __init__(self, function: Callable[..., Any], row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.function, self.row, self.args, self.kwargs = function, row, args, kwargs
+        self.arguments = (*args, *kwargs.values()) if kwargs else args
+        self.first_node = next_node_number()
+
+    def note_random(self) -> None:
+        """Note the state of the generator, if the call is going to draw from it."""
+        draws = self.row.draws
+        if draws is not None and draws(self.args, self.kwargs) and (given := tensors_in(self.arguments)):
+            self.random = random_state(given[0])
+
+    def has_made(self, base: Tensor) -> bool:
+        """Whether the memory of a result, which is a view of `base`, is new. Not told of calls that overwrite."""
+        node = base.grad_fn
+        if self.overwrites or node is None or node_number(node) < self.first_node:
+            return False
+        memory = address(base.untyped_storage())  # a tensor of another thread may have a later node
+        given = filter(is_ordinary, tensors_in(self.arguments))
+        return all(address(tensor.untyped_storage()) != memory for tensor in given)
+
+    def room(self, result: Tensor) -> int:
+        """Bytes that computing the call again can free."""
+        return result.nbytes + (sum(part.value.bytes for part in self.inside) if self.inside else 0)
+
+    def reads_shape_only(self) -> bool:
+        """Whether the call saves its input although the gradient needs no values of it."""
+        asks = self.row.reads_shape_only
+        return asks is not None and asks(self.args, self.kwargs)
+
+    def result_serves(self) -> bool:
+        """Whether the call saves its argument although its result would do."""
+        asks = self.row.result_serves
+        return asks is not None and asks(self.args, self.kwargs)

@@ -2,8 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Sequence
-from typing import Any, Protocol
+from collections.abc import Container, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,49 +18,17 @@ from ..torch_internals import (
     node_number,
     packed_by_function,
 )
-from .calls import Call, Inside
+from .functions import Call, Inside
 from .report import Log
 from .rules import normalised
-from .values import Again, Memory, Recipe, Saved, SavedView, ShapeOnly, Value, saved_value, unread_bytes
+from .signs import ShapeOnly
+from .trace import StepTrace
+from .values import Again, Memory, Recipe, Saved, Value, saved_value, unread_bytes
 
 _FEW = 2**12  # entries of a tensor that a recipe may as well copy; by a plan, vectors of as many (an LSTM's) count
 _COPIES_ARE_WORTH = 4  # by a plan: of a projection to queries, keys and values, say, which may be computed again itself
-_NODES = frozenset(["BatchNormActivationBackward", "SyncBatchNormBackward"]) | {
-    f"{name}Backward0" for name in ("ToCopy", "Clone", "UnsafeView")
-}
-
-
-class Trace(Protocol):
-    """Sees what a recording does: see `StepTrace`, which traces a step for a budget."""
-
-    unseen: str  # what hides calls from it, such as a checkpoint; empty if nothing does
-
-    def run(self, call: Call, is_made: Callable[[Tensor], bool]) -> Any:
-        """Run a call and measure it."""
-
-    def ended(self, result: Any) -> None:
-        """A call has ended, and its result has a value."""
-
-    def holds_for(self, kept: Kept, tensor: Tensor) -> None:
-        """Autograd saves a tensor that has no value."""
-
-    def keeps(self, value: Value, tensor: Tensor) -> None: ...
-
-    def follows(self, value: Value, tensor: Tensor) -> None:
-        """A value got a recipe that no call gave it: see `KnownValues.value_of`."""
-
-    def moves(self, value: Value, copy: Tensor) -> None: ...
-
-    def overwrites(self, value: Value, tensor: Tensor) -> bool:
-        """A call has overwritten a tensor of this value. Returns whether the value can still be computed again."""
-
-    def saves(self, saved: Saved | ShapeOnly, tensor: Tensor, in_call: bool) -> None:
-        """Autograd saves a tensor, in a call or by itself."""
-
-    def forward_ends(self) -> None: ...
-
-    def unpack(self, saved: Any) -> Tensor:
-        """The unpack hook."""
+_COPYING = frozenset(["ToCopyBackward0", "CloneBackward0"])
+_NODES = _COPYING | {"BatchNormActivationBackward", "SyncBatchNormBackward", "UnsafeViewBackward0"}
 
 
 class _Entry(weakref.ref[Tensor]):
@@ -92,7 +60,7 @@ class KnownValues:
         outer: Hooks | None,
         copy_parameters: bool,
         planned: Container[int] | None,
-        trace: Trace | None,
+        trace: StepTrace | None,
     ):
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
@@ -128,15 +96,13 @@ class KnownValues:
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
-        if (value := self.find(tensor)) is None:
-            if tensor.is_leaf:
-                return None
+        value = self.find(tensor)
+        if value is None and not tensor.is_leaf:
             if self.late and self.is_late(tensor):
-                return self.keep(tensor)
-            if (found := self._by_node(tensor)) is None:
-                return None
-            value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
-        if self.trace is not None and value.number < 0 and isinstance(value.source, Recipe):
+                value = self.keep(tensor)
+            elif (found := self._followed(tensor)) is not None:
+                value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
+        if self.trace is not None and value is not None and value.number < 0 and isinstance(value.source, Recipe):
             self.trace.follows(value, tensor)
         return value
 
@@ -194,65 +160,70 @@ class KnownValues:
         storage = tensor.untyped_storage()
         return self.memories.get(storage) or self.memories.put(storage, Memory())
 
-    def _by_node(self, tensor: Tensor) -> Again | Value | None:
-        """How to recover a tensor from its autograd node, or the value of another tensor that equals it."""
+    def _followed(self, tensor: Tensor) -> Again | Value | None:
+        """How to recover a tensor that no call has given, or the value of another tensor that equals it."""
         node: Any = tensor.grad_fn
         name, is_view = type(node).__name__, tensor._is_view()
+        found: Again | Value | None = None
         if not (is_view or name in _NODES) or not self.is_made(tensor):
-            return None
-        if is_view:
-            base = tensor._base
-            if base is None or (form := form_of(tensor, base)) is None or (value := self.value_of(base)) is None:
-                return None
-            return Again(view, (value, *form))
-        packed = packed_by_function(node) if is_node(node) or is_synchronised_norm(node) else ()
-        if is_node(node):
-            if not node.strategy.recompute_output or tensor._version != node.output_version:
-                return None
-            return Again(_checkpointed_output, (node, saved_value(packed[0]) if packed else None))
-        if tensor._version:
-            return None
-        if packed:
-            return self._of_synchronised_norm(node, packed)
-        if self.call is not None and name in ("ToCopyBackward0", "CloneBackward0"):
-            return self._of_copied_argument(tensor, node, self.call)
-        if self.call is not None and name == "UnsafeViewBackward0":
-            return self._of_reshaped_argument(tensor, node, self.call)
-        return None
+            pass
+        elif is_view:
+            found = self._of_base(tensor)
+        elif is_node(node):
+            if node.strategy.recompute_output and tensor._version == node.output_version:
+                packed = packed_by_function(node)
+                found = Again(_checkpointed_output, (node, saved_value(packed[0]) if packed else None))
+        elif tensor._version == 0:
+            if is_synchronised_norm(node):
+                found = self._of_synchronised_norm(node, packed_by_function(node))
+            elif self.call is not None:
+                found = self._of_copied_argument(tensor, node, self.call)
+        return found
+
+    def _of_base(self, tensor: Tensor) -> Again | None:
+        base = tensor._base
+        form = None if base is None else form_of(tensor, base)
+        value = None if base is None or form is None else self.value_of(base)
+        return None if value is None or form is None else Again(view, (value, *form))
 
     def _of_synchronised_norm(self, node: Any, packed: tuple[Any, ...]) -> Again | None:
         """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""
         x, weight, mean, invstd, *_ = map(saved_value, packed)
-        if not all(isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)):
-            return None
         bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
-        return None if bias is None else Again(normalised, (x, mean, invstd, weight, self.lend(bias)), fresh=True)
+        if bias is None or not all(isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)):
+            return None
+        return Again(normalised, (x, mean, invstd, weight, self.lend(bias)), fresh=True)
 
     def _of_copied_argument(self, tensor: Tensor, node: Any, call: Call) -> Again | Value | None:
-        """A copy of an argument, made inside the running call: by autocast, or by `silu_` before it overwrites it."""
-        argument = _argument_copied_by(node, call)
-        if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
+        """A copy of an argument, made inside the running call: cast by autocast, reshaped by matrix products, or made
+        by `silu_` before it overwrites it.
+        """
+        is_reshaped = type(node).__name__ == "UnsafeViewBackward0"
+        copying = node.next_functions[0][0] if is_reshaped else node
+        argument = _argument_copied_by(copying, call) if type(copying).__name__ in _COPYING else None
+        if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:
             return None
         value = self._smaller_value_of(argument, tensor)
+        found: Again | Value | None
         if argument.dtype != tensor.dtype:
-            return None if value is None else Again(Tensor.to, (value, tensor.dtype))
-        if value is None or (not value.unread and value.reads_storage(address(argument.untyped_storage()))):
-            return self.remember(argument, self.keep(tensor))
-        if value.unread:  # keep the copy instead
-            value.source, value.storage = Kept(tensor, None), address(tensor.untyped_storage())
-            self.memory_of(tensor).values.append(weakref.ref(value))
-        if self.trace is not None:
-            self.trace.moves(value, tensor)
-        return value
+            found = None if value is None or is_reshaped else Again(Tensor.to, (value, tensor.dtype))
+        elif is_reshaped:
+            found = None if value is None else Again(Tensor.reshape, (value, tensor.shape))
+        else:
+            found = self._kept_in_copy(value, argument, tensor)
+        return found
 
-    def _of_reshaped_argument(self, tensor: Tensor, node: Any, call: Call) -> Again | None:
-        """A contiguous, reshaped copy of an argument, made inside the running call, as matrix products do."""
-        copy = node.next_functions[0][0]
-        argument = _argument_copied_by(copy, call) if type(copy).__name__ == "CloneBackward0" else None
-        if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
-            return None
-        value = self._smaller_value_of(argument, tensor)
-        return None if value is None else Again(Tensor.reshape, (value, tensor.shape))
+    def _kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Value:
+        """The value of an argument, kept in its copy instead, if nothing else keeps it."""
+        if value is None or (not value.unread and value.reads_storage(address(argument.untyped_storage()))):
+            value = self.remember(argument, self.keep(copy))
+        else:
+            if value.unread:
+                value.source, value.storage = Kept(copy, None), address(copy.untyped_storage())
+                self.memory_of(copy).values.append(weakref.ref(value))
+            if self.trace is not None:
+                self.trace.moves(value, copy)
+        return value
 
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
         """The value of an argument, if keeping it takes no more bytes than its copy (by a plan: a few times more)."""
@@ -261,96 +232,73 @@ class KnownValues:
         return None if value is None or unread_bytes([value]) > most else value
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
-        """Return the object that autograd saves in place of a tensor."""
-        call = self.call
+        """Return the object that autograd saves in place of a tensor: as it is, its shape alone, or its value."""
+        call, trace = self.call, self.trace
+        saved: Saved | Kept | ShapeOnly
         if call is not None:
             call.saves += 1
-        if self.outer is None:  # the quick way, for the many vectors, parameters, and views of these
-            if not tensor.is_leaf:
-                is_simple = isinstance(tensor._base, nn.Parameter)
-            elif tensor.dim() < 2 and tensor.numel() < self.short:
-                is_simple = True
-            else:
-                is_simple = isinstance(tensor, nn.Parameter) or (  # or statistics of a layer norm's rows, say
-                    self.trace is None and tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
-                )
-            if is_simple:
-                kept = Kept(tensor, None)
-                if call is not None and tensor.requires_grad:
-                    call.parameters += ((tensor, kept),)
-                elif self.trace is not None:
-                    self.trace.holds_for(kept, tensor)
-                return kept
-        if not is_ordinary(tensor):
-            kept = Kept(tensor, self.outer)
-            self.log.keep_other(kept, tensor, None if call is None else call.function)
-            return kept
-        value = self.find(tensor)
-        if call is not None and (packed := self._without_value(tensor, value, call)) is not None:
-            return packed
-        if value is None:
-            value = self.value_of(tensor) or self._keep_with_base(tensor)
+        if tensor.is_leaf:  # many are vectors, parameters, and views of these
+            is_simple = (tensor.dim() < 2 and tensor.numel() < self.short) or isinstance(tensor, nn.Parameter)
+            if not is_simple and trace is None:  # nor statistics of a layer norm's rows
+                is_simple = tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
+        else:
+            is_simple = isinstance(tensor._base, nn.Parameter)
+        if is_simple and self.outer is None:
+            saved = Kept(tensor, None)
+            if call is not None and tensor.requires_grad:
+                call.parameters += ((tensor, saved),)
+            elif trace is not None:
+                trace.holds_for(saved, tensor)
+        elif not is_ordinary(tensor):
+            saved = Kept(tensor, self.outer)
+            self.log.keep_other(saved, tensor)
+        elif call is not None and call.row.reads_shape_only and tensor.requires_grad and call.reads_shape_only():
+            saved = ShapeOnly(tensor)
+            if trace is not None:
+                trace.saves(saved, tensor, True)
+        elif call is not None and self.late and self._is_planned(tensor, call):
+            saved = Kept(tensor, None)
+            self.log.keep(saved, tensor)
+        else:
+            saved = self._saved(tensor, call)
+        return saved
+
+    def _is_planned(self, tensor: Tensor, call: Call) -> bool:
+        """Whether a plan keeps a tensor that nothing has read so far, and the call needs all of it."""
+        needs_all = (
+            call.row.positive is None and call.row.result_serves is None and self.outer is None and self.trace is None
+        )
+        return needs_all and self.is_late(tensor) and self.find(tensor) is None
+
+    def _saved(self, tensor: Tensor, call: Call | None) -> Saved:
+        """Autograd saves the value of a tensor."""
+        value = self.value_of(tensor) or self._keep_with_base(tensor)
         if not value.readers and value.unread:
-            self.note_need(value, tensor)
+            self.log.keep(value, tensor)
         saved = Saved(value, self.memory_of(tensor))
-        if call is not None:
-            positive, result_serves = call.row.positive, call.row.result_serves
-            if (
-                result_serves is not None
-                and (self.by_plan or isinstance(value.source, Recipe))
-                and call.answers(result_serves)
-            ):
-                call.replaceable += (saved,)
-            elif positive is not None and value.positive in (None, positive):
-                saved.reads_signs, value.positive = True, positive
-                value.sign_readers += 1
-                self.signs.append(weakref.ref(value))
+        positive = None if call is None else call.row.positive
+        is_replaceable = call is not None and call.row.result_serves is not None and call.result_serves()
+        if call is not None and is_replaceable and (self.by_plan or isinstance(value.source, Recipe)):
+            call.replaceable += (saved,)
+        elif positive is not None and value.positive in (None, positive):
+            saved.reads_signs, value.positive = True, positive
+            value.sign_readers += 1
+            self.signs.append(weakref.ref(value))
         if self.trace is not None:
             self.trace.saves(saved, tensor, call is not None)
         return saved
 
-    def _without_value(self, tensor: Tensor, value: Value | None, call: Call) -> ShapeOnly | Kept | SavedView | None:
-        """The object for a tensor of which the call needs the shape alone, or that needs no value of its own."""
-        row = call.row
-        if (asks := row.reads_shape_only) is not None and tensor.requires_grad and call.answers(asks):
-            shape = ShapeOnly(tensor)
-            if self.trace is not None:
-                self.trace.saves(shape, tensor, True)
-            return shape
-        may_do_with_less = row.positive is not None or row.result_serves is not None
-        if value is not None or may_do_with_less or self.outer is not None or self.trace is not None:
-            return None
-        if self.late and self.is_late(tensor):
-            kept = Kept(tensor, None)
-            self.log.keep(kept, tensor, call.function)
-            return kept
-        base = tensor._base  # of a view that the call itself has made, say, so that no recipe reads it
-        if base is None or (form := form_of(tensor, base)) is None or (of_base := self.value_of(base)) is None:
-            return None
-        if not of_base.readers and of_base.unread:
-            self.note_need(of_base, base)
-        return SavedView(of_base, self.memory_of(tensor), form)
-
     def _keep_with_base(self, tensor: Tensor) -> Value:
         """Keep a tensor; if it is a view of all of its base, keep the base, so that its other views follow too."""
-        base = tensor._base
-        if base is not None and base.numel() == tensor.numel() and self.is_made(base):
-            self._keep_itself(base, True)
-            if (value := self.value_of(tensor)) is not None:
-                return value
-        return self._keep_itself(tensor, False)
-
-    def _keep_itself(self, tensor: Tensor, is_base: bool) -> Value:
-        value, call = self.keep(tensor), self.call
+        base, call = tensor._base, self.call
+        is_base = base is not None and base.numel() == tensor.numel() and self.is_made(base)
+        kept = base if base is not None and is_base else tensor
+        value = self.keep(kept)
         if is_base:
-            self.note_need(value, tensor)
-        if call is not None and call.row.inside is not None:
+            self.log.keep(value, kept)
+        if call is not None and call.row.inside:
             call.inside += (Inside(value, call.saves - 1, is_base),)
-        return value
-
-    def note_need(self, value: Value, tensor: Tensor) -> None:
-        """Log a kept value when it gets its first reader."""
-        self.log.keep(value, tensor, None if self.call is None else self.call.function)
+        return value if not is_base else self.value_of(tensor) or self.keep(tensor)
 
     def settle_gone(self) -> None:
         """Forget tensors that have been freed, and settle their values that are read for signs: see `Value.settle`."""
@@ -360,7 +308,8 @@ class KnownValues:
                 del self.entries[entry.key]
                 if entry.value.sign_readers:
                     self.gone.append(entry.value)
-        self.gone = [value for value in self.gone if not value.settle(self.outer)]
+        if self.gone:
+            self.gone = [value for value in self.gone if not value.settle(self.outer)]
 
     def note_made(self, call: Call, result: object) -> None:
         """Note the memory of results that a call has made without gradient, e.g. of masks."""

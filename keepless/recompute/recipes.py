@@ -1,15 +1,23 @@
-"""Recipes for the results of calls: how to repeat a call from what is kept, or may be kept for it."""
+"""What becomes of the result of a call: a recipe that repeats the call from what is kept, or a kept tensor."""
 
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
-from ..saved import Kept, copied, is_ordinary
-from ..torch_internals import address
-from .calls import Call
+from ..saved import Kept, copied, is_ordinary, laid_out
+from ..torch_internals import address, node_number
+from .functions import Call, Inside
 from .known_values import KnownValues
+from .report import KeptTensor, Log
 from .rules import NotFollowed, Rule
+from .step import Flag, Plan
+from .trace import StepTrace
 from .values import Again, Recipe, Value, unread_bytes
 
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
@@ -79,7 +87,7 @@ def _available(known: KnownValues, tensor: Tensor, call: Call, result: Tensor) -
         if known.is_made(tensor) or (is_large and known.has_made(tensor)):
             value = known.keep(tensor)
     if value is not None and value.unread:
-        known.note_need(value, tensor)
+        known.log.keep(value, tensor)
     return value
 
 
@@ -105,7 +113,7 @@ def _lent(known: KnownValues, tensor: Tensor, is_small: bool) -> tuple[Value | K
         return value, value.bytes
     lent = known.lend(tensor)
     if isinstance(lent, Value) and lent.unread:
-        known.note_need(lent, tensor)
+        known.log.keep(lent, tensor)
     return lent, size
 
 
@@ -117,9 +125,12 @@ def _copy(known: KnownValues, tensor: Tensor) -> Value:
     return value
 
 
-def follow(known: KnownValues, again: Again, call: Call, result: Tensor) -> Value | None:
-    """Give the result of a call a recipe, and return its value; None if the chain of recipes would be too long."""
-    recipe = Recipe(again, result)
+def follow(known: KnownValues, again: Again, call: Call, result: Tensor, whole: bool = False) -> Value | None:
+    """Give the result of a call a recipe, and return its value; None if the chain of recipes would be too long.
+
+    `whole`: the recipe also gives what the call has saved inside.
+    """
+    recipe = _of_inside(again, call, result) if whole else Recipe(again, result)
     if recipe.depth > _LONGEST and not known.by_plan:  # recipes are computed without recursion
         return None
     own = known.find(result)
@@ -127,6 +138,8 @@ def follow(known: KnownValues, again: Again, call: Call, result: Tensor) -> Valu
         own = known.remember(result, Value(recipe))
     else:  # the call has saved its own result
         own.become(recipe)
+    if whole:
+        recipe.outputs.append(weakref.ref(own))
     for saved in call.replaceable:
         saved.read_instead(own)
     if result._base is not None:
@@ -158,5 +171,219 @@ def leave_own_inside(call: Call, result: Tensor) -> None:
     )
 
 
+def draw_inside(again: Again, call: Call) -> None:
+    """Give what a call has saved inside a recipe of its own, such as a dropout's mask."""
+    _of_inside(again, call, None)
+
+
+def _of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
+    """A recipe of what a call has saved inside, and of its result, if it is given: its value comes last."""
+    originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
+    needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
+    function: Any = _Rerun(again.function, needs_grad, call.inside, originals)
+    recipe = Recipe(again._replace(function=function, can_overwrite=False), originals[0])
+    recipe.outputs = [weakref.ref(part.value) for part in call.inside]
+    for part in call.inside:
+        part.value.become(recipe)
+    return recipe
+
+
+class _Rerun:
+    """Runs a function with gradients, as in the forward pass; returns what it saves inside, and perhaps its result."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        needs_grad: Sequence[bool],
+        inside: Sequence[Inside],
+        originals: Sequence[Tensor],
+    ):
+        self.function, self.needs_grad = function, needs_grad
+        self.positions = {part.number: (position, part.is_base) for position, part in enumerate(inside)}
+        self.forms = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in originals]
+
+    def __call__(self, *arguments: Any) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        number = -1
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal number
+            number += 1
+            if number in self.positions:
+                position, is_base = self.positions[number]
+                base = tensor._base
+                found[position] = (base if is_base and base is not None else tensor).detach()
+
+        given = [
+            one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
+            for one, needs in zip(arguments, self.needs_grad, strict=True)
+        ]
+        with torch.enable_grad(), saved_tensors_hooks(pack, _never):
+            result = self.function(*given)
+        tensors = [*(found[position] for position in sorted(found)), result.detach()][: len(self.forms)]
+        if [(tensor.shape, tensor.dtype) for tensor in tensors] != [form[:2] for form in self.forms]:
+            raise RuntimeError(
+                f"{self.function} has run again for the backward pass, and has saved other tensors than in the forward "
+                f"pass: a function must do the same each time to be trained within a budget"
+            )
+        return [laid_out(tensor, stride) for tensor, (*_, stride) in zip(tensors, self.forms, strict=True)]
+
+
+def _never(_: object) -> Tensor:
+    raise AssertionError("the graph of a call that ran again is not differentiated")
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
+
+
+class ByPlan:
+    """Follows the plan whose calls the forward pass repeats.
+
+    A result that is computed again gets a recipe. One that is kept gets a value once something reads it, or at once if
+    the step is traced; it is released with the original unless a reader appears (`Value.unread`). Convolutions, matrix
+    products and the like have rules too. Where no plan knows the calls, a guard decides.
+
+    Args:
+        plans: of the network's different sequences of calls. If there is one, and a pass with hooks in all calls has
+            found out what it keeps, calls run without hooks where PyTorch saves all that they need.
+        trace: sees the step, if it is to be planned.
+        guard: None to keep every result where no plan knows the calls.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan] = (), trace: StepTrace | None = None, guard: "Guard | None" = None
+    ) -> None:
+        self.plans = list(plans)  # those whose calls this forward pass has repeated so far
+        self.trace: StepTrace | None = trace
+        self.strayed = False  # from all plans
+        self.call = -1
+        self.total = 0  # bytes of all results so far
+        self.guard = guard
+        self.planned: dict[int, int] = {}  # calls whose results are kept, by the number of the node
+        # Flags of the calls, as long as some may run without hooks.
+        self.flags = plans[0].flags if trace is None and len(plans) == 1 and plans[0].kept is not None else b""
+        self.needs_hooks = not (self.flags and 0 < plans[0].plain <= plans[0].peak)  # else all fits as it is
+
+    def is_plain(self, function: Callable[..., Any]) -> bool:
+        """Whether the next call is one of this function, and PyTorch saves all that it needs."""
+        number = self.call + 1
+        if number >= len(self.flags) or not self.flags[number] & Flag.PLAIN:
+            return False
+        return bool(self.plans[0].calls[number][0] == function)
+
+    def next_flag(self, function: Callable[..., Any], result: Tensor) -> int | None:
+        """What the plan says of the next call, which has this result; None if no plan knows these calls."""
+        self.call += 1
+        self.total += result.nbytes
+        if self.trace is not None:
+            self.trace.calls.append((function, self.total))
+        if not self.plans:
+            return None
+        flag = self.plans[0].flag(self.call, function, self.total)
+        if len(self.plans) > 1 or flag is None:
+            self.plans = [one for one in self.plans if one.flag(self.call, function, self.total) is not None]
+            if not self.plans:
+                self.strayed, self.flags = True, b""
+                return None
+            flag = self.plans[0].flags[self.call]
+        return flag
+
+    def keep(self, call: Call, result: Tensor) -> None:
+        """Note that the result of the present call is kept, with the memory that it is a view of."""
+        self.planned[node_number(result.grad_fn)] = self.call
+        base = result._base
+        if base is not None and base.numel() == result.numel() and call.has_made(base):
+            self.planned[node_number(base.grad_fn)] = self.call  # other views of it follow
+
+    def kept_in(self, log: Log) -> Sequence[KeptTensor]:
+        """The tensors that the forward pass, which has ended, has kept. `log`: of the calls with hooks."""
+        plan = self.plans[0] if self.plans else None
+        if self.flags and plan is not None and plan.kept is not None:
+            return plan.kept
+        kept = log.kept(self.why_kept)
+        if plan is not None and self.trace is None and self.call + 1 == len(plan.calls):  # it sees more than is kept
+            plan.kept = kept
+        return kept
+
+    def why_kept(self, value: Value | Kept, node: int) -> str:
+        """`node`: number of the node that made the tensor."""
+        if not self.plans:
+            return "no plan"
+        number = value.number if isinstance(value, Value) and self.trace is None else -1  # a trace has its own numbers
+        call = self.planned.get(node, number)
+        is_planned = call >= 0 and self.plans[0].flags[call] & Flag.KEEP
+        return "planned" if is_planned else "cannot be computed again"
+
+    def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
+        """Give the result of a call, and what it has saved inside, recipes or not."""
+        flag, trace, row = self.next_flag(call.function, result), self.trace, call.row
+        computed = 0 if flag is None else flag & (Flag.AGAIN | Flag.MASK)
+        if flag is not None and not (computed or trace is not None or call.replaceable or call.overwrites):
+            if known.find(result) is None:
+                self.keep(call, result)
+                return
+        if trace is not None:
+            self.planned[node_number(result.grad_fn)] = self.call
+        guard = self.guard if flag is None else None  # no plan knows this call
+        any_way = guard is not None or trace is not None
+        again = how_to_repeat(known, rule, call, result) if any_way or computed & Flag.AGAIN else None
+        mask = None
+        if row.mask is not None and call.inside and (any_way or computed & Flag.MASK):
+            mask = how_to_repeat(known, row.mask, call, result)
+        if guard is not None and (way := again or mask) is not None and not _reads_overwritten(call, result):
+            computed = (Flag.AGAIN | Flag.MASK) if guard.computes(way, result) else 0
+        is_whole = again is not None and bool(call.inside) and row.mask is None
+        if mask is not None and computed & Flag.MASK:
+            draw_inside(mask, call)
+        own = None
+        if again is not None and computed & Flag.AGAIN:
+            own = follow(known, again, call, result, is_whole)
+        own = own or known.find(result) or known.keep(result)
+        if isinstance(own.source, Recipe):
+            own.bytes = result.nbytes  # for the guard
+        own.number = self.call
+        for saved in call.replaceable:
+            saved.read_instead(own)
+            own.recipes.append(weakref.ref(saved))  # the result may be overwritten, as PyTorch alone does not read it
+        if trace is not None:
+            own.number = trace.result(call, result, again, mask, self.call)
+        base = result._base
+        if base is not None and base.numel() == result.numel() and call.has_made(base):
+            of_base = known.find(base) or known.keep(base)  # other views of it follow
+            of_base.number = own.number
+
+
+class Guard:
+    """Keeps few bytes where nothing is known of what will be called.
+
+    A result is kept once computing it again would take more bytes than all that was kept before, and otherwise computed
+    again. Of n layers of one size about sqrt(2 n) are kept, with as many layers between the last two (compare [Chen et
+    al.](https://arxiv.org/abs/1604.06174)).
+    """
+
+    def __init__(self) -> None:
+        self.kept = 0  # bytes
+
+    def computes(self, again: Again, result: Tensor) -> bool:
+        """Whether a result is computed again."""
+        size = result.nbytes
+        waiting = [one for one in again.arguments if isinstance(one, Value)]
+        seen = set(waiting)
+        while waiting and size <= self.kept:
+            value = waiting.pop()
+            if isinstance(value.source, Recipe):
+                size += value.bytes
+                inputs = [one for one in value.source.inputs if one not in seen]
+                seen.update(inputs)
+                waiting += inputs
+        if size > self.kept:
+            self.kept += result.nbytes
+            return False
+        return True
+
+
+def _reads_overwritten(call: Call, result: Tensor) -> bool:
+    """Whether a call has written over a kept value that it reads: only by a plan is its result then computed again."""
+    before = call.before
+    return before is not None and result is call.args[0] and before.reads_storage(address(result.untyped_storage()))

@@ -18,7 +18,7 @@ Rule 7. A value is computed for its first reader in a backward pass and held unt
     has ended; another backward pass over the graph computes it again.
 Rule 8. No call gets a recipe behind a chain of more than `_LONGEST` recipes, except by a plan; views and casts may
     lengthen one a little.
-Rule 9. A value belongs to one version of a tensor (overwriting.py): before a call that may overwrite memory, the values
+Rule 9. A value belongs to one version of a tensor (values.py): before a call that may overwrite memory, the values
     in it that recipes read are copied; afterwards, reading a tensor saved of it raises PyTorch's error about in-place
     operations. The same error follows where a kept tensor or a parameter was modified later, or unseen.
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
@@ -28,12 +28,12 @@ Rule 12. Gradients never differ from autograd's: random functions are called aga
     first time (by a plan; otherwise dropout keeps its mask), running statistics do not move twice, tensors without
     versions are kept as they are, and inside other saved-tensor hooks, such as a checkpoint's, and in functorch's
     transforms no call is followed. When in doubt, keep the tensor.
-Rule 13. A policy decides what is kept: these rules here, or `ByPlan` (budget/execution.py), which decides call by call
-    and whose recipes may read any tensor that the forward pass has made. A tensor that a plan keeps gets a value only
-    when a recipe reads it, or an operation that needs less of it.
-Rule 14. If a plan keeps everything, nothing is recorded (`Policy.watches`): calls are only compared with the plan's,
-    and recorded from the first that differs. Otherwise, calls whose saved tensors the plan keeps unchanged run without
-    our hooks (`Policy.is_unhooked`): PyTorch saves these tensors itself.
+Rule 13. These rules decide what is kept, or a plan does, call by call: its recipes may read any tensor that the forward
+    pass has made (`ByPlan` in recipes.py). A tensor that a plan keeps gets a value only when a recipe reads it, or an
+    operation that needs less of it.
+Rule 14. If a plan keeps everything, nothing is recorded: calls are only compared with the plan's, and recorded from the
+    first that differs. Otherwise, calls whose saved tensors the plan keeps unchanged run without our hooks
+    (`Flag.PLAIN`): PyTorch saves these tensors itself.
 
 An example, and what autograd holds of each tensor:
 
@@ -43,12 +43,12 @@ An example, and what autograd holds of each tensor:
     out = F.conv2d(z, weight2)                # saved by nothing here: freed when the program drops it
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -58,58 +58,24 @@ from ..torch_internals import (
     called_without,
     current_function_mode,
     current_hooks,
-    in_transform,
     subclasses_are_asked,
+    transform_level,
     unpack,
     unwrapped,
 )
-from .calls import Call
-from .functions import Row, body, row_of
-from .known_values import KnownValues, Trace
-from .overwriting import after_overwriting, before_overwriting, may_overwrite, overwritten
-from .recipes import follow, how_to_repeat, leave_own_inside
+from .functions import Call, Row, body, row_of
+from .known_values import KnownValues
+from .recipes import ByPlan, follow, how_to_repeat, leave_own_inside
 from .report import KeptTensor, Log
-from .rules import Rule
-
-
-class Policy:
-    """Decides what a recording keeps: here all that no rule can compute again from what is kept anyway (rules 3 to 5).
-
-    `ByPlan` overrides this.
-    """
-
-    planned: Container[int] | None = None  # numbers of the nodes whose results a plan keeps; None: there is no plan
-    trace: Trace | None = None
-    watches = False  # calls are only compared with a plan's, and nothing is recorded while they are the same
-    skips_hooks = False  # whether `is_unhooked` may be True
-
-    def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
-        """Give the result of a call a recipe, or not."""
-        if (again := how_to_repeat(known, rule, call, result)) is not None:
-            follow(known, again, call, result)
-
-    def kept_in(self, log: Log) -> Sequence[KeptTensor]:
-        """The tensors that the forward pass, which has ended, has kept. `log`: of the calls with hooks."""
-        return log.kept()
-
-    def strays(self, function: Callable[..., Any], result: Tensor) -> bool:
-        """Whether a call differs from the plan's, in a pass that is only compared with it (`watches`)."""
-        return False
-
-    def is_unhooked(self, function: Callable[..., Any]) -> bool:
-        """Whether the next call is one of this function, and saves nothing but what is kept."""
-        return False
-
-    def stays(self, call: Call, result: Tensor) -> bool:
-        """After an unhooked call: whether its result is kept, so that there is nothing to `decide`."""
-        return False
+from .rules import may_overwrite, overwritten
+from .values import after_overwriting, before_overwriting
 
 
 class Recording(TorchFunctionMode):
     """Context of a forward pass in which autograd saves `Value`s instead of tensors. See the note on top of this file.
 
     Args:
-        policy: decides what is kept; by default a `Policy`.
+        policy: decides what is kept; by default all that no rule can compute again from what is kept anyway.
         sees_calls: False: recipes follow from autograd's nodes alone, as the outputs of `CheckpointedABN` do.
         copy_parameters: copy the parameters that recipes read, because FSDP frees the gathered ones after each use.
         inputs: the network's inputs. They are kept: when a checkpoint around the network repeats the forward pass, they
@@ -119,7 +85,7 @@ class Recording(TorchFunctionMode):
 
     def __init__(
         self,
-        policy: Policy | None = None,
+        policy: ByPlan | None = None,
         *,
         sees_calls: bool = True,
         copy_parameters: bool = False,
@@ -127,7 +93,7 @@ class Recording(TorchFunctionMode):
         frame: FrameType | None = None,
     ):
         super().__init__()
-        self.policy = policy or Policy()
+        self.policy = policy
         self.sees_calls = sees_calls
         self.copy_parameters = copy_parameters
         self.inputs = inputs
@@ -139,9 +105,10 @@ class Recording(TorchFunctionMode):
 
     def __enter__(self) -> "Recording":
         policy = self.policy
-        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, policy.planned, policy.trace)
+        planned, trace = (None, None) if policy is None else (policy.planned, policy.trace)
+        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned, trace)
         self.inputs = ()
-        self.watches = policy.watches
+        self.watches = policy is not None and not policy.needs_hooks
         if not self.watches:
             self._start_hooks()
         if self.sees_calls:
@@ -169,7 +136,7 @@ class Recording(TorchFunctionMode):
         """Release the recording's tensors. Autograd holds those that it needs."""
         trace = self.known.trace
         self.known.clear()
-        self.kept = self.policy.kept_in(self.known.log)
+        self.kept = self.known.log.kept() if self.policy is None else self.policy.kept_in(self.known.log)
         self.known.log = Log()
         self.watches = False
         self.frame = None
@@ -211,7 +178,8 @@ class Recording(TorchFunctionMode):
             nothing = row.saves_nothing
             if row.only_asks or (nothing is not None and torch.is_grad_enabled() and nothing(args, kwargs)):
                 return function(*args, **kwargs)
-        if self.is_abandoned():
+        is_abandoned = self.abandoned or (self.frame is not None and not is_running(self.frame))
+        if is_abandoned and self.is_abandoned():
             return function(*args, **kwargs)
         if self.known.dead or self.known.gone:
             self.known.settle_gone()
@@ -220,13 +188,13 @@ class Recording(TorchFunctionMode):
         if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
         if self.watches:
-            return self._watched(function, row, args, kwargs)
+            return self._plain(function, row, args, kwargs)
         if row.writes and self.known.trace is None and self._only_counts(args, kwargs):
             return function(*args, **kwargs)
         call = Call(function, row, args, kwargs)
         if not ((row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
-            is_unhooked = self.policy.skips_hooks and self.policy.is_unhooked(function)
-            return self._unhooked(call) if is_unhooked else self._run(call)
+            is_plain = self.policy is not None and self.policy.is_plain(function)
+            return self._unhooked(call) if is_plain else self._run(call)
         known, tensors = self.known, filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
         call.overwrites = True
         writes = [before_overwriting(tensor, known.memories, known.outer) for tensor in tensors]
@@ -262,7 +230,7 @@ class Recording(TorchFunctionMode):
             return False
         return self.known.memories.get(number.untyped_storage()) is None
 
-    def _watched(self, function: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _plain(self, function: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call as it is. Recording starts if its result differs from the plan's."""
         if row.again is None:
             return function(*args, **kwargs)
@@ -273,35 +241,40 @@ class Recording(TorchFunctionMode):
             return result
         is_new = all(result is not one for one in (*args, *kwargs.values()))
         if is_new or (version is not None and result is first and result._version == version + 1):
-            is_seen = current_hooks() is None and torch.is_grad_enabled() and not in_transform()
-            if is_seen and self.policy.strays(function, result):
+            is_seen = current_hooks() is None and torch.is_grad_enabled() and transform_level() is None
+            if is_seen and self.policy is not None and self.policy.next_flag(function, result) is None:
                 self.watches = False
                 self._start_hooks()
         return result
 
     def _unhooked(self, call: Call) -> Any:
         """Run a call of which PyTorch itself keeps all saved tensors."""
-        if self.hooks is None or not torch.is_grad_enabled() or in_transform() or not self._is_innermost():
+        if (
+            self.hooks is None
+            or not torch.is_grad_enabled()
+            or transform_level() is not None
+            or not self._is_innermost()
+        ):
             return self._run(call)
         if call.row.draws is not None:
             call.note_random()
-        self.known.log.parameter = None  # of this call it is not noted
+        self.known.log.parameter, self.known.log.function = None, call.function  # of this call none is noted
         hooks = self.hooks.pack_hook, self.hooks.unpack_hook
         result = called_without(hooks, call.function, call.args, call.kwargs)
-        is_new = isinstance(result, Tensor) and result.requires_grad and id(result) not in map(id, call.arguments)
-        if not (is_new and self.policy.stays(call, result)):
-            self.known.call = call
-            try:
-                self._conclude(call, result, None, 0)
-            finally:
-                self.known.call = None
+        self.known.call = call
+        try:
+            self._conclude(call, result, None, 0)
+        finally:
+            self.known.call = self.known.log.function = None
         return result
 
     def _run(self, call: Call) -> Any:
         """Run a call, and see whether its result can be computed again."""
         known, function, trace = self.known, call.function, self.known.trace
-        needs_grad, is_wrapped = torch.is_grad_enabled(), in_transform()  # before the call, which may switch gradients
-        if not needs_grad or is_wrapped or not self._is_innermost():
+        # Before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
+        needs_grad, is_wrapped, hooks = torch.is_grad_enabled(), transform_level() is not None, current_hooks()
+        is_ours = hooks is not None and self.hooks is not None and hooks[0] is self.hooks.pack_hook
+        if not (needs_grad and is_ours) or is_wrapped:
             if trace is not None and needs_grad:
                 trace.unseen = "torch.vmap" if is_wrapped else "a checkpoint or saved-tensor hooks of its own"
             result = function(*call.args, **call.kwargs)
@@ -311,7 +284,10 @@ class Recording(TorchFunctionMode):
             if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
                 target = call.args[0]
                 version, call.before = target._version, known.value_of(target)
-            known.log.call(call.arguments)
+            known.log.function = function
+            for argument in call.arguments:
+                if type(argument) is nn.Parameter:  # isinstance takes a microsecond
+                    known.log.parameter = argument
             if call.row.draws is not None and known.by_plan:
                 call.note_random()
             known.call = call
@@ -319,7 +295,7 @@ class Recording(TorchFunctionMode):
                 result = function(*call.args, **call.kwargs) if trace is None else trace.run(call, known.is_made)
                 self._conclude(call, result, target, version)
             finally:
-                known.call = None
+                known.call = known.log.function = None
         if trace is not None:
             trace.ended(result)
         return result
@@ -333,7 +309,10 @@ class Recording(TorchFunctionMode):
                 leave_own_inside(call, result)
             is_written = result is target and result._version == version + 1
             if is_written or id(result) not in map(id, call.arguments):
-                self.policy.decide(known, rule, call, result)
+                if self.policy is not None:
+                    self.policy.decide(known, rule, call, result)
+                elif (again := how_to_repeat(known, rule, call, result)) is not None:
+                    follow(known, again, call, result)
         else:
             known.note_made(call, result)
         for value, tensor in call.unsettled:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..saved import PLAIN, Kept
 from ..torch_internals import address, node_number
-from .values import Signs, Value
+from .signs import Signs
+from .values import Value
 
 
 class Line(NamedTuple):
@@ -60,17 +61,12 @@ class Log:
     def __init__(self) -> None:
         # With the address and bytes of the storage, the number and name of the node that made it, the function that
         # reads it, and the last parameter.
-        self.entries: list[tuple[weakref.ref[Value | Kept], int, int, int, str, Any, weakref.ref[Tensor] | None]] = []
+        self.entries: list[tuple[weakref.ref[Value | Kept], int, int, int, str, Any, Tensor | None]] = []
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
-        self.parameter: weakref.ref[Tensor] | None = None
+        self.parameter: Tensor | None = None  # that a call has used last
+        self.function: Callable[..., Any] | None = None  # that is called
 
-    def call(self, arguments: Iterable[Any]) -> None:
-        """Note which parameter a call uses."""
-        for argument in arguments:
-            if type(argument) is nn.Parameter:  # isinstance takes a microsecond
-                self.parameter = weakref.ref(argument)
-
-    def keep(self, value: Value | Kept, tensor: Tensor, function: Callable[..., Any] | None) -> None:
+    def keep(self, value: Value | Kept, tensor: Tensor) -> None:
         node, base = tensor.grad_fn, tensor._base
         if base is not None and isinstance(base, nn.Parameter):
             return
@@ -78,14 +74,14 @@ class Log:
             return
         number, name = (-1, "input") if node is None else (node_number(node), type(node).__name__)
         storage = tensor.untyped_storage()
-        entry = (weakref.ref(value), address(storage), storage.nbytes(), number, name, function, self.parameter)
+        entry = (weakref.ref(value), address(storage), storage.nbytes(), number, name, self.function, self.parameter)
         self.entries.append(entry)
 
-    def keep_other(self, kept: Kept, tensor: Tensor, function: Callable[..., Any] | None) -> None:
+    def keep_other(self, kept: Kept, tensor: Tensor) -> None:
         """Note a kept tensor that has no value, if it is of a subclass of tensors."""
         if type(tensor) not in PLAIN and not tensor.is_nested:
-            size, name = tensor.numel() * tensor.itemsize, getattr(function, "__name__", "")
-            entry = KeptTensor(size, type(tensor).__name__, name, self.parameter, "a subclass of tensors")
+            size, name = tensor.numel() * tensor.itemsize, getattr(self.function, "__name__", "")
+            entry = KeptTensor(size, type(tensor).__name__, name, _reference(self.parameter), "a subclass of tensors")
             self.others.append((weakref.ref(kept), entry))
 
     def kept(self, why: Callable[[Value | Kept, int], str] = lambda value, node: "") -> list[KeptTensor]:
@@ -102,8 +98,12 @@ class Log:
                 if isinstance(value.source, Signs):
                     size, kept_for = value.source.bytes, f"signs for {kept_for}"
             made_by = made_by.partition("Backward")[0]
-            found[storage] = KeptTensor(size, made_by, kept_for, parameter, why(value, node))
+            found[storage] = KeptTensor(size, made_by, kept_for, _reference(parameter), why(value, node))
         return [*found.values(), *(entry for reference, entry in self.others if reference() is not None)]
+
+
+def _reference(tensor: Tensor | None) -> "weakref.ref[Tensor] | None":
+    return None if tensor is None else weakref.ref(tensor)
 
 
 def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:

@@ -14,11 +14,80 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..inputs import tensors_in
 from ..norms.bn_act import norm_and_activation
 from ..saved import Kept
-from ..torch_internals import FakeTensor, dropped_share, packed_by, without_dispatch_modes, without_function_modes
-from .overwriting import INPLACE, may_overwrite
-from .values import Again, ShapeOnly, Value, saved_value
+from ..torch_internals import (
+    FakeTensor,
+    OpOverload,
+    OpOverloadPacket,
+    dropped_share,
+    packed_by,
+    without_dispatch_modes,
+    without_function_modes,
+    written_arguments,
+)
+from .signs import ShapeOnly
+from .values import Again, Value, saved_value
+
+_OPERATORS = frozenset(
+    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
+) | {"__setitem__"}
+_OF_METADATA = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
+
+INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
+    function: list(inspect.signature(function).parameters).index("inplace")
+    for function in vars(F).values()
+    if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
+}
+
+
+def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes over its first argument or `out`, as far as its name and arguments tell."""
+    if (position := INPLACE.get(function)) is not None:
+        return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
+    return kwargs.get("out") is not None or writes(function)
+
+
+def writes(function: Callable[..., Any]) -> bool:
+    """Whether calls of a function may write over an argument, whatever they are given but `out`.
+
+    Operators (`torch.ops`) declare all that they write over.
+    """
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return bool(_written(function))
+    return function in INPLACE or _writes(getattr(function, "__name__", ""))
+
+
+@cache
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name in _OPERATORS
+    return name.endswith("_") and name not in _OF_METADATA
+
+
+@cache
+def _written(operator: OpOverload | OpOverloadPacket) -> frozenset[tuple[int, str]]:
+    """Positions and names of the arguments that an operator writes over, in any of its overloads."""
+    return frozenset(entry for overload in overloads_of(operator) for entry in written_arguments(overload))
+
+
+def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
+    return [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
+
+
+def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that such a call may write over."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        written = _written(function)
+        found: Any = [args[position] for position, _ in written if position < len(args)]
+        found += [kwargs[name] for _, name in written if name in kwargs]
+    else:
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, Tensor) and "out" not in kwargs:
+            return [first]
+        found = (first, kwargs.get("out"))
+    return tensors_in(found)
 
 
 class NotFollowed(Exception):
@@ -201,9 +270,12 @@ def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def _saved(node: Any, *names: str) -> list[Value | Kept]:
     """The values that a node has saved."""
-    values = [saved_value(packed_by(node, name)) for name in names]
-    if not all(isinstance(value, (Value, Kept)) for value in values):
-        raise NotFollowed
+    values = []
+    for name in names:
+        value = saved_value(packed_by(node, name))
+        if not isinstance(value, (Value, Kept)):
+            raise NotFollowed
+        values.append(value)
     return values
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..norms.backends import triton_launches
-from ..torch_internals import dispatch_modes_on
+from ..saved import Kept, laid_out
+from ..torch_internals import Hooks, dispatch_modes_on, without_function_modes
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
 
@@ -85,3 +86,37 @@ def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 def _bits(device: torch.device) -> Tensor:
     """1, 2, 4 … 128."""
     return torch.ones(8, dtype=torch.uint8, device=device) << torch.arange(8, dtype=torch.uint8, device=device)
+
+
+class ShapeOnly:
+    """Saved in place of a tensor whose shape and strides the gradient needs, but not its values."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
+
+    def __init__(self, tensor: Tensor):
+        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def get(self) -> Tensor:
+        """A tensor with arbitrary values. The same strides select the same algorithm."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Signs:
+    """Which values of a tensor are positive, in one bit each."""
+
+    __slots__ = ("bits", "like")
+
+    def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
+        self.like = ShapeOnly(tensor)
+        with torch.no_grad(), without_function_modes():
+            self.bits = Kept(pack_signs(tensor.detach(), positive_of), hooks)
+
+    @property
+    def bytes(self) -> int:
+        return -(-self.like.shape.numel() // 8)
+
+    def get(self) -> Tensor:
+        """1 where the tensor is positive, otherwise 0."""
+        with torch.no_grad(), without_function_modes():
+            tensor = unpack_signs(self.bits.get(), self.like.shape, self.like.stride, self.like.dtype)
+            return laid_out(tensor, self.like.stride)

@@ -7,17 +7,16 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from ..saved import Kept, check_version, laid_out, view
+from ..saved import ByStorage, Kept, check_version, laid_out
 from ..torch_internals import (
     FakeTensor,
     Hooks,
     at_end_of_backward,
     backward_runs,
-    without_function_modes,
 )
-from .signs import Positive, pack_signs, unpack_signs
+from .signs import Positive, Signs
 
 
 class Value:
@@ -57,15 +56,12 @@ class Value:
         return bool(self.recipes)
 
     def add_reader(self) -> None:
-        self.readers += 1
-        if self.readers > 1 or not isinstance(self.source, Recipe):
-            return
-        values = [*self.source.inputs]  # no recursion: chains may be long
+        values = [self]  # no recursion: chains may be long
         while values:
             value = values.pop()
             value.readers += 1
             if value.readers == 1 and isinstance(value.source, Recipe):
-                values += value.source.inputs
+                values += value.source.counted(1)
 
     def remove_reader(self) -> None:
         values = [self]
@@ -73,15 +69,15 @@ class Value:
             value = values.pop()
             value.readers -= 1
             if value.readers == 0 and isinstance(value.source, Recipe):
-                values += value.source.inputs
+                values += value.source.counted(-1)
 
     def become(self, recipe: "Recipe") -> None:
         """Forget the tensor, or another recipe: from now on this recipe computes it."""
         before, self.source = self.source, recipe
         if self.readers:
-            for value in recipe.inputs:
+            for value in recipe.counted(1):
                 value.add_reader()
-            for value in before.inputs if isinstance(before, Recipe) else ():
+            for value in before.counted(-1) if isinstance(before, Recipe) else ():
                 value.remove_reader()
 
     def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
@@ -134,7 +130,7 @@ class Value:
         tensor = self.computed
         if tensor is None:
             source = self.source
-            tensor = (yield from source.steps()) if isinstance(source, Recipe) else source.get()
+            tensor = (yield from source.steps(self)) if isinstance(source, Recipe) else source.get()
         else:
             check_version(tensor, self.version)  # a backward function may write over its input
             wait_for(self.stream, tensor)
@@ -189,40 +185,6 @@ def _drop(reference: "weakref.ref[Value]") -> None:
         value.drop()
 
 
-class ShapeOnly:
-    """Saved in place of a tensor whose shape and strides the gradient needs, but not its values."""
-
-    __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
-
-    def __init__(self, tensor: Tensor):
-        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-    def get(self) -> Tensor:
-        """A tensor with arbitrary values. The same strides select the same algorithm."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-
-class Signs:
-    """Which values of a tensor are positive, in one bit each."""
-
-    __slots__ = ("bits", "like")
-
-    def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
-        self.like = ShapeOnly(tensor)
-        with torch.no_grad(), without_function_modes():
-            self.bits = Kept(pack_signs(tensor.detach(), positive_of), hooks)
-
-    @property
-    def bytes(self) -> int:
-        return -(-self.like.shape.numel() // 8)
-
-    def get(self) -> Tensor:
-        """1 where the tensor is positive, otherwise 0."""
-        with torch.no_grad(), without_function_modes():
-            tensor = unpack_signs(self.bits.get(), self.like.shape, self.like.stride, self.like.dtype)
-            return laid_out(tensor, self.like.stride)
-
-
 class Memory:
     """A storage of the forward pass, until it is overwritten, and the values that are kept in it."""
 
@@ -262,23 +224,6 @@ class Saved:
         return self.value.get()
 
 
-class SavedView(Saved):
-    """Saved in place of a view of a value.
-
-    Args:
-        form: strides of the value's tensor, and shape, strides and offset of the view.
-    """
-
-    __slots__ = ("form",)
-
-    def __init__(self, value: Value, memory: Memory, form: tuple[Any, ...]):
-        super().__init__(value, memory)
-        self.form = form
-
-    def get(self) -> Tensor:
-        return view(super().get(), *self.form)
-
-
 class Again(NamedTuple):
     """A call that gives the same result again.
 
@@ -294,11 +239,14 @@ class Again(NamedTuple):
 
 
 class Recipe:
-    """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
+    """How to compute values again: `function(*arguments)`, where some arguments are `Value`s or `Kept`.
+
+    It gives one value, or a list with one tensor for each of `outputs`: the values that a call has made inside of it.
+    """
 
     __slots__ = (
         *("__weakref__", "arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function"),
-        *("inputs", "stream", "stride"),
+        *("inputs", "outputs", "stream", "stride", "wanted"),
     )
 
     def __init__(self, again: Again, like: Tensor):
@@ -309,6 +257,8 @@ class Recipe:
         self.stream = current_stream(like) if like.is_cuda else None
         self.autocast = autocast_of(self.device)
         self.inputs: list[Value] = []
+        self.outputs: list[weakref.ref[Value]] = []
+        self.wanted = 0  # values with readers that it gives
         self.depth = 1  # recipes in the longest chain from kept values to this one
         for value in again.arguments:
             if isinstance(value, Value):
@@ -317,8 +267,13 @@ class Recipe:
                 if isinstance(value.source, Recipe) and value.source.depth >= self.depth:
                     self.depth = 1 + value.source.depth
 
-    def steps(self) -> Generator[Value, Any, Tensor]:
-        """Compute the tensor: see `Value.steps`. RuntimeError if an argument was modified in place."""
+    def counted(self, change: int) -> list[Value]:
+        """Count its values with readers. Returns the inputs if the first has come (1), or the last has gone (-1)."""
+        self.wanted += change
+        return self.inputs if self.wanted == max(change, 0) else []
+
+    def steps(self, value: Value) -> Generator[Value, Any, Tensor]:
+        """Compute a value's tensor: see `Value.steps`. RuntimeError if an argument was modified in place."""
         options = {"inplace": True} if self.can_overwrite and _is_spare(self.arguments[0]) else {}
         arguments = []
         for argument in self.arguments:
@@ -331,10 +286,17 @@ class Recipe:
         wait_for(self.stream, *arguments)
         if torch.is_grad_enabled() or autocast_of(self.device) != self.autocast:
             with torch.no_grad(), autocast_as(self.autocast, self.device):
-                return self.finished(self.function(*arguments, **options))
-        return self.finished(self.function(*arguments, **options))
+                return self._finished(self.function(*arguments, **options), value)
+        return self._finished(self.function(*arguments, **options), value)
 
-    def finished(self, result: Tensor) -> Tensor:
+    def _finished(self, result: Any, value: Value) -> Tensor:
+        if self.outputs:  # each of them is held until its own last reader has come
+            for reference, tensor in zip(self.outputs, result, strict=True):
+                if (other := reference()) is value:
+                    found = tensor
+                elif other is not None and other.readers and other.computed is None and other.source is self:
+                    other.hold(tensor)
+            return found
         if result.dtype != self.dtype:
             result = result.to(self.dtype)
         return result if result.stride() == self.stride else laid_out(result, self.stride)
@@ -371,3 +333,45 @@ def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
 def _has_autocast(device: str) -> bool:
     """Not e.g. meta."""
     return torch.amp.is_autocast_available(device)
+
+
+class _Overwriting(NamedTuple):
+    """A call that may write over a tensor."""
+
+    tensor: Tensor
+    storage: UntypedStorage
+    version: int  # before
+    memory: Memory
+    copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
+
+
+def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> _Overwriting | None:
+    """Copy the values in a tensor's memory that recipes read. None if nothing depends on it.
+
+    `memories`: those in which values are kept. `outer`: hooks that get the copies.
+    """
+    storage = tensor.untyped_storage()
+    memory = memories.pop(storage)
+    if memory is None:
+        return None
+    write = _Overwriting(tensor, storage, tensor._version, memory, [])
+    for value in filter(None, (reference() for reference in memory.values)):
+        if value.may_be_read() and isinstance(kept := value.source, Kept) and not kept.is_modified():
+            write.copied.append((value, kept, value.storage))
+            value.source, value.storage = Kept(kept.get().clone(), outer), 0
+    return write
+
+
+def after_overwriting(write: _Overwriting, memories: ByStorage[Memory]) -> None:
+    """Mark the tensors that operations saved as overwritten; or undo the copies, if nothing was written."""
+    memory: Memory | None = write.memory
+    if write.tensor._version != write.version:
+        while memory is not None:
+            memory.overwritten, memory = True, memory.earlier
+        return
+    for value, source, storage in write.copied:
+        value.source, value.storage = source, storage
+    now = memories.get(write.storage) or memories.put(write.storage, write.memory)
+    if now is not write.memory:
+        now.values += write.memory.values
+        now.earlier = write.memory

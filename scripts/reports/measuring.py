@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from datasets.workers import die_with_parent
-from keepless.budget.costs import peak_bytes as peak_of_step
+from keepless.recompute.costs import peak_bytes as peak_of_step
 from keepless.torch_internals import compile_within
 
 Step = Callable[[], object]

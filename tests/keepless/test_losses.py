@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keepless import losses, recompute_activations, upsampled_cross_entropy
-from keepless.budget.costs import peak_bytes
+from keepless.recompute.costs import peak_bytes
 from keepless.torch_internals import FakeTensorMode
 from tests.loss_cases import plain, sample, value_and_gradient
 

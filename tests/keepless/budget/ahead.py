@@ -6,11 +6,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from keepless.budget.costs import peak_bytes
-from keepless.budget.execution import ByPlan
-from keepless.budget.plans import Plans
-from keepless.budget.step import Plan
+from keepless.recompute.costs import peak_bytes
+from keepless.recompute.plans import Plans
+from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
+from keepless.recompute.step import Plan
 
 
 def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
@@ -24,7 +24,9 @@ def step(network: nn.Module, x: Tensor, plan: Plan | None = None) -> list[Tensor
     torch.manual_seed(1)
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-    with nullcontext() if plan is None else Recording(ByPlan([plan], kept_before=()), inputs=[x]):
+    if plan is not None:
+        plan.kept = ()  # known: calls may run without hooks
+    with nullcontext() if plan is None else Recording(ByPlan([plan]), inputs=[x]):
         output = network(x)
     output.square().mean().backward()
     gradients = [parameter.grad.clone() for parameter in network.parameters()]

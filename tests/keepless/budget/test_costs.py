@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from keepless.budget import costs
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from keepless.budget import costs
-from keepless.budget.budget import traced_step
-from keepless.budget.costs import estimated_seconds, peak_bytes, seconds_again, seconds_of
+from keepless.recompute.costs import estimated_seconds, peak_bytes, seconds_again, seconds_of
+from keepless.recompute.rehearsal import traced_step
 
 CUDA = torch.device("cuda", 1)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from keepless import recompute_activations
-from keepless.budget.costs import peak_bytes
+from keepless.recompute.costs import peak_bytes
 from tests.cuda import NEEDS_CUDA
 from tests.keepless.budget.ahead import Ahead
 

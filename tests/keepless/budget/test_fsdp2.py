@@ -1,20 +1,21 @@
 """A budget for a network that FSDP2 shards."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from keepless.budget import traced_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from keepless import recompute_activations, share_plans
-from keepless.budget import traced_step
-from keepless.budget.costs import peak_bytes
-from keepless.budget.execution import ByPlan
-from keepless.budget.search import frontier
-from keepless.budget.step import Plan
+from keepless.recompute.costs import peak_bytes
+from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
+from keepless.recompute.search import frontier
+from keepless.recompute.step import Plan
 from tests.cuda import FSDP2_ON_CPUS
 from tests.ranks import Ranks
 
@@ -65,7 +66,11 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
     ((size,),) = next(owner.plans for owner in owners if hasattr(owner, "plans"))._kinds.values()
     (plan,) = size.plans
     peak = peak_bytes(lambda: within(x).square().mean().backward(), "cpu")
-    return all(map(all, same)) and not size.needs_trace, plan._replace(calls=len(plan.calls)), peak - plan.peak
+    return (
+        all(map(all, same)) and not size.needs_trace,
+        replace(plan, calls=len(plan.calls), kept=None),
+        peak - plan.peak,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +100,7 @@ def test_copies_of_parameters_are_planned(monkeypatch):
         parameter.grad = torch.zeros_like(parameter)
 
     def planned_step(plan: Plan) -> None:
-        with copying(ByPlan([plan], kept_before=()), inputs=[X]):
+        with copying(ByPlan([plan]), inputs=[X]):
             result = plain(X)
         result.square().mean().backward()
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keepless.budget.budget import traced_step
-from keepless.budget.costs import peak_bytes
-from keepless.budget.search import Choice
-from keepless.budget.simulation import plain_peak, simulate
+from keepless.recompute.costs import peak_bytes
 from keepless.recompute.functions import TABLE, learn
+from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.search import Choice
+from keepless.recompute.simulation import plain_peak, simulate
+from keepless.recompute.step import Flag
 from tests.keepless.budget.ahead import step
 
 
@@ -58,7 +59,7 @@ def test_an_operator_is_repeated_with_its_random_numbers_and_what_it_saves():
     kept = [not operator for operator in of_operator]
     peak = simulate(traced, kept).peak
     plan = Choice(peak, 0.0, tuple(kept)).plan(traced)
-    assert len(plan.again) == 8 and plan.calls == traced.calls
+    assert sum(flag & Flag.AGAIN != 0 for flag in plan.flags) == 8 and plan.calls == traced.calls
     assert all(map(torch.equal, step(network, x, plan), expected))
     measured = peak_bytes(lambda: step(network, x, plan), "cpu")
     assert measured == pytest.approx(peak, rel=0.02) and peak < 0.8 * plain_peak(traced)

@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from keepless.budget import plans
 from torch import Tensor, nn
 
 from keepless import InPlaceABN, recompute_activations
-from keepless.budget import plans
-from keepless.budget.costs import peak_bytes
-from keepless.budget.estimates import Estimates
-from keepless.budget.fakes import LeftBehind
-from keepless.budget.plans import Plans
-from keepless.budget.traced_step import backward_starts, rehearsed_step
+from keepless.recompute.costs import peak_bytes
+from keepless.recompute.plans import Plans
+from keepless.recompute.rehearsal import LeftBehind, backward_starts, rehearsed_step
 from tests.keepless.budget.ahead import Ahead, gradients
 from tests.keepless.budget.transformers import Llama
 
@@ -158,7 +156,7 @@ def test_the_backward_pass_starts_from_losses_and_not_from_what_they_are_compute
 def test_a_network_on_the_meta_device_is_rehearsed_as_one_of_the_cpu():
     with torch.device("meta"):
         network, x = Layers(2), torch.randn(64, 32)
-    steps = [rehearsed_step(*one, {}, Estimates()) for one in ((network, (x,)), (Layers(2), (torch.randn(64, 32),)))]
+    steps = [rehearsed_step(*one, {}) for one in ((network, (x,)), (Layers(2), (torch.randn(64, 32),)))]
     assert steps[0].memories == steps[1].memories and steps[0].calls == steps[1].calls
     assert all(parameter.is_meta for parameter in network.parameters())
 
@@ -391,4 +389,4 @@ def test_given_parameters_are_rehearsed_and_anomalies_are_not_told():
 def test_an_lstm_is_not_rehearsed():
     """On fake tensors it saves other tensors, an eighth of the bytes: the guard is better."""
     with pytest.raises(RuntimeError, match="LSTM"):
-        rehearsed_step(nn.LSTM(4, 4), (torch.randn(2, 2, 4),), {}, Estimates())
+        rehearsed_step(nn.LSTM(4, 4), (torch.randn(2, 2, 4),), {})

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from keepless.budget.search import frontier, segmented
-from keepless.budget.simulation import Simulation, plain_peak, simulate
-from keepless.budget.traced_step import rehearsed_step
+from keepless.recompute.rehearsal import rehearsed_step
+from keepless.recompute.search import frontier, segmented
+from keepless.recompute.simulation import Simulation, plain_peak, simulate
 
 CHANNELS = 8
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from keepless.budget.budget import traced_step
-from keepless.budget.costs import peak_bytes
-from keepless.budget.search import Choice, segmented
-from keepless.budget.simulation import simulate
+from keepless.recompute.costs import peak_bytes
+from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.search import Choice, segmented
+from keepless.recompute.simulation import simulate
 from tests.keepless.budget.ahead import step
 from tests.keepless.budget.transformers import TEXTS
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keepless import plan, recompute_activations, report
-from keepless.budget.costs import peak_bytes
-from keepless.budget.simulation import plain_peak
-from keepless.budget.traced_step import traced_step
+from keepless.recompute.costs import peak_bytes
+from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.simulation import plain_peak
 from keepless.torch_internals import current_function_mode
 
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import keepless
 from keepless import plan, recompute_activations
-from keepless.budget.costs import peak_bytes
 from keepless.fit import __main__ as command
 from keepless.fit.counted import Loss, repeated_blocks
 from keepless.fit.device import CONTEXT, FRAGMENTATION, OPTIMIZERS, WORKSPACE, bytes_for_tensors, optimizer_bytes
@@ -23,6 +22,7 @@ from keepless.fit.made_tensors import MadeTensors, bytes_of_tensors
 from keepless.fit.sizes import growth, shape_of
 from keepless.fit.steps import Way
 from keepless.inputs import tensors_in
+from keepless.recompute.costs import peak_bytes
 from keepless.torch_internals import FakeTensorMode
 from keepless.units import bytes_of
 from tests.runs import REPOSITORY

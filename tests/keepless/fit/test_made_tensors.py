@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keepless.budget.costs import peak_bytes
 from keepless.fit.made_tensors import MadeTensors
+from keepless.recompute.costs import peak_bytes
 
 Kept = list[Tensor]
 

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from keepless.budget.budget import traced_step
-from keepless.budget.execution import ByPlan
-from keepless.budget.search import Choice
-from keepless.budget.step import Kind, Plan, Step
-from keepless.budget.trace import StepTrace
+from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
+from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.search import Choice
+from keepless.recompute.step import Flag, Kind, Plan, Step
+from keepless.recompute.trace import StepTrace
 
 
 def with_nothing_kept(step: Step) -> Plan:
@@ -103,7 +103,6 @@ def test_random_numbers_are_drawn_again(name, device):
     recording = Recording(ByPlan([plan]))
     assert all(map(torch.equal, run(recording), run(nullcontext())))
     if device == "cpu":
-        assert len(plan.inside) == insides
         large = [kept for kept in recording.kept if kept.bytes >= w.nbytes]
         assert len(large) == 1 + (insides == 0 and name != "bernoulli")  # w itself
 
@@ -112,7 +111,7 @@ def test_a_short_draw_keeps_its_mask_instead_of_the_generators_state():
     trace = StepTrace()
     with Recording(ByPlan((), trace)):
         F.dropout(torch.randn(8, 64, requires_grad=True), 0.5)
-    assert not any(value.kind == Kind.INSIDE for value in trace.values)
+    assert not any(value.flag == Flag.MASK for value in trace.values)
 
 
 class Masked(nn.Module):

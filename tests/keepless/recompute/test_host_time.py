@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import keepless
 from keepless import InPlaceABN, recompute_activations, report
-from keepless.budget.execution import ByPlan
-from keepless.budget.search import Choice
-from keepless.budget.traced_step import traced_step
+from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
+from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.search import Choice
+from keepless.recompute.step import Flag
 
 FOLDER = str(Path(keepless.__file__).parent)
 
@@ -113,11 +114,13 @@ def test_only_calls_that_read_what_is_computed_again_have_hooks():
     step, _ = traced_step(network, (x,), {})
     activation = next(number for number, value in enumerate(step.values) if value.call == 3)  # of the second block
     plan = Choice(0, 0.0, tuple(number != activation for number in range(len(step.values)))).plan(step)
-    assert plan.again == {3} and set(range(8)) - plan.unhooked == {4}  # the convolution after it
+    assert [number for number in range(8) if plan.flags[number] & Flag.AGAIN] == [3]
+    assert [number for number in range(8) if not plan.flags[number] & Flag.PLAIN] == [4]  # the convolution after it
+    plan.kept = ()  # known: calls may run without hooks
     outputs = []
 
     def forward() -> None:
-        with Recording(ByPlan([plan], kept_before=()), inputs=[x]):
+        with Recording(ByPlan([plan]), inputs=[x]):
             outputs.append(network(x))
 
     counts = counted(forward)
@@ -132,9 +135,10 @@ def test_what_pytorch_keeps_whole_is_not_packed_to_signs():
     step, _ = traced_step(network, (x,), {})
     activation = next(number for number, value in enumerate(step.values) if value.call == 3)
     plan = Choice(0, 0.0, tuple(number != activation for number in range(len(step.values)))).plan(step)
+    plan.kept = ()
 
     def forward() -> object:
-        with Recording(ByPlan([plan], kept_before=()), inputs=[x]):
+        with Recording(ByPlan([plan]), inputs=[x]):
             return network(x)
 
     assert counted(forward)["Signs"] == 1  # of the result that is computed again

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
-from keepless.budget.execution import ByPlan
-from keepless.budget.step import Plan
-from keepless.budget.trace import StepTrace
+from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
+from keepless.recompute.step import Flag, Plan
+from keepless.recompute.trace import StepTrace
 from keepless.saved import saved_for_backward
 
 Gradients = list[Tensor | None]
+FLAGS = 0, Flag.KEEP, Flag.AGAIN, Flag.AGAIN, Flag.AGAIN | Flag.MASK, Flag.MASK
 
 
 def attempt(forward: Callable[[], Tensor], sources: list[Tensor], context) -> tuple[Tensor, Gradients] | Exception:
@@ -46,11 +47,9 @@ def agree(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]) -> bool
     plain, *others = (run(make, context) for context in (nullcontext(), Recording(), Recording(ByPlan((), trace))))
     for seed in range(2):
         draws = Random(seed)
-        again, unhooked = (
-            frozenset(call for call in range(len(trace.calls)) if draws.random() < share) for share in (0.7, 0.5)
-        )
-        plan = Plan(trace.calls, again, unhooked=unhooked)
-        others.append(run(make, Recording(ByPlan([plan], kept_before=() if seed else None))))
+        flags = bytes(draws.choice(FLAGS) | draws.choice((0, Flag.PLAIN)) for _ in trace.calls)
+        plan = Plan(trace.calls, flags, kept=() if seed else None)
+        others.append(run(make, Recording(ByPlan([plan]))))
     return all(agrees(plain, recorded) for recorded in others)
 
 

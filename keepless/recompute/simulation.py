@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..torch_internals import without_dispatch_modes, without_function_modes
-from .step import Event, Kind, Step
+from .step import Event, Step
 
 
 class Outcome(NamedTuple):
@@ -18,7 +18,7 @@ class Outcome(NamedTuple):
     peak: int  # bytes
     seconds: float  # to compute values again
     levels: Tensor  # bytes during each event, at its highest; int64
-    readers: list[int]  # operations and recipes
+    readers: list[int]  # operations and recipes; of a leader: of all values that its recipe computes, and so on
     born: list[int]  # event from which on it was needed; the number of events if never
     first: list[int]  # event of the backward pass that first read it, for itself or to compute another
     last: list[int]  # and last
@@ -73,12 +73,10 @@ class Simulation:
         # it, and the graph keeps it; save -1: a backward pass ends.
         self.actions: list[tuple[int, int, int, bool]] = []
         self.inputs = [value.inputs for value in step.values]
-        self.parts: dict[int, list[int]] = {n: [] for n, value in enumerate(step.values) if value.kind == Kind.RERUN}
+        self.together: dict[int, list[int]] = {}  # all values that one recipe computes, by the first of them
         for number, value in enumerate(step.values):
-            for i in value.inputs:
-                if i in self.parts:
-                    self.parts[i].append(number)
-        self.led = [(number, value.leader) for number, value in enumerate(step.values) if value.leader >= 0]
+            if value.leader >= 0:
+                self.together.setdefault(value.leader, []).append(number)
         self.steady, self.highest = _Changes(self.end), _Changes(self.end)  # of the program alone
         self._note_events()
         self.sign_readers: dict[int, tuple[int, int]] = {}  # and bytes, by value
@@ -140,11 +138,16 @@ class Simulation:
 
         `kept`: for each value; True for those of `Kind.KEPT`, and False for those that follow or are overwritten.
         """
-        if self.led:
+        return _Run(self, self.led(kept)).outcome()
+
+    def led(self, kept: Sequence[bool]) -> Sequence[bool]:
+        """The same choice for all values that one recipe computes."""
+        if self.together:
             kept = list(kept)
-            for number, leader in self.led:
-                kept[number] = kept[leader]
-        return _Run(self, kept).outcome()
+            for leader, numbers in self.together.items():
+                for number in numbers:
+                    kept[number] = kept[leader]
+        return kept
 
     def added(self, steady: "_Changes", highest: "_Changes") -> Tensor:
         """Bytes during each event, with what a choice changes: after each event, and beyond that during it."""
@@ -206,8 +209,17 @@ class _Run:
         """A value that is computed again needs its inputs as long as it is needed itself."""
         readers, born, dead, inputs = self.readers, self.born, self.dead, self.inputs
         for number in range(len(self.kept) - 1, -1, -1):  # a value's inputs have smaller numbers
-            if not self.kept[number] and readers[number]:
-                begin, end = born[number], dead[number]
+            if self.kept[number]:
+                continue
+            if self.values[number].leader >= 0:
+                if self.values[number].leader != number:
+                    continue
+                outputs = [one for one in self.whole.together[number] if readers[one]]
+                begin = min((born[one] for one in outputs), default=-1)
+                end = max((dead[one] for one in outputs), default=-1)
+            else:
+                begin, end = born[number] if readers[number] else -1, dead[number]
+            if begin >= 0:
                 for i in inputs[number]:
                     readers[i] += 1
                     if begin < born[i]:
@@ -238,6 +250,10 @@ class _Run:
                 self.steady.add(now, self.level)
             if self.most:
                 self.highest.add(now, self.most)
+        for leader, numbers in self.whole.together.items():  # it stands for all of them
+            self.readers[leader] = sum(self.readers[one] for one in numbers)
+            for found, choose in ((self.born, min), (self.first, min), (self.last, max)):
+                found[leader] = choose(found[one] for one in numbers)
         levels = self.whole.added(self.steady, self.highest)
         return Outcome(int(levels.max()), self.seconds, levels, self.readers, self.born, self.first, self.last)
 
@@ -316,32 +332,29 @@ class _Run:
         self.reads = [0] * len(self.reads)
 
     def _compute(self, number: int) -> None:
-        value = self.values[number]
+        """Run the call that gives a value, and others with it, of which those are there that are still to be read."""
+        leader = self.values[number].leader
+        value = self.values[leader if leader >= 0 else number]
         self.seconds += value.seconds
-        if number in self.whole.parts:
-            self._compute_parts(number)
-            return
+        if leader >= 0:
+            self.most = max(self.most, self.level + value.busy)
+        for one in (number,) if leader < 0 else self.whole.together[leader]:
+            if one == number or (self.place[one] < 0 and self.reads[one] < self.readers[one]):
+                self._place(one)
+        self._read_inputs(number)
+
+    def _place(self, number: int) -> None:
+        """A value has been computed."""
+        value = self.values[number]
         shared = value.inputs[0] if value.overwrites and self._is_spare(value.inputs[0]) else value.alias
         if shared < 0:
             self.place[number] = number
             self.level += value.bytes
-            self.most = max(self.most, self.level + value.busy)
+            self.most = max(self.most, self.level + (value.busy if value.leader < 0 else 0))
         elif not self.kept[shared]:
             self.place[number] = self.place[shared]
         if self.place[number] >= 0:  # else it is a view of kept memory
             self.users[self.place[number]] += 1
-        self._read_inputs(number)
-
-    def _compute_parts(self, number: int) -> None:
-        """A call runs again: all of its parts that are still to be read are there."""
-        self.most = max(self.most, self.level + self.values[number].busy)
-        for part in self.whole.parts[number]:
-            if not self.kept[part] and self.reads[part] < self.readers[part]:
-                self.place[part] = part
-                self.users[part] += 1
-                self.level += self.values[part].bytes
-        self.most = max(self.most, self.level)
-        self._read_inputs(number)
 
     def _read_inputs(self, number: int) -> None:
         now, kept, first, last, reads = self.now, self.kept, self.first, self.last, self.reads

@@ -1,10 +1,22 @@
-"""A training step as data: its values, its memory, and what happens in which order."""
+"""A training step as data: its values, its memory, and what happens in which order; and plans of such steps."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from .report import KeptTensor
+
 _MORE = 1.01  # bytes of results are as planned if they are at most so many times as large: dimensions are rounded
+
+
+class Flag:
+    """What a plan says of a call, as bits. None of them: its result is kept, as it cannot be computed again."""
+
+    KEEP = 1  # keep the result, which could be computed again
+    AGAIN = 2  # compute it again, with all that the call has saved inside
+    MASK = 4  # draw the mask again, which a dropout has saved inside; its result follows from it
+    PLAIN = 8  # PyTorch saves all that the call needs, without our hooks
 
 
 class Kind(IntEnum):
@@ -14,9 +26,6 @@ class Kind(IntEnum):
     FOLLOWS = 1  # always recomputed, as views and casts are
     FREE = 2  # keep it, or compute it again
     OVERWRITTEN = 3  # compute it again: the network has written over it
-    INSIDE = 4  # as FREE, but computed again together with all that its call has saved inside
-    PART = 5  # kept, or computed again, as the `INSIDE` of its call
-    RERUN = 6  # a call that runs again, which computes several values
 
 
 class Event(IntEnum):
@@ -43,13 +52,14 @@ class StepValue(NamedTuple):
     bytes: int  # allocated when it is computed again; 0 if it shares an input's memory
     inputs: tuple[int, ...]  # of its recipe
     alias: int  # the input whose memory it shares; -1 if none
-    call: int  # number of the call whose result it is; -1 if of none
+    call: int  # number of the call that made it; -1 if none
     seconds: float = 0.0  # to compute it
-    busy: int = 0  # bytes that the operator takes while it runs, beside its arguments and results
+    busy: int = 0  # bytes that the call takes while it runs, beside its arguments and results
     operations: int = 0  # multiplications and additions
     is_fresh: bool = False  # nothing else shares its memory when it is computed again
     overwrites: bool = False  # it is computed over its first input, if that is fresh and has no other reader
-    leader: int = -1  # of a PART: the number of the INSIDE
+    flag: int = Flag.AGAIN  # of its call, where it is computed again
+    leader: int = -1  # the first of the values that one recipe computes, which has their costs; -1: it is alone
 
 
 class Save(NamedTuple):
@@ -60,14 +70,6 @@ class Save(NamedTuple):
     memory: int  # kept by PyTorch alone
     call: int  # number of the call during which it is saved, or of the next one with a rule; -1 if none
     unpacking: int = 0  # bytes that making values from the signs takes beside the values
-
-
-class Costs(NamedTuple):
-    """The cost of computing a value again. `busy`: see `StepValue`."""
-
-    seconds: float
-    busy: int
-    operations: int
 
 
 class Step(NamedTuple):
@@ -82,33 +84,30 @@ class Step(NamedTuple):
     unseen: str = ""  # what hides calls from it, such as a checkpoint
 
 
-class Plan(NamedTuple):
-    """The results that one sequence of calls keeps or computes again."""
+@dataclass
+class Plan:
+    """What one sequence of calls keeps or computes again."""
 
     calls: Sequence[Any]  # function of each call, and bytes of all results up to its own
-    again: frozenset[int]  # calls whose results are computed again
-    kept: frozenset[int] = frozenset()  # calls whose results could be computed again, but are kept
-    inside: frozenset[int] = frozenset()  # calls of which all that they save inside is computed again
-    unhooked: frozenset[int] = frozenset()  # calls that save nothing but what is kept as PyTorch keeps it
+    flags: bytes  # of each call
     peak: int = 0  # bytes
     plain: int = 0  # bytes at the peak of the plain network
+    kept: Sequence[KeptTensor] | None = field(default=None, compare=False)  # by a pass whose calls all had hooks
 
-    def knows(self, number: int, function: Any, total: int) -> bool:
-        """Whether a call is one of this plan. `total`: bytes of all results so far, which may be fewer than planned."""
+    def flag(self, number: int, function: Any, total: int) -> int | None:
+        """The flag of a call; None if it is not one of this plan.
+
+        `total`: bytes of all results so far, which may be fewer than planned.
+        """
         if number >= len(self.calls):
-            return False
+            return None
         known, most = self.calls[number]
-        return bool(known == function) and total <= _MORE * most
-
-    def computes(self, call: int) -> bool:
-        """Whether the result of a call, or what it saves inside, is computed again."""
-        return call in self.again or call in self.inside
+        return self.flags[number] if known == function and total <= _MORE * most else None
 
     def choice(self, step: Step) -> list[bool]:
         """Whether each value of a step with these calls is kept; shapes may be others."""
-        again = {Kind.FREE: self.again, Kind.INSIDE: self.inside}
         return [
-            value.kind == Kind.KEPT or (value.kind in again and value.call not in again[value.kind])
+            value.kind == Kind.KEPT or (value.kind == Kind.FREE and not self.flags[value.call] & value.flag)
             for value in step.values
         ]
 

@@ -4,25 +4,24 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from ..inputs import tensors_in
-from ..recompute.report import KeptTensor
-from ..recompute.values import autocast_of
+from ..inputs import check_module, tensors_in
 from ..saved import is_ordinary, size_text
-from ..torch_internals import profiler_runs
-from .estimates import Estimates
-from .execution import ByPlan, Guard
+from ..torch_internals import profiler_runs, tree_map
+from ..units import UNITS, bytes_of
+from .recipes import ByPlan, Guard
+from .rehearsal import rehearsed_step, traced_step
 from .search import frontier
-from .simulation import plain_peak, simulate
+from .simulation import on_real_tensors, plain_peak, simulate
 from .step import Plan, Step
 from .trace import Progress, StepTrace
-from .traced_step import rehearsed_step
+from .values import autocast_of
 
 _MOST = 16  # planned sizes of one kind of inputs; and whole steps that are traced, if the network takes several paths
 _LARGER = 1.5  # a size follows the plan of one that has at most so many times its bytes
@@ -58,7 +57,6 @@ class Plans:
 
     def __init__(self, budget: float | int):
         self.budget = budget
-        self.estimates = Estimates()
         self._kinds: dict[Hashable, list[_Size]] = {}  # by what inputs of different sizes have in common
         self._corrections: dict[tuple[Any, ...], float] = {}  # see `_refine`, by the functions that are called
         self._traced: list[_Size] = []  # whose last step is traced
@@ -86,7 +84,7 @@ class Plans:
                 self._traced.remove(other)
                 if (step := other.traced(progress)) is not None:
                     self._refine(other, step)
-        policy, self._last = size.next_pass(given, self.estimates), size
+        policy, self._last = size.next_pass(given), size
         if policy.trace is not None:
             self._traced.append(size)
         return policy
@@ -103,16 +101,16 @@ class Plans:
     def share(self) -> None:
         """Follow the plans of rank 0, where it has planned the same calls on the same inputs."""
         mine = {
-            (kind, size.given, tuple(total for _, total in plan.calls)): (size, number)
+            (kind, size.given, tuple(total for _, total in plan.calls)): (size, number, plan)
             for kind, sizes in self._kinds.items()
             for size in sizes
             for number, plan in enumerate(size.plans)
         }
-        theirs: list[Any] = [{key: size.plans[number]._replace(calls=[]) for key, (size, number) in mine.items()}]
+        theirs: list[Any] = [{key: (plan.flags, plan.peak, plan.plain) for key, (_, _, plan) in mine.items()}]
         dist.broadcast_object_list(theirs)
         for key in mine.keys() & theirs[0].keys():
-            size, number = mine[key]
-            size.plans[number] = theirs[0][key]._replace(calls=size.plans[number].calls)
+            size, number, plan = mine[key]
+            size.plans[number] = Plan(plan.calls, *theirs[0][key])
 
     @staticmethod
     def _followed(sizes: "Sequence[_Size]", given: "_Given") -> "_Size | None":
@@ -136,7 +134,7 @@ class Plans:
     ) -> Exception | None:
         """Plan a size from a rehearsal. Returns the error if that is impossible."""
         try:
-            step = rehearsed_step(module, args, kwargs, self.estimates)
+            step = rehearsed_step(module, args, kwargs)
         except Exception as error:  # a network may raise anything
             _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
             return error
@@ -227,7 +225,6 @@ class _Size:
         self.trace: StepTrace | None = None
         self.traces = 0
         self.last: tuple[ByPlan, _Given] | None = None
-        self.kept: tuple[Plan, Sequence[KeptTensor]] | None = None  # by the last whole pass, and its plan
         self.needs_trace = True
         self.strays = False  # the network takes paths that have no plan
 
@@ -239,25 +236,18 @@ class _Size:
         self.traces += 1
         return trace.step()
 
-    def next_pass(self, given: _Given, estimates: Estimates) -> ByPlan:
+    def next_pass(self, given: _Given) -> ByPlan:
         """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed."""
         self.passes += 1
         is_wanted = given == self.given and (self.strays or self.needs_trace) and self.traces < _MOST
         if is_wanted and not self.waits and self.trace is None:
-            self.trace = trace = StepTrace(estimates)
+            self.trace = trace = StepTrace()
         else:
             trace = None
         self.waits = False
-        policy = ByPlan(self.plans, trace, Guard(), self._kept_before() if trace is None else None)
+        policy = ByPlan(self.plans, trace, Guard())
         self.last = policy, given
         return policy
-
-    def _kept_before(self) -> Sequence[KeptTensor] | None:
-        """What the last whole pass kept, if its plan is the only one."""
-        if self.kept is None or self.strays or len(self.plans) != 1:
-            return None
-        plan, kept = self.kept
-        return kept if plan is self.plans[0] else None
 
     def note_last(self) -> None:
         """Note whether the last pass knew the calls, and forget it with its trace."""
@@ -267,6 +257,114 @@ class _Size:
                 self.serves = min(self.serves, sum(given[1]) - 1)
             else:
                 self.strays = self.strays or policy.strayed
-            if policy.has_ended() and policy.trace is None:  # which sees more tensors than are kept
-                self.kept = policy.plans[0], policy.kept
         self.last = None
+
+
+_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_FEWEST = 1000  # bytes: 1 or 50 is a share, or a number of GiB, that was written as an int
+
+Budget = float | int | str
+
+
+def checked(budget: object) -> float | int:
+    """A number of bytes (an int), or a share of the plain network's peak (a float). ValueError if it is neither."""
+    number = budget
+    if isinstance(budget, str):
+        number = bytes_of(budget)
+    if (
+        not isinstance(number, (int, float))
+        or isinstance(number, bool)
+        or not (0 < number <= 1 if isinstance(number, float) else number >= _FEWEST)
+    ):
+        raise ValueError(
+            f"budget={budget!r}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
+            f"{6 * 2**30}, or a share of the plain network's peak up to 1.0, such as 0.3"
+        )
+    return number
+
+
+class Row(NamedTuple):
+    """A budget's plan. Bytes are of one step, beyond those before it; parameters and gradients are there already."""
+
+    budget: int  # bytes asked for
+    peak: int  # bytes
+    kept: int  # bytes after the forward pass
+    operations: float  # computed again, as a share of the step's
+    seconds: float  # to compute values again, as a share of the step's
+
+
+class Frontier(NamedTuple):
+    """Memory and time of a training step under different budgets. Print it."""
+
+    plain: int  # bytes at the peak of the network as it is
+    least: int  # bytes at the lowest peak that a plan reaches
+    rows: list[Row]
+
+    def __repr__(self) -> str:  # what notebooks show
+        return str(self)
+
+    def __str__(self) -> str:
+        cells = [("budget", "peak", "of plain", "kept", "operations", "time")]
+        for row in self.rows:
+            budget, peak, kept = map(size_text, (row.budget, row.peak, row.kept))
+            more = f"+{row.operations:.1%}", f"+{row.seconds:.1%}"
+            cells.append((budget, peak, f"{row.peak / self.plain:.2f}", kept, *more))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join([f"plain: {size_text(self.plain)}; the least: {size_text(self.least)}", *lines])
+
+
+def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = None) -> Frontier:
+    """Memory and time of a training step under different budgets, from one step on an example.
+
+    The step is run: three times, with the mean square of the outputs as loss. Gradients, buffers and the random state
+    are then as before; what hooks do stays done, e.g. optimizer steps in the backward pass. Under `FakeTensorMode`
+    nothing is computed, for a network that does not fit: times are then estimated, and the bytes that operators take
+    while they run are left out.
+
+    Args:
+        network: in training mode, prepared by `recompute_activations` or not.
+        example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+        budgets: as `recompute_activations` takes them. Those that no plan meets have no row. By default from 0.9 down
+            to 0.1, or the least peak if it is above them.
+
+    Raises:
+        ValueError: a budget is not valid; no plan meets any of them (the message names the least peak); the step could
+            not be traced, e.g. because outputs need no gradient.
+    """
+    check_module(network, "plan")
+    asked = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
+    args, kwargs = arguments_of(example)
+    step, seconds = traced_step(network, *tree_map(_apart, (args, kwargs)))
+    choices, plain = frontier(step), plain_peak(step)
+    if budgets is None:
+        asked = [share for share in asked if share * plain >= choices[-1].peak] or [choices[-1].peak]
+    seconds = seconds or 3 * sum(value.seconds for value in step.values)
+    operations = 3 * sum(value.operations for value in step.values)
+    rows = []
+    for budget in asked:
+        limit = budget if isinstance(budget, int) else int(budget * plain)
+        choice = next((choice for choice in choices if choice.peak <= limit), None)
+        if choice is not None:
+            outcome = simulate(step, choice.kept)
+            needed = zip(step.values, choice.kept, outcome.readers, strict=True)
+            again = sum(value.operations for value, is_kept, readers in needed if readers and not is_kept)
+            with on_real_tensors():
+                kept = int(outcome.levels[step.forward - 1])
+            rows.append(Row(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
+    if not rows:
+        least = size_text(choices[-1].peak)
+        raise ValueError(f"budgets={budgets}: expected one of at least {least}, the least peak of all plans")
+    return Frontier(plain, choices[-1].peak, rows)
+
+
+def _apart(leaf: Any) -> Any:
+    """An argument without its graph, and with a gradient of its own."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that an example stands for: see `plan`."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}

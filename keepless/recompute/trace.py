@@ -11,10 +11,6 @@ from torch import Tensor
 
 from ..inputs import tensors_in
 from ..norms.bn_act import is_fused, is_node
-from ..recompute.calls import Call
-from ..recompute.rules import NotFollowed, Rule, is_mask_alike
-from ..recompute.signs import unpacking_bytes
-from ..recompute.values import Again, Recipe, Saved, ShapeOnly, Value
 from ..saved import ByStorage, Gone, Kept, is_ordinary
 from ..torch_internals import (
     FakeTensor,
@@ -23,13 +19,24 @@ from ..torch_internals import (
     node_number,
     unpack,
 )
-from .costs import MeasuredCall, call_of, estimated_seconds, operations_of, seconds_again, seconds_of
-from .estimates import Estimates
-from .step import Costs, Event, Kind, Save, Step, StepValue, in_order
+from .costs import (
+    MeasuredCall,
+    backward_temporaries,
+    call_of,
+    estimated_seconds,
+    forward_seconds,
+    forward_temporaries,
+    operations_of,
+    seconds_of,
+)
+from .functions import Call
+from .rules import is_mask_alike
+from .signs import ShapeOnly, unpacking_bytes
+from .step import Event, Flag, Kind, Save, Step, StepValue, in_order
+from .values import Again, Recipe, Saved, Value
 
 Gradients = Sequence[Tensor | None]
 
-_WITH_MEMORY = (Kind.KEPT, Kind.FOLLOWS, Kind.FREE, Kind.INSIDE, Kind.PART)
 _OF_WRITTEN_VIEW = "CopySlices"  # the node of a call that has written over a view, e.g. over an instance norm's result
 _OF_CHECKPOINT = "CheckpointFunctionBackward"  # one that is reentrant: its calls run without gradients at first
 _SMALL = 2**12  # bytes of a call's arguments below which nothing is measured; its event stays, as in larger steps
@@ -44,23 +51,31 @@ class Progress(Enum):
 
 
 class _Busy(NamedTuple):
-    """A call whose temporary bytes are measured after the step. `values`: numbers of the values that it computes."""
+    """A call whose temporary bytes are measured after the step. `value`: number of the one that has its costs."""
 
     call: MeasuredCall
     event: int  # number of its BUSY
-    values: list[int]
+    value: int
+
+
+class Costs(NamedTuple):
+    """The cost of computing a value again. `busy`: see `StepValue`."""
+
+    seconds: float = 0.0
+    busy: int = 0
+    operations: int = 0
 
 
 class StepTrace:
     """Sees a recorded forward pass (it is the `Trace` of a `Recording`), and the backward pass that follows.
 
     Args:
-        estimates: of what calls take, used when the step has ended. Without them, what is computed again is timed at
-            once, on top of what the step holds; and calls on fake tensors take no temporary bytes.
+        measures: calls are measured on other tensors, once the step has ended. Otherwise times are estimated, and calls
+            take no temporary bytes.
     """
 
-    def __init__(self, estimates: Estimates | None = None) -> None:
-        self.estimates = estimates
+    def __init__(self, measures: bool = True) -> None:
+        self.measures = measures
         self.values: list[StepValue] = []
         self.memories: list[int] = []
         self.saved: list[Save] = []
@@ -70,7 +85,6 @@ class StepTrace:
         self.unseen = ""
         self.ran = False  # a backward pass, at least through a part of the graph
         self.in_pass = False  # a backward pass runs, or has been given up by an error
-        self._is_fake = False  # the step runs on fake tensors
         self._numbers: ByStorage[int] = ByStorage()  # of memories
         self._watched: dict[int, Gone] = {}  # by id
         self._open: list[Gone] = []  # what autograd holds
@@ -80,7 +94,6 @@ class StepTrace:
         self._copies: list[int] = []  # numbers of the memories that running nodes hold
         self.seconds = 0.0  # of the call that ran last
         self._began = 0  # number of its first event
-        self._measured: dict[Any, float] = {}  # seconds of a recipe, by function, shape and dtype
         self._backward: dict[int, MeasuredCall] = {}  # by the number of the node that it made
         # To be measured after the step: calls; events of their nodes, with the strides of the gradients.
         self._busy: list[_Busy] = []
@@ -118,56 +131,53 @@ class StepTrace:
         assert isinstance(value.source, Recipe)
         value.number = self._add(Kind.FOLLOWS, tensor, _numbers(value.source.inputs))
 
-    def result(
-        self, call: Call, rule: Rule, result: Tensor, again: Again | None, whole: Again | None, number: int
-    ) -> int:
+    def result(self, call: Call, result: Tensor, again: Again | None, mask: Again | None, number: int) -> int:
         """Note the result of a call with a rule; return the number of its value.
 
-        `again`: how to repeat the call. `whole`: how to repeat it for all that it has saved inside.
+        `again`: how to repeat the call, which gives all that it has saved inside, too, unless `mask` gives that.
         """
-        costs = self._costs(call, rule, result)
-        kind, inputs = (Kind.KEPT, ()) if again is None else (Kind.FREE, _numbers(again.arguments))
-        if whole is not None:
-            rerun = self._rerun(call, whole, costs, result, number)
-            if again is not None and call.row.inside is rule:
-                return self._add(kind, result, (rerun,), Costs(0.0, 0, 0), number)
-            if self._busy and self._busy[-1].values == [rerun]:
-                self._busy[-1].values.append(rerun + 1)
-        return self._add(kind, result, inputs, costs, number, again)
-
-    def _rerun(self, call: Call, whole: Again, costs: Costs, result: Tensor, number: int) -> int:
-        """Note that a call can run again for what it has saved inside; return the number of the call's value."""
-        rerun = len(self.values)
-        if not call.row.is_slow:  # a dropout, whose result follows from its mask
+        is_whole = again is not None and bool(call.inside) and call.row.mask is None
+        leader = call.inside[0].value.number if is_whole else -1
+        costs = self._costs(call, result, leader if is_whole else len(self.values))
+        if again is None:
+            own = self._add(Kind.KEPT, result, (), costs, number)
+        elif not is_whole:
+            own = self._add(Kind.FREE, result, _numbers(again.arguments), costs, number, again)
+        else:
+            own = self._add(Kind.FREE, result, _numbers(again.arguments), Costs(), number, leader=leader)
+            costs = costs._replace(busy=costs.busy + result.nbytes)
+            self._inside(call, again, costs, Flag.AGAIN, number)
+        if mask is not None:
             layout = sum(one.nbytes for one in tensors_in(call.arguments) if not is_mask_alike(one))
-            costs = Costs(self.seconds, result.nbytes + layout, 0)
-        busy = costs.busy + result.nbytes
-        inputs = _numbers(whole.arguments)
-        self.values.append(
-            StepValue(Kind.RERUN, self.memory(result), 0, inputs, -1, -1, costs.seconds, busy, costs.operations)
-        )
-        leader, *others = (part.value.number for part in call.inside)
-        self.values[leader] = self.values[leader]._replace(kind=Kind.INSIDE, inputs=(rerun,), call=number)
-        for part in others:
-            self.values[part] = self.values[part]._replace(kind=Kind.PART, inputs=(rerun,), leader=leader)
-        return rerun
+            self._inside(call, mask, Costs(self.seconds, 2 * result.nbytes + layout), Flag.MASK, number)
+        return own
+
+    def _inside(self, call: Call, again: Again, costs: Costs, flag: int, number: int) -> None:
+        """Note that what a call has saved inside can be computed again; the first of it has the costs."""
+        inputs, leader = _numbers(again.arguments), call.inside[0].value.number
+        for part in call.inside:
+            one = self.values[part.value.number]._replace(
+                kind=Kind.FREE, inputs=inputs, call=number, leader=leader, flag=flag, **costs._asdict()
+            )
+            self.values[part.value.number], costs = one, Costs()
 
     def _add(
         self,
         kind: Kind,
         tensor: Tensor,
         inputs: tuple[int, ...] = (),
-        costs: Costs = Costs(0.0, 0, 0),  # noqa: B008  # immutable
+        costs: Costs = Costs(),  # noqa: B008  # immutable
         call: int = -1,
         again: Again | None = None,
+        leader: int = -1,
     ) -> int:
         """Note a value, and return its number. `inputs`: of its recipe. `again`: of a call's result."""
         memory = self.memory(tensor)
-        sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind in _WITH_MEMORY)
+        sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
         alias = next(sharing, -1)
         flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(inputs))
         size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
-        self.values.append(StepValue(kind, memory, size, inputs, alias, call, *costs, *flags))
+        self.values.append(StepValue(kind, memory, size, inputs, alias, call, *costs, *flags, leader=leader))
         return len(self.values) - 1
 
     def moves(self, value: Value, copy: Tensor) -> None:
@@ -252,11 +262,11 @@ class StepTrace:
         measured = self._measured_call(call, results[0], lists=True)
         if measured is not None and measured.size >= _SMALL:
             self.events.insert(self._began, (Event.BUSY, sum(one.nbytes for one in results)))
-            self._busy.append(_Busy(measured, self._began, []))
+            self._busy.append(_Busy(measured, self._began, -1))
             self._without_rules[node_number(results[0].grad_fn)] = measured
 
-    def _costs(self, call: Call, rule: Rule, result: Tensor) -> Costs:
-        """The costs of computing the result of the call that has just run once more."""
+    def _costs(self, call: Call, result: Tensor, value: int) -> Costs:
+        """The costs of computing the result of the call that has just run once more. `value`: number of whose."""
         seconds, function = self.seconds, call.function
         measured = self._measured_call(call, result)
         if measured is not None:
@@ -266,15 +276,9 @@ class StepTrace:
             if not call.inside or is_node(result.grad_fn):
                 self._backward[node_number(result.grad_fn)] = measured
             self.events.insert(event, (Event.BUSY, extra))
-            self._busy.append(_Busy(measured, event, [len(self.values)]))
-        self._is_fake |= isinstance(result, FakeTensor)
+            self._busy.append(_Busy(measured, event, value))
         if isinstance(result, FakeTensor) or is_fused(result.grad_fn, call.args):  # and then compiled just now
             seconds = estimated_seconds(function, call.arguments, result)
-        elif not call.row.is_slow and self.estimates is None:  # by another function than the network's
-            key = (function, result.shape, result.dtype)
-            if key not in self._measured:
-                self._measured[key] = self._seconds_again(call, rule, result)
-            seconds = self._measured[key]
         return Costs(seconds, 0, operations_of(function, call.arguments, result))
 
     def _measured_call(self, call: Call, result: Tensor, lists: bool = False) -> MeasuredCall | None:
@@ -283,22 +287,13 @@ class StepTrace:
         `lists`: its arguments may be lists of tensors.
         """
         tensors = [one for one in call.arguments if isinstance(one, Tensor)]
-        if (self.estimates is None and isinstance(result, FakeTensor)) or is_fused(result.grad_fn, call.args):
+        if (not self.measures and isinstance(result, FakeTensor)) or is_fused(result.grad_fn, call.args):
             return None
         if "dropout" in getattr(call.function, "__name__", "") or any(one is result for one in tensors):
             return None
         if not all(map(is_ordinary, tensors)):
             return None
         return call_of(call.function, call.args, call.kwargs, lists)
-
-    def _seconds_again(self, call: Call, rule: Rule, result: Tensor) -> float:
-        try:
-            again = rule(lambda tensor, lend=False: tensor, call.args, call.kwargs, result)
-        except NotFollowed:
-            return self.seconds
-        with torch.no_grad():
-            given = [one.get() if isinstance(one, (Value, Kept)) else one for one in again.arguments]
-            return seconds_again(lambda: again.function(*given), result.device)
 
     def watch_backward(self, outputs: Iterable[Tensor], start: int) -> None:
         """The forward pass has ended. `start`: sequence number of its first node."""
@@ -374,22 +369,20 @@ class StepTrace:
         """The step, once it has ended."""
         for handle in self._handles:
             handle.remove()
-        estimates, is_exact = self.estimates or Estimates(), not self._is_fake
         events = [one.event if isinstance(one, Gone) else one for one in self.events]
         for busy in self._busy:
             if busy.call.size < _SMALL:
                 continue
-            taken = estimates.forward(busy.call, is_exact)
+            taken = forward_temporaries(busy.call)
             _, extra = events[busy.event]
-            events[busy.event] = Event.BUSY, extra + int(taken.busy)
-            for number in busy.values:
-                value = self.values[number]
-                seconds = value.seconds if self.estimates is None else taken.seconds
-                self.values[number] = value._replace(busy=value.busy + int(taken.busy), seconds=seconds)
+            events[busy.event] = Event.BUSY, extra + taken
+            if busy.value >= 0:
+                value = self.values[busy.value]
+                seconds = forward_seconds(busy.call) if self.measures else value.seconds
+                self.values[busy.value] = value._replace(busy=value.busy + taken, seconds=seconds)
         for event, call, stride, besides in self._busy_backward:
             if call.size >= _SMALL:
-                inside = estimates.backward(call, stride, is_exact, of_many=besides > 0)
-                events[event] = Event.BUSY, besides + inside
+                events[event] = Event.BUSY, besides + backward_temporaries(call, stride, besides > 0)
         values, saved = in_order(self.values, self.saved)
         return Step(values, self.memories, saved, events, self.forward, self.calls, self.unseen)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
-from .step import Kind, Plan, Save, Step
+from .step import Flag, Kind, Plan, Save, Step
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COARSER = 0.9  # each target of segments is that much of the next
@@ -24,21 +24,18 @@ class Choice(NamedTuple):
 
     def plan(self, step: Step) -> Plan:
         """The plan that makes this choice in the calls of a step."""
-        dropped = [value for value, kept in zip(step.values, self.kept, strict=True) if value.call >= 0 and not kept]
-        again = {value.call for value in dropped if value.kind != Kind.INSIDE}
-        inside = {value.call for value in dropped if value.kind == Kind.INSIDE}
-        free = {value.call for value in step.values if value.kind == Kind.FREE}
-        return Plan(
-            step.calls,
-            frozenset(again),
-            frozenset(free - again),
-            frozenset(inside),
-            self._unhooked(step),
-            self.peak,
-            plain_peak(step),
-        )
+        flags = bytearray(len(step.calls))
+        for number, value in enumerate(step.values):
+            kept = self.kept[number if value.leader < 0 else value.leader]
+            if value.call >= 0 and not kept:
+                flags[value.call] |= value.flag
+            elif value.kind == Kind.FREE and value.flag == Flag.AGAIN:
+                flags[value.call] |= Flag.KEEP
+        for call in self._plain_calls(step):
+            flags[call] |= Flag.PLAIN
+        return Plan(step.calls, bytes(flags), self.peak, plain_peak(step))
 
-    def _unhooked(self, step: Step) -> frozenset[int]:
+    def _plain_calls(self, step: Step) -> set[int]:
         """Calls whose saved tensors are all kept unchanged, and which recipes can read without a `Value`."""
         values = step.values
         packed = {save.memory for save in step.saved if save.signs}  # as soon as no reader is left but for signs
@@ -50,11 +47,9 @@ class Choice(NamedTuple):
             number = save.value
             while values[number].kind == Kind.FOLLOWS and values[number].alias >= 0:  # a view
                 number = values[number].alias
-            if values[number].kind == Kind.PART:
-                number = values[number].leader
             return self.kept[number] and (values[number].call >= 0 or number not in read)
 
-        return frozenset(range(len(step.calls))) - {save.call for save in step.saved if not stays(save)}
+        return set(range(len(step.calls))) - {save.call for save in step.saved if not stays(save)}
 
 
 def frontier(step: Step, limit: int = 0) -> list[Choice]:
@@ -101,11 +96,13 @@ class _Search:
         self.runs = min(_RUNS, max(_FEWEST, _WORK // max(len(step.values), 1)))
         self.allowed = 0  # simulations, so far
         self.prices = [value.seconds for value in step.values]  # of computing a value again
-        self.is_free = [value.kind in (Kind.FREE, Kind.INSIDE) for value in step.values]
+        self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
+        leaders = [i if value.leader < 0 else value.leader for i, value in enumerate(step.values)]
+        self.inputs = [[leaders[i] for i in value.inputs] for value in step.values]
         self.bytes = [step.memories[value.memory] for value in step.values]
-        for number, leader in self.simulation.led:
-            self.bytes[leader] += self.bytes[number]
+        for leader, numbers in self.simulation.together.items():
+            self.bytes[leader] = sum(self.bytes[number] for number in numbers)
         self.found: list[Choice] = []
 
     def start(self) -> None:
@@ -136,6 +133,7 @@ class _Search:
         return len(self.found) >= self.allowed
 
     def simulated(self, kept: Sequence[bool]) -> Outcome:
+        kept = self.simulation.led(kept)
         outcome = self.simulation.run(kept)
         self.found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
         return outcome
@@ -267,7 +265,7 @@ class _Search:
             seconds += self.prices[number]
             if kept[number]:
                 group.append(number)
-            for i in self.step.values[number].inputs:
+            for i in self.inputs[number]:
                 if not outcome.readers[i] and i not in group and i not in pending:
                     if not kept[i] or self.is_free[i]:
                         pending.append(i)
@@ -353,12 +351,12 @@ def _handed_on(step: Step) -> list[set[int]]:
         read = set().union(*(sources[i] for i in value.inputs))
         for i in read:
             last[i] = number
-        sources.append({number} if value.kind == Kind.FREE else read)
+        sources.append({number if value.leader < 0 else value.leader} if value.kind == Kind.FREE else read)
     handed: list[set[int]] = []
     now: set[int] = set()
     for number, value in enumerate(step.values):
         if value.kind == Kind.FREE:
-            now.add(number)
+            now |= sources[number]
         now = {i for i in now if last.get(i, -1) > number}
         handed.append(set(now))
     return handed

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
-from ..recompute.values import autocast_as, autocast_of
 from ..saved import is_ordinary
 from ..torch_internals import tree_leaves, tree_map, without_dispatch_modes, without_function_modes
+from .values import autocast_as, autocast_of
 
 _profiler = threading.Lock()  # a process has one; two threads that start it crash
 _BEGINS = "keepless: the step begins"  # an event of the profiler
@@ -158,7 +158,21 @@ def peak_bytes(
     return peak
 
 
-@cache
+def _on_ones(measure: Callable[..., Any]) -> Callable[..., Any]:
+    """Measure once, outside of all modes; 0 where it does not work on ones, such as a Cholesky decomposition."""
+
+    @cache
+    def measured(*call: Any) -> Any:
+        try:
+            with without_dispatch_modes(), without_function_modes():
+                return measure(*call)
+        except RuntimeError:
+            return 0
+
+    return measured
+
+
+@_on_ones
 def forward_temporaries(call: MeasuredCall) -> int:
     """Bytes that a call takes while it runs, beside its arguments and results. It is measured, on other tensors."""
     with _measured(call.device):
@@ -169,7 +183,7 @@ def forward_temporaries(call: MeasuredCall) -> int:
         return max(0, peak - sum(one.nbytes for one in tensors_in(kept)))
 
 
-@cache
+@_on_ones
 def forward_seconds(call: MeasuredCall) -> float:
     """Seconds that a call takes, on other tensors. Measured once, so that plans for several budgets agree."""
     with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
@@ -177,7 +191,7 @@ def forward_seconds(call: MeasuredCall) -> float:
         return seconds_again(lambda: call.with_arguments(given), call.device)
 
 
-@cache
+@_on_ones
 def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: bool) -> int:
     """Temporary bytes of a call's backward node, beside saved tensors and gradients.
 
