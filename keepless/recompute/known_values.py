@@ -184,7 +184,11 @@ class KnownValues:
         base = tensor._base
         form = None if base is None else form_of(tensor, base)
         value = None if base is None or form is None else self.value_of(base)
-        return None if value is None or form is None else Again(view, (value, *form))
+        if base is None or form is None or value is None:
+            return None
+        if not value.readers and value.unread:
+            self.log.keep(value, base)
+        return Again(view, (value, *form))
 
     def _of_synchronised_norm(self, node: Any, packed: tuple[Any, ...]) -> Again | None:
         """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""

@@ -98,6 +98,7 @@ class StepTrace:
         # To be measured after the step: calls; events of their nodes, with the strides of the gradients.
         self._busy: list[_Busy] = []
         self._busy_backward: list[tuple[int, MeasuredCall, tuple[int, ...], int]] = []  # and bytes besides
+        self._drawn: list[tuple[MeasuredCall, int]] = []  # and the number of the mask
         self._without_rules: dict[int, MeasuredCall] = {}  # by the number of a result's node
 
     def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
@@ -149,7 +150,10 @@ class StepTrace:
             self._inside(call, again, costs, Flag.AGAIN, number)
         if mask is not None:
             layout = sum(one.nbytes for one in tensors_in(call.arguments) if not is_mask_alike(one))
-            self._inside(call, mask, Costs(self.seconds, 2 * result.nbytes + layout), Flag.MASK, number)
+            self._inside(call, mask, Costs(costs.seconds, 2 * result.nbytes + layout), Flag.MASK, number)
+            drawn = call_of(call.function, call.args, call.kwargs, lists=False)
+            if self.measures and drawn is not None:
+                self._drawn.append((drawn, call.inside[0].value.number))
         return own
 
     def _inside(self, call: Call, again: Again, costs: Costs, flag: int, number: int) -> None:
@@ -383,6 +387,8 @@ class StepTrace:
         for event, call, stride, besides in self._busy_backward:
             if call.size >= _SMALL:
                 events[event] = Event.BUSY, besides + backward_temporaries(call, stride, besides > 0)
+        for drawn, number in self._drawn:
+            self.values[number] = self.values[number]._replace(seconds=forward_seconds(drawn))
         values, saved = in_order(self.values, self.saved)
         return Step(values, self.memories, saved, events, self.forward, self.calls, self.unseen)
 
