@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from keepless.budget import costs
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from keepless.recompute import costs
 from keepless.recompute.costs import estimated_seconds, peak_bytes, seconds_again, seconds_of
 from keepless.recompute.rehearsal import traced_step
 

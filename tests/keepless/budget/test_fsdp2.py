@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from keepless.budget import traced_step
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from keepless import recompute_activations, share_plans
+from keepless.recompute import rehearsal
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
@@ -93,9 +93,9 @@ def test_a_sharded_network_follows_one_plan_on_all_ranks(ranks, is_prepared_firs
 def test_copies_of_parameters_are_planned(monkeypatch):
     """FSDP frees parameters after each use, so that recipes need copies."""
     copying = partial(Recording, copy_parameters=True)
-    monkeypatch.setattr(traced_step, "Recording", copying)
+    monkeypatch.setattr(rehearsal, "Recording", copying)
     plain = network()
-    traced, _ = traced_step.traced_step(plain, (X,), {})
+    traced, _ = rehearsal.traced_step(plain, (X,), {})
     for parameter in plain.parameters():
         parameter.grad = torch.zeros_like(parameter)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from keepless.budget import plans
 from torch import Tensor, nn
 
 from keepless import InPlaceABN, recompute_activations
+from keepless.recompute import plans
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.plans import Plans
 from keepless.recompute.rehearsal import LeftBehind, backward_starts, rehearsed_step
