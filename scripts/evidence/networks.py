@@ -159,7 +159,7 @@ def _of_errors(rows: Rows) -> Iterator[str]:
     """How far gradients are from float64, relative to how far the plain network's are, by precision."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
-        if row["method"] != PLAIN and "error" in row:
+        if row["method"] != PLAIN and "error" in row and row["precision"] != FLOAT64:
             error = max(row["beside"][PLAIN]["error"], 1e-18)
             ratios.setdefault(row["precision"], []).append(row["error"] / error)
     for precision, own in ratios.items():
@@ -220,8 +220,12 @@ def _of_plans(networks: Networks) -> Iterator[str]:
         yield f"- In the {IN_TIME_OF_BLOCKS}, the median peak is {statistics.median(shares):.2f} of plain."
 
 
+def _named(row: dict) -> str:
+    return row["network"] if row["precision"] == "float32" else f"{row['network']}, {row['precision']}"
+
+
 COLUMNS: Columns = [
-    ("network", lambda row: row["network"] if row["method"] == PLAIN else ""),
+    ("network", lambda row: _named(row) if row["method"] == PLAIN else ""),
     ("method or budget", "{method}"),
     ("kept, MiB", lambda row: mib(row.get("kept_bytes"))),
     ("/ plain", lambda row: md.relative(row, PLAIN, "kept_bytes")),
