@@ -85,7 +85,7 @@ ANSWERS = {
     "scripts.run_table table=table9": "expected one of table1, table2, table3, table4, revnet, memcnn, camvid_table3, "
     "camvid, cifar10",
     "train_seg.py data=camvid data.root=/gone/a,b": "data.root=/gone/a,b",
-    "scripts.run_table table=table3 overrides=trainer.epochs=3": "overrides: Invalid value assigned: str is not a List",
+    "scripts.run_table table=table3 overrides=trainer.epochs=3": "overrides=trainer.epochs=3: Hydra cannot read the ",
     "train_seg.py data.root=/my streets": "streets: expected key=value without spaces",
     "train_seg.py memory.budget=12 GiB": "GiB: expected key=value without spaces",
     "train_seg.py -m trainer.step=1,2": "give trainer.steps=1",

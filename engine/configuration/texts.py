@@ -11,17 +11,20 @@ from hydra.errors import HydraException
 from engine.schema.keys import Keys, quoted, types_in
 
 AS_IT_IS = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
+PLAIN_LIST = re.compile(r"""\[([^][{}"']*)\]""")
 INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\()[{}:=, \t]")
 
 
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
     """An argument; the value of a key that holds a text is quoted where Hydra would change or refuse it.
 
-    Quotes, null, interpolations and escapes such as \\, mean what they mean to Hydra; so do lists, mappings and, in
-    sweeps (-m), functions. There, commas separate the values of several jobs, unless a path has them.
+    Quotes, null, interpolations and escapes such as \\, mean what they mean to Hydra; so do mappings, lists of
+    lists and, in sweeps (-m), functions. There, commas separate the values of several jobs, unless a path has them.
     """
     given, equals, value = word.partition("=")
     kind, is_path = types_in(schema).get(given.lstrip("+")), os.path.exists(value)
+    if (listed := PLAIN_LIST.fullmatch(value)) and (kind is Any or "list[str]" in str(kind)):
+        return f"{given}=[{','.join(map(_for_hydra, listed[1].split(',')))}]"
     if kind not in (str, str | None) and not (kind is Any and is_path):
         return word
     texts = [value]
