@@ -186,8 +186,6 @@ class KnownValues:
         value = None if base is None or form is None else self.value_of(base)
         if base is None or form is None or value is None:
             return None
-        if not value.readers and value.unread:
-            self.log.keep(value, base)
         return Again(view, (value, *form))
 
     def _of_synchronised_norm(self, node: Any, packed: tuple[Any, ...]) -> Again | None:
@@ -279,6 +277,10 @@ class KnownValues:
         value = self.value_of(tensor) or self._keep_with_base(tensor)
         if not value.readers and value.unread:
             self.log.keep(value, tensor)
+        base = tensor._base
+        if base is not None and (of_base := self.find(base)) is not None and of_base is not value:
+            if not of_base.readers and isinstance(of_base.source, Kept):
+                self.log.keep(of_base, base)  # which the view is computed from
         saved = Saved(value, self.memory_of(tensor))
         positive = None if call is None else call.row.positive
         is_replaceable = call is not None and call.row.result_serves is not None and call.result_serves()
