@@ -1,4 +1,6 @@
-"""The table of functions: a row for each, with all that is known of it. To add a function, give it a row at the end.
+"""The table of functions: a row for each, with all that is known of it; and the call of one that runs.
+
+To add a function, give it a row at the end of the table.
 
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
 """

@@ -1,4 +1,4 @@
-"""The plans of a prepared network: made as new sizes of inputs come, from rehearsals and traced steps."""
+"""Budgets, and the plans of a prepared network: made as new sizes of inputs come, from rehearsals and traced steps."""
 
 import logging
 import threading

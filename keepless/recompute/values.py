@@ -1,4 +1,4 @@
-"""Values of a forward pass that its backward pass reads: kept, or computed again from others."""
+"""Values of a forward pass that its backward pass reads: kept, computed again from others, or overwritten."""
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
