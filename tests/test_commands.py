@@ -70,6 +70,7 @@ def checked(words: list[str]) -> object:
     importlib.import_module(module)  # declares the command
     name = plan_memory.entry_of(keys) if module == "scripts.plan_memory" else module.split(".")[-1]
     if "-m" in keys:
+        keys.remove("-m")
         _, jobs = sweep.jobs_of(keys, lambda job: checked([program, *rest[: place + 1], *job]), has_run_dir=True)
         return jobs
     values = composed(name, *(key for key in keys if not key.startswith("-")))
