@@ -30,4 +30,4 @@ from datasets.synthetic import synthetic
 from datasets.transforms import ColourJitter, TrainingTransform
 from datasets.verify import Inspection, inspect, verify
 from datasets.vistas import vistas
-from datasets.workers import reading_errors, worker_init
+from datasets.workers import Workers, reading_errors, worker_init

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from errno import ENOSPC
-from multiprocessing import parent_process
+from multiprocessing import parent_process, popen_fork
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 import cv2
@@ -23,9 +24,28 @@ from torch.utils.data import DataLoader, Dataset
 
 Progress = Callable[[int, int], None] | None  # called with (done, total) after each item
 
+_SECONDS_TO_DIE = 5  # longer only in a system call that cannot be interrupted
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _limit: tuple[float, str] = (0, "")  # seconds (0: none) that workers may take, and the message about it
 _KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes per pixel
+
+
+class _Killed(popen_fork.Popen):
+    """A process that `terminate` ends by SIGKILL, because workers ignore SIGTERM."""
+
+    def terminate(self) -> None:
+        # PyTorch's SIGCHLD handler would report the killed worker as a failure.
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.kill()
+        self.wait(_SECONDS_TO_DIE)
+        signal.signal(signal.SIGCHLD, handler)
+
+
+class Workers(ForkContext):
+    """`multiprocessing_context` of a DataLoader whose workers run `worker_init`."""
+
+    class Process(ForkProcess):
+        _Popen = _Killed  # when Python exits, it calls `terminate` of this object, not of the process
 
 
 def worker_init(worker_id: int) -> None:
@@ -53,7 +73,7 @@ class Loader(DataLoader):
             source,  # type: ignore[arg-type]  # any sequence will do
             num_workers=workers,
             worker_init_fn=worker_init,
-            multiprocessing_context="fork" if workers else None,
+            multiprocessing_context=Workers() if workers else None,
             # Iterators draw a random number when they start. With a generator of its own, the run's random numbers do
             # not depend on its evaluations, or on whether a pass was needed or its result was cached.
             generator=torch.Generator(),
@@ -85,9 +105,6 @@ class Loader(DataLoader):
             # worker would learn that it should stop, and PyTorch waits five seconds for each.
             if self.num_workers and items is not None:
                 items._shutdown_workers()
-                for worker in items._workers:
-                    worker.kill()  # one that is stuck, as it ignores PyTorch's SIGTERM
-                    worker.join(1)
 
 
 def die_with_parent(number: signal.Signals) -> None:

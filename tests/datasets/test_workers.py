@@ -18,21 +18,39 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from datasets import reading_errors, worker_init
+from datasets import Workers, reading_errors, worker_init
 from datasets.workers import Loader, in_order
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-def test_workers_ignore_the_signals_of_their_process_group():
-    """They are meant for the main process, which stops its workers itself."""
-    before, read = active_children(), []
-    for item in Loader(Images(int), 1, batch_size=1):
-        (worker,) = (child for child in active_children() if child not in before)
-        for number in SIGNALS:
-            os.kill(worker.pid, number)
-        read += item.flatten().tolist()[:1]
-    assert read == list(range(8)) and active_children() == before
+def answers_each_question(questions) -> None:
+    worker_init(0)
+    while True:
+        questions.send(questions.recv())
+
+
+@pytest.mark.parametrize("who", ["PyTorch", "Python at its exit"])
+def test_only_terminate_ends_a_worker_unseen_by_the_handler_of_dead_workers(who):
+    pipe, other_end = Workers().Pipe()
+    worker = Workers().Process(target=answers_each_question, args=(other_end,), daemon=True)
+    worker.start()
+    other_end.close()  # so a dead worker raises an error here instead of hanging
+    seen = []
+    previous = signal.signal(signal.SIGCHLD, lambda *_: seen.append("a worker died"))
+    try:
+        for question in ("ready?", *SIGNALS):
+            if question in SIGNALS:  # to the whole run
+                os.kill(worker.pid, question)
+            pipe.send(question)
+            assert pipe.recv() == question
+        (worker if who == "PyTorch" else worker._popen).terminate()
+        assert worker.exitcode == -signal.SIGKILL and seen == []
+        signal.raise_signal(signal.SIGCHLD)
+        assert seen == ["a worker died"]  # the handler is back
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+        worker.kill()
 
 
 def test_outside_a_worker_signals_are_not_ignored(monkeypatch):
