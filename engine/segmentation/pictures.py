@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from datasets import SegmentationDataset
-from engine.records.confusion_picture import with_literal_texts
+from engine.records.confusion_picture import shown_names, with_literal_texts
 
 OVERLAY_OPACITY = 0.6
 
@@ -36,7 +36,8 @@ def overlay(image: np.ndarray, colours: np.ndarray) -> np.ndarray:
 
 def class_legend(dataset: SegmentationDataset) -> Figure:
     """A legend of all classes. With up to 40 it fits a TensorBoard card, which shows it unscaled."""
-    handles = [class_patch(colour, name) for colour, name in zip(dataset.palette, dataset.classes, strict=True)]
+    names = shown_names(dataset.classes)
+    handles = [class_patch(colour, name) for colour, name in zip(dataset.palette, names, strict=True)]
     columns = max(2, -(-len(handles) // 20))
     rows = -(-len(handles) // columns)
     figure = Figure(figsize=(1.75 * columns, 0.22 * rows + 0.2))  # inches of 100 pixels
