@@ -23,6 +23,7 @@ from engine.process.stopping import errors_for_users
 from engine.schema.keys import Keys
 
 HELP = ("--help", "-h")
+SHOW = ("--cfg", "-c", "--cfg=job")  # Hydra's option `--cfg job`
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * world_size())
 
@@ -33,7 +34,8 @@ def configured(
     """Decorator: makes `main(values)` a command that takes the keys of `schema` as key=value.
 
     configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help starts with
-    `about`, by default the docstring of main's module; -m runs a sweep. Wrong arguments are answered in a line.
+    `about`, by default the docstring of main's module; `--cfg job` prints the configuration, which may lack values; -m
+    runs a sweep. Wrong arguments are answered in a line.
     """
     register(name, schema)
 
@@ -47,13 +49,19 @@ def configured(
         def run() -> None:
             sweeps = not {*sweep.FLAGS}.isdisjoint(sys.argv)
             sys.argv[1:] = [as_typed(word, schema, sweeps) for word in sys.argv[1:]]
-            words = [word for word in sys.argv[1:] if word not in (*HELP, *sweep.FLAGS)]
+            words = [word for word in sys.argv[1:] if word not in (*HELP, *sweep.FLAGS, *SHOW)]
+            shows = not {*SHOW}.isdisjoint(sys.argv)
+            if shows:
+                words = [word for word in words if word != "job"]
             with errors_for_users():
                 refuse_options(words, schema)
                 if not {*HELP}.isdisjoint(sys.argv):
                     text = about or sys.modules[main.__module__].__doc__ or name
                     with explained(name, schema, words):
                         print(help_text(text, name, schema, composed(name, *words)))
+                elif shows:
+                    with explained(name, schema, words):
+                        print(OmegaConf.to_yaml(composed(name, *words)))
                 elif sweeps:
                     has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
                     sweep.run(words, lambda job: checked(job)[1], has_run_dir)

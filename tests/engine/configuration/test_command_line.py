@@ -82,6 +82,16 @@ def test_help_of_a_wrong_command_says_what_is_wrong(monkeypatch):
         importlib.import_module("train_seg").main()
 
 
+def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
+    main = importlib.import_module("eval").main
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg", "job", "tta.flip=true"])
+    main()
+    assert "checkpoint: ???\n" in (shown := capsys.readouterr().out) and "flip: true\n" in shown
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg=job", "tta.flips=true"])
+    with pytest.raises(SystemExit, match="^error: tta.flips=true: there is no such key"):
+        main()
+
+
 @dataclass
 class Plain:
     own: int = 1  # of the class
