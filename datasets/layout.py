@@ -95,9 +95,9 @@ class Layout:
 
 
 def spelled(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
-    """`files` under those of `names` that are the same, or else are the same when `composed`.
+    """`files` under the names that they match: the same name, or else one that differs only in how accents are stored.
 
-    ValueError: it is not clear which, because two files, or two names, differ only in how accents are stored.
+    ValueError: a match is ambiguous, because two files, or two names, differ only in how accents are stored.
     """
     names = {*names}
     theirs, ours = _by_composed(names - files.keys()), _by_composed(files.keys() - names)

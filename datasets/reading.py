@@ -200,7 +200,7 @@ def _tiff_content(tags: Mapping[int, Any]) -> str:
 
 
 def _is_misread(tags: Mapping[int, Any]) -> bool:
-    """Whether Pillow opens a TIFF but gives wrong pixels, those of one band among several, or an error of its own.
+    """Whether Pillow misreads a TIFF: wrong pixels, only one of several bands, or an error that says nothing to users.
 
     Pillow 13 was compared with tifffile over bits, kinds, interpretations, planes, compressions, byte orders, tiles,
     strips, predictors and orientations.

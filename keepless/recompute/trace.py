@@ -51,11 +51,11 @@ class Progress(Enum):
 
 
 class _Busy(NamedTuple):
-    """A call whose temporary bytes are measured after the step. `value`: number of the one that has its costs."""
+    """A call whose temporary bytes are measured once the step has ended."""
 
     call: MeasuredCall
-    event: int  # number of its BUSY
-    value: int
+    event: int  # number of its BUSY event
+    value: int  # number of the value that this call computes; -1: none is known
 
 
 class Costs(NamedTuple):
@@ -67,7 +67,7 @@ class Costs(NamedTuple):
 
 
 class StepTrace:
-    """Sees a recorded forward pass (it is the `Trace` of a `Recording`), and the backward pass that follows.
+    """Watches a forward pass through a `Recording`, and the backward pass that follows.
 
     Args:
         measures: calls are measured on other tensors, once the step has ended. Otherwise times are estimated, and calls
@@ -270,7 +270,7 @@ class StepTrace:
             self._without_rules[node_number(results[0].grad_fn)] = measured
 
     def _costs(self, call: Call, result: Tensor, value: int) -> Costs:
-        """The costs of computing the result of the call that has just run once more. `value`: number of whose."""
+        """The costs of repeating the call that has just run. `value`: number of the value that it computed."""
         seconds, function = self.seconds, call.function
         measured = self._measured_call(call, result)
         if measured is not None:

@@ -206,7 +206,7 @@ def sections(call: dict, _: str) -> Iterator[str]:
 
 
 def beside(rows: Rows, by: str) -> Rows:
-    """The rows with those of the same group, by method, as "beside"."""
+    """The rows, each with all methods of its group in row["beside"]. `by`: the key whose values are groups."""
     return [row for group in md.grouped(rows, [by], "method").values() for row in group.values()]
 
 
