@@ -6,14 +6,11 @@ import statistics
 from pathlib import Path
 
 import pytest
-import torch
 
-from keepless.saved import kept_bytes
 from scripts.evidence import documents, training
 from scripts.evidence.steps import DEFAULT, GROUPS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import ratio_of
-from tests import trees
 from tests.faults import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -73,8 +70,6 @@ def test_the_loops_overhead_is_in_its_record():
     times = {row["loop"]: row["times_ms"] for row in rows}
     median, bare = ratio_of(times["real"], times["bare"]), statistics.median(times["bare"])
     assert f"{median:.3f} of the time of a bare step of {bare:.0f} ms" in (RESULTS / "training.md").read_text()
-    quartiles = f"(quartiles {median.lower:.3f} – {median.upper:.3f})"
-    assert f"{median.median:.3f} {quartiles} of {bare:.0f} ms" in (REPOSITORY / "docs" / "training.md").read_text()
 
 
 @pytest.mark.slow
@@ -84,7 +79,7 @@ def test_the_tables_of_whole_networks_are_what_the_script_makes(name):
         assert documents.written(document.read_text(), only=lambda found: found == name) == document.read_text()
 
 
-def test_every_block_is_marked_and_every_measured_switch_has_a_row():
+def test_every_block_is_marked_and_every_switch_is_measured():
     marked = [name for path in documents.DOCUMENTS for name, *_ in frame.BLOCK.findall(path.read_text())]
     assert sorted(marked) == sorted(documents.BLOCKS) and papers.TABLES.keys() < {*marked}
     calls = documents.record("training")["calls"]
@@ -101,7 +96,7 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
     def other_numbers(block: re.Match) -> str:
         return re.sub(r"(\| |-->)\d+\.\d+", r"\g<1>7.77", block[0]) if block[1] in from_records else block[0]
 
-    from_records = {"budgets", "switches", "or_inplace"}
+    from_records = {"results", "loss"}
     changed_blocks = set()
     for path in documents.DOCUMENTS:
         text = path.read_text()
@@ -128,33 +123,7 @@ def headings(page: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-@pytest.mark.parametrize(
-    "network, steps", [("lraspp_mobilenet_v3_large", 2), pytest.param("deeplabv3_resnet50", 10, marks=pytest.mark.slow)]
-)
-def test_the_training_in_keepless_md_gives_the_same_losses_in_less_memory(tmp_path, double, network, steps):
-    """In float64, with and without the line that it is about; in `make test` with a smaller network."""
-    page = (REPOSITORY / "docs" / "keepless.md").read_text()
-    trees.camvid_annot(tmp_path, training_images=2 * steps)
-    code = page[page.index("import torch\nfrom datasets") :].split("```")[0]
-    assert "deeplabv3_resnet50" in code
-    code = code.replace('"DIR"', repr(str(tmp_path))).replace("deeplabv3_resnet50", network)
-    code = code.replace("range(10)", f"range({steps})")
-    code = code.replace("    loss.backward()\n", "    losses.append(loss.item())\n    loss.backward()\n")
-    lines = code.splitlines()
-    plain = "\n".join(line for line in lines if not line.startswith("recompute_activations("))
-    assert len(plain.splitlines()) == len(lines) - 1
-    losses, kept = [], []
-    for text in (plain, code):
-        torch.manual_seed(0)
-        names = {"losses": []}
-        exec(text, names)
-        losses.append(names["losses"])
-        kept.append(kept_bytes(names["network"], lambda n=names: n["network"](n["images"]), [names["images"]]))
-    assert len(losses[0]) == steps and losses[1] == pytest.approx(losses[0], rel=1e-8, abs=1e-8)
-    assert kept[1] < 0.6 * kept[0]
-
-
-@pytest.mark.parametrize("page, most", [("README.md", 100), ("docs/memory.md", 260), ("docs/training.md", 220)])
+@pytest.mark.parametrize("page, most", [("README.md", 100), ("docs/memory.md", 225), ("docs/training.md", 200)])
 def test_long_pages_stay_short(page, most):
     """Without the marks of their blocks, which readers do not see."""
     lines = (REPOSITORY / page).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md, counted now and written by `scripts.evidence.documents`.
+"""Tables of docs/memory.md and of docs/results/memory_plan.md, counted now and written by `scripts.evidence.documents`.
 
 They show what each strategy of the paper's Figure 2 keeps in whole networks of the release; checkpointed blocks; and
 the ranges in which activations can be inverted. Networks run on fake tensors, which needs little time and memory.

@@ -116,8 +116,6 @@ CELLS: dict[str, Callable[[], Cells]] = {
     "bodies": counted.bodies_cells,
     "recomputation": counted.recomputation_cells,
     "ranges": counted.ranges_cells,
-    "budgets": lambda: reversible.budgets_cells(record("reversible")),
-    "switches": lambda: training.switches_cells(record("training")),
 }
 
 
@@ -138,8 +136,6 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     **{name: partial(comparison, name) for name in COMPARISONS},
     **{own.name: partial(benchmark_text, own) for own in BENCHMARKS},
     **{name: partial(table_text, name) for name in (*papers.TABLES, tables.LEFT_OUT)},
-    "standard_peak": lambda _: reversible.standard_peak_text(record("reversible")),
-    "or_inplace": lambda _: training.or_inplace_text(record("training")),
 }
 
 

@@ -26,7 +26,6 @@ from models import bodies
 from models.bodies import resnet110_cifar, revnet110_cifar
 from models.bodies.revnet_units import ReversibleUnit
 from models.recomputation import RECOMPUTE, choose_recomputation
-from scripts.evidence.counted import Cells
 from scripts.reports import frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section
@@ -230,30 +229,6 @@ BUDGET: Columns = [
     ("peak, MiB", lambda row: mib(row["peak_bytes"])),
     ("time / standard", lambda row: f"{md.time_ratio(row['beside'], row['method'], STANDARD):.2f}"),
 ]
-IN_BUDGETS = {  # the methods in each row of the table in docs/memory.md
-    "all of it": ["ResNet-110, std, compiled, budget 1"],
-    "half": ["ResNet-110, inplace", "ResNet-110, std, compiled, budget 0.5"],
-    "a quarter": ["ResNet-110, inplace, blocks"],
-    "a sixth": ["ResNet-110, inplace, sqrt"],
-    "a tenth, or any depth": ["RevNet-110, inplace, reversible"],
-}
-
-
-def budgets_cells(record: dict) -> Cells:
-    """Peak of a step and time to standard norms, of the methods of each row."""
-    rows = {row["method"]: row for row in beside(rows_of(record["calls"][0], "budget"), "part")}
-    cells: Cells = {}
-    for name, methods in IN_BUDGETS.items():
-        times = (md.time_ratio(rows, method, STANDARD).median for method in methods)
-        peaks = (mib(rows[method]["peak_bytes"], 0) for method in methods)
-        cells[name] = [None, "; ".join(peaks), "; ".join(f"{time:.2f}" for time in times)]
-    return cells
-
-
-def standard_peak_text(record: dict) -> str:
-    (row,) = (row for row in rows_of(record["calls"][0], "budget") if row["method"] == STANDARD)
-    return mib(row["peak_bytes"], 0)
-
 
 BENCHMARK = frame.Benchmark("reversible", ReversibleArguments, items, measure, sections, about)
 run, main = frame.command(BENCHMARK, __doc__)

@@ -16,7 +16,6 @@ from typing import Any
 
 from datasets import synthetic
 from engine.schema.keys import key
-from scripts.evidence.counted import Cells
 from scripts.evidence.steps import DEFAULT, GROUPS, Switch, Training
 from scripts.reports import frame
 from scripts.reports.markdown import Columns, Rows, columns, mib, ratio_of, section, without_reasons
@@ -196,26 +195,6 @@ SWITCHES: Columns = [
 def measured_with(record: dict, part: str) -> dict[str, Starts]:
     """The switches of the call that measured this part alone."""
     return next(switches_of(call) for call in record["calls"] if call["arguments"]["parts"] == [part])
-
-
-def switches_cells(record: dict) -> Cells:
-    """Time and saved bytes of every switch relative to the default, over all calls."""
-    times: dict[str, set[str]] = {}
-    saved: dict[str, str] = {}
-    for found in map(switches_of, record["calls"]):
-        default = found.pop(DEFAULT)
-        for name, own in found.items():
-            times.setdefault(name, set()).add(f"{ratio(own, default):.2f}")
-            saved[name] = f"{own[0]['saved_bytes'] / default[0]['saved_bytes']:.2f}".replace("1.00", "1")
-    return {code(name): [" – ".join(sorted({min(own), max(own)})), saved[name]] for name, own in times.items()}
-
-
-def or_inplace_text(record: dict) -> str:
-    """Standard norms whose activations are computed again, beside in-place norms."""
-    steps = measured_with(record, "recompute")
-    ours, default = steps["norm=std trainer.recompute=activations"], steps[DEFAULT]
-    inplace, recomputed = (f"{mib(own[0]['saved_bytes'])} MiB" for own in (default, ours))
-    return f"{inplace} against {recomputed}, in {ratio(ours, default):.2f} times the time"
 
 
 BENCHMARK = frame.Benchmark("training", TrainingArguments, items, measure, sections, about)
