@@ -75,7 +75,7 @@ COMPILED = [compiled("inplace", "none"), compiled("std", "blocks"), compiled("in
 def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm, overrides):
     """The ranks have 2, 3 and 3 of the eight crops. Only they compile their networks."""
     order = list(range(8))
-    assert_equal_to_rounding(ranks.run(steps, norm, order, 1, overrides, timeout=300), steps(0, norm, order))
+    assert_equal_to_rounding(ranks.run(steps, norm, order, 1, overrides, timeout=900), steps(0, norm, order))
 
 
 def leaving(process_group: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
