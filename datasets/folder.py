@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,10 @@ from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
 from datasets.file_list import is_hidden
 from datasets.layout import (
-    DRAWN,
     OTHER_IMAGES,
     PHOTOGRAPHS,
     Layout,
     check_formats,
-    drawn_images,
     list_files,
     read_list,
     spelled,
@@ -122,63 +120,42 @@ def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.
     return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
 
 
-def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:
-    """Names of the splits in `root`: folders, lists and, with `folds`, the drawn ones; train and val come first."""
+def folder_splits(root: str | os.PathLike | None) -> list[str]:
+    """Names of the splits in `root`, folders and lists; train and val come first."""
     root = _LAYOUT.top(root)
     lists = root.glob("*.txt") if (root / "images").is_dir() else ()
     folders = [path.parent for pattern in ("*/images", "*/*/images") for path in root.glob(pattern)]
     found = {path.relative_to(root).as_posix() for path in folders} | {path.stem for path in lists}
     found -= {name for name in found if any(map(is_hidden, name.split("/")))}
-    if folds is not None:
-        found |= {*DRAWN}
-    return sorted(found, key=lambda split: (split not in DRAWN, split))
+    return sorted(found, key=lambda split: (split not in ("train", "val"), split))
 
 
-def folder(
-    root: str | os.PathLike | None,
-    split: str,
-    folds: int | None = None,
-    fold: int = 0,
-    fold_seed: int = 0,
-    palettes: str = "equal",
-    keys: str = "",
-) -> SegmentationDataset:
+def folder(root: str | os.PathLike | None, split: str, palettes: str = "equal", keys: str = "") -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
-    The list is `root`/`split`.txt. With `folds`, "train" and "val" are drawn from `root`/images instead: "val" is part
-    `fold` of as many equal parts, drawn with `fold_seed`. Images and labels are paired by their paths below the two
-    folders; the split "test" may have no labels. Labels are PNGs of ids, or in the classes' colours, on the images as
-    viewers show them: EXIF orientation counts. `palettes`: "equal" refuses labels whose palettes give an id different
-    colours, "any" does not compare them. `keys`: prefix of option names in messages.
+    The list is `root`/`split`.txt. Images and labels are paired by their paths below the two folders; the split "test"
+    may have no labels. Labels are PNGs of ids, or in the classes' colours, on the images as viewers show them: EXIF
+    orientation counts. `palettes`: "equal" refuses labels whose palettes give an id different colours, "any" does not
+    compare them. `keys`: prefix of option names in messages.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
-    way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {keys}folds=5 to draw train and val,"
-    layout = replace(_LAYOUT, source=way)
-    root = layout.top(root)
-    own, drawn = _below(root, split), folds is not None and split in DRAWN
-    above = root if drawn or ((root / "images").is_dir() and not (own / "images").is_dir()) else own
-    if drawn and not (root / "images").is_dir() and {*DRAWN} <= {*folder_splits(root)}:
-        raise ValueError(
-            f"{keys}folds={folds} draws train and val from {root / 'images'}, which is missing; {root} has train and "
-            f"val already: leave {keys}folds out, or move all images and labels to images and labels"
-        )
-    images = layout.files(root, above / "images", (*PHOTOGRAPHS, *OTHER_IMAGES), images_of=split, deep=True)
+    root = _LAYOUT.top(root)
+    own = _below(root, split)
+    above = root if (root / "images").is_dir() and not (own / "images").is_dir() else own
+    images = _LAYOUT.files(root, above / "images", (*PHOTOGRAPHS, *OTHER_IMAGES), images_of=split, deep=True)
     check_formats((str(path.relative_to(above / "images")) for path in images.values()), above / "images")
     without = split == WITHHELD and not (above / "labels").is_dir()
-    labels = {} if without else spelled(layout.files(root, above / "labels", _LABELS, deep=True), images)
+    labels = {} if without else spelled(_LAYOUT.files(root, above / "labels", _LABELS, deep=True), images)
     if above == root:
-        if drawn and folds is not None:
-            chosen = [*compress(images, drawn_images(np.zeros(len(images)), split, folds, fold, fold_seed))]
-        else:
-            chosen = _on_list(layout, root, own, images)
+        chosen = _on_list(root, own, images)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if split == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
     else:
         fix = "add the labels, under the names of their images, or take the images out"
-        files = layout.pair(images, labels, root, f"{above}/labels/NAME.png", fix)
+        files = _LAYOUT.pair(images, labels, root, f"{above}/labels/NAME.png", fix)
     if not (root / CLASSES).is_file():
-        raise layout.error(
+        raise _LAYOUT.error(
             f"folder: {root / CLASSES} is missing",
             root,
             fix=f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold",
@@ -245,15 +222,15 @@ def _folders(root: Path, name: str) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _on_list(layout: Layout, root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
+def _on_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
     """The names on the list of a split, which may have the images' suffixes. `own`: the folder that it might have."""
     file = Path(f"{own}.txt")
     if not file.is_file():
-        raise layout.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
+        raise _LAYOUT.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
     lines = read_list(file, "the name of an image")
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
     names = sorted({stems.get(line, line) for line in spelled(dict.fromkeys(lines, file), stems)})
-    layout.check_list(file, names, images, root)
+    _LAYOUT.check_list(file, names, images, root)
     return names
 
 

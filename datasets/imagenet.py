@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from datasets.classification import ClassificationDataset
-from datasets.file_list import FileList, class_folders, composed, list_classes
-from datasets.layout import DRAWN, OTHER_IMAGES, PHOTOGRAPHS, Layout, check_formats, drawn_images, first_of
+from datasets.file_list import class_folders, composed, list_classes
+from datasets.layout import OTHER_IMAGES, PHOTOGRAPHS, Layout, check_formats, first_of
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
@@ -30,8 +30,8 @@ _OWN = Layout(
     name="image_folder",
     splits=("train", "val", "test"),
     tree="""
-DIR/train/CLASS/*         or    DIR/CLASS/*    CLASS: any name; PNG, JPEG, TIFF, BMP or WebP
-DIR/val/CLASS/*                                the same classes
+DIR/train/CLASS/*         CLASS: any name; PNG, JPEG, TIFF, BMP or WebP
+DIR/val/CLASS/*           the same classes
 """,
     source="move each image into the folder of its class, in DIR/train and DIR/val",
 )
@@ -48,67 +48,39 @@ def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDatase
     return _in_folders(_LAYOUT, root, split)
 
 
-def image_folder(
-    root: str | os.PathLike | None,
-    split: str,
-    folds: int | None = None,
-    fold: int = 0,
-    fold_seed: int = 0,
-    keys: str = "",
-) -> ClassificationDataset:
+def image_folder(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
     """As `imagenet`, for other images: split "train", "val" or "test", seen as viewers show them.
 
-    With `folds`, "train" and "val" are drawn from `root`/train, or `root` if there is none: "val" is part `fold` of as
-    many parts, each with an equal share of every class, drawn with `fold_seed`. `keys`: prefix of option names in
-    messages. ValueError also if there is one class alone, or a class folder holds images of other formats.
+    ValueError also if there is one class alone, or a class folder holds images of other formats.
     """
-    layout = replace(_OWN, source=f"{_OWN.source}, or in DIR alone with {keys}folds=5 to draw train and val,")
-    top, folder = layout.check(root, split), None
-    if folds is not None and split in DRAWN:
-        folder = top / "train" if (top / "train").is_dir() else top
-        for other in ("val", "test")[: 1 if folder != top else 2]:
-            if (top / other).is_dir():
-                raise ValueError(
-                    f"{keys}folds={folds} draws train and val from {folder}, and {top / other} is there already: "
-                    f"leave {keys}folds out, or move all classes to {top / 'train'}, and {other} elsewhere"
-                )
-    dataset = _in_folders(layout, top, split, (*PHOTOGRAPHS, *OTHER_IMAGES), folder)
+    dataset = _in_folders(_OWN, root, split, (*PHOTOGRAPHS, *OTHER_IMAGES))
     if len(dataset.classes) == 1:
         raise ValueError(
             f"image_folder: {dataset.files.root} holds one class folder, {dataset.classes[0]}, which leaves nothing to "
             "learn; expected a folder for each of two classes or more"
         )
     check_formats(map(dataset.image_name, range(len(dataset))), dataset.files.root)
-    dataset = replace(dataset, turned=True)
-    if folds is None or folder is None:
-        return dataset
-    chosen, files = drawn_images(dataset.labels, split, folds, fold, fold_seed), dataset.files
-    files = FileList(files.root, files.names[chosen], files.sizes[chosen], files.times[chosen])
-    return replace(dataset, labels=dataset.labels[chosen], files=files)
+    return replace(dataset, turned=True)
 
 
-def own_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:
-    """The splits of `image_folder` that are there, or drawn."""
+def own_splits(root: str | os.PathLike | None) -> list[str]:
+    """The splits of `image_folder` that are there."""
     top = _OWN.top(root)
-    return [split for split in _OWN.splits if (top / split).is_dir() or (folds is not None and split in DRAWN)]
+    return [split for split in _OWN.splits if (top / split).is_dir()]
 
 
 def _in_folders(
-    layout: Layout,
-    root: str | os.PathLike | None,
-    split: str,
-    suffixes: tuple[str, ...] = _SUFFIXES,
-    folder: Path | None = None,
+    layout: Layout, root: str | os.PathLike | None, split: str, suffixes: tuple[str, ...] = _SUFFIXES
 ) -> ClassificationDataset:
-    """The class folders in `folder`, by default `root`/`split`."""
+    """The class folders in `root`/`split`."""
     root = layout.check(root, split)
-    folder = folder or root / split
+    folder = root / split
     if not folder.is_dir():
         raise layout.error(f"{layout.name}: the folder {folder} is missing", root)
     classes = class_folders(folder)
     _check_flat(layout, root, folder, bool(classes), suffixes)
     for other in layout.splits:
-        if other != split and folder != root / other and (root / other).is_dir():
+        if other != split and (root / other).is_dir():
             _check_classes(layout, root, {split: classes, other: class_folders(root / other)})
     files, labels = list_classes(folder, classes, suffixes)
     if not len(files):

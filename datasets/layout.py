@@ -5,15 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from datasets.file_list import composed, is_hidden
 from datasets.segmentation import Files
 from datasets.text_files import read_text
 
 PHOTOGRAPHS = (".png", ".jpg", ".jpeg", ".bmp", ".jfif", ".tif", ".tiff", ".webp")  # of the user's own images
 OTHER_IMAGES = (".avif", ".gif", ".heic", ".heif")  # which no dataset reads
-DRAWN = ("train", "val")  # the splits that can be drawn from one folder
 
 
 @dataclass(frozen=True)
@@ -164,16 +161,6 @@ def read_list(file: Path, of: str) -> list[str]:
     if not any(lines):
         raise ValueError(f"{file}: the list is empty; expected {of} per line")
     return [line for line in lines if line]
-
-
-def drawn_images(classes: np.ndarray, split: str, folds: int, fold: int, seed: int) -> np.ndarray:
-    """Which images belong to "train" or "val", bool (n,). "val" is part `fold` of `folds`, of every class alike."""
-    if len(classes) < folds:
-        raise ValueError(f"{len(classes)} images cannot be divided into {folds} folds: expected fewer folds")
-    order = np.random.default_rng(seed).permutation(len(classes))
-    chosen = np.full(len(classes), split == "train")
-    chosen[order[np.argsort(classes[order], kind="stable")][fold::folds]] ^= True
-    return chosen
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -52,14 +52,14 @@ FOR_SEGMENTATION: dict[str, Row[SegmentationDataset]] = {
         lambda lists, **_: {"train": 118_287 if lists == "full" else 40_000, "val": 5000, "test": 40_670},
         classes=lambda other_class, **_: 92 if other_class else 91,
     ),
-    "folder": Row(folder, lambda root, folds, **_: dict.fromkeys(folder_splits(root, folds)), classes=None),
+    "folder": Row(folder, lambda root, **_: dict.fromkeys(folder_splits(root)), classes=None),
     "synthetic": Row(synthetic, STREETS, classes=19, drawn=True),
     "vistas": Row(vistas, {"train": 18_000, "val": 2000, "test": 5000}, classes=65),
 }
 FOR_CLASSIFICATION: dict[str, Row[ClassificationDataset]] = {
     "cifar10": Row(cifar10, {"train": 50_000, "test": 10_000}, classes=10, in_memory=True),
     "cifar100": Row(cifar100, {"train": 50_000, "test": 10_000}, classes=100, in_memory=True),
-    "image_folder": Row(image_folder, lambda root, folds, **_: dict.fromkeys(own_splits(root, folds)), classes=None),
+    "image_folder": Row(image_folder, lambda root: dict.fromkeys(own_splits(root)), classes=None),
     "imagenet": Row(imagenet, {"train": 1_281_167, "val": 50_000}, classes=1000),
     "shapes": Row(shapes, SHAPES, classes=8, drawn=True, in_memory=True),
 }

@@ -143,7 +143,7 @@ def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):
 def test_own_images_are_planned_from_their_files(tmp_path):
     root = trees.folder(tmp_path / "boards")
     for keys, split, fix in (
-        ("folder", "elsewhere", "with data.folds=5 to draw train and val"),
+        ("folder", "elsewhere", "Fix: sort your images like this"),
         ("synthetic", "train", "own, give data=folder."),
     ):
         config = run_config("run_dir=unused", f"data={keys}", f"data.root={root}").data

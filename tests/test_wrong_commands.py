@@ -46,7 +46,7 @@ ANSWERS = {
     "train_seg.py optim=adamw optim.nesterov=true": "optim.nesterov is for optim=sgd; another optim is chosen",
     "train_seg.py lr_schedule=cosine lr_schedule.power=0.9": "is for lr_schedule=poly; another",
     "train_seg.py norm=std norm.gamma_floor=1e-4": "is for norm=inplace_1 and norm=inplace; another",
-    "train_seg.py data=camvid data.folds=5": "data.folds is for data=folder; another data is chosen",
+    "train_seg.py data=camvid data.palettes=any": "data.palettes is for data=folder; another data is chosen",
     "train_seg.py checkpoint=a.pt": "give init.weights=a.pt",
     "train_seg.py experiment=cifar10/resnet14": "there is no such experiment; the nearest are ",
     "train_seg.py experiment=camvid/resnext_smal": "the nearest are camvid/resnext_small, ",

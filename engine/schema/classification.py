@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from datasets.registry import FOR_CLASSIFICATION
-from engine.schema.data import Data, Folds
+from engine.schema.data import Data
 from engine.schema.evaluation import CLASSIFICATION, TEN, TEN_CROP, Evaluation, TrainedNetwork, changed
 from engine.schema.keys import group, key
 from engine.schema.training import Trainer, TrainingRun
@@ -30,13 +30,6 @@ class ImageNetData(ClassificationData):
 
 
 @dataclass
-class ImageFolderData(Folds, ImageNetData):
-    def check(self) -> None:
-        super().check()
-        self.check_fold()
-
-
-@dataclass
 class SmallImagesData(ClassificationData):
     """Images of 32x32 pixels, kept in memory."""
 
@@ -54,8 +47,7 @@ class SmallImagesData(ClassificationData):
 
 
 def _schema(name: str) -> type[ClassificationData]:
-    small = FOR_CLASSIFICATION[name].in_memory
-    return SmallImagesData if small else ImageFolderData if name == "image_folder" else ImageNetData
+    return SmallImagesData if FOR_CLASSIFICATION[name].in_memory else ImageNetData
 
 
 CLASSIFICATION_DATASETS = {name: _schema(name) for name in FOR_CLASSIFICATION}

@@ -113,27 +113,9 @@ class CocoStuffData(SegmentationData):
 
 
 @dataclass
-class Folds:
-    """How the splits of the user's own images are drawn."""
-
-    # Draw the splits train and val from one folder: val is one of this many equal parts; null: splits are on disk.
-    folds: int | None = key(None, least=2)
-    fold: int = key(0, least=0)  # which part is val, from 0
-    fold_seed: int = key(0, least=0)  # which images fall into which part
-
-    def check_fold(self) -> None:
-        if self.fold >= (self.folds or 1):
-            raise ValueError(f"data.fold={self.fold}: expected less than data.folds={self.folds}, the number of parts")
-
-
-@dataclass
-class FolderData(Folds, SegmentationData):
+class FolderData(SegmentationData):
     # Refuse labels whose palettes give the same id different colours, or let the ids count whatever their colours.
     palettes: str = key("equal", one_of=("equal", "any"))
-
-    def check(self) -> None:
-        super().check()
-        self.check_fold()
 
 
 @dataclass

@@ -67,9 +67,7 @@ def test_an_ignored_class_between_trained_ones_numbers_the_labels_differently(ro
     assert after.numbering != before.numbering == folder(trees.folder(root.parent / "copy"), "train").numbering
 
 
-def test_splits_are_lists_or_are_drawn(root):
-    every = names(folder(root, "train")) + names(folder(root, "val"))
-    assert len(every) == 8
+def test_splits_may_be_lists(root):
     flat(root)
     (root / "train.txt").write_text("\n train/b/board.1\r\ntrain/a/board.0.jpg \n\ntest/a/board.0\n")
     with pytest.raises(ValueError, match="1 of 3 images have no label: test/a/board.0"):
@@ -77,25 +75,12 @@ def test_splits_are_lists_or_are_drawn(root):
     (root / "train.txt").write_text("train/b/board.1\ntrain/a/board.0.jpg\n")
     (root / "test.txt").write_text("test/a/board.0")
     assert names(folder(root, "train")) == ["train/a/board.0", "train/b/board.1"]
-    assert not folder(root, "test").has_labels and folder_splits(root, folds=2) == ["train", "val", "test"]
-    neither = (
-        f"neither the folder {root}/val/images nor the list {root}/val.txt exists[^$]*Fix: .* with data.folds=5 to draw"
-    )
-    with pytest.raises(ValueError, match=neither):
-        folder(root, "val", keys="data.")
+    assert not folder(root, "test").has_labels and folder_splits(root) == ["train", "test"]
+    with pytest.raises(ValueError, match=f"neither the folder {root}/val/images nor the list {root}/val.txt exists"):
+        folder(root, "val")
     (root / "val.txt").write_text("train/a/board.0\ntrain/a/board.7\n")
     with pytest.raises(ValueError, match=f"{root}/val.txt: 1 of its 2 images, such as train/a/board.7, are missing"):
         folder(root, "val")
-    for image in [*(root / "images/test").rglob("*.*")]:
-        image.unlink()
-    folds = [names(folder(root, "val", folds=3, fold=fold)) for fold in range(3)]
-    assert sorted(map(len, folds)) == [2, 3, 3]
-    assert len({*sum(folds, [])}) == 8
-    for fold, val in enumerate(folds):
-        assert {*names(folder(root, "train", folds=3, fold=fold))} == {*sum(folds, [])} - {*val}
-    assert folds != [names(folder(root, "val", folds=3, fold=fold, fold_seed=1)) for fold in range(3)]
-    with pytest.raises(ValueError, match="8 images cannot be divided into 9 folds"):
-        folder(root, "val", folds=9)
 
 
 def test_splits_that_are_joined_hold_all_images_of_each(root):
@@ -246,12 +231,6 @@ def test_images_of_other_formats_are_not_passed_over(root):
     assert len(folder(root, "train").files) == 5
     (root / f"train/labels/a/{image.stem}.png").unlink()
     assert len(folder(root, "train").files) == 5
-
-
-def test_a_divided_folder_is_not_divided_again(root):
-    with pytest.raises(ValueError, match=f"^data.folds=5 draws .*{root} has train and val already"):
-        folder(root, "train", folds=5, keys="data.")
-    flat(root)
 
 
 def test_images_without_labels_are_named(root):

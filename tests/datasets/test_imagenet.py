@@ -106,40 +106,15 @@ def test_classes_of_own_images_that_are_not_read_or_empty_are_named(root):
         image_folder(root, "train")
 
 
-def test_own_images_are_drawn_from_their_class_folders(root):
-    """Every class is divided evenly, and what is wrong is said in the words of these images."""
-    own = root / "train"  # beside a val folder: see below
-    for wnid in WNIDS:
-        for number in range(2, 8):
-            write(own / wnid / f"{wnid}_{number}.png", encoded(photograph(number, (8, 8)), "PNG"))
-    every = sorted(names(image_folder(root, "train")))
-    given = "data.folds=4 draws train and val from .*/train, and .*/val is there already: leave data.folds out, or move"
-    with pytest.raises(ValueError, match=given):
-        image_folder(root, "val", folds=4, keys="data.")
-    shutil.move(root / "val", root / "test")
-    for top in (root, own):  # DIR/train/CLASS, or DIR/CLASS
-        parts = [image_folder(top, "val", folds=4, fold=fold) for fold in range(4)]
-        assert sorted(sum(map(names, parts), [])) == every and all(
-            np.bincount(part.labels).tolist() == [2] * 3 for part in parts
-        )
-        train = image_folder(top, "train", folds=4, fold=1)
-        assert sorted(names(train) + names(parts[1])) == every
-        assert [train.classes[label] for label in train.labels] == [name.partition("/")[0] for name in names(train)]
-        assert train.turned and verify(train, workers=0) == [] and len(train.image(0).shape) == 3
-        assert names(parts[0]) != names(image_folder(top, "val", folds=4, fold_seed=1))
-    assert own_splits(root, folds=4) == ["train", "val", "test"] and len(image_folder(root, "test", folds=4)) == 3
-    with pytest.raises(ValueError, match="24 images cannot be divided into 25 folds"):
-        image_folder(root, "val", folds=25)
-    fix = (
-        "Fix: move each image into the folder of its class, in DIR/train and DIR/val, or in DIR alone with data.folds=5"
-    )
-    with pytest.raises(ValueError, match=f"image_folder: the folder {root}/val is missing[^$]*{fix}"):
-        image_folder(root, "val", keys="data.")
-    for file in own.glob("*/*"):
-        file.rename(own / file.name)
-    for split, folds in (("train", None), ("val", 4)):
-        with pytest.raises(ValueError, match=f"{own} holds 24 images beside class folders[^$]*{fix}"):
-            image_folder(root, split, folds=folds, keys="data.")
+def test_own_images_beside_class_folders_or_without_a_split_are_named(root):
+    assert own_splits(root) == ["train", "val"]
+    fix = "Fix: move each image into the folder of its class, in DIR/train and DIR/val "
+    with pytest.raises(ValueError, match=f"image_folder: the folder {root}/test is missing[^$]*{fix}"):
+        image_folder(root, "test")
+    for file in (root / "train").glob("*/*"):
+        file.rename(root / "train" / file.name)
+    with pytest.raises(ValueError, match=f"{root}/train holds 6 images beside class folders[^$]*{fix}"):
+        image_folder(root, "train")
 
 
 def adobe_cmyk(black: int) -> bytes:

@@ -143,8 +143,8 @@ def test_columns_keep_the_names_that_somebody_gave(tmp_path):
     assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == [
         *("a,seed=0", "a,seed=1", "b,seed=0", "b,seed=1")
     ]
-    fold = [copied(tmp_path / "folds" / f"data.fold_seed={fold}", seed=fold) for fold in (0, 1)]
-    assert columns(report(tmp_path / "one", *fold)) == ["data.fold_seed=0"]  # one configuration of two seeds
+    seeds = [copied(tmp_path / "seeds" / f"other.seed={seed}", seed=seed) for seed in (0, 1)]
+    assert columns(report(tmp_path / "one", *seeds)) == ["other.seed=0"]  # one configuration of two seeds
 
 
 def test_keys_of_a_choice_are_compared_among_runs_with_the_same_choice():
