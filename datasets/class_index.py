@@ -67,20 +67,18 @@ def index_classes(
     positions: int = POSITIONS,
     workers: int | None = None,
     progress: Progress = None,
-    skip_unreadable: bool = False,
     folder_key: str = "folder",
 ) -> ClassIndex:
     """Load the index of a split from `folder` (default: the cache folder), or build and save it there.
 
     The file is named after the dataset's fingerprint. If several processes call this at once, one builds the index and
-    the others wait. `workers`: see `in_order`. `skip_unreadable`: labels that cannot be read count as empty.
+    the others wait. `workers`: see `in_order`.
 
     Raises:
         ValueError: a label is bad or missing, or the folder cannot be written (the message names `folder_key`).
         TimeoutError: names the image whose label took longer than `reading_errors` around this call allows.
     """
-    skips = ["unreadable skipped"] if skip_unreadable else []
-    key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes), *skips])
+    key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes)])
     kept = (Path(folder).expanduser() if folder else cache_folder() / "class-index") / key
     file = kept / "index.npz"
     found = read_arrays(file, _ARRAYS)
@@ -89,7 +87,7 @@ def index_classes(
             with _lock(kept):
                 found = read_arrays(file, _ARRAYS)  # another process may have made it in the meantime
                 if found is None:
-                    look = partial(_indexed, dataset, positions, skip_unreadable)
+                    look = partial(_indexed, dataset, positions)
                     labels = list(every(dataset, look, workers, progress))
                     found = [
                         np.stack([counts for counts, _ in labels]),
@@ -136,16 +134,9 @@ def index_label(
     return counts, np.stack(np.divmod(places, label.shape[1]), axis=1).astype(np.uint16)
 
 
-def _indexed(
-    dataset: SegmentationDataset, positions: int, skip_unreadable: bool, image: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _indexed(dataset: SegmentationDataset, positions: int, image: int) -> tuple[np.ndarray, np.ndarray]:
     """`index_label` of an image's label. Every image has its own random stream."""
-    try:
-        label = dataset.read_label(image)
-    except ValueError:
-        if not skip_unreadable:
-            raise
-        label = np.full((1, 1), dataset.ignore_index, np.uint8)
+    label = dataset.read_label(image)
     return index_label(label, len(dataset.classes), positions, np.random.default_rng([_SEED, image]))
 
 

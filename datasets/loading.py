@@ -19,7 +19,6 @@ from datasets.segmentation import SegmentationDataset
 from datasets.transforms import TrainingTransform
 
 _EPOCH_STREAM = 2  # of random numbers; samplers have 0 and 1
-MAX_SKIPPED = 8  # unreadable images in a row; more suggest a lost disk, not damaged files
 
 
 class Draw(NamedTuple):
@@ -49,39 +48,19 @@ class _Items(Dataset):
 class _Crops(Dataset):
     """Augmented crops. Keys come from a sampler: (epoch, index) or a `Draw`.
 
-    A crop depends only on the seed and its key, not on the number of workers or on earlier reads. `skip_unreadable`: if
-    an image or its label cannot be read, take the crop from the next readable image and say why. More than
-    `MAX_SKIPPED` unreadable images in a row raise ValueError.
+    A crop depends only on the seed and its key, not on the number of workers or on earlier reads.
     """
 
     dataset: Any
     transform: Any
     seed: int
-    skip_unreadable: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
-        """{"image": uint8 tensor (3, h, w) RGB, "label": see the class, "name": str, "skipped": str}
-
-        "skipped" has one line for each unreadable image that this crop replaces.
-        """
-        draw = Draw(*key)
-        skipped: list[str] = []
-        while True:
-            try:
-                return {**self._crop(draw), "skipped": "\n".join(skipped)}
-            except ValueError as error:
-                if not self.skip_unreadable:
-                    raise
-                if len(skipped) == MAX_SKIPPED:
-                    raise ValueError(
-                        f"{MAX_SKIPPED + 1} images in a row cannot be read: too many to skip, so check that the folder "
-                        f"and its disk are there; the last one: {error}"
-                    ) from error
-                skipped.append(" ".join(str(error).split()))
-                draw = draw._replace(image=(draw.image + 1) % len(self), class_id=None, pixel=None)
+        """{"image": uint8 tensor (3, h, w) RGB, "label": see the class, "name": str}. ValueError: it cannot be read."""
+        return self._crop(Draw(*key))
 
     def _crop(self, draw: Draw) -> dict:
         raise NotImplementedError
@@ -174,7 +153,7 @@ class CropsInMemory(_Items):
             self._drawn = (epoch, *drawn)
         _, corners, mirrored = self._drawn
         crops = self.transform.minibatch(images, corners[numbers], mirrored[numbers])
-        return {**_minibatch(self.dataset, crops, numbers), "skipped": [""] * len(keys)}
+        return _minibatch(self.dataset, crops, numbers)
 
 
 @dataclass(eq=False)

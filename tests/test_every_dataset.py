@@ -88,11 +88,8 @@ def test_file_names_that_are_not_utf_8_in_a_run(tmp_path):
             name = os.fsdecode(b"caf\xe9 %d%b" % (number, suffix.encode()))
             (root / split / kind / f"0001TP_{number:06d}{suffix}").rename(root / split / kind / name)
     name = os.fsdecode(b"caf\xe9 0")
-    (root / "train" / "images" / os.fsdecode(b"caf\xe9 2.jpg")).write_bytes(b"")
     data = ("data=camvid", f"data.root={root}", "data.workers=0")
-    skip = ("data.verify=false", "data.on_error=skip", "trainer.device=cpu", "trainer.steps=8")
-    train(composed("train_seg", f"run_dir={tmp_path / 'run'}", "debug=smoke", *data, *skip))
-    assert "images/caf\\udce9 2.jpg: the file is empty" in (tmp_path / "run" / "log.txt").read_text("utf-8")
+    train(composed("train_seg", f"run_dir={tmp_path / 'run'}", "debug=smoke", *data, "trainer.device=cpu"))
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     assert "val_pictures/caf\\udce9 0" in events.Tags()["images"]
@@ -100,9 +97,7 @@ def test_file_names_that_are_not_utf_8_in_a_run(tmp_path):
     last = f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}"
     evaluate(composed("eval", last, *written, "workers=0", "device=cpu"))
     assert (tmp_path / "predictions" / f"{name}.png").is_file() and (tmp_path / "overlays" / f"{name}.png").is_file()
-    (root / "train" / "images" / os.fsdecode(b"caf\xe9 2.jpg")).unlink()
-    (root / "train" / "labels" / os.fsdecode(b"caf\xe9 2.png")).unlink()
-    pages = browse(composed("browse_data", *data, "data.crops_per_minibatch=5", "count=5", f"out={tmp_path / 'pages'}"))
+    pages = browse(composed("browse_data", *data, "data.crops_per_minibatch=6", "count=6", f"out={tmp_path / 'pages'}"))
     assert [page.name for page in pages] == ["page_000.png"]
 
 

@@ -98,7 +98,7 @@ def test_resuming_gives_the_same_weights_to_the_bit(streets, tmp_path):
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
 
 
-def test_bad_files_stop_a_run_or_are_skipped(streets, tmp_path):
+def test_bad_files_stop_a_run(streets, tmp_path):
     """Before its first step, or where the class index reads them. Splits without labels stop it too."""
     root, data = streets
     bad = cityscapes(root, "train").files[-1].label
@@ -108,7 +108,6 @@ def test_bad_files_stop_a_run_or_are_skipped(streets, tmp_path):
         with pytest.raises(ValueError, match=f"{bad.name}: the PNG file is truncated"):
             train_short(tmp_path / "stops", *options, *more)
         assert not (tmp_path / "stops" / "metrics.jsonl").exists()
-    train_short(tmp_path / "goes on", *options, "data.on_error=skip")
     shutil.copytree(root / "leftImg8bit" / "val", root / "leftImg8bit" / "test")
     for key in ("data.train_split", "data.val_split"):
         with pytest.raises(ValueError, match=f"{key}=test: cityscapes has no labels"):

@@ -95,7 +95,7 @@ def classified_crops(
         assert isinstance(data, ImageNetData), data
         sizes: dict[str, Any] = dict(size=data.crop_size, flip=data.flip)
         transform = release_crops(**sizes) if data.crops == "release" else paper_crops(data.resize, **sizes)
-        crops = ClassificationCrops(dataset, transform, config.seed, data.on_error == "skip")
+        crops = ClassificationCrops(dataset, transform, config.seed)
     minibatches = ShuffledMinibatches(len(dataset), **order_of(config, total_steps, world, start_step))
     return loader(crops, data, world, batch_sampler=minibatches, collate_fn=collated)
 

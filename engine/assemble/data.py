@@ -134,13 +134,7 @@ def class_index(
     if not is_drawn and config.loss.class_weights != "frequency":
         return None
     sampler = config.sampler if isinstance(config.sampler, ClassUniformSampler) else ClassUniformSampler()
-    index = index_classes(
-        dataset,
-        sampler.folder,
-        progress=progress,
-        skip_unreadable=config.data.on_error == "skip",
-        folder_key="sampler.folder",
-    )
+    index = index_classes(dataset, sampler.folder, progress=progress, folder_key="sampler.folder")
     absent = index.absent()
     if is_drawn and absent and world.first:
         logger.warning(
@@ -176,7 +170,7 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
         colour_jitter=ColourJitter(**vars(jitter)) if any(vars(jitter).values()) else None,
         antialias=config.antialias,
     )
-    return TrainingCrops(dataset, transform, seed, skip_unreadable=config.on_error == "skip")
+    return TrainingCrops(dataset, transform, seed)
 
 
 def evaluation_loader(

@@ -72,11 +72,10 @@ PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "label_ids": (_are(partial(_is_number, most=255), 1, MOST_CLASSES), "the id of each class in labels, 0 to 255"),
     "unnamed_classes": (lambda value: value is True, "True"),
     "mean_image": (_is_image, "a finite float64 tensor (3, H, W)"),
-    "skipped_images": (partial(_is_number, most=math.inf), "a number of images"),
     "recorded": (_is_record, "the number of records, and step and score of the best evaluation"),
     "data": (_are_hashes, "three hashes of each split's files"),
 }
-OF_TRAINING = ("skipped_images", "recorded", "data")  # only to resume a run
+OF_TRAINING = ("recorded", "data")  # only to resume a run
 # Present only with averaged weights, with classes of pixels (twice), if `classes` are mere numbers because the
 # checkpoint was converted from a file without names, and if a mean image was subtracted from the images.
 OPTIONAL = ("ema", "palette", "label_ids", "unnamed_classes", "mean_image", *OF_TRAINING)

@@ -32,7 +32,6 @@ class MetricsLogger:
         score: name of the score that selects best.pt.
         start_step: steps already done; a continued training records them. Records beyond it, left by a run killed
             after its last checkpoint, are removed.
-        skipped: images skipped up to `start_step`.
         recorded: the property `recorded` at `start_step`, to notice lost records.
         config_text: config.yaml, shown in TensorBoard.
     """
@@ -44,7 +43,6 @@ class MetricsLogger:
         score: str,
         total_steps: int,
         start_step: int,
-        skipped: int = 0,
         recorded: dict | None = None,
         config_text: str = "",
     ):
@@ -64,7 +62,6 @@ class MetricsLogger:
             self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
             if start_step == 0:  # a resumed run still has it
                 self.tensorboard.add_text("config", f"```yaml\n{config_text}\n```", 0)
-        self.skipped = skipped
         self.console = console
         self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
@@ -80,8 +77,6 @@ class MetricsLogger:
 
     def __exit__(self, *exception: object) -> None:
         self.progress.stop()
-        if self.skipped and self.run_dir is not None:
-            logger.warning(f"{self.skipped} training images could not be read and were skipped")
         # After an error such as a full disk, closing may fail too.
         with suppress(OSError) if exception[0] else nullcontext():
             self.close()
@@ -121,12 +116,6 @@ class MetricsLogger:
         self.step_started = now
         self.progress.update(self.task, advance=1)
 
-    def skips(self, count: int, reasons: list[str]) -> None:
-        """Count the unreadable images of all ranks; log this rank's `reasons`."""
-        for reason in reasons:
-            logger.warning(f"skipped: {reason}")
-        self.skipped += count
-
     def pause_ended(self) -> None:
         """Exclude the time since the last step (e.g. an evaluation) from the next."""
         self.step_started = time.perf_counter()
@@ -146,8 +135,7 @@ class MetricsLogger:
     ) -> None:
         """Record the mean loss, gradient norm and speed since the last call, and the last step's `lr`.
 
-        `loss_scale`: None unless in float16. `data_waits_s`: of all ranks; None: of this one. Skipped images are
-        counted from the start of the run, and recorded if any.
+        `loss_scale`: None unless in float16. `data_waits_s`: of all ranks; None: of this one.
         """
         data_waits_s = data_waits_s or [self.data_wait_s()]
         recent, self.recent = self.recent, Counter()
@@ -162,7 +150,6 @@ class MetricsLogger:
             "images_per_second": speed,
             "peak_memory_mib": peak_memory_mib,
             "loss_scale": loss_scale,
-            "skipped_images": self.skipped or None,
         }
         values = {name: value for name, value in values.items() if value is not None}
         record = {"kind": "train", "step": step, "epoch": round(epoch, 4), **values, "data_wait_s": data_waits_s}
@@ -215,7 +202,7 @@ class MetricsLogger:
         run_dir, gone = last_file.parents[1], "" if best_file.is_file() else " (gone)"
         lines = {
             "run": str(run_dir),
-            "training": f"{took}, {self.skipped} images skipped",
+            "training": took,
             "last": f"{last_file}, step {last}, {score_text(self.scores[last])}",
             "best": f"{best_file}{gone}, step {best}, {score_text(self.best_score)}" if best is not None else "none",
             "evaluate": evaluate,

@@ -28,9 +28,6 @@ class Data:
     workers: int = key(2, least=0, most=MOST_WORKERS, per_machine=True)  # processes that read and augment images
     # Check every file before the first step, unless unchanged since the last check.
     verify: bool = key(True, per_machine=True)
-    # An unreadable image stops the run, or the next image replaces it, at most max_skipped times in a run.
-    on_error: str = key("stop", one_of=("stop", "skip"), free_on_resume=True)
-    max_skipped: int = key(100, least=0, free_on_resume=True)  # with data.on_error=skip: how many images a run may skip
     # The run stops if its workers deliver nothing in this time; with data.workers=0 nothing limits a read.
     timeout_seconds: int = key(300, above=0, most=MOST_SECONDS, per_machine=True)
 
@@ -55,14 +52,6 @@ class Data:
             f"{images} training images do not fill data.crops_per_minibatch={self.crops_per_minibatch}: they are drawn "
             f"more than once per epoch"
         )
-
-    def check_skipped(self, images: int) -> None:
-        """Raise ValueError if a run has skipped too many images."""
-        if images > self.max_skipped:
-            raise ValueError(
-                f"{images} training images could not be read, more than data.max_skipped={self.max_skipped}: "
-                f"restore them (python -m scripts.verify_data lists them) or raise data.max_skipped"
-            )
 
 
 @dataclass

@@ -30,15 +30,15 @@ def train(
 
     In the first steps, recomputed outputs of reversible branches are compared with the originals.
 
-    `minibatches` holds this rank's share of each: "image" (N, 3, H, W) in levels of 0 to 255, "label", and lists of N
-    "name" and "skipped" (lines about unreadable images). If any rank is asked to stop, all stop after the same step.
+    `minibatches` holds this rank's share of each: "image" (N, 3, H, W) in levels of 0 to 255, "label", and a list of N
+    "name". If any rank is asked to stop, all stop after the same step.
 
     Raises:
         FloatingPointError: the loss or gradient of a step, or a weight to be saved, is not finite.
         MemoryError: the device does not have enough memory; the message suggests settings that need less.
         Preempted: the run was asked to stop; the current step has been saved.
         RuntimeError: a reversible branch's recomputation differs (see `checking_repetitions`).
-        ValueError: too many images could not be read.
+        ValueError: an image cannot be read.
     """
     learner, schedule, metrics, world = run.learner, run.schedule, run.metrics, run.world
     minibatch_size = run.config.data.crops_per_minibatch
@@ -59,11 +59,8 @@ def train(
                 loss_value, gradient_norm = train_step(learner, loss, minibatch, minibatch_size, world)
             if step == run.start_step + PLANNED_STEPS:
                 run.share_plans()
-            skipped = [reason for reasons in minibatch["skipped"] for reason in reasons.splitlines()]
-            asked, skips = world.sum_(torch.tensor([int(run.stop.requested), len(skipped)])).tolist()
+            asked = run.stop.anywhere(world)
             metrics.step(loss_value, gradient_norm, minibatch_size, waiting.seconds)
-            metrics.skips(skips, skipped)
-            run.config.data.check_skipped(metrics.skipped)
             if schedule.logs(step):
                 waits_s = world.gather(metrics.data_wait_s())
                 memory_mib = peak_memory_mib(world.device)

@@ -59,10 +59,10 @@ class Run(Generic[Config, Split]):
 
         ValueError: see `setup.learner`, `initialise`; or the checkpoint does not fit.
         """
-        learner, skipped, recorded = setup.learner(self.config, make, self.schedule, self.world), 0, None
+        learner, recorded = setup.learner(self.config, make, self.schedule, self.world), None
         if self.resumed is not None:
             self._resume(learner, self.resumed)
-            skipped, recorded = self.resumed["skipped_images"], self.resumed["recorded"]
+            recorded = self.resumed["recorded"]
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         self.resumed = None  # frees the memory of a network and its momentum
@@ -74,7 +74,6 @@ class Run(Generic[Config, Split]):
             score=self.config.score,
             total_steps=self.schedule.total_steps,
             start_step=self.start_step,
-            skipped=skipped,
             recorded=recorded,
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
         )
@@ -130,7 +129,6 @@ class Run(Generic[Config, Split]):
             "total_steps": self.schedule.total_steps,
             "data": self.files,
             "config": configuration.plain(self.config),
-            "skipped_images": self.metrics.skipped,
             "recorded": self.metrics.recorded,
             **self._about_data(),
         }
@@ -215,7 +213,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
                 write_file(directory.config, head + configuration.yaml(config))
             with world.first_goes_ahead() as first:
                 if data.verify and first:
-                    for doubt in verify_with_progress(run.train_set, run.console, data.on_error == "stop"):
+                    for doubt in verify_with_progress(run.train_set, run.console):
                         logger.warning(doubt)
                     verify_with_progress(run.val_set, run.console)
             arithmetic(trainer, fixed_sizes=True)
@@ -249,13 +247,7 @@ def _agree(
     return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
 
 
-def verify_with_progress(dataset: Dataset, console: Console, stops: bool = True) -> list[str]:
-    """Run `verify` with a progress bar. Unless errors stop the run, a ValueError becomes a warning."""
-    try:
-        with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
-            return verify(dataset, progress=progress)
-    except ValueError as error:
-        if stops:
-            raise
-        logger.warning(f"unreadable images will be skipped: {error}")
-        return []
+def verify_with_progress(dataset: Dataset, console: Console) -> list[str]:
+    """Run `verify` with a progress bar."""
+    with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
+        return verify(dataset, progress=progress)

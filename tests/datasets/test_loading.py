@@ -105,23 +105,6 @@ def test_an_image_that_is_drawn_again_is_cropped_anew(camvid_folders):
 
 
 @pytest.mark.parametrize("dataset", ["segmentation", "files"], indirect=True)
-def test_unreadable_images_are_replaced_by_the_next_ones_only_if_asked(dataset):
-    for number in (2, 3):
-        dataset.path(number).write_bytes(b"")
-    with pytest.raises(ValueError, match=f"^{dataset.path(2)}: the file is empty"):
-        crops_of(dataset)[0, 2]
-    item, expected = crops_of(dataset, skip_unreadable=True)[0, 2], crops_of(dataset)[0, 4]
-    assert same(item, expected) and expected["skipped"] == ""
-    first, second = item["skipped"].splitlines()
-    assert first.startswith(f"{dataset.path(2)}: the file is empty") and second.startswith(f"{dataset.path(3)}: ")
-    for number in range(len(dataset)):
-        dataset.path(number).write_bytes(b"")
-    message = "^9 images in a row cannot be read: too many to skip, .*; the last one: .*is empty"
-    with pytest.raises(ValueError, match=message):
-        crops_of(dataset, skip_unreadable=True)[0, 2]
-
-
-@pytest.mark.parametrize("dataset", ["segmentation", "files"], indirect=True)
 def test_a_crop_opens_its_files_once(dataset, tmp_path):
     opened, watching = [], True
     sys.addaudithook(lambda event, arguments: watching and event == "open" and opened.append(str(arguments[0])))
@@ -168,12 +151,11 @@ def test_a_minibatch_is_its_items_in_order(dataset):
     assert minibatch["label"].dtype == torch.int64 and minibatch["image"].is_contiguous()
     assert minibatch["label"].tolist() == [dataset.label(number) for _, number in keys]
     assert list(minibatch["name"]) == [dataset.image_name(number) for _, number in keys]
-    assert list(minibatch["skipped"]) == ["", "", ""]
     for place, key in enumerate(keys):
         item = item_of(crops, key)
         assert item.keys() == minibatch.keys() and item["image"].is_contiguous()
         assert torch.equal(item["image"], minibatch["image"][place]) and item["label"] == minibatch["label"][place]
-        assert item["name"] == minibatch["name"][place] and item["skipped"] == ""
+        assert item["name"] == minibatch["name"][place]
 
 
 def test_a_mean_image_is_subtracted_before_padding(memory):

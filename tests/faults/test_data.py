@@ -16,7 +16,7 @@ import pytest
 from datasets import TrainingCrops, synthetic
 from tests import trees
 from tests.faults import runs
-from tests.faults.runs import SLOWLY, STEPS, Run, before_call, case, children, says, steps_of, survived
+from tests.faults.runs import SLOWLY, Run, before_call, case, children, survived
 from tests.mounts import mount_dead, mount_small_shared_memory, needs_mounts
 
 
@@ -95,28 +95,6 @@ def test_a_corrupt_image_is_named(tmp_path, images_of, entry, workers):
     (message,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert any(str(file) in message for file in damaged)
     survived(tmp_path / "run", images.whole, *images.options, workers, entry=entry)
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        case("corrupt image", "every second image, data.on_error=skip", SEG),
-        case("corrupt image", "every second photograph, data.on_error=skip", IMAGENET),
-    ],
-)
-def test_corrupt_images_are_skipped_counted_and_bounded(tmp_path, images_of, entry):
-    images = images_of(entry)
-    run = images.paused(tmp_path / "run", "data.on_error=skip")
-    with images.damaged(each=2):
-        run.send(signal.SIGCONT)
-        assert run.ends() == 0, run.output
-        assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
-        skipped = run.output.count("skipped: ")
-        assert skipped > 3 and says(run.output, f"{skipped} training images could not be read and were skipped")
-
-        bound = f"data.max_skipped={skipped // 2}"
-        bounded = images.run(tmp_path / "bounded", "data.on_error=skip", "data.verify=false", bound)
-        bounded.fails(f"more than {bound}: restore them")
 
 
 def in_the_eleventh_crop(fault):

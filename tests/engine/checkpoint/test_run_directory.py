@@ -34,7 +34,7 @@ def weights_of(step: int) -> dict[str, torch.Tensor]:
 
 def state_of(step: int, config: SegmentationRun) -> dict:
     state = {"task": "segmentation", "step": step, "network": weights_of(step), "total_steps": 9}
-    of_training = {"skipped_images": 0, "recorded": {"records": 0}, "data": {}}
+    of_training = {"recorded": {"records": 0}, "data": {}}
     return {**state, **of_training, "config": cfg.plain(config), "classes": ["road", "sky"]}
 
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
 # Keys that say where and how to compute, not what.
 FREE_ON_RESUME = {
     *("run_dir", "resume", "sampler.folder", "trainer.device", "trainer.pictures", "trainer.profile"),
-    *("data.root", "data.workers", "data.verify", "data.on_error", "data.max_skipped", "data.timeout_seconds"),
+    *("data.root", "data.workers", "data.verify", "data.timeout_seconds"),
     *("trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.checkpoint_every_steps"),
     *(
         "trainer.evaluate_batch_size",

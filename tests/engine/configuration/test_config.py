@@ -541,7 +541,7 @@ def test_a_checkpoint_with_a_wrong_value_for_an_evaluation_is_refused_by_file_an
 def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_files():
     shared = cfg.shared(run_config()).keys()
     intervals = {f"trainer.{event}_every_steps" for event in ("evaluate", "checkpoint", "log")}
-    assert {*intervals, "trainer.pictures", "data.on_error", "optim.lr", "resume", "run_dir"} <= shared
+    assert {*intervals, "trainer.pictures", "optim.lr", "resume", "run_dir"} <= shared
     of_a_machine = {"data.root", "data.workers", "data.timeout_seconds", "sampler.folder", "trainer.device"}
     assert not of_a_machine & shared
 

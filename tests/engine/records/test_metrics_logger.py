@@ -19,7 +19,6 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import MetricsLogger
-from engine.schema.data import Data
 from tests.runs import NARROW_A2, REPOSITORY, SHORT, composed, run_config, same
 from train_seg import train
 
@@ -33,8 +32,8 @@ def every_file_of_events_is_of_another_second(monkeypatch):
     monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(seconds)))
 
 
-def logger(run_dir, start_step=0, total_steps=10, skipped=0) -> MetricsLogger:
-    return MetricsLogger(run_dir, Console(quiet=True), "miou", total_steps, start_step, skipped)
+def logger(run_dir, start_step=0, total_steps=10) -> MetricsLogger:
+    return MetricsLogger(run_dir, Console(quiet=True), "miou", total_steps, start_step)
 
 
 def evaluated(**scores) -> Evaluated:
@@ -92,7 +91,7 @@ def test_everything_that_is_promised_can_be_watched(tmp_path, capsys):
     assert min({*names, *pictures}).startswith("train/")  # TensorBoard sorts by name
 
     output = capsys.readouterr().out
-    assert "training  4 steps in " in output and "0 images skipped" in output
+    assert "training  4 steps in " in output
     for line in (
         f"python eval.py checkpoint={tmp_path}/checkpoints/last.pt",
         f"tensorboard --logdir {tmp_path}/tensorboard",
@@ -112,22 +111,13 @@ def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
     torch.testing.assert_close(watched["random"]["cpu"], not_watched["random"]["cpu"], rtol=0, atol=0)
 
 
-def test_skipped_images_and_loss_scale_are_recorded_where_there_are_any(tmp_path):
-    for start_step, before in ((0, 0), (2, 3)):
-        with logger(tmp_path, start_step, skipped=before) as running:
-            for step in (start_step + 1, start_step + 2):
-                running.step(loss=1.0, gradient_norm=1.0, images=1)
-                running.skips(3 if step == start_step + 2 else 0, [])
-                running.training(step, 0.0, 0.1, 1.0, loss_scale=2.0**step)
-            running.evaluation(start_step + 2, 0.0, evaluated())
-            assert f"{before + 3} images skipped" in summary_of(running, RunDirectory(str(tmp_path)))[1]
-    Data(max_skipped=6).check_skipped(running.skipped)  # of the whole run
-    with pytest.raises(ValueError, match="6 training images could not be read, more than data.max_skipped=5"):
-        Data(max_skipped=5).check_skipped(running.skipped)
-    train_records = [record for record in records(tmp_path) if record["kind"] == "train"]
-    assert [record.get("skipped_images") for record in train_records] == [None, 3, 3, 6]
-    assert [record["loss_scale"] for record in train_records] == [2.0, 4.0, 8.0, 16.0]
-    assert [event.value for event in events_of(tmp_path).Scalars("train/skipped_images")] == [3, 3, 6]
+def test_the_loss_scale_is_recorded(tmp_path):
+    with logger(tmp_path) as running:
+        for step in (1, 2):
+            running.step(loss=1.0, gradient_norm=1.0, images=1)
+            running.training(step, 0.0, 0.1, 1.0, loss_scale=2.0**step)
+    assert [record["loss_scale"] for record in records(tmp_path)] == [2.0, 4.0]
+    assert [event.value for event in events_of(tmp_path).Scalars("train/loss_scale")] == [2, 4]
 
 
 def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
@@ -138,7 +128,7 @@ def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
         for step, miou in ((6, -0.25), (7, 0.75), (8, 0.75), (10, 0.5)):
             running.evaluation(step, 0.0, evaluated(miou=miou))
     lines = summary_of(running, directory)
-    assert lines[1] == "training  0 steps in 0:00:00, 0 images skipped"  # it was resumed at its end
+    assert lines[1] == "training  0 steps in 0:00:00"  # it was resumed at its end
     assert lines[2] == f"last      {tmp_path}/checkpoints/last.pt, step 10, mIoU 50.00 %"
     assert lines[3] == f"best      {tmp_path}/checkpoints/best.pt (gone), step 7, mIoU 75.00 %"
     directory.best.parent.mkdir()
