@@ -27,7 +27,6 @@ from datasets.vistas import vistas_classes
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint import initial_weights
-from engine.checkpoint.parts import OF_TRAINING, PARTS
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import configuration_in
@@ -108,7 +107,7 @@ def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun) and isinstance(config.sampler, ClassUniformSampler):
         config.sampler.folder = None
-    parts = {name: state[name] for name in PARTS if name in state and name not in ("ema", *OF_TRAINING)}
+    parts = {name: state[name] for name in (*checkpoint.NEEDED, *checkpoint.OPTIONAL) if name in state}
     parts |= {"config": configuration.plain(config), "network": state.get("ema", state["network"])}
     checkpoint.write_alone(output, {"format": checkpoint.FORMAT, **parts})
     averaged = "averaged " if "ema" in state else ""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
@@ -51,25 +50,12 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
     """One split as the network of a checkpoint with the content `state` saw its images in training.
 
-    ValueError: the checkpoint lacks the mean image to subtract; or see `classified_split`.
+    ValueError: see `classified_split`.
     """
     dataset = classified_split(config, split)
     if not isinstance(config, SmallImagesData) or not config.mean_image:
         return dataset
-    assert dataset.pixels is not None, "small images are in memory"
-    return dataset.minus(trained_mean_image(state, dataset.pixels.shape[1:]).numpy())
-
-
-def trained_mean_image(state: dict, shape: tuple[int, ...]) -> torch.Tensor:
-    """The mean image in a checkpoint with the content `state`. ValueError: there is none of this shape."""
-    mean = state.get("mean_image")
-    if not isinstance(mean, torch.Tensor) or mean.shape != shape:
-        found = list(mean.shape) if isinstance(mean, torch.Tensor) else mean
-        raise ValueError(
-            f"the checkpoint was trained with data.mean_image=true, and its mean_image is {found}: expected a tensor "
-            f"{list(shape)}, as training writes it"
-        )
-    return mean
+    return dataset.minus(state["mean_image"].numpy())
 
 
 def classification_network(config: ClassificationRun, classes: int) -> nn.Module:

@@ -14,7 +14,6 @@ from typing import IO
 
 from datasets.text_files import read_text
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.parts import OF_TRAINING
 from engine.configuration.config import fixed, of_checkpoint
 from engine.process.console import logger
 from engine.process.output_files import opened_file
@@ -162,7 +161,7 @@ class RunDirectory:
         if config.resume is None:
             raise self._error(" already holds a run: give resume=auto to continue it, or another run_dir")
         state = self._newest_good()
-        if not {"total_steps", *OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
+        if not {*checkpoint.OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
             advice = config.new_run_advice(self.last)
             raise self._error(f" has the weights alone of a run, which cannot continue: {advice}")
         before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)

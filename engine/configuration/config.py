@@ -15,7 +15,6 @@ from engine.schema.keys import Keys, alternative, check_values, groups_of, leave
 from engine.schema.training import TrainingRun
 from keepless.torch_internals import tree_map
 
-NEEDED_TO_EVALUATE = ("norm", "body", "head", "data", "trainer")  # groups
 Schema = TypeVar("Schema", bound=Keys)
 Task = TypeVar("Task", bound=TrainingRun)
 
@@ -69,42 +68,30 @@ def _expand_home(config: Keys, *, all_keys: bool) -> None:
 def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:
     """Read the configuration in a checkpoint.
 
-    ValueError: the checkpoint is for another task than the schema's, or has too many classes. Names `source`.
+    ValueError: the checkpoint is for another task than the schema's. Names `source`.
     """
     if state["task"] != schema.task:
         raise ValueError(f"{source} is for the task {state['task']}: expected {schema.task}")
-    if len(state["classes"]) > schema.most_classes:
-        raise ValueError(
-            f"{source} has {len(state['classes'])} classes: expected at most {schema.most_classes} for {schema.task}"
-        )
     return from_plain(state["config"], schema, source)
 
 
 def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint") -> Schema:
     """The inverse of `plain`; absent keys get their defaults.
 
-    Only the groups that an evaluation needs are checked. Resuming compares all keys with the command's anyway.
-
-    ValueError: a key or value does not fit the schema. Names `source`.
+    ValueError: a key, or the type of a value, does not fit the schema. Names `source`.
     """
     with _misfits_of(source):
         merged = OmegaConf.structured(schema)
         for name, alternatives in groups_of(schema).items():
             merged[name] = OmegaConf.structured(_selected(values, name, alternatives))
-        config = _instance(OmegaConf.merge(merged, _literal(values)), schema)
-        for name in NEEDED_TO_EVALUATE:
-            if hasattr(config, name):
-                check_values(getattr(config, name), f"{name}.")
-        return config
+        return _instance(OmegaConf.merge(merged, _literal(values)), schema)
 
 
 def group_from_plain(values: dict, group: str, alternatives: Mapping[str, type[Schema]], source: str) -> Schema:
     """Read one group of the configuration in a checkpoint for any task. ValueError: see `from_plain`."""
     with _misfits_of(source):
         schema = _selected(values, group, alternatives)
-        config = _instance(OmegaConf.merge(OmegaConf.structured(schema), _literal(values[group])), schema)
-        check_values(config, f"{group}.")
-        return config
+        return _instance(OmegaConf.merge(OmegaConf.structured(schema), _literal(values[group])), schema)
 
 
 def choice_with(values: dict, group: str, alternatives: Mapping[str, type[Keys]], but: str) -> str | None:

@@ -10,7 +10,6 @@ import torch
 
 from datasets import centre_crop, ten_crops
 from engine import assemble
-from engine.assemble.classification import trained_mean_image
 from engine.checkpoint import files
 from engine.configuration.config import of_checkpoint, plain
 from engine.prediction.predictors import Classifier, Segmenter
@@ -77,10 +76,7 @@ def opened(checkpoint: str | Path, options: Prediction) -> Opened:
         state = {**state, part: from_released(state[part], eps)}
     forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
     forward = forward.through(to_standard(forward.network, report=lambda _: None))
-    try:
-        return Opened(predictor(config, options, state, forward), config, state)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
+    return Opened(predictor(config, options, state, forward), config, state)
 
 
 def contents(path: Path) -> dict:
@@ -102,23 +98,15 @@ def configuration_in(state: dict, source: str) -> TrainingRun:
 
 
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:
-    """Add to the network of a checkpoint with the content `state` what it needs to see images as an evaluation does.
-
-    ValueError: the checkpoint lacks the mean image to subtract, or the colours of its classes.
-    """
+    """Add to the network of a checkpoint with the content `state` what it needs to see images as an evaluation does."""
     classes, advice = state["classes"], config.evaluation_memory_advice
     if isinstance(config, SegmentationRun):
-        if "palette" not in state:
-            raise ValueError("it has no palette: expected a colour for each class, as training writes them")
         ids = state.get("label_ids", range(len(classes)))  # files of others have no labels
-        if len(ids) != len(classes):
-            raise ValueError(f"it has {len(ids)} label_ids: expected one for each of {len(classes)} classes")
         return Segmenter(forward, classes, advice, state["palette"], ids, assemble.views(options, config.data))
     data = config.data
     if isinstance(data, ImageNetData):
         view = (ten_crops if options.view == TEN_CROP else centre_crop)(data.resize, data.crop_size)
         return Classifier(forward, classes, advice, view)
     if getattr(data, "mean_image", False):
-        mean = trained_mean_image(state, (3, data.crop_size, data.crop_size))
-        forward = replace(forward, mean=forward.mean + mean.to(forward.mean)[None])
+        forward = replace(forward, mean=forward.mean + state["mean_image"].to(forward.mean)[None])
     return Classifier(forward, classes, advice, centre_crop(data.crop_size, data.crop_size))

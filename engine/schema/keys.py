@@ -118,7 +118,7 @@ def types_in(schema: type[Keys], prefix: str = "") -> dict[str, Any]:
 
 def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any) -> type[T]:
     """The dataclass selected by `name`. ValueError for an unknown name."""
-    if name not in list(alternatives):  # a list, because a checkpoint's name may not be hashable
+    if name not in alternatives:
         raise ValueError(f"{group_name}.name={name}: expected one of {', '.join(alternatives)}")
     return alternatives[name]
 

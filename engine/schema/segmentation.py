@@ -52,7 +52,6 @@ class SegmentationRun(TrainingRun):
     score: ClassVar[str] = "miou"
     score_label: ClassVar[str] = "mIoU"
     head_modules: ClassVar[tuple[str, ...]] = ("head", "cls")
-    most_classes: ClassVar[int] = 255  # labels and predictions are uint8; 255 is ignore_index
     fewest_at_a_time: ClassVar[tuple[int, str]] = (
         2,
         "the pooled branch of the head cannot normalise a single value per channel",

@@ -87,7 +87,6 @@ class TrainingRun:
     task: ClassVar[str]  # its name in checkpoints
     score: ClassVar[str]  # name of the score that selects best.pt; higher is better
     score_label: ClassVar[str]  # the score's name in messages
-    most_classes: ClassVar[int] = 65_535  # that labels and predictions can encode
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
     evaluation_memory_advice: ClassVar[str] = (

@@ -3,7 +3,6 @@
 import copy
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from engine.checkpoint.comparison import check_tensors, not_finite, number_in
 from engine.process.distributed import World
 from engine.process.forward import Forward
 
-ONE_NUMBER = torch.zeros(())  # AdamW's count of steps
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large
 
 
@@ -138,7 +135,7 @@ class Learner:
         """
         state = self._state()
         tensors = state["network"] | {f"averaged {name}": tensor for name, tensor in state.get("ema", {}).items()}
-        if broken := not_finite(tensors):
+        if broken := _not_finite(tensors):
             raise FloatingPointError(
                 f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
             )
@@ -148,7 +145,6 @@ class Learner:
         state: dict[str, Any] = {
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": without_counters(self.scheduler.state_dict()),
         }
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
@@ -158,70 +154,25 @@ class Learner:
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse of `state_dict`. Every rank must call it.
+        """The inverse of `state_dict`; the step gives the learning rates. Every rank must call it.
 
-        Learning rates are those of the schedule after the checkpoint's steps, whatever the checkpoint says.
-
-        ValueError: `state` does not match this learner; nothing is loaded.
+        ValueError: `state` does not match this learner.
         """
         with _schedule_alone():
             for _ in range(state["step"] - self.scheduler.last_epoch):  # two microseconds each
                 self.scheduler.step()
-        own = self._state()
-        for part in ("network", "optimizer", "scheduler", "scaler", "ema", "ema_updates"):
-            if (part in state) != (part in own):
-                raise ValueError(f"it has {'no' if part in own else 'a'} part {part}, unlike this run")
-        for part in ("network", "ema"):
-            check_tensors(part, state.get(part, {}), own.get(part, {}))
-        step, stepped = state["step"], state["step"] > 0
-        scaler = own.get("scaler", {})
-        if scaler:
-            scale, tracker = (
-                number_in("scaler", state["scaler"], key, scaler[key]) for key in ("scale", "_growth_tracker")
-            )
-            stepped &= scale > scaler["scale"] * scaler["backoff_factor"] ** step  # skipped steps lower it
-            scaler |= {"scale": scale, "_growth_tracker": tracker}
-        optimizer = self._momentum(state["optimizer"], stepped)
-        if self.average is not None and (updates := number_in("ema", state, "ema_updates", 0)) > step:
-            raise ValueError(f"its weights were averaged {updates} times in {step} steps")
-
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(optimizer)
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(scaler)
-        if self.average is not None:
-            self.average.module.load_state_dict(state["ema"])
-            self.average.updates = updates
-
-    def _momentum(self, given: Any, stepped: bool) -> dict:
-        """The optimiser's state to load. `stepped`: it has updated the weights at least once.
-
-        torch loads momentum by position, unchecked: another shape would read beyond its memory.
-        """
-        own, keys = self.optimizer.state_dict()["param_groups"], self._momentum_keys()
+        groups = self.optimizer.state_dict()["param_groups"]
         try:
-            buffers = given["state"] if keys else {}
-            theirs = [part["param_names"] for part in given["param_groups"]]
-        except (TypeError, KeyError, IndexError) as error:
-            raise ValueError("its part optimizer does not hold the states of parameters") from error
-        if theirs != [part["param_names"] for part in own]:
-            raise ValueError("its part optimizer is of other parameters")
-        parameters = dict(self.network.named_parameters())
-        names = [name for part in own for name in part["param_names"]]
-        expected = range(len(names)) if keys else range(0)
-        if not isinstance(buffers, dict) or (buffers.keys() != {*expected} and (stepped or buffers)):
-            raise ValueError("its part optimizer has momentum for other parameters")
-        for number, buffer in buffers.items():
-            wanted = {key: ONE_NUMBER if key == "step" else parameters[names[number]] for key in keys}
-            check_tensors(f"optimizer ({names[number]})", buffer, wanted)
-        return {"state": buffers, "param_groups": own}
-
-    def _momentum_keys(self) -> tuple[str, ...]:
-        """Names of the optimiser's states per parameter."""
-        if isinstance(self.optimizer, torch.optim.SGD):
-            return ("momentum_buffer",) if self.optimizer.defaults["momentum"] else ()
-        assert isinstance(self.optimizer, torch.optim.AdamW), self.optimizer
-        return ("step", "exp_avg", "exp_avg_sq")
+            self.network.load_state_dict(state["network"])
+            self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+            if self.scaler.is_enabled():
+                self.scaler.load_state_dict(state["scaler"])
+            if self.average is not None:
+                self.average.module.load_state_dict(state["ema"])
+                self.average.updates = state["ema_updates"]
+        except (KeyError, RuntimeError) as error:
+            missing = isinstance(error, KeyError)
+            raise ValueError(f"it has no part {error}" if missing else f"it does not fit this run: {error}") from error
 
     def _largest_gradient(self) -> str:
         gradients = {name: p.grad for name, p in self.network.named_parameters() if p.grad is not None}
@@ -231,12 +182,11 @@ class Learner:
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
 
 
-def without_counters(state: dict) -> dict:
-    """A scheduler's state in plain containers, without the milestones, which the configuration fixes."""
-    kept = {key: value for key, value in state.items() if not isinstance(value, Counter)}
-    if "_schedulers" in kept:
-        kept["_schedulers"] = [without_counters(part) for part in kept["_schedulers"]]
-    return kept
+def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors with an infinite or NaN value. Waits for their device once."""
+    finite = [tensor.isfinite().all() for tensor in tensors.values()]
+    good = torch.stack(finite).tolist() if finite else []
+    return [name for name, is_good in zip(tensors, good, strict=True) if not is_good]
 
 
 @contextmanager

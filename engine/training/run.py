@@ -80,12 +80,10 @@ class Run(Generic[Config, Split]):
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
 
     def _resume(self, learner: Learner, state: dict) -> None:
-        """ValueError: the checkpoint has other data or does not fit the learner."""
+        """ValueError: the checkpoint has other classes or does not fit the learner."""
         try:
-            for part, own in self._about_data().items():
-                given = state.get(part)
-                if not (torch.equal(given, own) if isinstance(given, torch.Tensor) else given == own):
-                    raise ValueError(f"its part {part} is not the data's: {reprlib.repr(given)}")
+            if state["classes"] != list(self.train_set.classes):
+                raise ValueError(f"its classes are not the data's: {reprlib.repr(state['classes'])}")
             learner.load_state_dict(state)
             restore_random_states(state.get("random"), self.world)
         except ValueError as error:
@@ -226,9 +224,6 @@ def _agree(
     config: Config, world: World, stop: StopRequest, directory: RunDirectory, train_set: Split, val_set: Split
 ) -> Run[Config, Split]:
     """Lock the directory and return the run, if all ranks agree on configuration, data and checkpoint."""
-    if not 1 <= len(train_set.classes) <= config.most_classes:
-        count = len(train_set.classes)
-        raise ValueError(f"{train_set.name} has {count} classes: expected 1 to {config.most_classes} for {config.task}")
     schedule = schedule_of(config, images=len(train_set))
     world.check_equal(configuration.shared(config), "start all of them with the same keys and values")
     with world.first_goes_ahead() as first:

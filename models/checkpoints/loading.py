@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from keepless.norms.report import listed
-from models.checkpoints.torch_files import fault_of
 
 # What DataParallel, torch.compile, checkpointing of activations, FSDP and Lightning's Fabric put into names.
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
@@ -74,8 +73,7 @@ def load_by_name(
     for key, tensor in wanted.items():
         if key in own and own[key].shape != tensor.shape:
             misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(own[key])} in the network")
-    faults = {key: fault_of(key, tensor, own[key]) for key, tensor in wanted.items() if key in own}
-    misfits += [f"{key} {fault}" for key, fault in faults.items() if fault is not None]
+    misfits += [f"{key} is not finite" for key, tensor in wanted.items() if not tensor.isfinite().all()]
     misfits += [f"{key} is not in the file" for key in new if _must_be_given(key, with_head)]
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")

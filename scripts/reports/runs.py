@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from datasets.text_files import parsed, read_json, read_text
 from engine.assemble.tasks import TASKS
-from engine.checkpoint.parts import LONGEST_NAME, MOST_CLASSES
 from engine.configuration import config as configuration
 from engine.configuration.help import as_text
 from engine.process.console import printable
@@ -170,7 +169,6 @@ def _scores_of(results: Any) -> Scores:
     (scores,), environment, confusion = known, results["environment"], results["confusion_matrix"]
     names, shares = [*results[scores.of_classes]], [results[scores.second], *results[scores.of_classes].values()]
     fits = {
-        "names of classes": len(names) <= MOST_CLASSES and all(len(name) <= LONGEST_NAME for name in names),
         "a score": _are_numbers(results[scores.best], *(share for share in shares if share is not None), most=1),
         "the confusion matrix": len(confusion) >= len(names) and {*map(len, confusion)} == {len(confusion)},
         "a number of pixels or images": _are_numbers(results["images"], *chain(*confusion)),

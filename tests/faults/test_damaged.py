@@ -12,11 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.checkpoint import files as checkpoint
 from engine.records.metrics_logger import MetricsLogger
-from tests.damages import at, damaged, damages, places
 from tests.faults.runs import SLOWLY, Run, before_call, case, finished, killed_after, last_of, says, survived
 
 
@@ -126,45 +124,6 @@ def test_lost_records_are_missed_and_the_best_checkpoint_stays(tmp_path, whole, 
     assert says(output, "metrics.jsonl has lost", "records up to step")
     best, expected = (checkpoint.load(path / "checkpoints" / "best.pt") for path in (run.run_dir, whole))
     assert best["step"] == expected["step"] == 8
-
-
-@pytest.mark.faults
-@pytest.mark.injects("damaged checkpoint", "last.pt has a momentum buffer of another shape; restored afterwards")
-def test_a_momentum_of_another_shape_is_refused(tmp_path, whole):
-    run = killed_after(5, tmp_path / "run")
-    good = run.last.read_bytes()
-    state = torch.load(run.last, weights_only=True)
-    buffers = state["optimizer"]["state"][0]
-    buffers["momentum_buffer"] = buffers["momentum_buffer"][:1]
-    torch.save(state, run.last)
-    Run(run.run_dir).fails("cannot be continued from its checkpoint of step")
-    run.last.write_bytes(good)
-    survived(run.run_dir, whole)
-
-
-@pytest.mark.faults
-@pytest.mark.injects("crafted checkpoint", "a valid file, in which one value has another type, shape, dtype or range")
-@pytest.mark.parametrize("seed", range(40))
-def test_a_crafted_checkpoint_is_refused_or_continues_to_the_bit(tmp_path, whole, seed):
-    """Weights and momentum may have any finite value, and some keys may change."""
-    draw, good = random.Random(seed), checkpoint.load(whole / "checkpoints" / "previous.pt")
-    parts = [place for place in places(good) if len(place) < 3 or seed % 2]
-    while True:
-        place = draw.choice(parts)
-        with suppress(AttributeError, TypeError, RuntimeError, IndexError):  # cannot be made, or cannot be written
-            state = damaged(good, place, draw.choice(damages(at(good, place))))
-            shutil.copytree(whole, tmp_path / "run", dirs_exist_ok=True)
-            torch.save(state, last_of(tmp_path / "run"))
-            break
-    for name in ("previous.pt", "best.pt"):
-        (tmp_path / "run" / "checkpoints" / name).unlink()
-    run = Run(tmp_path / "run")
-    if run.ends():
-        run.fails("")
-        shutil.copy(whole / "checkpoints" / "previous.pt", last_of(tmp_path / "run"))
-        finished(tmp_path / "run")
-    ended, expected = (checkpoint.load(last_of(path)) for path in (tmp_path / "run", whole))
-    assert all(torch.equal(ended["ema"][name], tensor) for name, tensor in expected["ema"].items())
 
 
 LINKS = ("log.txt", "metrics.jsonl.partial", "results.json.partial", "results_confusion.png", ".lock")

@@ -250,13 +250,10 @@ def a_pipe(run: Path) -> None:
     os.mkfifo(run / "config.yaml")
 
 
-MANY = {f"class {number}": 0.5 for number in range(100_000)}
 CRAFTED = {
     "text as score": results_with(lambda results: results.update(top5="x" * 10**6)),
     "list as score": results_with(lambda results: results["accuracy"].update(cat=[1])),
     "score of infinity": results_with(lambda results: results.update(top1=math.inf)),
-    "many classes": results_with(lambda results: results.update(accuracy=MANY)),
-    "class name of 1 MB": results_with(lambda results: results["accuracy"].update({"a" * 2**20: 0.5})),
     "confusion of text": results_with(lambda results: results["confusion_matrix"][0].__setitem__(0, "1")),
     "confusion of two sizes": results_with(lambda results: results["confusion_matrix"].append([1])),
     "images of text": results_with(lambda results: results.update(images="7")),

@@ -3,7 +3,6 @@
 import errno
 import os
 import pickle
-import re
 import resource
 import zipfile
 from contextlib import contextmanager
@@ -177,53 +176,13 @@ def test_unusable_files_are_named(tmp_path):
             checkpoint.load(folder)
 
 
-@pytest.mark.parametrize(
-    "key, value, expected",
-    [
-        *(("task", value, "the name of its task") for value in (None, 3, ["segmentation"])),
-        *(("step", value, "a number of steps") for value in (None, -1, 1.5, "3", True)),
-        *(("config", value, "the dictionary of the run's configuration") for value in (None, "norm: std", [1])),
-        *(("classes", value, "1 to 65535 names") for value in (None, "road", [], [1, 2], ["a"] * 65_536)),
-        *(("network", value, "a dictionary {name: tensor}") for value in (None, [1], {"w": 1}, {1: torch.ones(1)})),
-        ("ema", [1], "a dictionary {name: tensor}"),
-        *(
-            ("palette", value, "an (R, G, B) of 0 to 255 for each class")
-            for value in ([[0, 0, 300]] * 2, [[0, 0, -1]] * 2, [[0, 0], [0, 0]], "ab", [1, 2], [[0.5] * 3] * 2)
-        ),
-        ("palette", [[0, 0, 0]], "2, as classes"),
-        *(("unnamed_classes", value, "True") for value in (False, None, 1)),
-        *(
-            ("mean_image", value, "a finite float64 tensor (3, H, W)")
-            for value in (None, [[[1.0]]] * 3, torch.ones(3, 2, 2), torch.full((3, 2, 2), torch.nan).double())
-        ),
-        *(
-            ("mean_image", torch.ones(shape).double(), "a finite float64 tensor (3, H, W)")
-            for shape in ((), (1, 3, 2, 2), (1, 2, 2))
-        ),
-    ],
-)
-def test_what_a_checkpoint_lacks_or_has_wrong_is_named(tmp_path, key, value, expected):
-    path = tmp_path / "net.pt"
-    state = state_of(3, ema={"w": torch.ones(1)}, palette=[[0, 0, 0], [1, 2, 255]], unnamed_classes=True)
-    state["mean_image"] = torch.ones(3, 2, 2, dtype=torch.float64)
-    checkpoint.save(path, state)
-    assert checkpoint.load(path)["step"] == 3
-    checkpoint.save(path, {**state, key: value})
-    with pytest.raises(ValueError, match=f"^checkpoint {path} has .*{key}.*: expected {re.escape(expected)}"):
-        checkpoint.load(path)
+@pytest.mark.parametrize("key", ["task", "step", "config", "classes", "network"])
+def test_what_a_checkpoint_lacks_is_named(tmp_path, key):
+    state = state_of(3)
     del state[key]
-    checkpoint.save(path, state)
-    if key in ("ema", "palette", "unnamed_classes", "mean_image"):
-        assert key not in checkpoint.load(path)
-        return
-    with pytest.raises(ValueError, match=f"^checkpoint {path} has no {key}: expected {re.escape(expected)}"):
-        checkpoint.load(path)
-
-
-def test_a_file_may_have_as_many_classes_as_any_task(tmp_path):
-    names = [f"class {i}" for i in range(65_535)]
-    checkpoint.save(tmp_path / "net.pt", state_of(3, classes=names, palette=[[0, 0, 0]] * 65_535))
-    assert checkpoint.load(tmp_path / "net.pt")["classes"] == names
+    checkpoint.save(tmp_path / "net.pt", state)
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}/net.pt has no {key}: expected task, step, "):
+        checkpoint.load(tmp_path / "net.pt")
 
 
 def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkeypatch):
@@ -274,11 +233,3 @@ def test_a_network_that_does_not_fit_is_a_message(tmp_path):
     state = state_of(1, network=nn.Linear(2, 2).state_dict())
     with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}.* the network of its configuration"):
         checkpoint.load_network(lambda: nn.Linear(3, 2), state, ("road", "sky"), tmp_path / "last.pt")
-
-
-def test_the_last_good_checkpoint_has_finite_weights(tmp_path):
-    last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
-    checkpoint.save(previous, state_of(1, network={"w": torch.zeros(2)}))
-    checkpoint.save(last, state_of(2, network={"w": torch.tensor([0.0, torch.nan])}))
-    assert checkpoint.last_good(last, previous) == (previous, 1)
-    assert checkpoint.last_good(last) is None

@@ -1,7 +1,6 @@
 """Configurations: every shipped one composes, builds and steps; wrong ones are refused, naming the key."""
 
 import functools
-import math
 import sys
 from dataclasses import replace
 from functools import partial
@@ -493,45 +492,27 @@ def test_the_keys_of_one_group_are_read_from_the_checkpoint_of_any_task():
     for wrong in ({}, {"norm": None}, {"norm": {"name": "batch"}}, {"norm": {**values["norm"], "surprise": 1}}):
         with pytest.raises(ValueError, match="(?s)^checkpoint a.pt: its configuration does not fit .*"):
             cfg.group_from_plain(wrong, "norm", NORMS, "checkpoint a.pt")
-    with pytest.raises(ValueError, match="^checkpoint a.pt: its .*: norm.eps=nan: expected a number above 0"):
-        cfg.group_from_plain({"norm": {**values["norm"], "eps": math.nan}}, "norm", NORMS, "checkpoint a.pt")
 
 
-def test_a_checkpoint_of_another_task_or_of_too_many_classes_is_refused():
-    """Labels and predictions are uint8, and 255 is ignored."""
+def test_a_checkpoint_of_another_task_is_refused():
     config = run_config()
-    state = {"task": "segmentation", "config": cfg.plain(config), "classes": [f"class {i}" for i in range(255)]}
+    state = {"task": "segmentation", "config": cfg.plain(config)}
     assert cfg.of_checkpoint(state, SegmentationRun, "checkpoint a.pt") == config
-    for wrong, message in (
-        ({"task": "shapes", "config": {}}, "is for the task shapes: expected segmentation"),
-        ({"classes": [*state["classes"], "more"]}, "has 256 classes: expected at most 255 for segmentation"),
-    ):
-        with pytest.raises(ValueError, match=f"^checkpoint a.pt {message}$"):
-            cfg.of_checkpoint({**state, **wrong}, SegmentationRun, "checkpoint a.pt")
+    with pytest.raises(ValueError, match="^checkpoint a.pt is for the task shapes: expected segmentation$"):
+        cfg.of_checkpoint({"task": "shapes", "config": {}}, SegmentationRun, "checkpoint a.pt")
 
 
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("trainer.precision", "load", "trainer.precision=load: expected one of float32"),
-        ("data.mean", [1.0], r"data.mean=\[1.0\]: expected 3 numbers: red, green, blue"),
         ("data.mean", "red", "data.mean"),
-        ("body.stem_channels", -1, "body.stem_channels=-1: expected a number above 0"),
         ("body", "resnext", f"body.name=None: expected one of {', '.join(BODIES)}$"),
-        ("head.pooling_size", [3], r"head.pooling_size=\[3\]: expected 2 numbers: height, width"),
-        ("norm.name", ["std"], rf"norm.name=\['std'\]: expected one of {', '.join(NORMS)}$"),
-        ("norm.eps", math.nan, "norm.eps=nan: expected a number above 0"),
-        ("norm.eps", torch.ones(1), "eps"),
         ("trainer.unheard_of", 1, "unheard_of"),
-        ("trainer", None, "trainer"),
-        ("trainer", 5, "5.*Trainer|Trainer.*5"),
         ("seed", "${nothing}", "nothing"),
     ],
 )
-def test_a_checkpoint_with_a_wrong_value_for_an_evaluation_is_refused_by_file_and_key(key, value, message):
+def test_a_checkpoint_of_another_configuration_is_refused_by_file_and_key(key, value, message):
     values = cfg.plain(run_config())
-    values["optim"]["lr"], values["trainer"]["epochs"], values["trainer"]["steps"] = 0.0, None, None  # for training
-    assert cfg.from_plain(values, SegmentationRun).optim.lr == 0
     *groups, name = key.split(".")
     functools.reduce(dict.get, groups, values)[name] = value
     with pytest.raises(ValueError, match=f"(?s)^checkpoint a.pt: its configuration does not fit .*{message}"):

@@ -1,17 +1,13 @@
 """The learner: its state survives a checkpoint, its numbers are checked, its statistics renewed."""
 
-import copy
 import functools
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from engine.checkpoint import files as checkpoint
 from engine.training.learner import Learner, WeightAverage
-from tests.damages import GONE, at, damaged, damages, places
 from tests.engine.learners import forward_of, learner_of
 from tests.runs import same
 
@@ -75,44 +71,19 @@ def test_a_broken_network_or_average_has_no_state_and_a_gradient_that_overflows_
         learner.check(1.0, learner.gradient_norm().item())
 
 
-@pytest.mark.parametrize(
-    "path, value, message",
-    [
-        ("optimizer", GONE, "it has no part optimizer"),
-        ("ema", GONE, "it has no part ema"),
-        ("scaler", GONE, "it has no part scaler"),
-        ("scaler scale", GONE, "scale of its part scaler is None: expected a number from 0 on"),
-        ("network bias", GONE, "bias of its part network is missing: expected float32 .2."),
-        ("network more", torch.zeros(2), "more of its part network is float32 .2.: expected missing"),
-        ("ema weight", torch.zeros(3, 2), "weight of its part ema is float32 .3, 2.: expected float32 .2, 2."),
-        ("ema bias", torch.full((2,), torch.nan), "1 tensors of its part ema are not finite, bias"),
-        ("network bias", torch.full((2,), torch.inf), "1 tensors of its part network are not finite, bias"),
-        (
-            "optimizer state 0 momentum_buffer",
-            torch.zeros(1),
-            r"\(weight\) is float32 .1.: expected float32 .2, 2.",
-        ),
-        ("optimizer state 5", {}, "its part optimizer has momentum for other parameters"),
-        (
-            "optimizer param_groups 0 param_names",
-            ["bias", "weight"],
-            "its part optimizer is of other parameters",
-        ),
-        ("optimizer param_groups", [], "its part optimizer is of other parameters"),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(path, value, message):
-    """torch would load momentum of any shape and read beyond its memory in the next step."""
-    good, learner = small_learner("float16", averaged=True).state_dict(2), small_learner("float16", averaged=True)
-    state = damaged(good, tuple(int(part) if part.isdecimal() else part for part in path.split()), value)
-    before = copy.deepcopy(learner.state_dict(2))
-    with pytest.raises(ValueError, match=message):
-        learner.load_state_dict(state)
-    assert torch.equal(before["network"]["weight"], learner.network.weight)
-    learner.load_state_dict(good)
-    assert torch.equal(good["network"]["weight"], learner.network.weight)
-    momentum = learner.optimizer.state[learner.network.weight]["momentum_buffer"]
-    assert torch.equal(momentum, good["optimizer"]["state"][0]["momentum_buffer"])
+@pytest.mark.parametrize("part", ["network", "optimizer", "ema", "scaler"])
+def test_a_state_without_a_part_is_refused(part):
+    state = small_learner("float16", averaged=True).state_dict(2)
+    del state[part]
+    with pytest.raises(ValueError, match=f"it has no part '{part}'"):
+        small_learner("float16", averaged=True).load_state_dict(state)
+
+
+def test_a_state_of_another_network_is_refused():
+    state = small_learner().state_dict(2)
+    state["network"]["weight"] = torch.zeros(3, 2)
+    with pytest.raises(ValueError, match="it does not fit this run: .*Linear:[^$]*size mismatch for weight"):
+        small_learner().load_state_dict(state)
 
 
 def trained(kind: str) -> Learner:
@@ -160,20 +131,3 @@ def test_every_state_continues(kind):
     learner = trained(kind)
     learner.load_state_dict(saved(kind))
     assert_same(learner.state_dict(2), saved(kind))
-
-
-@given(st.data())
-@settings(max_examples=300)
-def test_a_damaged_state_is_refused_or_continues_to_the_bit(data):
-    kind = data.draw(st.sampled_from(["plain", "full", "adamw"]))
-    good, learner = saved(kind), trained(kind)
-    place = data.draw(st.sampled_from([place for place in places(good) if place[0] != "step"]))
-    value = data.draw(st.sampled_from(damages(at(good, place))))
-    assume(place[0] != "scaler" or not isinstance(value, (int, float)))  # another scale may be right
-    state = damaged(good, place, value)
-    try:
-        learner.load_state_dict(state)
-    except ValueError as error:
-        assert str(error)
-        return
-    assert_same(learner.state_dict(2), good)

@@ -274,24 +274,12 @@ def test_a_hash_in_the_name_is_checked(tmp_path, file):
             assert "no checksums" not in str(load_released(small_resnext(classes=3), named))
 
 
-IMPOSSIBLE = {
-    "weight is not finite": lambda t: torch.full_like(t, torch.nan),
-    "running_var has negative numbers": lambda t: -t,
-    "weight is torch.float32, not as a plain tensor but sparse, quantised, complex or meta": lambda t: t.to("meta"),
-    "weight is torch.quint8, not as a plain": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8),
-    "weight is torch.complex64, not as a plain": lambda t: t + 1j,
-    "weight is torch.int32: expected torch.float32": lambda t: t.int(),
-}
-
-
-@pytest.mark.parametrize("message", IMPOSSIBLE)
-def test_tensors_that_no_network_can_have_are_refused(message):
+def test_weights_that_are_not_finite_are_refused():
     state = small_resnext(classes=3).state_dict()
-    name = next(name for name in state if name.endswith(message.split()[0]))
-    with pytest.raises(ValueError, match=message):
-        load_by_name(
-            small_resnext(classes=3), {**state, name: IMPOSSIBLE[message](state[name])}, source="", name="", advice=""
-        )
+    name = next(name for name in state if name.endswith("weight"))
+    state[name] = torch.full_like(state[name], torch.nan)
+    with pytest.raises(ValueError, match=f"{name} is not finite"):
+        load_by_name(small_resnext(classes=3), state, source="", name="", advice="")
 
 
 @pytest.mark.parametrize("zipped", [False, True])
