@@ -1,5 +1,6 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,6 @@ from datasets.layout import (
 )
 from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
-from datasets.text_files import read_json
 
 CLASSES = "classes.json"
 TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
@@ -55,7 +55,7 @@ def folder_classes(file: Path) -> ClassTable:
     ids, as PNGs with the classes' colours, unless these are `alike`. ValueError for a file of another form.
     """
     try:
-        content = read_json(file)
+        content = json.loads(file.read_text("utf-8-sig"))
         if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content["classes"]):
             raise ValueError('every class needs an object, such as {"name": "wood"}')
         if not isinstance(content.get("ignored", []), list):

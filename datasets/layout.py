@@ -7,7 +7,6 @@ from pathlib import Path
 
 from datasets.file_list import composed, is_hidden
 from datasets.segmentation import Files
-from datasets.text_files import read_text
 
 PHOTOGRAPHS = (".png", ".jpg", ".jpeg", ".bmp", ".jfif", ".tif", ".tiff", ".webp")  # of the user's own images
 OTHER_IMAGES = (".avif", ".gif", ".heic", ".heif")  # which no dataset reads
@@ -155,7 +154,7 @@ def check_formats(files: Iterable[str], folder: Path) -> None:
 def read_list(file: Path, of: str) -> list[str]:
     """The lines of a text file, stripped, without empty ones. ValueError if there are none, or it is no text."""
     try:
-        lines = [line.strip() for line in read_text(file).splitlines()]
+        lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8, {of} per line") from None
     if not any(lines):

@@ -14,7 +14,6 @@ from datasets.cityscapes import cityscapes
 from datasets.folder import CLASSES
 from datasets.segmentation import SegmentationDataset
 from datasets.streets import draw_street
-from datasets.text_files import read_json
 
 IMAGES = {"train": 200, "val": 40}  # by default
 
@@ -50,7 +49,7 @@ def synthetic(
         raise ValueError(f"the synthetic dataset has not been drawn at {folder} yet; a training draws it")
     if not is_written:
         _write_once(folder, settings, own_images)
-    written = read_json(folder / _MARKER)
+    written = json.loads((folder / _MARKER).read_text())
     if written != settings:
         raise ValueError(
             f"{folder} holds synthetic streets written with {written}, expected {settings}. "

@@ -34,7 +34,7 @@ from engine.configuration.command_line import configured
 from engine.prediction.opening import opened
 from engine.prediction.predictors import Segmenter
 from engine.process.console import counting, log_to, logger, make_console, progress_bar, tracked
-from engine.process.output_files import check_outside, inside, writable_folder, write_array, write_file, write_png
+from engine.process.output_files import check_outside, writable_folder, write_array, write_file, write_png
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
 from scripts.reports.predictions import Page
@@ -72,7 +72,7 @@ def predict(values: DictConfig) -> list[Path]:
         with progress_bar(console) as progress, counting(progress, "windows") as windows:
             for name, file in tracked(progress, images.items(), "predicting"):
                 try:
-                    places = {kind: inside(output / kind, f"{name}.png") for kind in KINDS if segments}
+                    places = {kind: output / kind / f"{name}.png" for kind in KINDS if segments}
                     image = decode_photograph(file)  # (H, W, 3)
                 except ValueError as error:
                     unreadable.append(str(error))

@@ -12,11 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from datasets.text_files import read_text
 from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
 from engine.process.console import logger
-from engine.process.output_files import opened_file
 from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
@@ -58,10 +56,9 @@ class RunDirectory:
     def start_saving(self, state: dict, best: bool = False) -> None:
         """Copy `state`; a thread writes the last checkpoint and keeps the one before it, or writes the `best`.
 
-        Raises the error of the previous save (OSError: see `checkpoint.save`). ValueError: a folder is in the way.
+        Raises the error of the previous save (OSError: see `checkpoint.save`).
         """
         self.saved()
-        self._check_places()
         copied = HostCopy(state)
         self._saving = self._thread.submit(lambda: self._write(copied.wait(), best))
 
@@ -78,13 +75,6 @@ class RunDirectory:
             saving, self._saving = self._saving, None
             saving.result()
 
-    def _check_places(self) -> None:
-        files = (self.last, self.previous, self.best, self.config, self.log, self.metrics, self.results, self.lock_file)
-        for path in files:
-            if path.exists() and not path.is_file():
-                found = "a folder" if path.is_dir() else "a device, pipe or socket"
-                raise self._error(f": {path} is {found}, expected a file: move it away, then continue with resume=auto")
-
     def _error(self, message: str) -> ValueError:
         return ValueError(f"run_dir={self.path}{message}")
 
@@ -94,8 +84,7 @@ class RunDirectory:
         ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._check_places()
-        self._lock = opened_file(self.lock_file, "a")
+        self._lock = open(self.lock_file, "a")
         started_s, told = time.monotonic(), False
         while True:
             try:
@@ -105,7 +94,7 @@ class RunDirectory:
                 self._lock.flush()
                 return
             except (BlockingIOError, PermissionError) as error:
-                other = f"another process ({read_text(self.lock_file)})"
+                other = f"another process ({self.lock_file.read_text()})"
                 if time.monotonic() - started_s > SECONDS_FOR_ANOTHER:
                     raise self._error(f": {other} is training there; end it, or give another run_dir") from error
             except OSError:  # a filesystem without locks, or a full one
@@ -151,10 +140,9 @@ class RunDirectory:
         If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so, as it does for data
         files of another size than before. `files`: {split: [hash of names, of sizes, of the labels' numbering]}.
 
-        ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged or folders,
-        or its configuration or its data differ.
+        ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged, or its
+        configuration or its data differ.
         """
-        self._check_places()
         if not any(map(os.path.lexists, (self.last, self.previous))):
             self._check_nothing_is_lost(config.resume)
             return None

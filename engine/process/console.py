@@ -23,8 +23,6 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from engine.process.output_files import opened_file
-
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 logger = logging.getLogger("engine")
@@ -45,13 +43,6 @@ class _Forgiving(FileIO):
             return super().write(data) or 0
         except OSError:  # a closed terminal or pipe, a full disk
             return len(data)
-
-
-class _LogFile(logging.FileHandler):
-    def _open(self) -> TextIOWrapper:
-        file = opened_file(Path(self.baseFilename), self.mode)
-        assert isinstance(file, TextIOWrapper)
-        return file
 
 
 def make_printing_safe() -> None:
@@ -110,7 +101,7 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         logging.raiseExceptions = False  # on a full disk: it would print a traceback for each line
-        in_file = _LogFile(file)
+        in_file = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
         in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logger.addHandler(in_file)
 

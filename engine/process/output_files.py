@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -35,39 +34,13 @@ def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
             )
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The path of `name`, which comes from data, in a folder. ValueError if it leads out of it (.., /, a link)."""
-    path = Path(os.path.realpath(folder / name))
-    folder = Path(os.path.realpath(folder))
-    if folder not in path.parents:
-        raise ValueError(f"the name {name!r} would be written to {path}, outside of {folder}: rename it in the data")
-    return path
-
-
-def opened_file(path: Path, mode: str) -> IO[Any]:
-    """Open a file to write ("wb") or append ("a", text as UTF-8).
-
-    OSError, also for a link, which may lead out of a folder that somebody else made, and for a pipe without a reader.
-    """
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK  # without the latter, opening a pipe waits for its reader
-    text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace"}
-    try:
-        return open(path, mode, opener=lambda name, wanted: os.open(name, wanted | flags, 0o666), **text)
-    except OSError as error:
-        if error.errno == errno.ELOOP and path.is_symlink():
-            raise OSError(f"{path} is a link to {os.readlink(path)}: expected a file; remove the link") from error
-        raise
-
-
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file, text as UTF-8; creates the folder. OSError, which names the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with opened_file(path, "wb") as file:
+        with open(path, "wb") as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     except OSError as error:  # of a full or failing disk, it names no file
-        if error.errno is None:
-            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

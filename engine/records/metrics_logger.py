@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -18,9 +17,8 @@ from rich.console import Console
 from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from datasets.text_files import parsed
 from engine.process.console import logger, printable, progress_bar
-from engine.process.output_files import opened_file, replace_file
+from engine.process.output_files import replace_file
 from engine.records.evaluated import Evaluated, without_nan
 
 
@@ -211,7 +209,7 @@ class MetricsLogger:
         return "\n".join(f"{name:<9} {line}" for name, line in lines.items())
 
     def _record(self, record: dict) -> None:
-        with opened_file(self.metrics_file, "a") as file:
+        with open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(without_nan(record)) + "\n")
         self.records += 1
 
@@ -222,11 +220,9 @@ class MetricsLogger:
         kept = []
         for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
             try:
-                record = parsed(line)
+                record = json.loads(line)
                 beyond = record["step"] > step or (record["kind"] == "val" and record["step"] == total_steps)
                 score = record[self.score] if record["kind"] == "val" else None
-                if type(record["step"]) is not int or not isinstance(score, (float, int, NoneType)):
-                    raise TypeError
             except (ValueError, KeyError, TypeError):  # the machine died while writing it
                 logger.info(f"{self.metrics_file}: dropped damaged line {number}")
                 continue

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from datasets import SegmentationDataset
-from engine.process.output_files import inside, write_png
+from engine.process.output_files import write_png
 from engine.process.transfers import HostCopy
 from engine.segmentation.pictures import comparison
 
@@ -47,10 +47,10 @@ class PredictionWriter:
             file = f"{name}.png"
             if self.predictions is not None:
                 encoded = self.dataset.table.official(predictions[number].cpu().numpy())
-                write_png(inside(self.predictions, file), encoded, self.dataset.prediction_palette)
+                write_png(self.predictions / file, encoded, self.dataset.prediction_palette)
             if self.overlays is not None:
                 picture = _picture(self.dataset, *_compared(minibatch, predictions, number))
-                write_png(inside(self.overlays, file), picture)
+                write_png(self.overlays / file, picture)
 
 
 def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -13,7 +13,6 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 
-from datasets.text_files import read_text
 from engine.assemble.classification import classified_split
 from engine.assemble.data import dataset, official_classes, official_images
 from engine.assemble.network import forward
@@ -270,7 +269,7 @@ def _begun(config: Config) -> Config | None:
         return None
     file = Path(config.run_dir) / "config.yaml"
     name = "crops_per_minibatch" if config.memory.fit == "batch" else "crop_size"
-    found = re.search(rf"(?m)^  {name}: (\d{{1,9}})$", read_text(file))  # YAML of others may unfold without end
+    found = re.search(rf"(?m)^  {name}: (\d{{1,9}})$", file.read_text())
     if found is None:
         raise ValueError(f"{file} has no number data.{name}, as the configuration of a run has: restore it")
     chosen = deepcopy(config)

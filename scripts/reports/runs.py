@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets.text_files import parsed, read_json, read_text
 from engine.assemble.tasks import TASKS
 from engine.configuration import config as configuration
 from engine.configuration.help import as_text
@@ -61,9 +60,9 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder, self.name = folder, folder.resolve().name
-        self.results = read_json(folder / "results.json")
+        self.results = json.loads((folder / "results.json").read_text())
         self.scores = _scores_of(self.results)
-        header, self.config = read_text(folder / "config.yaml").split("\n", 1)
+        header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
         self.processes = int(self.config.split()[1])  # "# 2 x cpu"
         named = re.search(r"experiment=([\w/.-]+)", self.command)
@@ -73,12 +72,12 @@ class Run:
         self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
         self.others = {
-            path.stem.removeprefix("results_"): _hide_folders(read_json(path))
+            path.stem.removeprefix("results_"): _hide_folders(json.loads(path.read_text()))
             for path in sorted(folder.glob("results_*.json"))
         }
         if not all(_scores_of(results) == self.scores for results in self.others.values()):
             raise ValueError("its evaluations are of different tasks")
-        self.records = [parsed(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
+        self.records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         logged = () if "training" in self.results else ("images_per_second", "peak_memory_mib")
         for record in self.records:
             needed = ("step", *(logged if record["kind"] == "train" else ()))

@@ -5,7 +5,6 @@ import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 from contextlib import suppress
 from functools import partial
@@ -61,23 +60,6 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, whole
 
 
 @pytest.mark.faults
-@pytest.mark.injects(
-    "lost checkpoint", "a folder appears in the place of last.pt in mid-run, or before it is continued"
-)
-@pytest.mark.parametrize("running", [True, False])
-def test_a_folder_in_the_place_of_a_checkpoint(tmp_path, whole, running):
-    run = Run(tmp_path / "run", inject=SLOWLY).until_step(5)
-    run.send(signal.SIGSTOP) if running else run.killed()
-    run.last.unlink()
-    run.last.mkdir()
-    run.send(signal.SIGCONT)
-    run = run if running else Run(tmp_path / "run")
-    run.fails(f"{run.last} is a folder, expected a file: move it away, then continue with resume=auto")
-    run.last.rmdir()
-    survived(tmp_path / "run", whole)
-
-
-@pytest.mark.faults
 @pytest.mark.injects("lost checkpoint", "last.pt and previous.pt of a finished run are gone; copied back afterwards")
 @pytest.mark.parametrize("resume", ["auto", "null"])
 def test_a_finished_run_is_not_overwritten(tmp_path, whole, resume):
@@ -124,25 +106,6 @@ def test_lost_records_are_missed_and_the_best_checkpoint_stays(tmp_path, whole, 
     assert says(output, "metrics.jsonl has lost", "records up to step")
     best, expected = (checkpoint.load(path / "checkpoints" / "best.pt") for path in (run.run_dir, whole))
     assert best["step"] == expected["step"] == 8
-
-
-LINKS = ("log.txt", "metrics.jsonl.partial", "results.json.partial", "results_confusion.png", ".lock")
-
-
-@pytest.mark.faults
-@pytest.mark.injects(
-    "foreign run directory", "a link out of it in the place of a file that is written; removed afterwards"
-)
-@pytest.mark.parametrize("name", LINKS)
-def test_nothing_is_written_through_a_link(tmp_path, whole, name):
-    run_dir, outside = killed_after(5, tmp_path / "run").run_dir, tmp_path / "outside"
-    (run_dir / name).unlink(missing_ok=True)
-    outside.write_text("precious")
-    (run_dir / name).symlink_to(outside)
-    Run(run_dir).fails(f"{run_dir / name} is a link to {outside}: expected a file; remove the link")
-    assert outside.read_text() == "precious"
-    (run_dir / name).unlink()
-    survived(run_dir, whole)
 
 
 @pytest.mark.faults

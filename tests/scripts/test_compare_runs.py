@@ -5,7 +5,6 @@ Reports of whole trainings are in docs/results, where tests/test_docs.py makes t
 
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -245,11 +244,6 @@ def records_with(**changed: object) -> Callable[[Path], object]:
     return crafted
 
 
-def a_pipe(run: Path) -> None:
-    (run / "config.yaml").unlink()
-    os.mkfifo(run / "config.yaml")
-
-
 CRAFTED = {
     "text as score": results_with(lambda results: results.update(top5="x" * 10**6)),
     "list as score": results_with(lambda results: results["accuracy"].update(cat=[1])),
@@ -259,12 +253,9 @@ CRAFTED = {
     "images of text": results_with(lambda results: results.update(images="7")),
     "environment of lists": results_with(lambda results: results.update(environment=[])),
     "hardware of 1 MB": results_with(lambda results: results["environment"].update(hardware="x" * 2**20)),
-    "deep results": lambda run: (run / "results.json").write_text(100_000 * "[" + 100_000 * "]"),
     "list of results": lambda run: (run / "results.json").write_text("[1]"),
     "speed of text": records_with(images_per_second="fast"),
     "loss in a list": records_with(loss=[1.0]),
-    "deep record": lambda run: (run / "metrics.jsonl").write_text(100_000 * "[" + 100_000 * "]"),
-    "pipe": a_pipe,
 }
 
 

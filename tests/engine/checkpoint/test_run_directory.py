@@ -298,28 +298,6 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_soon(tmp_path, config,
         raise KeyError("first")
 
 
-@pytest.mark.parametrize("name", ["last", "previous", "best"])
-def test_a_folder_in_the_place_of_a_checkpoint_is_refused_before_and_in_a_run(tmp_path, config, name):
-    run = run_in(tmp_path, config, 1, 2)
-    place = getattr(run, name)
-    place.unlink(missing_ok=True)
-    place.mkdir()
-    for use in (lambda: resumed(run, config), lambda: save(run, state_of(3, config))):
-        with pytest.raises(ValueError, match=f"{place} is a folder, expected a file: move it away"):
-            use()
-    place.rmdir()
-    assert resumed(run, config) == (1 if name == "last" else 2)
-
-
-@pytest.mark.parametrize("name", ["log", "lock_file", "metrics", "results", "config"])
-def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, config, name):
-    """Opening it would wait for ever."""
-    run = run_in(tmp_path)
-    os.mkfifo(getattr(run, name))
-    with pytest.raises(ValueError, match=f"{getattr(run, name)} is a device, pipe or socket, expected a file: move"):
-        run.lock()
-
-
 def test_a_checkpoint_of_another_version_is_not_gone_back_from(tmp_path, config):
     run = run_in(tmp_path, config, 1, 2)
     newer = {**torch.load(run.last, weights_only=True), "format": "inplace-abn/3"}

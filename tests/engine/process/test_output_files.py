@@ -1,6 +1,5 @@
 """Files stay inside the user's folder; errors name the key of a folder, and the file that could not be written."""
 
-import os
 import re
 
 import numpy as np
@@ -10,38 +9,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from engine.checkpoint import files as checkpoint
-from engine.process.output_files import inside, opened_file, writable_folder, write_figure, write_file, write_png
+from engine.process.output_files import writable_folder, write_figure, write_file, write_png
 from scripts.predict import write_classes
 from tests.engine.checkpoint.test_files import files_of_at_most
 from tests.runs import REPOSITORY
-
-
-def test_links_that_leave_the_folder_are_refused(tmp_path):
-    folder, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
-    folder.mkdir(), elsewhere.mkdir()
-    (folder / "city").symlink_to(elsewhere)
-    (folder / "a.png").symlink_to(elsewhere / "a.png")
-    for name in ("city/a.png", "a.png", "city", ".", ""):
-        with pytest.raises(ValueError, match="outside of"):
-            inside(folder, name)
-    (tmp_path / "linked").symlink_to(folder)  # the user's own choice
-    assert inside(tmp_path / "linked", "b.png") == folder / "b.png"
-
-
-def test_no_file_is_written_through_a_link_or_waits_for_the_reader_of_a_pipe(tmp_path):
-    outside, path = tmp_path / "outside", tmp_path / "run" / "metrics.partial"
-    path.parent.mkdir()
-    for target in (outside, tmp_path / "nowhere"):
-        outside.write_text("precious")
-        path.symlink_to(target)
-        for write in (lambda: write_file(path, "a"), lambda: opened_file(path, "a"), lambda: opened_file(path, "wb")):
-            with pytest.raises(OSError, match=f"^{path} is a link to {target}: expected a file; remove the link$"):
-                write()
-        assert outside.read_text() == "precious" and not (tmp_path / "nowhere").exists()
-        path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(OSError, match=f"No such device or address: '{path}'"):
-        write_file(path, "a")
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_with_its_key(tmp_path):

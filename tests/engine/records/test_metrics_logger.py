@@ -232,13 +232,3 @@ def test_curves_layers_and_pictures_have_the_names_of_the_evaluation(tmp_path):
     assert events.Tags()["images"] == ["seen/c"]
     layers = {"smallest_gamma": {"layer": "body.bn", "value": 0.25}}
     assert records(tmp_path) == [{"kind": "val", "step": 3, "epoch": 0.5, **SCORES, "layers": layers}]
-
-
-def test_records_that_somebody_else_wrote_are_dropped(tmp_path, caplog):
-    crafted = ('{"step": 1, "kind": "val", "miou": "0.9"}', '{"step": 2, "kind": "val", "miou": [1]}', 100_000 * "[")
-    good = {"step": 3, "kind": "val", "miou": 0.25}
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*crafted, '{"step": NaN, "kind": "train"}', json.dumps(good)]))
-    with caplog.at_level("INFO", logger="engine"):
-        continued = logger(tmp_path, start_step=5)
-    assert continued.scores == {3: 0.25} and records(tmp_path)[0] == good
-    assert caplog.text.count("dropped damaged line") == 4
