@@ -171,7 +171,6 @@ def test_a_trace_shows_the_layers_of_the_profiled_steps(tmp_path):
     names = [event.get("name", "") for event in events]
     assert sum(name.startswith("ProfilerStep#") for name in names) >= 2
     assert "BatchNormActivation" in names and "BatchNormActivationBackward" in names
-    assert "BatchNormActivation" in (tmp_path / "profile" / "operators.txt").read_text()
 
 
 @pytest.mark.gpu

@@ -1,1 +1,1 @@
-"""Records of a run: metrics, results, pictures, waits, provenance."""
+"""Records of a run: metrics, results, pictures, provenance."""

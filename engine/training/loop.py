@@ -1,10 +1,12 @@
 """The training loop, and the optimiser step that it repeats."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, profiler
 
 from engine.process.console import logger
 from engine.process.distributed import World
@@ -13,9 +15,7 @@ from engine.process.stopping import Preempted
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
 from engine.training.learner import Learner
-from engine.training.profiling import profiled
 from engine.training.run import Config, Run, Split
-from engine.training.waits import DataWait
 from keepless import checking_repetitions
 
 PLANNED_STEPS = 3  # first steps, after which traces have corrected the plans of a memory budget
@@ -43,15 +43,15 @@ def train(
     learner, schedule, metrics, world = run.learner, run.schedule, run.metrics, run.world
     minibatch_size = run.config.data.crops_per_minibatch
     if run.config.trainer.profile and world.first:
-        minibatches = profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
+        minibatches = _profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
     run.stop.training = True
     with metrics:
         if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # the run was stopped during it
             run.evaluate(run.start_step, evaluate)
         if run.stop.anywhere(world):
             raise Preempted(f"stopped before step {run.start_step + 1}")
-        waiting = DataWait(prefetched(minibatches, world.device))
-        for step, minibatch in enumerate(waiting, start=run.start_step + 1):
+        timed = _timed(prefetched(minibatches, world.device))
+        for step, (minibatch, waited_s) in enumerate(timed, start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr = learner.optimizer.param_groups[0]["lr"]
             first = step <= run.start_step + CHECKED_STEPS
@@ -60,7 +60,7 @@ def train(
             if step == run.start_step + PLANNED_STEPS:
                 run.share_plans()
             asked = run.stop.anywhere(world)
-            metrics.step(loss_value, gradient_norm, minibatch_size, waiting.seconds)
+            metrics.step(loss_value, gradient_norm, minibatch_size, waited_s)
             if schedule.logs(step):
                 waits_s = world.gather(metrics.data_wait_s())
                 memory_mib = peak_memory_mib(world.device)
@@ -75,6 +75,30 @@ def train(
                 run.evaluate(step, evaluate)
             metrics.pause_ended()
         return run.evaluate(schedule.total_steps, evaluate)
+
+
+def _timed(minibatches: Iterable[dict]) -> Iterator[tuple[dict, float]]:
+    """Each minibatch, and how many seconds it took to arrive."""
+    waiting = iter(minibatches)
+    while True:
+        started = time.perf_counter()
+        minibatch = next(waiting, None)
+        if minibatch is None:
+            return
+        yield minibatch, time.perf_counter() - started
+
+
+def _profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[dict]:
+    """Yield the minibatches; after ten of them, trace `steps` to folder/trace.json, for Perfetto or chrome://tracing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rhythm = profiler.schedule(wait=8, warmup=2, active=steps, repeat=1)
+    file = str(folder / "trace.json")
+    with profiler.profile(
+        schedule=rhythm, on_trace_ready=lambda done: done.export_chrome_trace(file), acc_events=True
+    ) as tracer:
+        for minibatch in minibatches:
+            yield minibatch
+            tracer.step()
 
 
 @contextmanager
