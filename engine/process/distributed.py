@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -118,15 +117,9 @@ def launched() -> bool:
 
 
 def world_size() -> int:
-    """Number of processes of this run. ValueError: half of what torchrun sets is in the environment."""
+    """Number of processes of this run. ValueError: WORLD_SIZE is set, but not by torchrun."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    missing = [name for name in _OF_TORCHRUN if name not in os.environ]
-    if launched() and missing:
-        raise ValueError(
-            f"TORCHELASTIC_RUN_ID is set, as by torchrun, but not {', '.join(missing)}: start this with torchrun, or "
-            f"unset it"
-        )
     size = int(os.environ["WORLD_SIZE"]) if launched() else 1
     if os.environ.get("WORLD_SIZE", "1") != str(size):
         raise ValueError(

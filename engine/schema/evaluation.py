@@ -8,7 +8,6 @@ from omegaconf import MISSING
 from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key
 from engine.schema.network import OurNorm, ReleasedNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
-from keepless.norms.backends import BACKENDS
 from keepless.norms.backends.activations import ACTIVATIONS
 
 OVERLAP = 0.25
@@ -126,13 +125,15 @@ class Evaluation(TrainedNetwork):
 
         So does the name for a run that has not ended: its last checkpoint is of `step`, before `total_steps`.
         """
-        path, data = Path(self.checkpoint), config.data
+        path, data, smooth, pooling = Path(self.checkpoint), config.data, self.data.antialias, self.head.pooling_size
         words = [
             *changed(path.stem, "last"),
             *changed(step, total_steps if path.stem == "last" else step, "step{}"),
             *changed(self.data.split, data.val_split),
             *changed(resolved(self.data.root), resolved(data.root), "{0.name}"),
-            *config.evaluation_words(self),
+            *changed(self.data.base_size, getattr(data, "base_size", None), "base{}"),
+            *changed(self.data.antialias, getattr(data, "antialias", None), "antialiased" if smooth else "aliased"),
+            *changed(pooling, getattr(config, "head", TrainedHead()).pooling_size, "pooling{0[0]}x{0[1]}"),
             *changed(self.precision, config.trainer.precision),
             *changed(self.activation, config.norm.activation),
             *changed(self.averaged, True, "trained"),
@@ -160,9 +161,6 @@ class Prediction(TrainedNetwork):
     input: str = MISSING  # an image, or a folder of images, searched with its subfolders
     output: str = MISSING  # folder
     report: str | None = None  # HTML file: each image with its overlay and the share of each class, or its top_k bars
-    # Of the norms. auto: PyTorch's operators. compiled (CPU) and triton (CUDA) are faster on many images of one size;
-    # compiled takes 10 seconds and more for each of the first sizes.
-    backend: str = key("auto", one_of=BACKENDS)
     # What the files in ids/ hold: the ids of the labels, as eval.py predictions=DIR writes, or train ids from 0.
     ids: str = key("labels", one_of=("labels", "train"), task=SEGMENTATION)
     # Also write each pixel's probability of every class: float16 (classes, height, width), as NumPy files.
@@ -172,7 +170,7 @@ class Prediction(TrainedNetwork):
     def apply_to(self, config: TrainingRun) -> None:
         super().apply_to(config)
         if isinstance(config.norm, OurNorm):
-            config.norm.backend = "eager" if self.backend == "auto" else self.backend
+            config.norm.backend = "eager"  # others compile code for every size of an image
 
 
 def resolved(path: str | None) -> Path | None:

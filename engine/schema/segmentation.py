@@ -6,7 +6,7 @@ from typing import ClassVar
 from omegaconf import MISSING
 
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
-from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork, changed
+from engine.schema.evaluation import SEGMENTATION, TrainedNetwork
 from engine.schema.keys import by_name, group, key
 from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun
@@ -88,12 +88,3 @@ class SegmentationRun(TrainingRun):
                 f"window.size={size}: expected a multiple of the network's output stride {stride}, such as "
                 f"{-(-size // stride) * stride}"
             )
-
-    def evaluation_words(self, options: Evaluation) -> list[str]:
-        """Options of images and pooling that differ from the training's."""
-        data, pooling = options.data, options.head.pooling_size
-        return [
-            *changed(data.base_size, self.data.base_size, "base{}"),
-            *changed(data.antialias, self.data.antialias, "antialiased" if data.antialias else "aliased"),
-            *changed(pooling, self.head.pooling_size, "pooling{0[0]}x{0[1]}"),
-        ]

@@ -117,14 +117,8 @@ class TrainingRun:
         self._check_library()
         if trainer.epochs is None and trainer.steps is None:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
-        if trainer.ema_decay == 1:
-            raise ValueError("trainer.ema_decay=1 keeps the weights of the first step; give less, such as 0.999")
         self.check_precision()
         self.check_shares(processes=1)
-        if trainer.compile and isinstance(self.norm, ReleasedNorm):
-            raise ValueError(
-                "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
-            )
         if trainer.compile and trainer.recompute in ("activations", "budget"):
             raise ValueError(
                 f"trainer.recompute={trainer.recompute} with trainer.compile=true: the compiler decides which "
@@ -201,10 +195,6 @@ class TrainingRun:
 
         ValueError: they do not fit the network or the images.
         """
-
-    def evaluation_words(self, options: Any) -> list[str]:
-        """Words for the name of eval.py's results file: which options of this task differ from the training's."""
-        return []
 
     def doubts(self, parameters: int, classes: int) -> str | None:
         """A warning if the settings look like a mistake; otherwise None."""

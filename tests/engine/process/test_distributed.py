@@ -258,7 +258,6 @@ def test_all_processes_start_from_the_same(ranks, tmp_path):
 @pytest.mark.parametrize(
     "environment, message",
     [
-        ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID is set, as by torchrun, but not RANK, WORLD_SIZE, "),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but torchrun did not start this process, which would train alone"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many, but torchrun did not start this process"),
     ],
