@@ -33,17 +33,15 @@ class StopRequest:
     """Context in which a signal asks for a stop: it sets `requested` instead of killing the process.
 
     Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. The same signal again
-    ends the process, after `ONE_REQUEST_SECONDS`. So does a request that the run has not answered after
-    `patience_seconds`. Under torchrun, its death is a request too. Signals that are ignored stay so (`nohup`, `&`).
+    ends the process, after `ONE_REQUEST_SECONDS`. Under torchrun, its death is a request too. Signals that are ignored
+    stay so (`nohup`, `&`).
     """
 
-    def __init__(self, patience_seconds: float) -> None:
-        self.patience_seconds = patience_seconds
+    def __init__(self) -> None:
         self.training = False
         self.requested = False
         self.requested_s: dict[int, float] = {}  # when each signal first came
         self.before: dict = {}
-        self.last_resort: threading.Timer | None = None
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # no other thread may install handlers
@@ -54,8 +52,6 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.last_resort is not None:
-            self.last_resort.cancel()
         if kind is not None and launched():
             return  # after an error, torchrun's SIGTERM must not kill the process before its message is printed
         for number, handler in self.before.items():
@@ -69,22 +65,9 @@ class StopRequest:
         if time.monotonic() > self.requested_s.setdefault(number, time.monotonic()) + ONE_REQUEST_SECONDS[number]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if self.last_resort is None:
-            self.last_resort = threading.Timer(self.patience_seconds, self._end)
-            self.last_resort.daemon = True
-            self.last_resort.start()
         self.requested = True
         if not self.training:
             raise Preempted("stopped before the first step")
-
-    def _end(self) -> None:
-        print(
-            f"asked to stop {self.patience_seconds:g} seconds ago, but no step has ended since: ends without saving; "
-            f"exit status {EXIT_CODE}: start it again with resume=auto",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(EXIT_CODE)
 
 
 class UntilStopped:

@@ -195,7 +195,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
     with (
         joined(trainer.device, trainer.timeout_seconds, keys="trainer.") as world,
         reading_errors(data.timeout_seconds, keys="data.", advice=" resume=auto continues the run"),
-        StopRequest(data.timeout_seconds) as stop,
+        StopRequest() as stop,
     ):
         config.check_shares(world.size)
         given = deciding((word for word in shlex.split(command) if "=" in word), config)

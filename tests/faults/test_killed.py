@@ -207,18 +207,6 @@ def test_a_killed_run_that_was_evaluated_has_not_ended(tmp_path, whole):
     survived(run, whole)
 
 
-@pytest.mark.faults
-@pytest.mark.injects("preemption", "SIGTERM in a step that never ends, data.timeout_seconds=2")
-def test_a_request_that_is_not_answered(tmp_path, whole):
-    endless_fifth_step = partial(before_call, MetricsLogger, "step", 5, runs.sleeps_for_ever)
-    run = Run(tmp_path / "run", "data.timeout_seconds=2", inject=endless_fifth_step).until_step(4)
-    time.sleep(1)
-    run.send(signal.SIGTERM)
-    assert run.ends(seconds=20) == EXIT_CODE
-    assert says(run.output, "asked to stop 2 seconds ago, but no step has ended since: ends without saving")
-    survived(tmp_path / "run", whole)
-
-
 def takes_a_second(*_) -> None:
     time.sleep(1)
 

@@ -48,7 +48,7 @@ def evaluated(
     return evaluate_split(
         forward,
         dataset,
-        UntilStopped(loader, StopRequest(60.0), world),
+        UntilStopped(loader, StopRequest(), world),
         batch_size=batch_size,
         views=views,
         world=world,
