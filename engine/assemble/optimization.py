@@ -78,7 +78,7 @@ def _main_schedule(config: schema.LRSchedule, optimizer: Optimizer, schedule: Sc
         return LinearLR(optimizer, start_factor=1.0, end_factor=config.end / highest, total_iters=total)
     if isinstance(config, schema.Cosine):
         return CosineAnnealingLR(optimizer, T_max=total, eta_min=config.end)
-    assert isinstance(config, schema.Step | schema.MultiStep), config
+    assert isinstance(config, schema.MultiStep), config
     milestones = _milestones(config, schedule)
     if milestones and milestones[0] <= warmup:
         raise ValueError(
@@ -88,12 +88,8 @@ def _main_schedule(config: schema.LRSchedule, optimizer: Optimizer, schedule: Sc
     return MultiStepLR(optimizer, [step - warmup for step in milestones], gamma=config.factor)
 
 
-def _milestones(config: schema.Step | schema.MultiStep, schedule: Schedule) -> list[int]:
+def _milestones(config: schema.MultiStep, schedule: Schedule) -> list[int]:
     """Steps of the run after which the rate is multiplied by the factor."""
-    if isinstance(config, schema.Step):
-        every = in_steps(config.every_epochs, config.every_steps, schedule.steps_per_epoch)
-        assert every is not None, "Step.check requires epochs or steps"
-        return list(range(every, schedule.total_steps, every))
     if config.steps is not None:
         return config.steps
     assert config.epochs is not None, "MultiStep.check requires epochs or steps"

@@ -75,18 +75,6 @@ class Cosine(LRSchedule):
 
 
 @dataclass
-class Step(LRSchedule):
-    name: str = "step"
-    factor: float = key(0.1, above=0, most=1)  # multiplies the rate every so many epochs or steps
-    every_epochs: int | None = key(None, above=0)  # epochs between two changes; or give every_steps
-    every_steps: int | None = key(None, above=0)  # steps between two changes
-
-    def check(self) -> None:
-        super().check()
-        _check_one_of("every_epochs", self.every_epochs, "every_steps", self.every_steps, needed=True)
-
-
-@dataclass
 class MultiStep(LRSchedule):
     name: str = "multistep"
     factor: float = key(0.1, above=0, most=1)  # multiplies the rate after each of these epochs or steps
@@ -110,4 +98,4 @@ def _check_one_of(name: str, value: object, other: str, other_value: object, nee
 
 
 OPTIMS: dict[str, type[Optim]] = by_name(SGD, AdamW)
-LR_SCHEDULES: dict[str, type[LRSchedule]] = by_name(Poly, Linear, Cosine, Step, MultiStep)
+LR_SCHEDULES: dict[str, type[LRSchedule]] = by_name(Poly, Linear, Cosine, MultiStep)

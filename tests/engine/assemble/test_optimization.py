@@ -8,7 +8,7 @@ from torch import nn
 
 from engine import assemble
 from engine.schema.keys import check_values
-from engine.schema.optim import SGD, AdamW, Cosine, Linear, LRSchedule, MultiStep, Poly, Step
+from engine.schema.optim import SGD, AdamW, Cosine, Linear, LRSchedule, MultiStep, Poly
 from engine.schema.schedule import Schedule
 
 STEPS = 200
@@ -41,8 +41,6 @@ def rates(config: LRSchedule) -> list[float]:
         (Poly(), lambda step: 0.1 * (1 - step / 200) ** 0.9),  # in-place ABN, section 4.2
         (Linear(), lambda step: 0.1 + (1e-6 - 0.1) * step / 200),
         (Cosine(), lambda step: 0.05 * (1 + math.cos(math.pi * step / 200))),
-        (Step(every_epochs=3), lambda step: 0.1 * 0.1 ** (step // 60)),
-        (Step(every_steps=70, factor=0.5), lambda step: 0.1 * 0.5 ** (step // 70)),
         (MultiStep(epochs=[2, 5]), lambda step: 0.1 * 0.1 ** ((step >= 40) + (step >= 100))),
         (MultiStep(steps=[30, 170]), lambda step: 0.1 * 0.1 ** ((step >= 30) + (step >= 170))),
     ],
@@ -59,7 +57,6 @@ def test_the_rate_of_every_step(config, expected):
         (Linear(warmup_steps=40), lambda step: 0.1 + (1e-6 - 0.1) * (step - 40) / 160),
         (Cosine(warmup_steps=40), lambda step: 0.05 * (1 + math.cos(math.pi * (step - 40) / 160))),
         # Counted from the start of the run.
-        (Step(every_epochs=3, warmup_epochs=2), lambda step: 0.1 * 0.1 ** (step // 60)),
         (MultiStep(epochs=[5], warmup_steps=40), lambda step: 0.1 * 0.1 ** (step >= 100)),
     ],
 )
@@ -72,14 +69,14 @@ def test_a_warm_up_rises_to_the_rate_that_the_schedule_starts_from(config, expec
 @pytest.mark.parametrize(
     "config, message",
     [
-        (Step(), "lr_schedule.every_epochs and lr_schedule.every_steps are both null"),
+        (MultiStep(), "lr_schedule.epochs and lr_schedule.steps are both null"),
         (MultiStep(epochs=[3, 2]), r"lr_schedule.epochs=\[3, 2\]: expected rising numbers"),
         (MultiStep(epochs=[1], steps=[2]), r"lr_schedule.epochs=\[1\] and lr_schedule.steps=\[2\]: give one of them"),
         (Poly(warmup_epochs=1, warmup_steps=2), "give one of them"),
         (Cosine(warmup_epochs=10), "the warm-up takes 200 steps, and the run 200; expected less"),
         (Linear(end=0.2), "lr_schedule.end=0.2: expected at most optim.lr=0.1"),
         (Cosine(end=0.2, warmup_steps=2), "lr_schedule.end=0.2: expected at most optim.lr=0.1"),
-        (Step(every_epochs=1, warmup_steps=20), "the rate falls after step 20, within the warm-up of 20 steps"),
+        (MultiStep(epochs=[1], warmup_steps=20), "the rate falls after step 20, within the warm-up of 20 steps"),
         (SGD(lr=0.1, momentum=0.0, nesterov=True), "optim.nesterov=true with optim.momentum=0"),
         (AdamW(lr=0.1, betas=[0.9, 1.0]), r"optim.betas=\[0.9, 1.0\]: expected numbers below 1"),
     ],

@@ -77,7 +77,11 @@ def test_a_real_step_saves_what_a_trace_says(body, norm):
 
 
 def test_averaged_weights_are_a_second_copy_of_the_weights():
-    options = ("trainer.ema_decay=0.9", "lr_schedule=step", "lr_schedule.warmup_steps=500")  # whatever the rate does
+    options = (
+        "trainer.ema_decay=0.9",
+        "lr_schedule=multistep",
+        "lr_schedule.warmup_steps=500",
+    )  # whatever the rate does
     trace = traced(lambda: fake_step(runs.run_config("body=resnext_tiny", *options), CROPS, SIZE))
     assert trace.at_peak["average"] == trace.at_peak["weights"]
 
