@@ -119,13 +119,10 @@ def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir,
     assert fitting["confusion_matrix"] == plain["confusion_matrix"]
 
 
-def test_batches_reach_the_network(run_dir, tmp_path, monkeypatch):
-    """Too large a batch is named with its key."""
+def test_too_large_an_image_is_named_with_what_needs_less(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.segmentation.inference._predict", _needs_too_much)
-    fewer = "4 images of .* were evaluated. Fewer images at once .batch_size,"
-    for size, advice in ((4, fewer), (1, "an image of .* was evaluated. Fewer images at once")):
-        with pytest.raises(MemoryError, match=advice):
-            evaluate_run(run_dir, f"batch_size={size}", f"results={tmp_path / 'b.json'}")
+    with pytest.raises(MemoryError, match="an image of .* was evaluated. .* window.size=1024 or smaller"):
+        evaluate_run(run_dir, f"results={tmp_path / 'b.json'}")
 
 
 def _needs_too_much(*_) -> torch.Tensor:

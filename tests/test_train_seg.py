@@ -155,19 +155,6 @@ def test_errors_reach_the_user_as_one_message(tmp_path):
         train(composed("train_seg", f"run_dir={tmp_path / 'new'}", *SHORT, "init.weights=gone.pt"))
 
 
-def test_a_training_evaluates_batches(tmp_path, monkeypatch):
-    sizes = []
-
-    def needs_too_much(forward, images, *_):
-        sizes.append(len(images))
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("engine.segmentation.inference._predict", needs_too_much)
-    with pytest.raises(MemoryError, match="2 images of .* trainer.evaluate_batch_size. need less"):
-        train_short(tmp_path, "trainer.steps=1", "trainer.evaluate_batch_size=2")
-    assert sizes == [2]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -47,7 +47,6 @@ def segment(
             forward,
             dataset,
             evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
-            batch_size=options.batch_size or 1,
             views=views(options, config.data),
             world=world,
             progress=progress,

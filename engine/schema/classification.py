@@ -66,6 +66,10 @@ class ClassificationRun(TrainingRun):
     score: ClassVar[str] = "top1"
     score_label: ClassVar[str] = "top-1"
     head_modules: ClassVar[tuple[str, ...]] = ("classifier",)
+    evaluation_memory_advice: ClassVar[str] = (
+        "Fewer images at once (batch_size, in a training trainer.evaluate_batch_size) need less; eval.py can use the "
+        "checkpoint of a training that stops here"
+    )
 
     trainer: ClassificationTrainer = field(default_factory=ClassificationTrainer)
     data: ClassificationData = group(CLASSIFICATION_DATASETS)

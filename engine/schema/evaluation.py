@@ -96,9 +96,8 @@ class Evaluation(TrainedNetwork):
     overlays: str | None = key(None, task=SEGMENTATION)  # folder for pictures: image | ground truth | prediction
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0, most=MOST_WORKERS)  # processes that read
-    # Most images predicted at once; null: one (segmentation, where only images of equal size can be), or as in training
-    # (classification; with ten crops of each, a tenth).
-    batch_size: int | None = key(None, above=0)
+    # Images classified at once; null: as in training, with ten crops of each a tenth.
+    batch_size: int | None = key(None, above=0, task=CLASSIFICATION)
 
     def apply_to(self, config: TrainingRun) -> None:
         config.data.root = self.data.root or config.data.root

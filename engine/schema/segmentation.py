@@ -40,7 +40,6 @@ LOSSES = by_name(CrossEntropyLoss, BootstrappedLoss)
 
 @dataclass
 class SegmentationTrainer(Trainer):
-    evaluate_batch_size: int = key(1, above=0, free_on_resume=True)  # most images of equal size predicted at once
     pictures: int = key(4, least=0, free_on_resume=True)  # validation images shown in TensorBoard
 
 
@@ -57,8 +56,8 @@ class SegmentationRun(TrainingRun):
         "the pooled branch of the head cannot normalise a single value per channel",
     )
     evaluation_memory_advice: ClassVar[str] = (
-        f"{TrainingRun.evaluation_memory_advice}. eval.py and scripts.predict need less with window.size=1024 or "
-        f"smaller, all evaluations with a smaller data.base_size"
+        "eval.py, which can use the checkpoint of a training that stops here, and scripts.predict need less with "
+        "window.size=1024 or smaller, all evaluations with a smaller data.base_size"
     )
 
     trainer: SegmentationTrainer = field(default_factory=SegmentationTrainer)

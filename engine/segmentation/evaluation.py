@@ -1,8 +1,7 @@
 """Scores of a segmentation network on a whole split, with a progress bar."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import chain, groupby, islice
 
 import torch
 from rich.progress import Progress
@@ -27,7 +26,6 @@ def evaluate_split(
     dataset: SegmentationDataset,
     images: DataLoader | UntilStopped,
     *,
-    batch_size: int,
     views: Views,
     world: World,
     progress: Progress,
@@ -41,7 +39,6 @@ def evaluate_split(
     Args:
         images: this rank's share of `dataset`, one per minibatch, of any size. Scores are over the images of all ranks.
             Images without labels are predicted but not counted.
-        batch_size: how many consecutive images of equal size are predicted at once, at most.
         memory_advice: see `predict`.
         on_prediction: called with every minibatch and its predictions, uint8 (N, H, W), both on the device. Each image
             that it reads there makes the host wait.
@@ -51,7 +48,7 @@ def evaluate_split(
     counts, predicted = Counts(dataset.table, world.device), 0
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
     with counting(progress, "windows") as windows:
-        for minibatch in equal_sizes(prefetched(loaded, world.device), batch_size):
+        for minibatch in prefetched(loaded, world.device):
             predictions = predict(forward, minibatch["image"], views, memory_advice, windows)
             if "label" in minibatch:
                 counts.add(predictions, minibatch)
@@ -72,21 +69,6 @@ def evaluate_split(
         table=partial(iou_table, scores),
         confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, title),
     )
-
-
-def equal_sizes(images: Iterable[dict], batch_size: int) -> Iterator[dict]:
-    """Join minibatches of one image into minibatches of up to `batch_size`, in order; another size starts a new one."""
-    for _, alike in groupby(images, lambda image: (image["image"].shape, set(image))):
-        while waiting := list(islice(alike, batch_size)):
-            yield waiting[0] if len(waiting) == 1 else _joined(waiting)
-
-
-def _joined(minibatches: list[dict]) -> dict:
-    values = {key: [minibatch[key] for minibatch in minibatches] for key in minibatches[0]}
-    return {
-        key: torch.cat(parts) if isinstance(parts[0], Tensor) else list(chain.from_iterable(parts))
-        for key, parts in values.items()
-    }
 
 
 def iou_table(scores: dict) -> Table:

@@ -35,7 +35,6 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         learner.evaluated,
         run.val_set,
         UntilStopped(loader, run.stop, world),
-        batch_size=trainer.evaluate_batch_size,
         views=Views(data.base_size, data.antialias, base_side=data.base_side),
         world=world,
         progress=run.metrics.progress,

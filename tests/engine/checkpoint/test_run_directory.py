@@ -227,7 +227,6 @@ FREE_ON_RESUME = {
     *("data.root", "data.workers", "data.verify", "data.timeout_seconds"),
     *("trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.checkpoint_every_steps"),
     *(
-        "trainer.evaluate_batch_size",
         "trainer.evaluate_images",
         "trainer.log_every_steps",
         "trainer.recompute",
