@@ -20,7 +20,7 @@ NEEDED = ("task", "step", "config", "classes", "network")
 # With classes of pixels (twice), if `classes` are mere numbers because the checkpoint was converted from a file without
 # names, and if a mean image was subtracted from the images.
 OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
-OF_TRAINING = ("total_steps", "recorded", "data")  # only to resume a run
+OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
 
 
 class OtherFormat(ValueError):

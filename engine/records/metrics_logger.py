@@ -30,7 +30,7 @@ class MetricsLogger:
         score: name of the score that selects best.pt.
         start_step: steps already done; a continued training records them. Records beyond it, left by a run killed
             after its last checkpoint, are removed.
-        recorded: the property `recorded` at `start_step`, to notice lost records.
+        best: the property `best` at `start_step`; metrics.jsonl may have been lost since.
         config_text: config.yaml, shown in TensorBoard.
     """
 
@@ -41,17 +41,17 @@ class MetricsLogger:
         score: str,
         total_steps: int,
         start_step: int,
-        recorded: dict | None = None,
+        best: list | None = None,
         config_text: str = "",
     ):
         self.run_dir = run_dir
         self.score = score
         self.scores: dict[int, float] = {}  # by step, of all evaluations, including those before resuming
-        self.records = 0  # lines of metrics.jsonl
         if run_dir is not None:
             self.metrics_file = run_dir / "metrics.jsonl"
             self._drop_records_beyond(start_step, total_steps)
-            self._miss_records(start_step, recorded or {})
+            if best is not None:
+                self.scores.setdefault(*best)
             if 0 < start_step < total_steps:
                 self._record({"kind": "resumed", "step": start_step})
             if start_step == 0:  # left by an attempt that saved no checkpoint
@@ -96,10 +96,9 @@ class MetricsLogger:
         return -math.inf if self.best_step is None else self.scores[self.best_step]
 
     @property
-    def recorded(self) -> dict:
-        """For checkpoints: the number of records, and step and score of the best evaluation, if any."""
-        best = None if self.best_step is None else [self.best_step, self.best_score]
-        return {"records": self.records, "best": best}
+    def best(self) -> list | None:
+        """For checkpoints: step and score of the best evaluation, if any."""
+        return None if self.best_step is None else [self.best_step, self.best_score]
 
     def step(self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0) -> None:
         """Count one training step, timed from the last call of `step` or `pause_ended`.
@@ -211,7 +210,6 @@ class MetricsLogger:
     def _record(self, record: dict) -> None:
         with open(self.metrics_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(without_nan(record)) + "\n")
-        self.records += 1
 
     def _drop_records_beyond(self, step: int, total_steps: int) -> None:
         """Keep the records up to the resumed step, except the final evaluation, which is repeated."""
@@ -230,14 +228,4 @@ class MetricsLogger:
                 kept.append(line + "\n")
                 if record["kind"] == "val":
                     self.scores[record["step"]] = math.nan if score is None else score
-        self.records = len(kept)
         replace_file(self.metrics_file, "".join(kept))
-
-    def _miss_records(self, step: int, before: dict) -> None:
-        """Warn of records that the file has lost since the checkpoint of `step`, whose best score still counts."""
-        lost = before.get("records", 0) - self.records
-        if lost > 0:
-            logger.warning(f"{self.metrics_file} has lost {lost} of its {before['records']} records up to step {step}")
-        if before.get("best") is not None:
-            best_step, score = before["best"]
-            self.scores.setdefault(best_step, score)

@@ -59,10 +59,10 @@ class Run(Generic[Config, Split]):
 
         ValueError: see `setup.learner`, `initialise`; or the checkpoint does not fit.
         """
-        learner, recorded = setup.learner(self.config, make, self.schedule, self.world), None
+        learner, best = setup.learner(self.config, make, self.schedule, self.world), None
         if self.resumed is not None:
             self._resume(learner, self.resumed)
-            recorded = self.resumed["recorded"]
+            best = self.resumed["best"]
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         self.resumed = None  # frees the memory of a network and its momentum
@@ -74,7 +74,7 @@ class Run(Generic[Config, Split]):
             score=self.config.score,
             total_steps=self.schedule.total_steps,
             start_step=self.start_step,
-            recorded=recorded,
+            best=best,
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
@@ -127,7 +127,7 @@ class Run(Generic[Config, Split]):
             "total_steps": self.schedule.total_steps,
             "data": self.files,
             "config": configuration.plain(self.config),
-            "recorded": self.metrics.recorded,
+            "best": self.metrics.best,
             **self._about_data(),
         }
         if self.world.first:

@@ -207,18 +207,14 @@ def test_a_resumed_run_knows_the_scores_of_before(tmp_path):
             assert math.isnan(running.scores[6])
 
 
-def test_lost_records_are_missed_and_the_best_score_is_known(tmp_path, caplog):
+def test_the_best_score_is_known_without_the_file(tmp_path):
     with logger(tmp_path) as running:
         for step, miou in ((2, 0.7), (4, math.nan), (6, 0.7)):
             running.evaluation(step, 1.0, evaluated(miou=miou))
-    assert running.recorded == {"records": 3, "best": [2, 0.7]}
-    file = tmp_path / "metrics.jsonl"
-    for lost, kept in ((0, 3), (2, 1), (3, 0)):
-        file.write_text("".join(file.read_text().splitlines(keepends=True)[:kept]))
-        caplog.clear()
-        resumed = MetricsLogger(tmp_path, Console(quiet=True), "miou", 10, 6, recorded=running.recorded)
-        assert (resumed.best_step, resumed.best_score) == (2, 0.7)
-        assert caplog.messages == ([f"{file} has lost {lost} of its 3 records up to step 6"] if lost else [])
+    assert running.best == [2, 0.7]
+    (tmp_path / "metrics.jsonl").unlink()
+    resumed = MetricsLogger(tmp_path, Console(quiet=True), "miou", 10, 6, best=running.best)
+    assert (resumed.best_step, resumed.best_score) == (2, 0.7)
 
 
 def test_curves_layers_and_pictures_have_the_names_of_the_evaluation(tmp_path):
