@@ -11,7 +11,7 @@ from datasets.class_table import ClassTable
 from datasets.classification import ClassificationDataset
 from datasets.coco_stuff import coco_stuff
 from datasets.folder import folder
-from datasets.image_transforms import PaddedCrop, centre_crop, paper_crops, release_crops, ten_crops
+from datasets.image_transforms import PaddedCrop, centre_crop, colour_jitter, paper_crops, release_crops, ten_crops
 from datasets.imagenet import image_folder, imagenet
 from datasets.loading import (
     ClassificationCrops,
@@ -27,7 +27,7 @@ from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, mini
 from datasets.segmentation import INSTANCES_PER_CLASS, SegmentationDataset
 from datasets.shapes import shapes
 from datasets.synthetic import synthetic
-from datasets.transforms import ColourJitter, TrainingTransform
+from datasets.transforms import TrainingTransform
 from datasets.verify import Inspection, inspect, verify
 from datasets.vistas import vistas
 from datasets.workers import Workers, reading_errors, worker_init

@@ -41,6 +41,13 @@ def _mirrored_and_recoloured(flip: float, colours: bool) -> list[Transform]:
     return [v2.RandomHorizontalFlip(flip), *([v2.ColorJitter(0.4, 0.4, 0.4), lighting] if colours else [])]
 
 
+def colour_jitter(**strengths: float) -> Transform:
+    """torchvision's ColorJitter: brightness, contrast, saturation and hue, in random order."""
+    from torchvision.transforms import v2
+
+    return v2.ColorJitter(**strengths)
+
+
 def centre_crop(resize: int = 256, crop: int = 224) -> Transform:
     """The middle (3, crop, crop) of the image with its short side `resize`."""
     from torchvision.transforms import v2

@@ -15,6 +15,8 @@ import cv2
 import numpy as np
 import torch
 
+from datasets.image_transforms import Transform, seeded
+
 
 class Pixels(Protocol):
     """An array, or a file that decodes what is sliced from it."""
@@ -23,38 +25,6 @@ class Pixels(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def __getitem__(self, window: tuple[slice, slice], /) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
-class ColourJitter:
-    """Random changes of brightness, contrast, saturation and hue, in random order: torchvision's ColorJitter.
-
-    It calls torchvision's functions, but draws its own random numbers: torchvision's come from torch's global
-    generator, so they would depend on the worker. `brightness`, `contrast`, `saturation`: a value s gives factors
-    between max(0, 1 - s) and 1 + s. `hue`: shifts between -hue and hue turns of the colour circle, at most 0.5.
-    """
-
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
-    hue: float = 0.0
-
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """image uint8 (H, W, 3) RGB -> a new image of the same shape and dtype."""
-        from torchvision.transforms.v2 import functional  # takes as long to import as torch, and few runs need it
-
-        changes = []
-        for name in ("brightness", "contrast", "saturation"):
-            if strength := getattr(self, name):
-                adjust = getattr(functional, f"adjust_{name}")
-                changes.append((adjust, rng.uniform(max(0.0, 1 - strength), 1 + strength)))
-        if self.hue:
-            changes.append((functional.adjust_hue, rng.uniform(-self.hue, self.hue)))
-        pixels = torch.from_numpy(image).permute(2, 0, 1)
-        for place in rng.permutation(len(changes)):
-            adjust, amount = changes[place]
-            pixels = adjust(pixels, amount)
-        return pixels.permute(1, 2, 0).numpy()
 
 
 @dataclass
@@ -66,7 +36,7 @@ class TrainingTransform:
     pixels; None keeps the image's size.
     `fill`: RGB (0-255) of the padding around a scaled image that is smaller than the crop; if it is the mean of the
     normalisation, the network sees zeros. The label of the padding is `ignore_index`. `colour_jitter` changes the
-    colours of the scaled image, but not the padding. `antialias`: see `scale_and_crop`.
+    colours of the scaled image (uint8 (3, H, W)), but not the padding. `antialias`: see `scale_and_crop`.
     """
 
     crop_size: tuple[int, int]
@@ -76,7 +46,7 @@ class TrainingTransform:
     base_side: str = "longest"
     fill: tuple[float, float, float] = (124, 116, 104)
     ignore_index: int = 255
-    colour_jitter: ColourJitter | None = None
+    colour_jitter: Transform | None = None
     antialias: bool = True
 
     def __post_init__(self) -> None:
@@ -116,7 +86,9 @@ class TrainingTransform:
             covered = tuple(
                 slice(max(0, -start), size - start) for start, size in zip(offset, scaled_size, strict=True)
             )
-            image_crop[covered] = self.colour_jitter(image_crop[covered], rng)
+            pixels = torch.from_numpy(image_crop[covered]).permute(2, 0, 1)
+            changed = seeded(self.colour_jitter, pixels, int(rng.integers(2**63)))
+            image_crop[covered] = changed.permute(1, 2, 0).numpy()
         if mirrored:
             image_crop, label_crop = cv2.flip(image_crop, 1), cv2.flip(label_crop, 1)
         return image_crop, label_crop

@@ -10,11 +10,11 @@ from torch.utils.data import Dataset, Sampler
 from datasets import (
     ClassIndex,
     ClassUniformMinibatches,
-    ColourJitter,
     SegmentationDataset,
     ShuffledMinibatches,
     TrainingCrops,
     TrainingTransform,
+    colour_jitter,
     index_classes,
 )
 from datasets.registry import FOR_SEGMENTATION, ROWS
@@ -167,7 +167,7 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
         base_side=config.base_side,
         fill=config.mean_colour(),
         ignore_index=dataset.ignore_index,
-        colour_jitter=ColourJitter(**vars(jitter)) if any(vars(jitter).values()) else None,
+        colour_jitter=colour_jitter(**vars(jitter)) if any(vars(jitter).values()) else None,
         antialias=config.antialias,
     )
     return TrainingCrops(dataset, transform, seed)
