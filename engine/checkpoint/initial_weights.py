@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.config import choice_with, group_from_plain
-from engine.schema.network import BODIES, NORMS, Norm, ReleasedNorm, TorchvisionBody
+from engine.configuration.config import group_from_plain
+from engine.schema.network import NORMS, Norm, ReleasedNorm, TorchvisionBody
 from engine.schema.training import TrainingRun
 from keepless import from_released
 from models.bodies import LibraryBody
@@ -34,7 +34,7 @@ class Weights(NamedTuple):
     norm: Norm | None = None  # of the network; None: the file does not say
     activation: str | None = None  # of the norms in training; None: unknown, or the remarks speak of it
     normalisation: Normalisation | None = None  # of the images in training; None: unknown
-    body: str | None = None  # the choice of configs/body; None: the file does not say, or it has no name
+    body: str = ""  # its kind, such as " (a resnext)", if the file says so
 
     def converted(self) -> Mapping[str, Tensor]:
         """The tensors with scales as our norms have them."""
@@ -92,8 +92,8 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
             return "init.part=body"
         return _other_classes(weights.classes, list(classes)) if is_of_classifier(tensor_name) else None
 
-    body = "the body" if weights.body is None else f"the body (body={weights.body})"
-    advice = f"Give {body}, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
+    trained = f"the body{weights.body}, head and norm.learn_scale that it was trained with"
+    advice = f"Give {trained}, or init.part=body for its body alone"
     remarks = (*weights.remarks, *weights.differences(config))
     report = load_by_name(network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=remarks)
     if weights.classes is None and any(map(is_of_classifier, report.matched)):
@@ -121,7 +121,7 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         norm=norm,
         activation=norm.activation,
         normalisation=Normalisation(tuple(data["mean"]), tuple(data["std"])) if {"mean", "std"} <= set(data) else None,
-        body=choice_with(state["config"], "body", BODIES, but="output_stride"),
+        body=f" (a {state['config']['body']['name']})",
     )
 
 
@@ -142,7 +142,6 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
     parts = {part.partition(".")[0] for each in (network, body) for part in each.state_dict()}
     parts |= {"body"} if format == "standard_bn" else {"body", "backbone", "features"}
     tensors, remarks = unwrapped(tensors, parts)
-    remarks += torch_files.unchecked(path, name)
     if format == "standard_bn":
         return Weights(tensors, f"{path} (standard_bn)", remarks=remarks)
     tensors, of_backbone = backbone_of(tensors)

@@ -10,7 +10,6 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.configuration.choices import CONFIGS, alternatives_of
 from engine.schema.keys import Keys, alternative, check_values, groups_of, leaves, without_interpolation
 from engine.schema.training import TrainingRun
 from keepless.torch_internals import tree_map
@@ -92,18 +91,6 @@ def group_from_plain(values: dict, group: str, alternatives: Mapping[str, type[S
     with _misfits_of(source):
         schema = _selected(values, group, alternatives)
         return _instance(OmegaConf.merge(OmegaConf.structured(schema), _literal(values[group])), schema)
-
-
-def choice_with(values: dict, group: str, alternatives: Mapping[str, type[Keys]], but: str) -> str | None:
-    """The choice in configs/ that gives a group its values in a checkpoint, but for one key; None if there is none."""
-    wanted = {**values[group], "defaults": None, but: None}
-    for file in sorted((CONFIGS / group).glob("*.yaml")):
-        name = dict(alternatives_of(group, file.stem))[group]
-        given = OmegaConf.to_container(OmegaConf.load(file))
-        assert isinstance(given, dict), file
-        if {**plain(alternatives[name]()), **given, "name": name, "defaults": None, but: None} == wanted:
-            return file.stem
-    return None
 
 
 def _selected(values: dict, group: str, alternatives: Mapping[str, type[Schema]]) -> type[Schema]:

@@ -111,8 +111,7 @@ def weights_in(
     meaning = "|weight| + eps" if taken == "released" else "weight"
     why = f"it is {entry}" if entry else f"as {key} says" if scale else "the default for other files"
     remark = f"norms scale by {meaning} ({taken}): {why}"
-    unchecked = () if entry else torch_files.unchecked(path, name)
-    return ReleasedWeights(tensors, taken, (remark, *of_names, *unchecked))
+    return ReleasedWeights(tensors, taken, (remark, *of_names))
 
 
 def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:

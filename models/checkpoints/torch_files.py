@@ -1,7 +1,6 @@
 """Read files of torch.save and safetensors."""
 
 import argparse
-import hashlib
 import pickle
 import re
 import zipfile
@@ -10,16 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-UNCHECKED = (
-    "the file is in PyTorch's old format, which has no checksums: damage that leaves finite numbers goes unnoticed"
-)
 SAFETENSORS = ".safetensors"
 
 
 def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
     """Read a file of torch.save, old or new format, onto the CPU. It cannot run code, and all checksums are verified.
 
-    The old format, of PyTorch before 1.6, has none: see `unchecked`.
+    The old format, of PyTorch before 1.6, has none.
     ValueError if it does not exist, is damaged, of another kind, or holds anything but tensors and plain containers.
     Messages contain `name`, `expected` and `if_damaged`.
     """
@@ -63,21 +59,6 @@ def has_checksums(path: Path) -> bool:
     """Whether a file of torch.save is in the format that has checksums."""
     with open(path, "rb") as file:
         return file.read(2) == b"PK"
-
-
-def unchecked(path: Path, name: str) -> tuple[str, ...]:
-    """A warning for the report if the file has no checksum to verify; otherwise ().
-
-    torch.hub ends names with a hash of the content, as in resnet50-0676ba61.pth: ValueError if it differs.
-    """
-    if hashed := re.search(r"-([0-9a-f]{8})\.pth$", path.name):
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if not found.startswith(hashed[1]):
-            raise ValueError(f"{name} has the hash {found[:8]}, and {hashed[1]} in its name: download it again")
-        return ()
-    if path.suffix == SAFETENSORS:
-        return (UNCHECKED.replace("the file is in PyTorch's old format, which has", f"{SAFETENSORS} files have"),)
-    return () if has_checksums(path) else (UNCHECKED,)
 
 
 def _check_bytes(path: Path) -> None:
