@@ -120,16 +120,14 @@ class RunDirectory:
             kept = f"The last good checkpoint is {path}, of step {step}" if path else "There is no checkpoint yet"
             raise FloatingPointError(f"{error}. {kept}: {config.divergence_advice(path)}") from error
         except OSError as error:
-            if error.errno not in _NO_ROOM:
-                file = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else None
-                failing = error.errno == errno.EIO  # of a write, if it names no file; reading images names them
-                if not (failing if file is None else file.is_relative_to(self.path)):
-                    raise  # checkpoint.save has worded it
-                what = ": ".join(str(part) for part in (file, error.strerror) if part)
-                advice = "Look at its disk" if failing else "Give another run_dir, or make this one writable"
-                raise OSError(f"run_dir={self.path} cannot be used: {what}. {advice}") from error
-            left = checkpoint.what_is_left(self.path, self.last, self.previous)
-            raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
+            if error.errno in _NO_ROOM:
+                left = checkpoint.what_is_left(self.path, self.last, self.previous)
+                raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
+            file = error.filename if isinstance(error.filename, (str, bytes)) else ""
+            if not Path(os.fsdecode(file)).is_relative_to(self.path):
+                raise  # checkpoint.save has worded it
+            what = f"{os.fsdecode(file)}: {error.strerror}. Give another run_dir, or make this one writable"
+            raise OSError(f"run_dir={self.path} cannot be used: {what}") from error
         finally:
             if self._lock is not None:
                 self._lock.close()
@@ -154,20 +152,13 @@ class RunDirectory:
             raise self._error(f" has the weights alone of a run, which cannot continue: {advice}")
         before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-        steps = state["total_steps"]
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
             advice = f"Give the same values to continue it, or {_ANOTHER}"
-            if state["step"] == steps and total_steps > steps:
+            if state["step"] == state["total_steps"] < total_steps:
                 advice = f"The run has ended. To train its weights for longer, {config.new_run_advice(self.last)}"
             raise self._error(f" holds a run with another configuration: {listed}. {advice}")
-        if steps != total_steps:
-            would = f"with the images found now it would have {total_steps}"
-            raise self._error(f" holds a run of {steps} steps, but {would}: continue it on the same data")
         self._check_files(state["data"], files)
-        if state["step"] > total_steps:
-            beyond = f"its checkpoint is of step {state['step']}, beyond the run's end at {total_steps}"
-            raise self._error(f" cannot be continued: {beyond}. Restore the checkpoint, or {_ANOTHER}")
         return state
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:

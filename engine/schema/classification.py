@@ -74,10 +74,10 @@ class ClassificationRun(TrainingRun):
     trainer: ClassificationTrainer = field(default_factory=ClassificationTrainer)
     data: ClassificationData = group(CLASSIFICATION_DATASETS)
 
-    def doubts(self, parameters: int, classes: int) -> str | None:
+    def doubts(self, classes: int) -> str | None:
         official = FOR_CLASSIFICATION[self.data.name].count_classes()
         if official in (None, classes):
-            return super().doubts(parameters, classes)
+            return super().doubts(classes)
         return f"data.root={self.data.root} holds {classes} classes, one per folder; {self.data.name} has {official}"
 
     def apply_options(self, options: TrainedNetwork) -> None:

@@ -11,9 +11,6 @@ from engine.schema.keys import by_name, group, key
 from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun
 
-# Parameters. The papers' segmentation networks have more, the small ones that are trained from scratch have fewer.
-_FEWEST_OF_A_FULL_NETWORK = 20_000_000
-
 
 @dataclass
 class Loss:
@@ -65,15 +62,6 @@ class SegmentationRun(TrainingRun):
     head: DeepLabV3Head = group(HEADS)
     loss: Loss = group(LOSSES)
     sampler: Sampler = group(SAMPLERS)
-
-    def doubts(self, parameters: int, classes: int) -> str | None:
-        doubts = super().doubts(parameters, classes)
-        if doubts or self.init.weights is not None or parameters < _FEWEST_OF_A_FULL_NETWORK:
-            return doubts
-        return (
-            "this network starts from random weights, but the papers' runs with this learning rate start from a body "
-            "trained on ImageNet: give init.weights=FILE, a checkpoint of train_imagenet.py or a released one"
-        )
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of images and pooling. ValueError: the window does not fit the network's stride."""

@@ -193,7 +193,7 @@ class TrainingRun:
         ValueError: they do not fit the network or the images.
         """
 
-    def doubts(self, parameters: int, classes: int) -> str | None:
+    def doubts(self, classes: int) -> str | None:
         """A warning if the settings look like a mistake; otherwise None."""
         if self.data.val_split in as_list(self.data.train_split):
             return f"data.val_split={self.data.val_split} is trained on: its scores say nothing about other images"

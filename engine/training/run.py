@@ -99,7 +99,7 @@ class Run(Generic[Config, Split]):
 
     def _announce(self, parameters: int) -> None:
         """Log the size and length of the run, and warnings about unusual settings."""
-        if self.start_step == 0 and (doubt := self.config.doubts(parameters, len(self.train_set.classes))):
+        if self.start_step == 0 and (doubt := self.config.doubts(len(self.train_set.classes))):
             logger.warning(doubt)
         if self.start_step == 0 and (doubt := self.config.data.too_few(len(self.train_set))):
             logger.warning(doubt)

@@ -215,10 +215,6 @@ def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
     for name, message in ((removed, named), (removed.encode(), named), (7, "^.Errno 2. No such file")):
         with pytest.raises(OSError, match=message), run.in_use(config):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
-    for named, words in ((None, ""), (str(run.results), f"{run.results}: ")):
-        disk = f"^run_dir={run.path} cannot be used: {words}Input/output error. Look at its disk$"
-        with pytest.raises(OSError, match=disk), run.in_use(config):
-            raise OSError(errno.EIO, "Input/output error", named)
 
 
 # Keys that say where and how to compute, not what.
@@ -325,7 +321,7 @@ def test_a_partial_file_alone_is_a_run_that_did_not_start(tmp_path, config):
     assert [path.name for path in run.last.parent.iterdir()] == ["last.pt"] and resumed(run, config) == 1
 
 
-def test_a_checkpoint_of_another_task_or_configuration_or_beyond_the_end_is_refused(tmp_path, config):
+def test_a_checkpoint_of_another_task_or_configuration_is_refused(tmp_path, config):
     run = run_in(tmp_path, config, 1)
     with pytest.raises(ValueError, match="another configuration: init.weights was None and is other.pt"):
         resumed(run, with_key(config, "init.weights", "other.pt"))
@@ -337,13 +333,9 @@ def test_a_checkpoint_of_another_task_or_configuration_or_beyond_the_end_is_refu
         run.checkpoint_to_resume(longer, total_steps=12, files={})
     with pytest.raises(ValueError, match="trainer.steps was None and is 6. Give the same values to continue it"):
         run.checkpoint_to_resume(with_key(config, "trainer.steps", 6), total_steps=6, files={})
-    for change, message in (
-        ({"task": "shapes"}, "is for the task shapes: expected segmentation$"),
-        ({"step": 10}, ".*its checkpoint is of step 10, beyond the run's end at 9"),
-    ):
-        save(run, {**state_of(1, config), **change})
-        with pytest.raises(ValueError, match=f"^run_dir={tmp_path} {message}"):
-            run.checkpoint_to_resume(config, total_steps=9, files={})
+    save(run, {**state_of(1, config), "task": "shapes"})
+    with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is for the task shapes: expected segmentation$"):
+        run.checkpoint_to_resume(config, total_steps=9, files={})
     for part in ("total_steps", "data"):
         save(run, {name: value for name, value in state_of(1, config).items() if name != part})
         with pytest.raises(ValueError, match="has the weights alone of a run, which cannot continue: .*init.weights="):
