@@ -28,10 +28,8 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
 
     `values`: a composed `engine.schema.classification.ClassificationRun`. All else is as in `train_seg.train`.
     """
-    with (
-        planner.fitted(configuration.typed(values, ClassificationRun)) as config,
-        opened(config, command, assemble.classified_splits) as run,
-    ):
+    config = planner.fitted(configuration.typed(values, ClassificationRun))
+    with opened(config, command, assemble.classified_splits) as run:
         run.start(partial(assemble.classification_network, config, len(run.train_set.classes)))
         evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size
         images = assemble.classified_images(config.data, run.val_set, run.world, evaluated, batch_size=batch_size)

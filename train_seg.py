@@ -45,10 +45,8 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         OSError: a checkpoint cannot be written, reading data timed out, or another process was lost.
         Preempted: SIGTERM or SIGUSR1 stopped the run; it can be resumed.
     """
-    with (
-        planner.fitted(configuration.typed(values, SegmentationRun)) as config,
-        opened(config, command, assemble.labelled_splits) as run,
-    ):
+    config = planner.fitted(configuration.typed(values, SegmentationRun))
+    with opened(config, command, assemble.labelled_splits) as run:
         trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
         run.start(partial(assemble.segmentation_network, config, len(train_set.classes)))
         if run.start_step == 0 and trainer.pictures and world.first:

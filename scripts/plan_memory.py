@@ -81,7 +81,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     console.print(f"{share} crops of {crop} pixels {each}: {size_text(trace.peak)}, most in: {trace.place}")
     at_peak = ([kind, size_text(size)] for kind, size in trace.at_peak.items() if size)
     console.print(table_of(["at the peak", "memory"], at_peak))
-    console.print(f"kept for the backward pass: {size_text(sum(trace.saved.values()))}")
+    console.print(f"kept for the backward pass: {size_text(trace.kept)}")
     if config.memory.fit is not None:
         found = list(fits(config, devices))
         console.print(f"memory.fit={config.memory.fit}, {FITS[config.memory.fit]}, {each}:")

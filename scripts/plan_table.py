@@ -84,7 +84,7 @@ def planned(experiment: str) -> dict:
     config, share, size = in_full(tiled), planner.share_of(tiled, devices), tiled.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
     crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
-    memory = {"peak": trace.peak, "kept": sum(trace.saved.values()), "place": trace.place}
+    memory = {"peak": trace.peak, "kept": trace.kept, "place": trace.place}
     by_tiles = None if config is tiled else planner.step_memory(tiled, share, size, devices).peak
     return {"experiment": experiment, "devices": devices, **crops, **memory, "by_tiles": by_tiles}
 

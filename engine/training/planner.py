@@ -1,9 +1,7 @@
 """The memory of a training step, and the minibatch that fits into a device, without a device."""
 
 import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from engine.assemble.classification import classified_split
@@ -19,11 +18,10 @@ from engine.assemble.network import forward
 from engine.assemble.tasks import TASKS, network_of
 from engine.process.console import log_to, logger, make_console
 from engine.process.distributed import World, device_of, world_size
-from engine.process.memory import peak_memory_mib
 from engine.records.evaluated import Dataset
 from engine.schema.classification import ClassificationData
 from engine.schema.data import Data, SegmentationData
-from engine.schema.keys import MOST_PIXELS, as_list, check_values
+from engine.schema.keys import MOST_PIXELS, as_list
 from engine.schema.memory import Memory
 from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.optim import Poly
@@ -205,19 +203,15 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     return chosen
 
 
-@contextmanager
-def fitted(config: Config) -> Iterator[Config]:
-    """Context with the configuration to train, in which `memory.fit` has become plain numbers.
-
-    A resumed run takes them from its directory. A MemoryError raised inside adds what was planned and what was used.
+def fitted(config: Config) -> Config:
+    """The configuration to train, in which `memory.fit` has become plain numbers. A resumed run has them already.
 
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
     memory, processes = config.memory, world_size()
     available = memory.available(processes)
     if available is None:
-        yield config
-        return
+        return config
     if memory.gpus not in (None, processes):
         raise ValueError(
             f"memory.gpus={memory.gpus}, but this run has {processes} process(es): leave it out, or start as many with "
@@ -245,15 +239,7 @@ def fitted(config: Config) -> Iterator[Config]:
         f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
         f"data.crop_size={data.crop_size}, as {step} of {about}" + ("; on a CPU nothing enforces it" if on_cpu else "")
     )
-    try:
-        yield chosen
-    except MemoryError as error:
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-        taken = f"{'its tensors' if device.type == 'cuda' else 'the process'} took {peak_memory_mib(device):,.1f} MiB"
-        raise MemoryError(
-            f"{error}. With memory.budget={memory.budget} {size_text(peak)} were planned, and {taken} before that: "
-            f"give a smaller memory.budget"
-        ) from error
+    return chosen
 
 
 def _images(config: TrainingRun) -> int | None:
@@ -265,16 +251,11 @@ def _images(config: TrainingRun) -> int | None:
 
 def _begun(config: Config) -> Config | None:
     """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
-    if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
+    if config.resume != "auto" or not (file := Path(config.run_dir or "", "config.yaml")).is_file():
         return None
-    file = Path(config.run_dir) / "config.yaml"
     name = "crops_per_minibatch" if config.memory.fit == "batch" else "crop_size"
-    found = re.search(rf"(?m)^  {name}: (\d{{1,9}})$", file.read_text())
-    if found is None:
-        raise ValueError(f"{file} has no number data.{name}, as the configuration of a run has: restore it")
     chosen = deepcopy(config)
-    setattr(chosen.data, name, int(found[1]))
-    check_values(chosen.data, f"{file}: data.")
+    setattr(chosen.data, name, OmegaConf.load(file).data[name])
     return chosen
 
 

@@ -1,7 +1,6 @@
 """The memory of a training step, traced on fake tensors: no device, no arithmetic."""
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +14,7 @@ from engine.process.distributed import World
 from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
 from keepless.fit.made_tensors import Change, MadeTensors, bytes_of_tensors
-from keepless.saved import SavedTensors
+from keepless.saved import kept_bytes
 from keepless.torch_internals import (
     FakeTensorMode,
     backward_runs,
@@ -42,7 +41,7 @@ class Trace:
     # (with labels), activations (still there when the forward pass ends) and temporary.
     at_peak: dict[str, int]
     place: str  # the pass and the module that ran at that moment
-    saved: dict[str, int]  # for the backward pass of a micro-batch, by the module that made the tensor
+    kept: int  # for the backward pass of a micro-batch
     parameters: int  # trained or not, without running statistics
 
     @property
@@ -72,7 +71,9 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
             places.fixed = OPTIMIZER
             learner.gradient_norm()
             learner.step(1.0)
-        kept = _kept(learner, loss, minibatch)
+        # In a pass of its own: hooks that look at saved tensors keep some of them for longer.
+        inputs = [minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label")]
+        kept = kept_bytes(network, lambda: loss(learner.forward(inputs[0]), inputs[1]), inputs)
     changes, parameters = made.changes, bytes_of_tensors(network.parameters())
     if in_buckets and learner.accumulation_steps == 1:  # otherwise they are copied only with the last micro-batch
         changes = _copied_at_once(changes, gradients)  # the forward pass makes none
@@ -95,18 +96,6 @@ def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
         "momentum": bytes_of_tensors([value for state in learner.optimizer.state.values() for value in state.values()]),
         "images": bytes_of_tensors([minibatch["image"], minibatch["label"]]),
     }
-
-
-def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
-    """`Trace.saved`, from a pass of its own: hooks that look at saved tensors keep some of them for longer."""
-    images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
-    with _Places(learner.network) as places, SavedTensors(places) as saved:
-        result = loss(learner.forward(images), labels)
-    kept: dict[str, int] = defaultdict(int)
-    for tensor, place in saved.kept([*learner.network.parameters(), images, labels]):
-        kept[place.removeprefix("forward").strip()] += tensor.untyped_storage().nbytes()
-    del result  # until here its graph keeps them
-    return dict(kept)
 
 
 class _Places:

@@ -34,8 +34,8 @@ def leaving(mib: float, devices: int = 1) -> str:
 def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys):
     root = trees.cityscapes(tmp_path)
     config = planned("data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std")
-    with planner.fitted(config) as chosen:
-        assert chosen.data.crops_per_minibatch == len(cityscapes(root, "train"))
+    chosen = planner.fitted(config)
+    assert chosen.data.crops_per_minibatch == len(cityscapes(root, "train"))
     output = capsys.readouterr().out
     assert "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU nothing enforces it" in output
 
@@ -46,8 +46,8 @@ def test_a_minibatch_is_not_larger_than_a_part_of_cifar(tmp_path):
     data = ("data=cifar10", f"data.root={root}", "data.mean_image=true", "data.mean=[0,0,0]")
     run = ("run_dir=unused", *data, "body=resnet32_cifar", "memory.budget=24GiB", "memory.fit=batch")
     config = runs.classification_config(*run)
-    with planner.fitted(config) as chosen:
-        assert chosen.data.crops_per_minibatch == 20
+    chosen = planner.fitted(config)
+    assert chosen.data.crops_per_minibatch == 20
 
 
 def test_a_plan_over_the_budget_says_so_first_and_fails(capsys):
@@ -86,19 +86,12 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     assert written["data"]["crops_per_minibatch"] == crops > 2 and written["memory"]["fit"] is None
     # Whatever fits now, a resumed run keeps its minibatch.
     more = (leaving(60), "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
-    with planner.fitted(planned(*run, *more)) as config:
-        assert config.data.crops_per_minibatch == crops
-    kept = file.read_text()
-    unfolding = "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 41))
-    for text in ("a: &a [*a]", unfolding, "  crops_per_minibatch: 9999999", "  crops_per_minibatch: [1]"):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=f"^{file}"), planner.fitted(planned(*run, *more)):
-            pass
-    file.write_text(kept)
+    config = planner.fitted(planned(*run, *more))
+    assert config.data.crops_per_minibatch == crops
     # Without memory.fit nothing is taken from the run.
     plain = (leaving(60), "data.crops_per_minibatch=2", "resume=auto", f"run_dir={tmp_path / 'run'}")
-    with planner.fitted(planned(*run, *plain)) as config:
-        assert config.data.crops_per_minibatch == 2
+    config = planner.fitted(planned(*run, *plain))
+    assert config.data.crops_per_minibatch == 2
 
 
 @pytest.mark.parametrize(
@@ -116,17 +109,8 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     ],
 )
 def test_wrong_keys_and_budgets_are_named(overrides, message):
-    with pytest.raises(ValueError, match=message), planner.fitted(planned(*overrides)):
-        pass
-
-
-def test_running_out_of_memory_all_the_same_names_the_plan():
-    config, planned_mib = planned("memory.budget=2GiB"), r"With memory.budget=2GiB [\d.]+ MiB were planned"
-    with pytest.raises(MemoryError, match=rf"out of memory in step 3. {planned_mib}, and .* took [\d,.]+ MiB before"):
-        with planner.fitted(config):
-            raise MemoryError("out of memory in step 3")
-    with pytest.raises(MemoryError, match="^full$"), planner.fitted(planned()):
-        raise MemoryError("full")
+    with pytest.raises(ValueError, match=message):
+        planner.fitted(planned(*overrides))
 
 
 def test_the_plan_of_an_experiment(capsys):
