@@ -45,25 +45,15 @@ class _Items(Dataset):
 
 
 @dataclass(eq=False)
-class _Crops(Dataset):
+class _Crops(_Items):
     """Augmented crops. Keys come from a sampler: (epoch, index) or a `Draw`.
 
-    A crop depends only on the seed and its key, not on the number of workers or on earlier reads.
+    A crop depends only on the seed and its key, not on the number of workers or on earlier reads. Items are {"image":
+    uint8 tensor (3, h, w) RGB, "label": see the class, "name": str}. ValueError: a file cannot be read.
     """
 
-    dataset: Any
     transform: Any
     seed: int
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
-        """{"image": uint8 tensor (3, h, w) RGB, "label": see the class, "name": str}. ValueError: it cannot be read."""
-        return self._crop(Draw(*key))
-
-    def _crop(self, draw: Draw) -> dict:
-        raise NotImplementedError
 
     def _rng(self, draw: Draw) -> np.random.Generator:
         # (epoch, index) keys have no place: they draw an image at most once per epoch.
@@ -77,7 +67,8 @@ class TrainingCrops(_Crops):
     dataset: SegmentationDataset
     transform: TrainingTransform
 
-    def _crop(self, draw: Draw) -> dict:
+    def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
+        draw = Draw(*key)
         read = self.dataset.undecoded(draw.image)
         image, label = self.transform(*read, self._rng(draw), draw.pixel, draw.class_id)
         return {
@@ -100,7 +91,8 @@ class ClassificationCrops(_Crops):
     dataset: ClassificationDataset
     transform: Transform
 
-    def _crop(self, draw: Draw) -> dict:
+    def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
+        draw = Draw(*key)
         seed = int(self._rng(draw).integers(2**63))
         return _item(self.dataset, lambda image: seeded(self.transform, image, seed), draw.image)
 
