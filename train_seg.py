@@ -19,7 +19,6 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import command_line, configured
 from engine.process.console import counted
 from engine.schema.segmentation import SegmentationRun
-from engine.segmentation.pictures import class_legend
 from engine.training import loop, planner
 from engine.training.evaluation import segment_in_run
 from engine.training.run import opened
@@ -49,8 +48,6 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     with opened(config, command, assemble.labelled_splits) as run:
         trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
         run.start(partial(assemble.segmentation_network, config, len(train_set.classes)))
-        if run.start_step == 0 and trainer.pictures and world.first:
-            run.metrics.figure("val_pictures/legend", class_legend(run.val_set), step=0)
 
         with counted(run.console, "indexing the classes") as progress:
             index = assemble.class_index(config, train_set, world, progress)

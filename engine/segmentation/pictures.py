@@ -2,11 +2,9 @@
 
 import cv2
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from datasets import SegmentationDataset
-from engine.records.confusion_picture import shown_names, with_literal_texts
 
 OVERLAY_OPACITY = 0.6
 
@@ -32,17 +30,6 @@ def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationData
 def overlay(image: np.ndarray, colours: np.ndarray) -> np.ndarray:
     """Blend the colours of a prediction over its image, all uint8 (H, W, 3) RGB."""
     return cv2.addWeighted(colours, OVERLAY_OPACITY, image, 1 - OVERLAY_OPACITY, 0)
-
-
-def class_legend(dataset: SegmentationDataset) -> Figure:
-    """A legend of all classes. With up to 40 it fits a TensorBoard card, which shows it unscaled."""
-    names = shown_names(dataset.classes)
-    handles = [class_patch(colour, name) for colour, name in zip(dataset.palette, names, strict=True)]
-    columns = max(2, -(-len(handles) // 20))
-    rows = -(-len(handles) // columns)
-    figure = Figure(figsize=(1.75 * columns, 0.22 * rows + 0.2))  # inches of 100 pixels
-    figure.legend(handles=handles, loc="center", ncols=columns, frameon=False)
-    return with_literal_texts(figure)
 
 
 def class_patch(colour: tuple[int, int, int], label: str) -> Patch:

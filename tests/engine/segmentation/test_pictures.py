@@ -2,9 +2,7 @@
 
 import numpy as np
 
-from datasets import ClassTable, SegmentationDataset
 from engine.records.confusion_picture import confusion_picture
-from engine.segmentation.pictures import class_legend
 
 
 def test_confusion_picture_shows_shares_of_each_label():
@@ -20,5 +18,3 @@ def test_confusion_picture_shows_shares_of_each_label():
 def test_names_of_classes_are_no_formulas(tmp_path):
     names = ("$\\nothing$", "caf\udce9")  # a folder's name that is not UTF-8
     confusion_picture(np.eye(2, dtype=int), names, "streets $\\val$").savefig(tmp_path / "confusion.png")
-    dataset = SegmentationDataset("streets", "val", [], ClassTable(names, ((1, 2, 3), (4, 5, 6)), (0, 1), {0: 0, 1: 1}))
-    class_legend(dataset).savefig(tmp_path / "legend.png")
