@@ -11,7 +11,7 @@ import torch
 from datasets import centre_crop, ten_crops
 from engine import assemble
 from engine.checkpoint import files
-from engine.configuration.config import of_checkpoint, plain
+from engine.configuration.config import of_checkpoint
 from engine.prediction.predictors import Classifier, Segmenter
 from engine.process.console import logger
 from engine.process.distributed import device_of
@@ -23,7 +23,6 @@ from engine.schema.keys import refuse_other_tasks
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from keepless import from_released, to_standard
-from models.checkpoints import released
 
 
 def trained_forward(
@@ -53,8 +52,7 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
     """Open a trained network to predict any images. Its norms are PyTorch's, which compute the same.
 
     Args:
-        checkpoint: a file of this project, or a run directory, whose last checkpoint is taken; or a file of the
-            in-place ABN release.
+        checkpoint: a file of this project, or a run directory, whose last checkpoint is taken.
         options: how it predicts, e.g. `Prediction(device="cpu", window=Window(size=1024))` of
             `engine.schema.evaluation`; by default whole images, as an evaluation, on CUDA if there is a device.
 
@@ -66,7 +64,7 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
 def opened(checkpoint: str | Path, options: Prediction) -> Opened:
     """`open_network`, and what else is known. The configuration has the values that `options` override."""
     path = files.file_of(str(checkpoint))
-    state, source = contents(path), f"checkpoint {path}"
+    state, source = files.load(path), f"checkpoint {path}"
     config = configuration_in(state, source)
     refuse_other_tasks(options, config.task, source)
     options.apply_to(config)
@@ -77,17 +75,6 @@ def opened(checkpoint: str | Path, options: Prediction) -> Opened:
     forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
     forward = forward.through(to_standard(forward.network, report=lambda _: None))
     return Opened(predictor(config, options, state, forward), config, state)
-
-
-def contents(path: Path) -> dict:
-    """The content of a checkpoint; a released file is converted to one. ValueError: see `files.load`."""
-    content = files.read(path)
-    if isinstance(content, dict) and "format" in content:
-        return files.checked(content, path)
-    source = f"checkpoint {path}"
-    file = released.weights_in(content, path, source, key="scripts.convert_checkpoint scale")
-    config, state, _ = assemble.of_released(file, source)
-    return {"format": files.FORMAT, **state, "config": plain(config)}
 
 
 def configuration_in(state: dict, source: str) -> TrainingRun:

@@ -26,11 +26,8 @@ from engine.schema.evaluation import Prediction
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from keepless import InPlaceABN
-from models.checkpoints.released_files import RELEASED_FILES
-from scripts.convert_checkpoint import convert
 from scripts.predict import find_images, predict
 from tests import trees
-from tests.released_files import small_resnext
 from tests.runs import REPOSITORY, classification_config, composed, run_config
 
 
@@ -147,19 +144,6 @@ def test_a_mean_image_is_subtracted_as_in_an_evaluation():
     found = predictor(config, Prediction(), state, forward)(images)
     expected = forward(torch.from_numpy((images.numpy() - mean.numpy()).astype(np.float32)))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_released_file_is_opened_as_its_converted_checkpoint(tmp_path, monkeypatch):
-    path, _ = small_resnext(tmp_path / "net.pth.tar")
-    with pytest.raises(
-        ValueError, match=f"checkpoint {path} is none .* give scripts.convert_checkpoint scale=released"
-    ):
-        open_network(path)
-    convert(composed("convert_checkpoint", f"input={path}", f"output={tmp_path / 'net.pt'}", "scale=released"))
-    monkeypatch.setattr("models.checkpoints.released.released_file", lambda _: RELEASED_FILES[1])
-    images = torch.rand(2, 3, 40, 56) * 255
-    found, expected = (open_network(file).double()(images) for file in (path, tmp_path / "net.pt"))
-    assert torch.equal(found, expected) and expected.shape == (2, 3)
 
 
 def test_norms_compile_nothing(trained, tmp_path, monkeypatch):
