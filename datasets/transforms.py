@@ -32,7 +32,7 @@ class TrainingTransform:
     """A random crop of a randomly scaled and flipped image, with its label.
 
     `crop_size`: (height, width) in pixels. `scale`: range of the uniform scale factor. `flip`: probability of
-    mirroring left to right. `base_size`: length of the image's `base_side` ("longest" or "shortest") at scale 1, in
+    mirroring left to right. `base_size`: length of the image's longest side at scale 1, in
     pixels; None keeps the image's size.
     `fill`: RGB (0-255) of the padding around a scaled image that is smaller than the crop; if it is the mean of the
     normalisation, the network sees zeros. The label of the padding is `ignore_index`. `colour_jitter` changes the
@@ -43,7 +43,6 @@ class TrainingTransform:
     scale: tuple[float, float] = (0.7, 2.0)
     flip: float = 0.5
     base_size: int | None = None
-    base_side: str = "longest"
     fill: tuple[float, float, float] = (124, 116, 104)
     ignore_index: int = 255
     colour_jitter: Transform | None = None
@@ -107,7 +106,7 @@ class TrainingTransform:
             )
         mirrored = rng.random() < self.flip
         scale = rng.uniform(*self.scale)
-        scaled_size = scaled(size, scale * base_scale(size, self.base_size, self.base_side))
+        scaled_size = scaled(size, scale * base_scale(size, self.base_size))
         top, left = (
             int(rng.integers(*_offsets(*axis)))
             for axis in zip(size, scaled_size, self.crop_size, pixel or (None, None), strict=True)
@@ -134,9 +133,9 @@ def _offsets(original: int, size: int, crop: int, pixel: int | None) -> tuple[in
     return low, high + 1
 
 
-def base_scale(size: tuple[int, int], base_size: int | None, base_side: str = "longest") -> float:
-    """The factor that makes the longest or shortest side of (H, W) `base_size` pixels long; 1 if that is None."""
-    return 1.0 if base_size is None else base_size / (max(size) if base_side == "longest" else min(size))
+def base_scale(size: tuple[int, int], base_size: int | None) -> float:
+    """The factor that makes the longest side of (H, W) `base_size` pixels long; 1 if that is None."""
+    return 1.0 if base_size is None else base_size / max(size)
 
 
 def scale_and_crop(

@@ -39,7 +39,7 @@ from engine.schema.evaluation import Prediction
 from engine.schema.keys import key
 
 METADATA = "network.json"  # an extra file of the program
-SIZES = ("base_size", "base_side", "antialias", "resize", "crop_size")
+SIZES = ("base_size", "antialias", "resize", "crop_size")
 LARGEST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}  # differences of logits, as shares of the largest
 
 

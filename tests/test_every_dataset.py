@@ -123,16 +123,11 @@ def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path
         composed("train_seg", "data=camvid", "data.lists=full")
     both = assemble.dataset(run_config(*data, "data.lists=full", "data.train_split=[train,val]").data, ["train", "val"])
     assert len(both) == 6 and both.split == "train+val"
-    crops = run_config(
-        *data, "data.crop_size=20", "data.crop_aspect=1.5", "data.base_size=40", "data.base_side=shortest"
-    )
+    crops = run_config(*data, "data.crop_size=20", "data.crop_aspect=1.5", "data.base_size=40")
     assert assemble.training_crops(crops.data, both, seed=0)[0, 5]["image"].shape == (3, 20, 30)
-    assert assemble.training_crops(crops.data, both, seed=0).transform.base_side == "shortest"
     for split in ("[]", "[train,train]", "null"):
         with pytest.raises(ValueError, match="data.train_split=.*: expected a name or a list of different names"):
             run_config(*data, f"data.train_split={split}")
-    with pytest.raises(ValueError, match="needs data.base_size"):
-        run_config("run_dir=unused", "data.base_side=shortest")
     with pytest.raises(ValueError, match="data.lists=half: expected one of challenge, full"):
         run_config(*data, "data.lists=half")
 

@@ -164,7 +164,6 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
         scale=(lowest, highest),
         flip=config.flip,
         base_size=config.base_size,
-        base_side=config.base_side,
         fill=config.mean_colour(),
         ignore_index=dataset.ignore_index,
         colour_jitter=colour_jitter(**vars(jitter)) if any(vars(jitter).values()) else None,

@@ -41,4 +41,4 @@ def views(options: TrainedNetwork, data: SegmentationData) -> Views:
     """The views of each image; `data`: the training's, perhaps changed by the command."""
     window, tta = options.window, options.tta
     scales = tuple(tta.scales)
-    return Views(data.base_size, data.antialias, window.size, window.overlap, scales, tta.flip, data.base_side)
+    return Views(data.base_size, data.antialias, window.size, window.overlap, scales, tta.flip)

@@ -68,10 +68,9 @@ class ColourJitter:
 class SegmentationData(Data):
     train_split: Any = key("train", names=True)  # the split, or a list of splits, to train on
     crop_aspect: float = key(1.0, above=0)  # width of a crop over its height, which is crop_size
-    # Longest (or shortest) side in pixels at scale 1, in training and evaluation; null: the image's own size. IoU is
-    # always counted at the label's own size.
+    # Longest side in pixels at scale 1, in training and evaluation; null: the image's own size. IoU is always counted
+    # at the label's own size.
     base_size: int | None = key(None, above=0)
-    base_side: str = key("longest", one_of=("longest", "shortest"))  # the side that data.base_size measures
     # Smooth images that shrink: in evaluation as Pillow does, in training where they shrink to about half or less.
     antialias: bool = True
     # Range of the random factor by which a training image is resized.
@@ -89,8 +88,6 @@ class SegmentationData(Data):
         return height, max(1, round(height * self.crop_aspect))
 
     def check(self) -> None:
-        if self.base_side == "shortest" and self.base_size is None:
-            raise ValueError("data.base_side=shortest needs data.base_size=PIXELS, the length of that side")
         if self.scale[0] > self.scale[1]:
             raise ValueError(f"data.scale={self.scale}: expected the lowest factor first")
 

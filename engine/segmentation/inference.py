@@ -27,7 +27,7 @@ _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
 class Views:
     """Sizes, windows and orientations in which the network sees an image."""
 
-    base_size: int | None = None  # pixels of `base_side` at scale 1; None: the image's own size
+    base_size: int | None = None  # pixels of the longest side at scale 1; None: the image's own size
     antialias: bool = True  # smooth where an image shrinks, as Pillow does when it resizes
     # Side of the square windows in pixels, at the resolution that the network sees; a multiple of its output stride.
     # Logits are averaged where windows overlap. None, or an image that fits: one pass over the whole image.
@@ -35,11 +35,10 @@ class Views:
     overlap: float = 0.25  # smallest share of a window's side that the next window also covers, in [0, 1)
     scales: tuple[float, ...] = (1.0,)  # one view each; the softmax is averaged over the views
     flip: bool = False  # add a copy of every view, mirrored left to right
-    base_side: str = "longest"  # the side that base_size is the length of, or "shortest"
 
     def size(self, own_size: tuple[int, int], scale: float = 1.0) -> tuple[int, int]:
         """(H, W) at which the network sees an image of `own_size` at a scale."""
-        return scaled(own_size, scale * base_scale(own_size, self.base_size, self.base_side))
+        return scaled(own_size, scale * base_scale(own_size, self.base_size))
 
     def at_once(self, size: tuple[int, int]) -> bool:
         """Whether an image of (H, W) pixels takes a single forward pass."""
@@ -50,7 +49,7 @@ class Views:
         return len(self.scales) * (1 + self.flip)
 
     def record(self) -> dict:
-        """The fields for results.json, without base_size, base_side and antialias, which its configuration has."""
+        """The fields for results.json, without base_size and antialias, which its configuration has."""
         return {"window": self.window, "overlap": self.overlap, "scales": list(self.scales), "flip": self.flip}
 
 

@@ -35,7 +35,7 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         learner.evaluated,
         run.val_set,
         UntilStopped(loader, run.stop, world),
-        views=Views(data.base_size, data.antialias, base_side=data.base_side),
+        views=Views(data.base_size, data.antialias),
         world=world,
         progress=run.metrics.progress,
         memory_advice=run.config.evaluation_memory_advice,
