@@ -104,11 +104,6 @@ def _convolutions(
     if len(channels) != 3:
         raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
     first, middle, last = channels
-    if first % groups or middle % groups:
-        raise ValueError(
-            f"groups={groups} does not divide the channels {first} and {middle} of a bottleneck's 3x3 convolution: "
-            f"choose a divisor of both, or other channels"
-        )
     return [
         nn.Conv2d(in_channels, first, 1, stride=strides[0], bias=False),
         conv3x3(first, middle, stride=strides[1], dilation=dilation, groups=groups),

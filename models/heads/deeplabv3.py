@@ -23,12 +23,10 @@ class DeepLabV3(nn.Module):
         hidden_channels: channels of each parallel convolution and of the pooled branch.
         dilations: of the 3x3 convolutions beside the 1x1 one; (12, 24, 36) is meant for features of output stride 8.
         norm_act: number of channels -> norm followed by an activation. It may write over its input.
-        pooling_size: in eval mode, pool in a window of this (height, width) or side, in feature cells, instead of
-            globally. With the training crop's size / output stride, whole images are pooled like crops. None always
-            pools globally, as in training.
+        pooling_size: in eval mode, pool in a window of this (height, width), in feature cells, instead of globally.
+            With the training crop's size / output stride, whole images are pooled like crops. None always pools
+            globally, as in training.
         out_channels: channels of the result.
-
-    ValueError: pooling_size is not one or two positive numbers.
     """
 
     def __init__(
@@ -37,12 +35,12 @@ class DeepLabV3(nn.Module):
         hidden_channels: int = 256,
         dilations: Sequence[int] = (12, 24, 36),
         norm_act: NormAct = InPlaceABN,
-        pooling_size: int | Sequence[int] | None = None,
+        pooling_size: Sequence[int] | None = None,
         *,
         out_channels: int = 256,
     ):
         super().__init__()
-        self.pooling_size = _checked_pooling_size(pooling_size)
+        self.pooling_size = None if pooling_size is None else tuple(pooling_size)
         self.out_channels = out_channels
 
         self.map_convs = nn.ModuleList([nn.Conv2d(in_channels, hidden_channels, 1, bias=False)])
@@ -72,7 +70,7 @@ class DeepLabV3(nn.Module):
     def _pooled_branch(self, pooled: Tensor) -> Tensor:
         return self.pool_red_conv(self.global_pooling_bn(self.global_pooling_conv(pooled)))
 
-    def _sliding_branch(self, x: Tensor, window: tuple[int, int]) -> Tensor:
+    def _sliding_branch(self, x: Tensor, window: Sequence[int]) -> Tensor:
         """Pool in a window around each cell, shifted to stay inside the map."""
         height, width = (min(side, size) for side, size in zip(window, x.shape[2:], strict=True))
         # The mean over a window is a mean of means: h + w additions per cell instead of h * w.
@@ -84,15 +82,3 @@ class DeepLabV3(nn.Module):
         padding = (left, width - 1 - left, top, height - 1 - top)
         # CPU autocast pads in float32, which must not spread to later layers.
         return F.pad(pooled, padding, mode="replicate").to(pooled.dtype)  # (N, out, H, W)
-
-
-def _checked_pooling_size(pooling_size: int | Sequence[int] | None) -> tuple[int, int] | None:
-    if pooling_size is None:
-        return None
-    sides = (pooling_size, pooling_size) if isinstance(pooling_size, int) else tuple(pooling_size)
-    if len(sides) != 2 or min(sides) < 1:
-        raise ValueError(
-            f"pooling_size={pooling_size}: expected a side or (height, width) in feature cells, at least 1, "
-            f"e.g. the training crop's size divided by the output stride"
-        )
-    return sides

@@ -288,7 +288,7 @@ def test_a_seed_fixes_the_weights_and_their_scale_is_xavier():
         (resnet34, dict(output_stride=1, stem="cifar"), "output_stride=1: expected 2, 4, 8, 16 or 32 after"),
         (resnext101, dict(structure=(1, 0, 1, 1)), "0 blocks.*at least 1"),
         (resnext101, dict(base_channels=(8, 8)), "groups=64 with channels=.*three channel values"),
-        (resnext101, dict(groups=48), "groups=48 does not divide the channels 128 and 128"),
+        (resnext101, dict(groups=48), "in_channels must be divisible by groups"),
         (BLOCK, dict(channels=(4, 4), groups=2), "groups=2 with channels=.*three channel values"),
         (BLOCK, dict(channels=(4,)), r"channels=\(4,\): expected two values"),
         (SMALL_BODIES["revnet"], dict(channels=((8, 8), (16, 16))), "one entry per stage, and structure=.* has 3"),
