@@ -1,29 +1,18 @@
 """The memory of a training step, traced on fake tensors: no device, no arithmetic."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch import Tensor
 
 from engine.process.distributed import World
 from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
 from keepless.fit.made_tensors import Change, MadeTensors, bytes_of_tensors
 from keepless.saved import kept_bytes
-from keepless.torch_internals import (
-    FakeTensorMode,
-    backward_runs,
-    next_node_number,
-    node_number,
-    running_node,
-)
-
-OPTIMIZER = "optimizer"  # the place after the backward pass
+from keepless.torch_internals import FakeTensorMode, backward_runs
 
 
 class FakeTensors(FakeTensorMode):
@@ -40,7 +29,7 @@ class Trace:
     # By category, when their sum is largest: weights (with running statistics), average, momentum, gradients, images
     # (with labels), activations (still there when the forward pass ends) and temporary.
     at_peak: dict[str, int]
-    place: str  # the pass and the module that ran at that moment
+    place: str  # what ran at that moment: the forward pass, the backward pass or the optimizer
     kept: int  # for the backward pass of a micro-batch
     parameters: int  # trained or not, without running statistics
 
@@ -58,7 +47,8 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
     with FakeTensors():
         learner, loss, minibatch = make()
         network, resident, forward_ends = learner.network, begun(learner, minibatch), 0
-        with _Places(network) as places, MadeTensors(places) as made:
+        places = ["forward"]
+        with MadeTensors(lambda: "backward" if backward_runs() else places[-1]) as made:
 
             def marked(logits: Tensor, labels: Tensor) -> Tensor:
                 nonlocal forward_ends
@@ -68,7 +58,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
 
             accumulate_gradients(learner, marked, minibatch, len(minibatch["image"]), World())
             gradients = {made.number(p.grad) for p in network.parameters() if p.grad is not None}
-            places.fixed = OPTIMIZER
+            places.append("optimizer")
             learner.gradient_norm()
             learner.step(1.0)
         # In a pass of its own: hooks that look at saved tensors keep some of them for longer.
@@ -96,51 +86,6 @@ def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
         "momentum": bytes_of_tensors([value for state in learner.optimizer.state.values() for value in state.values()]),
         "images": bytes_of_tensors([minibatch["image"], minibatch["label"]]),
     }
-
-
-class _Places:
-    """Context that tracks the running module and pass.
-
-    In the backward pass, an operation belongs to the module that made its node, found by the node's sequence number.
-    (Hooks on tensors would keep the graphs of reversible blocks.)
-    """
-
-    def __init__(self, network: nn.Module):
-        self.names = {module: name for name, module in network.named_modules()}
-        self.running = [""]  # names of modules, innermost last
-        self.since = [(0, "")]  # (sequence number of the first node, module that made it)
-        self.fixed: str | None = None
-
-    def __enter__(self) -> "_Places":
-        self.hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def _enter(self, module: nn.Module, args: object) -> None:
-        self.running.append(self.names.get(module, self.running[-1]))
-        self._note()
-
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        self.running.pop()
-        self._note()
-
-    def _note(self) -> None:
-        if not backward_runs():
-            self.since.append((next_node_number(), self.running[-1]))
-
-    def __call__(self) -> str:
-        if self.fixed is not None:
-            return self.fixed
-        if not backward_runs():
-            return f"forward {self.running[-1]}".rstrip()
-        node = running_node()
-        if len(self.running) > 1 or node is None:  # computed again
-            return f"backward {self.running[-1]}".rstrip()
-        index = bisect_right(self.since, node_number(node), key=itemgetter(0)) - 1
-        return f"backward {self.since[index][1]}".rstrip()
 
 
 def _at_peak(
