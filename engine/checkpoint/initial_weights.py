@@ -20,7 +20,7 @@ from models.checkpoints.published import (
     Normalisation,
     downloaded,
 )
-from models.checkpoints.torchvision_names import backbone_of, from_library, from_torchvision
+from models.checkpoints.torchvision_names import PARTS, from_library, from_torchvision
 
 
 class Weights(NamedTuple):
@@ -140,12 +140,11 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
         )
     body = getattr(network, "body", network)
     parts = {part.partition(".")[0] for each in (network, body) for part in each.state_dict()}
-    parts |= {"body"} if format == "standard_bn" else {"body", "backbone", "features"}
+    parts |= {"body"} if format == "standard_bn" else {"body", *PARTS}
     tensors, remarks = unwrapped(tensors, parts)
     if format == "standard_bn":
         return Weights(tensors, f"{path} (standard_bn)", remarks=remarks)
-    tensors, of_backbone = backbone_of(tensors)
-    source, remarks = f"{path} ({format})", remarks + of_backbone
+    source = f"{path} ({format})"
     if isinstance(body, LibraryBody):
         tensors, of_names = from_library(tensors, body.state_dict(), body.left_out)
         return Weights(

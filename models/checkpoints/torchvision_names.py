@@ -7,6 +7,8 @@ from torch import Tensor
 
 # The norm and convolution of a layer had other names when torchvision published its DenseNets.
 _OLD = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(?=[12]\.)")
+# First parts of names, below any prefix, such as the `backbone.` of a segmentation network.
+PARTS = {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "features"}
 # Stages and blocks count from 1 and 0 there (layers of DenseNets from 1), from 2, 1 and 0 here.
 _RESNET = (
     (r"^(conv1|bn1)\.", r"mod1.\1."),
@@ -17,6 +19,7 @@ _RESNET = (
     (r"^layer(\d+)\.(\d+)\.", lambda match: f"mod{int(match[1]) + 1}.block{int(match[2]) + 1}."),
 )
 _DENSENET = (
+    (_OLD, r"\1"),
     (r"^features\.(conv|norm)0\.", r"mod1.\g<1>1."),
     (r"^features\.norm5\.", "bn_out."),
     (r"^features\.transition(\d)\.", lambda match: f"tra{int(match[1]) + 1}."),
@@ -28,27 +31,12 @@ _DENSENET = (
 )
 
 
-def backbone_of(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The classification network's tensors in a state dict of torchvision or timm, and remarks about the others.
-
-    Of a segmentation network these are the ones below `backbone.`; its head is another than ours.
-    """
-    state = {_OLD.sub(r"\1", name): tensor for name, tensor in state.items()}
-    backbone = {name.removeprefix("backbone."): t for name, t in state.items() if name.startswith("backbone.")}
-    if not backbone:
-        return state, ()
-    if all(name[0].isdigit() for name in backbone):  # of torchvision's MobileNets
-        backbone = {f"features.{name}": tensor for name, tensor in backbone.items()}
-    heads = sorted({name.partition(".")[0] for name in state} - {"backbone"})
-    return backbone, (f"only its backbone: {', '.join(heads) or 'no other part'} is of another head",)
-
-
 def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give the tensors of a ResNet, ResNeXt or DenseNet the names in `models.bodies`. The norms there need relu.
 
     ValueError if the state dict is not of such a network of torchvision or timm.
     """
-    resnet, densenet = ("layer1.0.conv1.weight" in state, "features.denseblock1.denselayer1.conv1.weight" in state)
+    resnet, densenet = ("layer1.0.conv1.weight" in state, "features.conv0.weight" in state)
     if not resnet and not densenet:
         found = ", ".join(list(state)[:3]) or "nothing"
         raise ValueError(f"expected a state dict of a ResNet, ResNeXt or DenseNet, found {found}")
@@ -67,6 +55,7 @@ def from_library(
     parts = {name.partition(".")[0] for name in names}
     renamed = {}
     for name, tensor in state.items():
+        name = _OLD.sub(r"\1", name)
         flattened = name.replace(".", "_", 1)  # as timm names the stages of its features
         if re.fullmatch(r"(fc|head|classifier|head\.fc|classifier\.1)\.(weight|bias)", name):
             name = f"classifier.fc.{name.rpartition('.')[2]}"

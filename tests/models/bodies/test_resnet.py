@@ -15,7 +15,7 @@ from keepless import ABN, InPlaceABN
 from keepless.conversion.convert import to_inplace
 from models.bodies import densenet264, resnet34, resnet50
 from models.checkpoints.loading import load_by_name
-from models.checkpoints.torchvision_names import backbone_of, from_torchvision
+from models.checkpoints.torchvision_names import from_torchvision
 from tests.bodies import small_resnet, trained
 from tests.runs import run_config
 
@@ -89,7 +89,7 @@ def test_densenet_and_resnext_compute_what_torchvision_s_do():
             theirs.fc = nn.Linear(ours.out_channels, 1000)
         state = trained(theirs).state_dict()
         old = {re.sub(r"(denselayer\d+\.(norm|conv))(\d)", r"\1.\3", name): tensor for name, tensor in state.items()}
-        ours.double().load_state_dict(from_torchvision(backbone_of(old)[0]))
+        ours.double().load_state_dict(from_torchvision(old))
         torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(ours.train()(images), theirs.train()(images), rtol=1e-9, atol=1e-9)
 
