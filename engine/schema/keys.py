@@ -16,7 +16,7 @@ from keepless.torch_internals import tree_leaves
 
 LONGEST_NAME = 255  # bytes, of Linux's filesystems
 # More is a mistake, or is never done.
-MOST_PIXELS, MOST_SECONDS, MOST_WORKERS = 65_536, 1_000_000, 1_024
+MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, MOST_NUMBERS = 65_536, 1_000_000, 1_024, 1_000
 T = TypeVar("T")
 
 
@@ -168,6 +168,8 @@ def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     if above is None and least is None:
         return
     numbers, highest = tree_leaves(value), math.inf if most is None else most  # NaN and empty lists must fail
+    if len(numbers) > MOST_NUMBERS:
+        raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")
     if not numbers or not all(
         number < math.inf
         and number <= highest
