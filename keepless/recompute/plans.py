@@ -17,7 +17,7 @@ from ..torch_internals import profiler_runs, tree_map
 from ..units import UNITS, bytes_of
 from .recipes import ByPlan, Guard
 from .rehearsal import rehearsed_step, traced_step
-from .search import frontier
+from .search import Choice, frontier
 from .simulation import on_real_tensors, plain_peak, simulate
 from .step import Plan, Step
 from .trace import Progress, StepTrace
@@ -167,8 +167,10 @@ class Plans:
         if is_rehearsed:  # a traced step needs no correction
             correction = self._corrections.get(_functions(step.calls), 1.0)
         limit = int(asked / correction)
-        choices = frontier(step, limit)
-        choice = next((choice for choice in choices if choice.peak <= limit), choices[-1])
+        choice = _best(step, limit)
+        if is_rehearsed and choice.peak > limit:  # the least does not depend on what the program holds
+            step = step.without_outputs()
+            choice = _best(step, limit)
         _log.info(
             "planned %d calls: a peak of %s instead of %s, for %.1f ms more",
             *(len(step.calls), size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
@@ -190,6 +192,12 @@ class Plans:
                 stacklevel=2,
             )
         return choice.plan(step)
+
+
+def _best(step: Step, limit: int) -> Choice:
+    """The fastest choice within a limit, or the one with the lowest peak."""
+    choices = frontier(step, limit)
+    return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
 
 _Given = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, and the bytes of each

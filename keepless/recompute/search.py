@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
-from .step import Flag, Kind, Plan, Save, Step
+from .step import Flag, Kind, Plan, Save, Step, StepValue
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COARSER = 0.9  # each target of segments is that much of the next
@@ -12,6 +12,7 @@ _FINER = (0.97, 0.99, 0.997)  # each target is this much lower than the peak bef
 _RUNS, _FEWEST = 700, 60  # simulations of each part of the search, of small steps and of large ones
 _WORK = 5 * 10**5  # values that they have together, if the runs are between these: about two seconds
 _FEW = 16  # values of which pairs are tried
+_OF_A_CALL, _OF_A_BYTE = 20_000, 4  # bytes that take as long as a call by itself; operations that do for one of them
 _TRIED = 12  # single moves of a kind that are simulated before one is made
 
 
@@ -55,29 +56,41 @@ class Choice(NamedTuple):
 def frontier(step: Step, limit: int = 0) -> list[Choice]:
     """The Pareto front of peak and time, by decreasing peak.
 
-    The search begins with all that can be kept, then with what checkpoints of whole blocks do. It lowers the peak by
-    3 % at a time: it drops the values that cost the least time for the bytes that they free while the step is above the
-    target. It keeps values again, which cuts chains of recipes, where too much is computed at once. A limit that is not
-    met so is tried once more in steps of 1 %, by bytes alone. What is found is then changed in single values, as long
-    as this helps. Whatever the limit, the search goes the same way down, so that a larger one is met wherever a smaller
-    one is; and it ends after a number of simulations, not of seconds.
+    A first search looks for any choice within the limit. It goes by counted bytes and operations, and the same way
+    whatever the limit: so all budgets agree on the least peak, and a budget is met wherever a smaller one is. If the
+    limit is met, a second search goes by the seconds of each call, and finds the fastest choice.
+
+    Both begin with all that can be kept, and lower the peak by 3 % at a time: they drop the values that cost the least
+    for the bytes that they free while the step is above the target. They keep values again, which cuts chains of
+    recipes, where too much is computed at once. Then they try what checkpoints of whole blocks do, and at last change
+    what was found in single values, as long as this helps. They end after a number of simulations, not of seconds.
 
     Args:
-        limit: bytes. Only the fastest choice within it is looked for; the front is complete as far as it was searched.
-            If the plain network is within the limit, nothing is searched.
+        limit: bytes. Only the fastest choice within it is looked for, or else the least; the front is complete as far
+            as it was searched. If the plain network is within the limit, nothing is searched.
     """
     with on_real_tensors():
         search = _Search(step)
         search.start()
-        if search.outcome.peak > limit:
-            search.lowered(limit, _FINER)
-            search.segment(limit)
-            if min(choice.peak for choice in search.found) > limit:
-                search.prices = [1.0] * len(step.values)
-                search.start()
-                search.lowered(limit, _FINER[1:])
-            search.polish(limit)
-        return pareto(search.found)
+        if search.outcome.peak <= limit:
+            return search.found
+        counted = _Search(step._replace(values=list(map(_by_counting, step.values))))
+        met = counted.any_within(limit)
+        for choice in [met] if limit else pareto(counted.found):
+            outcome = search.simulated(choice.kept)
+        if limit and met.peak > limit:
+            return pareto(search.found)
+        search.tidied(list(met.kept), outcome, limit)
+        search.lowered(limit, _FINER)
+        search.segment(limit)
+        search.polish(limit)
+        least = 0 if limit else met.peak  # it is the same for all budgets
+        return pareto(choice for choice in search.found if choice.peak >= least)
+
+
+def _by_counting(value: StepValue) -> StepValue:
+    """A value with seconds that follow from its bytes and operations, and are the same whenever it is traced."""
+    return value._replace(seconds=1e-10 * (_OF_A_CALL + value.bytes + value.operations / _OF_A_BYTE))
 
 
 def pareto(choices: Iterable[Choice]) -> list[Choice]:
@@ -95,6 +108,8 @@ class _Search:
         self.simulation = Simulation(step)
         self.runs = min(_RUNS, max(_FEWEST, _WORK // max(len(step.values), 1)))
         self.allowed = 0  # simulations, so far
+        self.wanted = 0  # bytes; the search ends once a choice is within them
+        self.lowest = 2**63  # bytes, of all choices
         self.prices = [value.seconds for value in step.values]  # of computing a value again
         self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
@@ -113,6 +128,20 @@ class _Search:
         self.outcome = self.simulated(self.kept)
         self.most = self.outcome.peak
 
+    def any_within(self, limit: int) -> Choice:
+        """A choice within the limit, as soon as one is found; if there is none, the one with the lowest peak."""
+        self.wanted = limit
+        self.start()
+        self.segment(1)
+        self.start()
+        self.lowered(1, _FINER)
+        least = pareto(self.found)[-1]
+        self.kept, self.outcome = list(least.kept), self.simulated(least.kept)
+        self.lowered(1, _FINER)
+        self.polish(1)
+        choices = pareto(self.found)
+        return next((choice for choice in choices if choice.peak <= limit), choices[-1])
+
     def lowered(self, limit: int, shares: Sequence[float]) -> None:
         """Lower the peak in small steps, as far as that goes. `shares`: what each step leaves of it."""
         self.allowed = len(self.found) + self.runs
@@ -130,12 +159,13 @@ class _Search:
                     return
 
     def is_spent(self) -> bool:
-        return len(self.found) >= self.allowed
+        return len(self.found) >= self.allowed or self.lowest <= self.wanted
 
     def simulated(self, kept: Sequence[bool]) -> Outcome:
         kept = self.simulation.led(kept)
         outcome = self.simulation.run(kept)
         self.found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
+        self.lowest = min(self.lowest, outcome.peak)
         return outcome
 
     def segment(self, limit: int) -> None:

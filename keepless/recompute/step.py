@@ -83,6 +83,14 @@ class Step(NamedTuple):
     calls: list[Any]  # function of each call, and bytes of all results up to its own
     unseen: str = ""  # what hides calls from it, such as a checkpoint
 
+    def without_outputs(self) -> "Step":
+        """The step of a program that drops the outputs before the backward pass; here they are held to the end."""
+        end = 1 + max((now for now, (event, _) in enumerate(self.events) if event == Event.PASS), default=-1)
+        dropped = [one for one in self.events[end:] if one[0] == Event.LET]
+        others = [one for one in self.events[end:] if one[0] != Event.LET]
+        events = [*self.events[: self.forward], *dropped, *self.events[self.forward : end], *others]
+        return self._replace(events=events, forward=self.forward + len(dropped))
+
 
 @dataclass
 class Plan:

@@ -1,5 +1,6 @@
 """How long the search takes, in simulations: planning 250 calls may take 3 s of a core, and 1,000 calls 10 s."""
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from keepless import recompute_activations
 from keepless.recompute.rehearsal import rehearsed_step
 from keepless.recompute.search import frontier, segmented
 from keepless.recompute.simulation import Simulation, plain_peak, simulate
+from keepless.saved import size_text
+from tests.keepless.budget.ahead import Ahead
 
 CHANNELS = 8
 
@@ -66,17 +70,30 @@ class Joined(nn.Module):
 
 
 def test_a_larger_budget_is_met_wherever_a_smaller_one_is_and_the_least_is_the_same():
+    """Although times are measured anew for each budget."""
     step = rehearsed_step(Joined().to("meta"), (torch.randn(2, 3, 32, 32, device="meta"),), {}, None)
-    plain, least = plain_peak(step), None
-    for share in range(30, 100, 5):
-        limit = share * plain // 100
-        peak = min(choice.peak for choice in frontier(step, limit))
-        if least is None or least > limit:
-            assert peak > limit and least in (None, peak)
-            least = peak
-        else:
-            assert peak <= limit
-    assert least < 0.8 * plain
+    plain, draws, limits, peaks = plain_peak(step), random.Random(0), [], []
+    for share in range(30, 100, 2):
+        values = [value._replace(seconds=draws.uniform(0, 1) ** 4) for value in step.values]
+        limits.append(share * plain // 100)
+        peaks.append(min(choice.peak for choice in frontier(step._replace(values=values), limits[-1])))
+    least = frontier(step)[-1].peak
+    assert 0.5 * plain < least < 0.8 * plain
+    assert all(peak == least if limit < least else peak <= limit for limit, peak in zip(limits, peaks, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.6])
+def test_the_least_is_named_at_once_and_taken(share):
+    """It does not count the outputs, which the program may drop before the backward pass."""
+    torch.manual_seed(0)
+    network, x = Joined(), torch.randn(2, 3, 32, 32)
+    plain = plain_peak(rehearsed_step(network, (x,), {}))
+    recompute_activations(network, budget=int(share * plain))
+    ahead = Ahead.of(network)
+    with pytest.warns(UserWarning, match="the least is") as said:
+        peaks = [ahead.peak(network, x) for _ in range(3)]
+    assert len(said) == 1 and f"the least is {size_text(peaks[0])}, which is taken" in str(said[0].message)
+    assert max(peaks) - min(peaks) < 1000
 
 
 def test_layers_of_one_size_are_cut_into_segments():
