@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     again: Rule | None = None  # how to repeat its calls
     is_slow: bool = False  # its calls are repeated only where a plan says so
-    inside: bool = False  # a plan may also compute again what its calls save inside: `again` gives that too, unless
+    inside: bool = False  # what its calls save inside is computed again as well: `again` gives that too, unless
     mask: Rule | None = None  # there is this, which draws the mask that the result follows from
     positive: Positive | None = None  # its gradient only asks which values of the saved tensor are positive
     result_serves: Question | None = None  # whether a call saves its argument although its result would do
@@ -202,6 +202,7 @@ _add_each(rules.made, [torch.rsub, torch.where, Tensor.where, torch.mean, Tensor
 
 # Norms
 _add_each(rules.made, [*_named("layer_norm group_norm rms_norm", F), *_named("layer_norm group_norm rms_norm", torch)])
+_add(_named("rms_norm", F, torch), inside=True)  # CPUs save the normalised input, too
 _add([F.batch_norm], again=rules.batch_norm, reads_shape_only=_is_frozen_norm)
 _add([F.instance_norm], again=rules.instance_norm)
 _add([norm_and_activation], again=rules.layer, is_slow=True, inside=True)

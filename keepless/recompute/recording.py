@@ -312,7 +312,7 @@ class Recording(TorchFunctionMode):
                 if self.policy is not None:
                     self.policy.decide(known, rule, call, result)
                 elif (again := how_to_repeat(known, rule, call, result)) is not None:
-                    follow(known, again, call, result)
+                    follow(known, again, call, result, bool(call.inside) and row.mask is None)
         else:
             known.note_made(call, result)
         for value, tensor in call.unsettled:

@@ -338,6 +338,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu over a view": lambda x: _relu_over_a_view(F.silu(x)),
     # `F.normalize` calls itself with out=None: nothing is written over.
     "normalised": lambda x: x.sin() * F.normalize(x, dim=1),
+    # On CPUs it saves x / rms(x), too.
+    "RMS norm": lambda x: F.rms_norm(F.rms_norm(F.silu(x), (6,), torch.ones(6).double()).sin(), (6,)).sin(),
     "inference tensor": _join_an_inference_tensor,
     "replaced data": _replace_data,
     "replaced data of a base": _replace_data_of_a_base,
@@ -355,7 +357,7 @@ TENSORS_KEPT = {
     "conjugate": 4,
 }
 TENSORS_KEPT |= {"checkpoint inside": 1, "other hooks inside": 1, "view changed": 1, "relu over a view": 2}
-TENSORS_KEPT |= {"normalised": 3, "upsampled": 1, "inference tensor": 1, "batched": 3}
+TENSORS_KEPT |= {"RMS norm": 1, "normalised": 3, "upsampled": 1, "inference tensor": 1, "batched": 3}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -414,7 +416,7 @@ def test_random_graphs(examples):
     @given(st.lists(MOVES, min_size=2, max_size=12))
     def check(moves):
         def make():
-            norms = [nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)]
+            norms = [nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.RMSNorm(6)]
             layers = nn.ModuleList(norms).double()
             layers[1].requires_grad_(False)
             w = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
