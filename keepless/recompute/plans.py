@@ -167,10 +167,7 @@ class Plans:
         if is_rehearsed:  # a traced step needs no correction
             correction = self._corrections.get(_functions(step.calls), 1.0)
         limit = int(asked / correction)
-        choice = _best(step, limit)
-        if is_rehearsed and choice.peak > limit:  # the least does not depend on what the program holds
-            step = step.without_outputs()
-            choice = _best(step, limit)
+        step, choice = _rehearsed(step, limit) if is_rehearsed else (step, _best(step, limit))
         _log.info(
             "planned %d calls: a peak of %s instead of %s, for %.1f ms more",
             *(len(step.calls), size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
@@ -194,9 +191,22 @@ class Plans:
         return choice.plan(step)
 
 
-def _best(step: Step, limit: int) -> Choice:
+def _rehearsed(step: Step, limit: int) -> tuple[Step, Choice]:
+    """A rehearsed step and its best choice; without the outputs, which the program may drop, where these are too much.
+
+    So the least is the same as that of a traced step.
+    """
+    dropped = step.without_outputs()
+    choice = _best(dropped, limit, fastest=False)
+    if choice.peak > limit:
+        return dropped, choice
+    choice = _best(step, limit)
+    return (step, choice) if choice.peak <= limit else (dropped, _best(dropped, limit))
+
+
+def _best(step: Step, limit: int, fastest: bool = True) -> Choice:
     """The fastest choice within a limit, or the one with the lowest peak."""
-    choices = frontier(step, limit)
+    choices = frontier(step, limit, fastest)
     return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
 

@@ -53,7 +53,7 @@ class Choice(NamedTuple):
         return set(range(len(step.calls))) - {save.call for save in step.saved if not stays(save)}
 
 
-def frontier(step: Step, limit: int = 0) -> list[Choice]:
+def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
     """The Pareto front of peak and time, by decreasing peak.
 
     A first search looks for any choice within the limit. It goes by counted bytes and operations, and the same way
@@ -68,6 +68,7 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or else the least; the front is complete as far
             as it was searched. If the plain network is within the limit, nothing is searched.
+        fastest: False: any choice within the limit will do.
     """
     with on_real_tensors():
         search = _Search(step)
@@ -78,7 +79,7 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
         met = counted.any_within(limit)
         for choice in [met] if limit else pareto(counted.found):
             outcome = search.simulated(choice.kept)
-        if limit and met.peak > limit:
+        if limit and not (fastest and met.peak <= limit):
             return pareto(search.found)
         search.tidied(list(met.kept), outcome, limit)
         search.lowered(limit, _FINER)
