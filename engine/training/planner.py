@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from engine.assemble.classification import classified_split
 from engine.assemble.data import dataset, official_classes, official_images
 from engine.assemble.network import forward
 from engine.assemble.tasks import TASKS, network_of
+from engine.configuration.config import read_yaml
 from engine.process.console import log_to, logger, make_console
 from engine.process.distributed import World, device_of, world_size
 from engine.records.evaluated import Dataset
@@ -255,7 +255,7 @@ def _begun(config: Config) -> Config | None:
         return None
     name = "crops_per_minibatch" if config.memory.fit == "batch" else "crop_size"
     chosen = deepcopy(config)
-    setattr(chosen.data, name, OmegaConf.load(file).data[name])
+    setattr(chosen.data, name, read_yaml(file)["data"][name])
     return chosen
 
 
