@@ -30,10 +30,6 @@ class World:
         """Whether this is the process that writes the run's files."""
         return self.rank == 0
 
-    @property
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place. Every rank must call it."""
         if self.size > 1:
