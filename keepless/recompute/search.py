@@ -82,7 +82,7 @@ def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
         if limit and not (fastest and met.peak <= limit):
             return pareto(search.found)
         search.tidied(list(met.kept), outcome, limit)
-        search.lowered(limit, _FINER)
+        search.lowered(limit)
         search.segment(limit)
         search.polish(limit)
         least = 0 if limit else met.peak  # it is the same for all budgets
@@ -111,7 +111,7 @@ class _Search:
         self.allowed = 0  # simulations, so far
         self.wanted = 0  # bytes; the search ends once a choice is within them
         self.lowest = 2**63  # bytes, of all choices
-        self.prices = [value.seconds for value in step.values]  # of computing a value again
+        self.seconds = [value.seconds for value in step.values]
         self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
         leaders = [i if value.leader < 0 else value.leader for i, value in enumerate(step.values)]
@@ -135,18 +135,18 @@ class _Search:
         self.start()
         self.segment(1)
         self.start()
-        self.lowered(1, _FINER)
+        self.lowered(1)
         least = pareto(self.found)[-1]
         self.kept, self.outcome = list(least.kept), self.simulated(least.kept)
-        self.lowered(1, _FINER)
+        self.lowered(1)
         self.polish(1)
         choices = pareto(self.found)
         return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
-    def lowered(self, limit: int, shares: Sequence[float]) -> None:
-        """Lower the peak in small steps, as far as that goes. `shares`: what each step leaves of it."""
+    def lowered(self, limit: int) -> None:
+        """Lower the peak in small steps, as far as that goes."""
         self.allowed = len(self.found) + self.runs
-        steps = iter(shares if self.runs == _RUNS else (_COARSER, *shares))
+        steps = iter(_FINER if self.runs == _RUNS else (_COARSER, *_FINER))
         share = next(steps)
         while self.outcome.peak > limit:
             before = self.kept, self.outcome
@@ -186,7 +186,7 @@ class _Search:
                 target = self.most if limit else int(target / _COARSER)
         if least is not None:
             self.kept, self.outcome = least
-            self.lowered(limit, _FINER)
+            self.lowered(limit)
 
     def lower(self, target: int) -> bool:
         """Go on to a choice whose peak is at most the target; False if none is found."""
@@ -293,7 +293,7 @@ class _Search:
         seconds, pending = 0.0, [number]
         while pending:
             number = pending.pop()
-            seconds += self.prices[number]
+            seconds += self.seconds[number]
             if kept[number]:
                 group.append(number)
             for i in self.inputs[number]:
@@ -314,7 +314,7 @@ class _Search:
     def tidied(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome]:
         """Use the remaining room to keep values again, most expensive to recompute first."""
         dropped = [i for i in self.free if not kept[i] and outcome.readers[i]]
-        dropped.sort(key=lambda i: -self.prices[i])
+        dropped.sort(key=lambda i: -self.seconds[i])
         trial, levels, any_kept = list(kept), outcome.levels.clone(), False
         for i in dropped:
             span = levels[outcome.born[i] : outcome.first[i]]
