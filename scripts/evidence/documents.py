@@ -83,7 +83,7 @@ def results_cells() -> Cells:
         "bytes kept for the backward pass per pixel, ResNeXt-101 + DeepLabV3, counted": [
             f"{kept[norm]:,}" for norm in ("std", "inplace")
         ],
-        "GiB of a step of Table 3 (16 crops of 512²) on one device, planned": _planned("float32"),
+        "GiB of one device for a step of Table 3 (16 crops of 512²), planned": _planned("float32"),
         "the same in bfloat16 with recomputed blocks, planned": _planned("trainer.recompute=sqrt, bfloat16"),
         "peak MiB; ms of a step of a small ResNeXt, measured": [
             f"{mib(own[0]['peak_bytes'], 0)}; {training.median_ms(own)}" for own in both
