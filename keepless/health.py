@@ -1,4 +1,4 @@
-"""Numerical health of a network: scales near 0, and errors of reconstructed x_hat and restored inputs."""
+"""Numerical health of a network: scales near 0, and errors of reconstructed x_hat."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from .norms.backends.activations import Activation, invert_activation
 from .norms.backends.interface import Affine, Running, per_channel
 from .norms.bn_act import is_packed
 from .norms.inplace_abn import InPlaceABN
-from .reversible.drift import drift
 
 Extreme = tuple[str, float]  # name of the layer in the network, value
 
@@ -37,7 +36,6 @@ def layer_health(
         smallest_gamma: over the norms that learn a scale, `training_gamma` (for the released package, |weight|
             without its eps).
         largest_reconstruction_error: over the in-place layers, see `reconstruction_error`.
-        largest_drift: over the modules with an attribute `reversible_blocks`, see `drift`.
         Keys are missing if the network has no such layers. NaN is more extreme than any number.
     """
     check_module(network, "layer_health")
@@ -47,19 +45,15 @@ def layer_health(
         if hasattr(layer, "running_mean") and getattr(layer, "weight", None) is not None
     ]
     errors: list[tuple[str, Tensor]] = []
-    drifts: list[tuple[str, Tensor]] = []
 
     def measure(name: str, module: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         x, *_ = (*args, *kwargs.values())
-        if isinstance(module, InPlaceABN):
-            errors.append((name, reconstruction_error(module, x)))
-        else:
-            drifts.append((name, drift(module.reversible_blocks, x)))
+        errors.append((name, reconstruction_error(module, x)))
 
     hooks = [
         module.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
         for name, module in network.named_modules()
-        if isinstance(module, InPlaceABN) or getattr(module, "reversible_blocks", [])
+        if isinstance(module, InPlaceABN)
     ]
     if hooks:
         modes = [(module, module.training) for module in network.modules()]
@@ -74,7 +68,6 @@ def layer_health(
     extremes = {
         "smallest_gamma": _extreme(min, gammas, nan=-math.inf),
         "largest_reconstruction_error": _extreme(max, errors, nan=math.inf),
-        "largest_drift": _extreme(max, drifts, nan=math.inf),
     }
     return {name: extreme for name, extreme in extremes.items() if extreme is not None}
 

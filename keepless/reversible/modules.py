@@ -124,7 +124,7 @@ class ReversibleSequence(nn.Module):
 
     @property
     def reversible_blocks(self) -> list[nn.Module]:
-        """All blocks, with nested sequences flattened; `drift` measures them."""
+        """All blocks, with nested sequences flattened."""
         return [part for block in self.blocks for part in _flat(block)]
 
     def forward(self, x: Tensor) -> Tensor:

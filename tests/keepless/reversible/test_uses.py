@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from keepless import AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence, recompute_activations
-from keepless.reversible.drift import drift
 from tests.keepless.reversible.test_modules import (
     IMAGES,
     NORMS,
@@ -287,14 +286,6 @@ def test_a_stream_without_gradient_does_not_end_the_chain():
         alive.append(weakref.ref(values[0].untyped_storage()))
     assert sum(reference() is not None for reference in alive) == 1
     values[0].sum().backward()
-
-
-def test_drift_of_opaque_modules_is_measured():
-    blocks = [additive(norm=nn.Identity) for _ in range(3)]
-    x = IMAGES.float()
-    for chain in (blocks, wrapped(blocks), map(Opaque, blocks)):
-        assert 0 < drift(ReversibleSequence(chain).reversible_blocks, x) < 1e-5
-    assert drift([nn.Conv2d(8, 8, 1)], x) == 0
 
 
 def test_a_norm_in_two_branches():
