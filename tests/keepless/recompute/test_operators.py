@@ -12,7 +12,7 @@ from keepless.recompute.rehearsal import traced_step
 from keepless.recompute.search import Choice
 from keepless.recompute.simulation import plain_peak, simulate
 from keepless.recompute.step import Flag
-from tests.keepless.budget.ahead import step
+from tests.keepless.recompute.ahead import step
 
 
 @torch.library.custom_op("keepless_tests::noisy_square", mutates_args=())

@@ -18,8 +18,8 @@ from keepless.recompute import plans
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.plans import Plans
 from keepless.recompute.rehearsal import LeftBehind, backward_starts, rehearsed_step
-from tests.keepless.budget.ahead import Ahead, gradients
-from tests.keepless.budget.transformers import Llama
+from tests.keepless.recompute.ahead import Ahead, gradients
+from tests.keepless.recompute.transformers import Llama
 
 
 class Layers(nn.Module):

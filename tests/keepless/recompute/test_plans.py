@@ -29,8 +29,8 @@ from keepless.recompute.search import Choice, frontier, pareto
 from keepless.recompute.simulation import plain_peak, simulate
 from keepless.recompute.step import Event, Flag, Kind, Plan, Save, Step, StepValue
 from keepless.recompute.trace import StepTrace
-from tests.keepless.budget.ahead import Ahead, gradients
-from tests.keepless.budget.ahead import step as train
+from tests.keepless.recompute.ahead import Ahead, gradients
+from tests.keepless.recompute.ahead import step as train
 
 
 class Attention(nn.Module):

@@ -1,5 +1,6 @@
-"""How long the search takes, in simulations: planning 250 calls may take 3 s of a core, and 1,000 calls 10 s."""
+"""The search: how many simulations it takes, what it finds, and what it says. Planning 250 calls may take 3 s of a core."""
 
+import copy
 import random
 from itertools import pairwise
 
@@ -7,13 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
-from keepless.recompute.rehearsal import rehearsed_step
-from keepless.recompute.search import frontier, segmented
+from keepless.recompute.costs import peak_bytes
+from keepless.recompute.rehearsal import rehearsed_step, traced_step
+from keepless.recompute.search import Choice, frontier, segmented
 from keepless.recompute.simulation import Simulation, plain_peak, simulate
 from keepless.saved import size_text
-from tests.keepless.budget.ahead import Ahead
+from tests.keepless.recompute.ahead import Ahead, step
+from tests.keepless.recompute.transformers import TEXTS
 
 CHANNELS = 8
 
@@ -40,12 +44,12 @@ def simulations(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("calls", [60, pytest.param(999, marks=pytest.mark.slow)])
 def test_a_search_takes_few_simulations(simulations, calls):
     x = torch.randn(2, CHANNELS, *(2 * [2 * calls // 3 + 8]), device="meta")
-    step = rehearsed_step(layers(calls).to("meta"), (x,), {}, None)
-    plain = plain_peak(step)
+    rehearsed = rehearsed_step(layers(calls).to("meta"), (x,), {}, None)
+    plain = plain_peak(rehearsed)
     for limit in (plain, 2 * plain):  # at or above the plain peak
-        frontier(step, limit)
+        frontier(rehearsed, limit)
     assert simulations == [calls, calls]
-    found = frontier(step, plain // 2)
+    found = frontier(rehearsed, plain // 2)
     assert min(choice.peak for choice in found) <= plain // 2
     assert len(simulations) < 20 * calls
 
@@ -71,13 +75,13 @@ class Joined(nn.Module):
 
 def test_a_larger_budget_is_met_wherever_a_smaller_one_is_and_the_least_is_the_same():
     """Although times are measured anew for each budget."""
-    step = rehearsed_step(Joined().to("meta"), (torch.randn(2, 3, 32, 32, device="meta"),), {}, None)
-    plain, draws, limits, peaks = plain_peak(step), random.Random(0), [], []
+    rehearsed = rehearsed_step(Joined().to("meta"), (torch.randn(2, 3, 32, 32, device="meta"),), {}, None)
+    plain, draws, limits, peaks = plain_peak(rehearsed), random.Random(0), [], []
     for share in range(30, 100, 2):
-        values = [value._replace(seconds=draws.uniform(0, 1) ** 4) for value in step.values]
+        values = [value._replace(seconds=draws.uniform(0, 1) ** 4) for value in rehearsed.values]
         limits.append(share * plain // 100)
-        peaks.append(min(choice.peak for choice in frontier(step._replace(values=values), limits[-1])))
-    least = frontier(step)[-1].peak
+        peaks.append(min(choice.peak for choice in frontier(rehearsed._replace(values=values), limits[-1])))
+    least = frontier(rehearsed)[-1].peak
     assert 0.5 * plain < least < 0.8 * plain
     assert all(peak == least if limit < least else peak <= limit for limit, peak in zip(limits, peaks, strict=True))
 
@@ -99,5 +103,23 @@ def test_the_least_is_named_at_once_and_taken(share):
 def test_layers_of_one_size_are_cut_into_segments():
     """Of n layers, 2 sqrt(n) results need to be there at once."""
     network = nn.Sequential(*(module for _ in range(200) for module in (nn.Linear(8, 8), nn.GELU())))
-    step = rehearsed_step(network.to("meta"), (torch.randn(8, 8, device="meta"),), {}, None)
-    assert min(simulate(step, kept).peak for kept in segmented(step)) < 3 * 400**0.5 * 8 * 8 * 4
+    rehearsed = rehearsed_step(network.to("meta"), (torch.randn(8, 8, device="meta"),), {}, None)
+    assert min(simulate(rehearsed, kept).peak for kept in segmented(rehearsed)) < 3 * 400**0.5 * 8 * 8 * 4
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_segments_reach_the_peak_of_checkpoints_with_the_same_gradients(name):
+    """What checkpoints of whole blocks do is among the choices of a plan."""
+    torch.manual_seed(0)
+    network, words = TEXTS[name](), torch.randint(50, (2, 128))
+    checkpointed = copy.deepcopy(network)
+    checkpointed.run = lambda block, *arguments: checkpoint(block, *arguments, use_reentrant=False)
+    expected = step(network, words)
+    theirs = peak_bytes(lambda: step(checkpointed, words), "cpu")
+    traced, _ = traced_step(network, (words,), {})
+    kept = min(segmented(traced), key=lambda kept: simulate(traced, kept).peak)
+    plan = Choice(0, 0.0, tuple(kept)).plan(traced)
+    assert all(map(torch.equal, step(network, words, plan), expected))
+    ours = peak_bytes(lambda: step(network, words, plan), "cpu")
+    assert ours <= theirs
+    assert simulate(traced, kept).peak == pytest.approx(ours, rel=0.03)

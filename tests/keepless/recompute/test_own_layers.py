@@ -15,7 +15,7 @@ from keepless.recompute.rehearsal import traced_step
 from keepless.recompute.search import Choice
 from keepless.recompute.simulation import plain_peak, simulate
 from keepless.recompute.step import Kind
-from tests.keepless.budget.ahead import Ahead, step
+from tests.keepless.recompute.ahead import Ahead, step
 
 CASES = {
     "I": (InPlaceABN, {"variant": "I"}),
