@@ -11,21 +11,26 @@ import torch
 from torch import Tensor, nn
 
 
-def run_contiguous(network: nn.Module) -> list[str]:
+def dilated_groups(network: nn.Module) -> list[str]:
+    """Names of these convolutions. Compiled by TorchInductor, which chooses formats itself, they stay wrong."""
+    return [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Conv2d) and module.groups > 1 and max(module.dilation) > 1
+    ]
+
+
+def run_contiguous(network: nn.Module) -> None:
     """Give these convolutions contiguous inputs in training passes; their results are channels_last as before.
 
     To be called when the network has its memory format. The copy of the input is kept for the backward pass, unless
-    `recompute_activations` makes it again. Returns the names of the convolutions.
+    `recompute_activations` makes it again.
     """
-    found = []
-    for name, module in network.named_modules():
-        if isinstance(module, nn.Conv2d) and module.groups > 1 and max(module.dilation) > 1:
-            # Two strides of a depthwise weight fit both formats: `contiguous` would not change them.
-            module.weight.data = module.weight.data.clone(memory_format=torch.contiguous_format)
-            module.register_forward_pre_hook(_contiguous)
-            module.register_forward_hook(_channels_last)
-            found.append(name)
-    return found
+    for module in map(network.get_submodule, dilated_groups(network)):
+        # Two strides of a depthwise weight fit both formats: `contiguous` would not change them.
+        module.weight.data = module.weight.data.clone(memory_format=torch.contiguous_format)
+        module.register_forward_pre_hook(_contiguous)
+        module.register_forward_hook(_channels_last)
 
 
 def _contiguous(module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:

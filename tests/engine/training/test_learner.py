@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from engine import assemble
 from engine.checkpoint import files as checkpoint
+from engine.process.distributed import World
+from engine.training import setup
 from engine.training.learner import Learner, WeightAverage
 from tests.engine.learners import forward_of, learner_of
-from tests.runs import same
+from tests.runs import one_epoch, run_config, same
 
 
 def small_learner(precision: str = "float32", averaged: bool = False) -> Learner:
@@ -131,3 +134,14 @@ def test_every_state_continues(kind):
     learner = trained(kind)
     learner.load_state_dict(saved(kind))
     assert_same(learner.state_dict(2), saved(kind))
+
+
+def test_wrong_gradients_of_compiled_bfloat16_are_refused(monkeypatch):
+    """TorchInductor chooses memory formats itself, so `run_contiguous` does not reach it."""
+    monkeypatch.setattr("engine.training.setup.check_compiler", lambda *_, **__: None)
+    config = run_config("body=resnext_small", "body.groups=4", "trainer.compile=true", "trainer.precision=bfloat16")
+    make = functools.partial(assemble.segmentation_network, config, 5)
+    with pytest.raises(
+        ValueError, match="gives body.mod4.block1.convs.conv2, a dilated convolution with groups, wrong"
+    ):
+        setup.learner(config, make, one_epoch(10), World())
