@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
 from ..norms.bn_act import norm_and_activation
@@ -123,6 +124,32 @@ def repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> 
 
 
 made: Callable[[Function], Rule] = partial(repeated, fresh=True)
+
+
+def product(function: Function) -> Rule:
+    """Multiply once more. If an input has to be copied, `matmul` asks whether a gradient is needed how to multiply."""
+    again = made(function)
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        found = again(find, args, kwargs, result)
+        given = (*args, *kwargs.values())
+        if all(not isinstance(one, Tensor) or one.dim() < 3 or one.is_contiguous() for one in given):
+            return found
+        needed = [isinstance(one, Tensor) and one.requires_grad for one in given]
+        return found._replace(function=partial(_with_gradients, found.function, needed))
+
+    return rule
+
+
+def _with_gradients(function: Function, needed: list[bool], *arguments: Any) -> Tensor:
+    """`needed`: which arguments needed gradients in the forward pass."""
+    given = [one.detach().requires_grad_() if need else one for one, need in zip(arguments, needed, strict=True)]
+    with torch.enable_grad(), saved_tensors_hooks(_nothing, _nothing):
+        return function(*given).detach()
+
+
+def _nothing(_: object) -> Any:
+    """The graph of a call that ran again is not differentiated."""
 
 
 def unless(function: Function, position: int, name: str) -> Rule:

@@ -13,8 +13,9 @@ class EagerBackend(Backend):
         return moments_by_operator(x, UNTRACKED)
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
-        # The operator takes a variance in eval mode; eps is already in invstd.
-        z, _, _ = _batch_norm(x, affine, Running(mean, invstd.square().reciprocal()), False, 0.0, overwrite)
+        # The operator takes a variance in eval mode. Multiplying gamma instead, as it would do, changes no bit.
+        scaled = affine._replace(gamma=affine.gamma * invstd)
+        z, _, _ = _batch_norm(x, scaled, Running(mean, torch.ones_like(mean)), False, 0.0, overwrite)
         return z
 
     def forward(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from keepless import recompute_activations
+from keepless import CheckpointedABN, recompute_activations
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
 from keepless.recompute.step import Flag, Plan
@@ -447,8 +447,8 @@ class Read(torch.autograd.Function):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_computed_again_is_equal_to_the_bit_and_laid_out_alike(dtype):
     """With channels_last, other kernels would round otherwise."""
-    for activation in ("relu_", "silu", "sum", "max-pooling", "concatenation", "hardtanh"):
-        norm, seen = nn.BatchNorm2d(8), []
+    for activation in ("relu_", "silu", "sum", "max-pooling", "concatenation", "hardtanh", "tanh_"):
+        norm, seen = nn.BatchNorm2d(8) if activation != "tanh_" else CheckpointedABN(8), []
         nn.init.normal_(norm.weight)
         x = torch.randn(2, 8, 7, 7, dtype=dtype).to(memory_format=torch.channels_last).requires_grad_()
         with Recording():
