@@ -202,8 +202,8 @@ def test_the_images_and_the_input_of_the_norm_are_kept_and_nothing_else():
     """Whatever the norm and the activation, but for masks, indices and what no recipe is known for."""
     for norm, activation in [*product(NORMS, ["relu_"]), *product(["batch"], ACTIVATIONS)]:
         assert agree(block(norm, activation)), (norm, activation)
-        more = [392] if norm == "rms" else KEEPS_MORE.get(activation, [])
-        assert values_kept(*block(norm, activation)()) == [*more, 392, 486], (norm, activation)
+        kept = values_kept(*block(norm, activation)())
+        assert kept == [*KEEPS_MORE.get(activation, []), 392, 486], (norm, activation)
 
 
 def test_a_weight_that_changes_before_the_backward_pass_raises():
@@ -338,8 +338,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu over a view": lambda x: _relu_over_a_view(F.silu(x)),
     # `F.normalize` calls itself with out=None: nothing is written over.
     "normalised": lambda x: x.sin() * F.normalize(x, dim=1),
-    # On CPUs it saves x / rms(x), too.
-    "RMS norm": lambda x: F.rms_norm(F.rms_norm(F.silu(x), (6,), torch.ones(6).double()).sin(), (6,)).sin(),
     "inference tensor": _join_an_inference_tensor,
     "replaced data": _replace_data,
     "replaced data of a base": _replace_data_of_a_base,
@@ -357,7 +355,7 @@ TENSORS_KEPT = {
     "conjugate": 4,
 }
 TENSORS_KEPT |= {"checkpoint inside": 1, "other hooks inside": 1, "view changed": 1, "relu over a view": 2}
-TENSORS_KEPT |= {"RMS norm": 1, "normalised": 3, "upsampled": 1, "inference tensor": 1, "batched": 3}
+TENSORS_KEPT |= {"normalised": 3, "upsampled": 1, "inference tensor": 1, "batched": 3}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
