@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -36,6 +36,7 @@ from engine.segmentation.pictures import class_patch, labelled
 
 ROWS, COLUMNS, INCHES, DPI = 4, 2, 2.8, 130  # crops on a sheet, their size
 Dataset = SegmentationDataset | ClassificationDataset
+Shown = tuple[str, np.ndarray, np.ndarray]  # title; crop, uint8 (h, w, 3) RGB; train ids in it, uint8
 
 
 @dataclass
@@ -49,12 +50,6 @@ class BrowseData(SegmentationRun):
         super().check()
         if isinstance(self.data, ClassificationData) and self.sampler.name != "uniform":
             raise ValueError(f"sampler={self.sampler.name} is for segmentation: leave it out")
-
-
-class Shown(NamedTuple):
-    title: str
-    crop: np.ndarray  # uint8 (h, w, 3) RGB, before means are subtracted
-    label: np.ndarray | None  # uint8 (h, w), in segmentation
 
 
 def browse(values: DictConfig) -> list[Path]:
@@ -90,31 +85,30 @@ def training_crops(config: BrowseData, dataset: Dataset, console: Console) -> It
         for name, image, label in zip(minibatch["name"], minibatch["image"], minibatch["label"].numpy(), strict=True):
             crop = image.permute(1, 2, 0).numpy()
             if isinstance(dataset, ClassificationDataset):
-                yield Shown(f"{printable(name)}\n{printable(dataset.classes[label])}", crop, None)
+                yield f"{printable(name)}\n{printable(dataset.classes[label])}", crop, label
             else:
-                yield Shown(printable(name), np.concatenate([crop, labelled(crop, label, dataset)], axis=1), label)
+                yield printable(name), np.concatenate([crop, labelled(crop, label, dataset)], axis=1), label
 
 
 def sheet(page: Sequence[Shown], dataset: Dataset) -> Figure:
     """Draw crops with their titles, and a legend of the classes in their labels."""
-    rows, labels = -(-len(page) // COLUMNS), [shown.label for shown in page if shown.label is not None]
-    present = [number for number in np.unique(labels) if number < len(dataset.classes)] if labels else []
+    rows = -(-len(page) // COLUMNS)
     figure = Figure(figsize=(COLUMNS * (2 * INCHES + 0.2), rows * (INCHES + 0.4) + 0.9), layout="constrained")
-    for axes, shown in zip(figure.subplots(rows, COLUMNS, squeeze=False).flat, [*page, None], strict=False):
+    panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for axes in panels:
         axes.set_axis_off()
-        if shown is not None:
-            axes.imshow(shown.crop)
-            axes.set_title(shown.title, loc="left", fontsize=8)
+    for axes, (title, crop, _) in zip(panels, page, strict=False):
+        axes.imshow(crop)
+        axes.set_title(title, loc="left", fontsize=8)
     if isinstance(dataset, SegmentationDataset):
-        handles = [class_patch(dataset.palette[number], dataset.classes[number]) for number in present]
+        present = np.unique([label for _, _, label in page])
+        classes = zip(dataset.palette, dataset.classes, strict=True)
+        handles = [class_patch(*each) for number, each in enumerate(classes) if number in present]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     return with_literal_texts(figure)
 
 
-@configured("browse_data", BrowseData)
-def main(values: DictConfig) -> None:
-    browse(values)
-
+main = configured("browse_data", BrowseData)(browse)
 
 if __name__ == "__main__":
     main()

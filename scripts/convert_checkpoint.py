@@ -162,10 +162,7 @@ def _classes(
     return names, colours, ids
 
 
-@configured("convert_checkpoint", Conversion)
-def main(values: DictConfig) -> None:
-    convert(values)
-
+main = configured("convert_checkpoint", Conversion)(convert)
 
 if __name__ == "__main__":
     main()

@@ -86,7 +86,7 @@ def export(values: DictConfig) -> dict:
             f"{difference:.1e}; expected less than {LARGEST[options.precision]}: give size=[HEIGHT,WIDTH]"
         )
     write_file(output, content)
-    make_console().print(f"{options.format} of step {found.state['step']}: {output}", soft_wrap=True)
+    make_console().print(f"wrote the network of step {found.state['step']} to {output}", soft_wrap=True)
     return json.loads(about)
 
 
@@ -151,10 +151,7 @@ def run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-@configured("export", Export)
-def main(values: DictConfig) -> None:
-    export(values)
-
+main = configured("export", Export)(export)
 
 if __name__ == "__main__":
     main()

@@ -96,7 +96,7 @@ def make_classes(values: DictConfig) -> Path:
         names = [
             f"{n} ignored" if n in ignored else f"{n} {held.colours.get(value, '')}" for n, value in values_of.items()
         ]
-        counts = (np.array([of[value] for value in values_of.values()]) for of in (pixels, holding))
+        counts = ([of[value] for value in values_of.values()] for of in (pixels, holding))
         console.print(class_table(f"ids in the labels ({len(labels)})", names, *counts))
     ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
     check_number(root, kind, pixels, ids, ignored)
@@ -224,10 +224,7 @@ def contents(path: Path) -> tuple[str, dict[int, int], dict[int, tuple[int, ...]
     )
 
 
-@configured("make_classes", MakeClasses)
-def main(values: DictConfig) -> None:
-    make_classes(values)
-
+main = configured("make_classes", MakeClasses)(make_classes)
 
 if __name__ == "__main__":
     main()

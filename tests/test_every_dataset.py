@@ -162,7 +162,7 @@ for entry, task, name, root in (argument.split("=") for argument in sys.argv[1:]
     assert planner.training_images(planned.data) == 6
     assert planner.step_memory(planned, crops=2, crop_size=32).peak > 0
     reports = verify_data(composed("verify_data", *data, "splits=[train,val]", "workers=0"))
-    assert [report.problems for report in reports] == [(), ()]
+    assert [own["problems"] for own in reports.values()] == [{}, {}]
     assert train(values)["dataset"] == name
 """
 

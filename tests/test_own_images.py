@@ -159,7 +159,7 @@ def test_own_images_are_planned_from_their_files(tmp_path):
     assert (planner.classes_of(config.data), planner.training_images(config.data)) == (3, 6)
     (root / "val").rename(root / "test")
     reports = verify_data(composed("verify_data", "data=image_folder", f"data.root={root}", "workers=0"))
-    assert [(report.split, report.images, report.problems) for report in reports] == [("train", 6, ()), ("test", 3, ())]
+    assert [(own["images"], own["problems"]) for own in reports.values()] == [(6, {}), (3, {})]
     (root / "test" / next((root / "test").iterdir()).name).rename(root / "test" / "weeds")
     with pytest.raises(ValueError, match=r"image_folder: the splits have different classes: .* only in test \(weeds\)"):
         planner.classes_of(config.data)

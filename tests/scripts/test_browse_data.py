@@ -9,7 +9,7 @@ from engine import assemble
 from engine.configuration import config as configuration
 from engine.process.console import make_console
 from engine.process.distributed import World
-from scripts.browse_data import BrowseData, Shown, browse, sheet, training_crops
+from scripts.browse_data import BrowseData, browse, sheet, training_crops
 from tests import trees
 from tests.datasets import classification_trees
 from tests.runs import classification_config, composed, run_config
@@ -42,15 +42,13 @@ def test_shows_the_crops_of_a_training(tmp_path, data, options):
         seen = [*assemble.classified_crops(run, dataset, start + 2, World())][start:]
     shown = list(training_crops(configuration.typed(browsed, BrowseData), dataset, make_console()))
     assert len(shown) == 8 and len(browse(browsed)) == 1  # whole minibatches; the page shows the first 7
-    for number, one in enumerate(shown):
+    for number, (title, shown_crop, ids) in enumerate(shown):
         minibatch, place = seen[number // 4], number % 4
         crop, name = minibatch["image"][place].permute(1, 2, 0).numpy(), minibatch["name"][place]
-        assert np.array_equal(one.crop[:, : crop.shape[1]], crop)
         label = minibatch["label"][place]
-        if data == "camvid":
-            assert one.title == name and np.array_equal(one.label, label) and one.crop.shape[1] == 2 * crop.shape[1]
-        else:
-            assert one.title == f"{name}\n{dataset.classes[label]}" and one.label is None
+        assert np.array_equal(shown_crop[:, : crop.shape[1]], crop)
+        assert np.array_equal(ids, label) and shown_crop.shape[1] == crop.shape[1] * (2 if data == "camvid" else 1)
+        assert title == (name if data == "camvid" else f"{name}\n{dataset.classes[label]}")
 
 
 def test_classification_has_no_class_uniform_sampling():
@@ -65,6 +63,6 @@ def test_writes_pages_of_eight_and_the_legend_names_what_occurs(tmp_path):
     assert [path.name for path in written] == ["page_000.png", "page_001.png"]
     full, last = (cv2.imread(str(path)) for path in written)
     assert full.shape[0] > 2 * last.shape[0] > 400 and full.shape[1] == last.shape[1]  # one row of crops on the last
-    page = [Shown("a", np.zeros((1, 8, 3), np.uint8), np.array([[3, 3, 10, 255]], np.uint8))]
+    page = [("a", np.zeros((1, 8, 3), np.uint8), np.array([[3, 3, 10, 255]], np.uint8))]
     (legend,) = sheet(page, camvid(root, "train")).legends
     assert [text.get_text() for text in legend.get_texts()] == ["road", "bicyclist"]
