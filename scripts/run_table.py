@@ -24,20 +24,18 @@ from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, table_of
-from engine.process.jobs import run_jobs
+from engine.process.jobs import has_ended, run_jobs
 from engine.schema.keys import key, override
-from engine.schema.training import TrainingRun
 from engine.training import planner
 from models.checkpoints.released_files import released_file
 from scripts.reports import papers
-from scripts.reports.runs import Run
 
 DATA = sorted(name for name, row in ROWS.items() if not row.drawn)  # in folders
 
 
 @dataclass
 class RunTable:
-    table: str = MISSING  # a folder of configs/experiment
+    table: str = key(MISSING, one_of=tuple(papers.TABLES))  # a folder of configs/experiment
     dry_run: bool = False  # only list the trainings
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
@@ -47,8 +45,6 @@ class RunTable:
     overrides: list[str] = field(default_factory=list)  # of every training; scripts.evidence.tables prints them
 
     def check(self) -> None:
-        if self.table not in papers.TABLES:
-            raise ValueError(f"table={self.table}: expected one of {', '.join(papers.TABLES)}")
         for name in ("roots", "weights"):
             given = getattr(self, name)
             if not isinstance(given, (dict, type(None))):
@@ -66,10 +62,8 @@ class RunTable:
 class Job(NamedTuple):
     """A training to run."""
 
-    experiment: str
-    seed: int
+    title: str  # the experiment and the seed
     command: list[str]
-    run_dir: Path
     missing: list[str]  # options that the command lacks
     has_ended: bool
     devices: int
@@ -80,7 +74,7 @@ def run(values: DictConfig) -> int:
     """List the trainings of a table, run the missing ones, and return how many failed.
 
     Raises:
-        ValueError: there is no such table; a run directory holds another run; no training has its data and weights.
+        ValueError: there is no such table; no training has its data and weights.
         Preempted: a training was asked to stop.
     """
     arguments, console = configuration.typed(values, RunTable), make_console()
@@ -95,7 +89,7 @@ def run(values: DictConfig) -> int:
     lacking = sorted({entry for job in waiting for entry in job.missing})
     if waiting and not ready:
         raise ValueError(f"table={arguments.table} needs {'; '.join(lacking)}")
-    commands = {f"{job.experiment}, seed {job.seed}": job.command for job in ready}
+    commands = {job.title: job.command for job in ready}
     failed = run_jobs(commands, console, ended_before=len(jobs) - len(waiting), folder=papers.REPOSITORY)
     if lacking:
         console.print(f"{len(waiting) - len(ready)} not run, which need {'; '.join(lacking)}")
@@ -136,24 +130,9 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
             missing.append(f"weights={{{network}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
-    command = [sys.executable, *start, f"{entry}.py", *options, *arguments.overrides]
-    return Job(experiment, seed, command, run_dir, missing, _has_ended(run_dir, config, devices), devices, steps)
-
-
-def _has_ended(run_dir: Path, config: TrainingRun, devices: int) -> bool:
-    """Whether a run directory has results. ValueError: they are of another configuration, or cannot be read."""
-    if not (run_dir / "results.json").is_file():
-        return False
-    try:
-        run = Run(run_dir)
-    except ValueError as error:
-        raise ValueError(f"{run_dir}: {error}; give another folder as runs=") from error
-    ours, wanted = papers.training_of(run.typed), papers.training_of(config)
-    ours["crops"] = papers.crops_per_norm(run.typed, run.processes)
-    wanted["crops"] = papers.crops_per_norm(config, devices)
-    if any(ours.get(name) != wanted.get(name) for name in {*ours, *wanted} - {*papers.SPEED}):
-        raise ValueError(f"{run_dir} holds a run with other keys than these: give another folder as runs=")
-    return True
+    words = [f"{entry}.py", *options, *arguments.overrides]
+    command, ended = [sys.executable, *start, *words], has_ended(run_dir, words)
+    return Job(f"{experiment}, seed {seed}", command, missing, ended, devices, steps)
 
 
 def job_table(jobs: list[Job], title: str) -> Table:
@@ -162,7 +141,7 @@ def job_table(jobs: list[Job], title: str) -> Table:
     table.add_column("", overflow="fold")
     for job in jobs:
         state = "has ended" if job.has_ended else "needs " + "; ".join(job.missing) if job.missing else "to run"
-        table.add_row(f"{job.experiment}, seed {job.seed}", str(job.devices), f"{job.steps:,}", state)
+        table.add_row(job.title, str(job.devices), f"{job.steps:,}", state)
     return table
 
 

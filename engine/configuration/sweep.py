@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from engine.process.console import log_to, make_console
 from engine.process.distributed import launched
-from engine.process.jobs import run_jobs
+from engine.process.jobs import has_ended, run_jobs
 from engine.schema.keys import Keys, deciding, named_after, override
 
 FLAGS = ("-m", "--multirun")
@@ -24,15 +24,6 @@ class Job(NamedTuple):
     title: str  # its own overrides
     arguments: list[str]
     run_dir: Path | None  # None: the command writes none
-
-    def has_ended(self) -> bool:
-        """Whether this very command has left results."""
-        if self.run_dir is None:
-            return False
-        config, command = self.run_dir / "config.yaml", shlex.join(["python", sys.argv[0], *self.arguments])
-        if not ((self.run_dir / "results.json").is_file() and config.is_file()):
-            return False
-        return config.read_text("utf-8", "replace").startswith(f"# {command}\n")
 
 
 def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool) -> None:
@@ -62,7 +53,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
     folder, jobs = jobs_of(arguments, check, has_run_dir)
     waiting = []
     for job in jobs:
-        if job.has_ended():
+        if job.run_dir is not None and has_ended(job.run_dir, [sys.argv[0], *job.arguments]):
             console.print(f"already finished: {job.title}", soft_wrap=True)
         else:
             waiting.append(job)

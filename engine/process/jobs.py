@@ -5,7 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -65,6 +65,14 @@ def run_jobs(
     lines += [f"failed: {title}: {error}" for title, error in failed.items()]
     console.print("\n".join(lines), soft_wrap=True)
     return len(failed)
+
+
+def has_ended(run_dir: Path, words: Sequence[str]) -> bool:
+    """Whether this very command, `python WORDS`, has left results in its run directory."""
+    config, command = run_dir / "config.yaml", shlex.join(["python", *words])
+    if not ((run_dir / "results.json").is_file() and config.is_file()):
+        return False
+    return config.read_text("utf-8", "replace").startswith(f"# {command}\n")
 
 
 def _passed_on(job: subprocess.Popen) -> str | None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -150,7 +151,8 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
             return True
         name = run_dir.parent.name
         source = {"resnet14": "cifar/norms/inplace", "revnet38": "cifar/short/revnet38_seed0"}
-        shutil.copytree(RESULTS / source.get(name, "cifar/short/resnet32_seed0"), run_dir)
+        shutil.copytree(RESULTS / source.get(name, "cifar/short/resnet32_seed0"), run_dir, dirs_exist_ok=True)
+        (run_dir / "config.yaml").write_text(f"# {shlex.join(['python', *command[1:]])}\n")
         return False
 
     monkeypatch.setattr(run_table, "run_jobs", run_jobs)
@@ -161,16 +163,8 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
     assert all({"seed=0", "data.root=/a/DIR", "resume=auto"} <= set(command) for command in commands)
     assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 0 and len(commands) == 4
     assert calls == [(3, 0), (1, 2)]
-    assert run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.compile=true"]))) == 0
-    assert calls == [(3, 0), (1, 2), (0, 3)]  # as the row counts runs that differ in speed alone
-    with pytest.raises(ValueError, match="holds a run with other keys than these: give another folder as runs="):
-        run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.steps=1"])))
-    with pytest.raises(ValueError, match="holds a run with other keys"):  # whose norms would see fewer images
-        run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.accumulation_steps=4"])))
-    records = tmp_path / "cifar10/resnet14/seed0/metrics.jsonl"
-    records.write_text("".join(records.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(ValueError, match="/cifar10/resnet14/seed0: its last record is not the evaluation"):
-        run_table.run(OmegaConf.structured(RunTable(**arguments)))
+    assert run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.steps=1"]))) == 0
+    assert calls == [(3, 0), (1, 2), (3, 0)]  # other commands: each training refuses what it cannot continue
 
 
 def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_path, monkeypatch):
@@ -197,11 +191,8 @@ def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, mon
     ):
         with pytest.raises(ValueError, match=message):
             run_table.run(composed("run_table", "table=cifar10", option))
-    for table, message in (
-        ("cifar10", r"cifar10 needs roots=\{cifar10: DIR\}"),
-        ("table9", "table9: expected one of cifar10"),
-    ):
-        with pytest.raises(ValueError, match=f"table={message}"):  # before anything runs
+    for table, message in (("cifar10", r"needs roots=\{cifar10: DIR\}"), ("table9", ": expected one of table1, ")):
+        with pytest.raises(ValueError, match=f"table={table}.?{message}"):  # before anything runs
             run_table.run(OmegaConf.structured(RunTable(table=table, runs=str(tmp_path))))
 
 
