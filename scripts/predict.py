@@ -82,12 +82,12 @@ def predict(values: DictConfig) -> list[Path]:
                     ids = segment(network, image, places, numbers, options.probabilities, windows)
                     written.append(places["ids"])
                     if options.report:
-                        page.add_segmented(shown, image, ids)
+                        page.add(shown, image, np.bincount(ids.reshape(-1), minlength=len(numbers)) / ids.size, ids)
                 else:
                     probabilities = network.probabilities(image)
                     rows.append([shown, *likeliest(probabilities, network.classes, options.top_k)])
                     if options.report:
-                        page.add_classified(shown, image, probabilities)
+                        page.add(shown, image, probabilities)
     if not segments:
         write_table(output / TABLE, rows)
     if options.report:
@@ -190,10 +190,7 @@ def write_classes(path: Path, key: str, numbers: np.ndarray, classes: Sequence[s
     write_file(path, "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
 
 
-@configured("predict", Prediction)
-def main(values: DictConfig) -> None:
-    predict(values)
-
+main = configured("predict", Prediction)(predict)
 
 if __name__ == "__main__":
     main()

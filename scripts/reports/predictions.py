@@ -45,33 +45,22 @@ class Page:
     """
 
     def __init__(self, title: str, classes: Sequence[str], palette: np.ndarray | None, shown: int):
-        self.title, self.classes, self.palette, self.shown = title, classes, palette, shown
+        self.title, self.classes, self.palette = title, classes, palette
+        self.shown = shown if palette is None else len(classes)
         self.sections: list[str] = []
         self.total = np.zeros(len(classes))
 
-    def add_segmented(self, name: str, image: np.ndarray, ids: np.ndarray) -> None:
-        """An image, uint8 (H, W, 3) RGB, and its classes, uint8 (H, W)."""
-        assert self.palette is not None
-        shares = np.bincount(ids.reshape(-1), minlength=len(self.classes)) / ids.size
-        mask = Image.fromarray(ids)
-        mask.putpalette(self.palette.tobytes())
+    def add(self, name: str, image: np.ndarray, shares: np.ndarray, ids: np.ndarray | None = None) -> None:
+        """An image, uint8 (H, W, 3) RGB, the share or probability of each class, and a segmentation's train ids."""
         small = smaller(Image.fromarray(image), Image.Resampling.BOX)
-        pictures = (
-            f'<img class="image" alt="" src="{encoded(small, "JPEG")}">'
-            f'<div class="over"><img class="copy" alt=""><img class="mask" alt="" src="'
-            f'{encoded(smaller(mask, Image.Resampling.NEAREST), "PNG")}"></div>'
-        )
-        self._add(name, "row", pictures, shares, len(self.classes))
-
-    def add_classified(self, name: str, image: np.ndarray, probabilities: np.ndarray) -> None:
-        """An image, uint8 (H, W, 3) RGB, and the probability of every class, (classes,)."""
-        small = smaller(Image.fromarray(image), Image.Resampling.BOX)
-        picture = f'<img class="image" alt="" src="{encoded(small, "JPEG")}">'
-        self._add(name, "row whole", picture, probabilities, self.shown)
-
-    def _add(self, name: str, layout: str, pictures: str, shares: np.ndarray, most: int) -> None:
+        pictures = f'<img class="image" alt="" src="{encoded(small, "JPEG")}">'
+        if ids is not None and self.palette is not None:
+            mask = Image.fromarray(ids)
+            mask.putpalette(self.palette.tobytes())
+            source = encoded(smaller(mask, Image.Resampling.NEAREST), "PNG")
+            pictures += f'<div class="over"><img class="copy" alt=""><img class="mask" alt="" src="{source}"></div>'
         self.total += shares
-        table = self.table(shares, most)
+        layout, table = "row whole" if ids is None else "row", self.table(shares, self.shown)
         self.sections.append(
             f'<section><h2>{escape(printable(name))}</h2><div class="{layout}">{pictures}{table}</div></section>\n'
         )
