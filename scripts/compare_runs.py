@@ -12,11 +12,12 @@ of each run that these are made from into OUT/RUN/. Given as `runs`, these folde
 
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
@@ -67,14 +68,10 @@ class Group(NamedTuple):
         return steps, [statistics.mean(each) for each in values], deviations
 
 
-def all_scores(runs: Iterable[Run]) -> list[tuple[str, str]]:
-    """(score, class) of all runs. Classes that do not occur have no score."""
-    return list(dict.fromkeys(key for run in runs for key, share in run.percent.items() if share is not None))
-
-
 def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:
     runs = [run for group in groups for run in group.runs]
-    scores, known = runs[0].scores, all_scores(runs)
+    scores = runs[0].scores
+    known = dict.fromkeys(key for run in runs for key, share in run.percent.items() if share is not None)
     rows = [[f"**{scores.best_title} %, last checkpoint**", *(f"**{g.cell(scores.best_title)}**" for g in groups)]]
     for score, of_class in known:
         in_all = all((score, of_class) in run.percent for run in runs)
@@ -116,12 +113,14 @@ def curves(groups: list[Group]) -> Figure:
     for axes, (kind, value, label, style, factor) in zip(
         panels, (("train", "loss", "training loss", "-", 1), best), strict=True
     ):
-        shown = []
         for group in groups:
             steps, *values = group.curve(kind, value)
-            mean, spread = ([factor * number for number in each] for each in values)
-            shown.append(charts.Series(group.title, mean, steps, style=style, spread=spread))
-        charts.lines(axes, shown, xlabel="step", ylabel=label)
+            mean, spread = (factor * np.array(each) for each in values)
+            (line,) = axes.plot(steps, mean, style, label=group.title, markersize=4)
+            if len(spread):
+                axes.fill_between(steps, mean - spread, mean + spread, color=line.get_color(), alpha=0.2, linewidth=0)
+        axes.set(xlabel="step", ylabel=label)
+        axes.locator_params(axis="x", nbins=6)  # room for steps of five digits
     charts.legend(figure, columns=3)
     return figure
 
@@ -167,13 +166,11 @@ def compare(values: DictConfig) -> Path:
     charts.save(with_literal_texts(curves(groups)), Path(f"{out}.png"))
     page = Path(f"{out}.md")
     write_file(page, report(groups, left_out, config.title, os.path.basename(f"{out}.png")))
+    print(page)
     return page
 
 
-@configured("compare_runs", Comparison)
-def main(values: DictConfig) -> None:
-    print(compare(values))
-
+main = configured("compare_runs", Comparison)(compare)
 
 if __name__ == "__main__":
     main()

@@ -3,8 +3,8 @@
     python -m scripts.plan_memory experiment=table3/cityscapes_resnext101_std memory.gpus=4
     python -m scripts.plan_memory experiment=… memory.gpus=4 memory.budget=12GiB memory.fit=batch   # or crop
     python -m scripts.plan_memory experiment=… memory.budget=12GiB memory.fit=crop trainer.recompute=budget
-    python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std memory.gpus=1
-    python -m scripts.plan_memory table=table3 out=FILE.json                                       # see below
+    python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std
+    python -m scripts.plan_memory table=table3 out=FILE.json   # or all; see below
 
 Prints the tensors on one device at the peak of a step, the module of the peak, and the bytes that the backward pass
 needs.
@@ -12,21 +12,21 @@ memory.fit also finds, for standard, checkpointed and in-place norms, the larges
 most crops of data.crop_size (batch; the paper's FIXED CROP) or the largest data.crops_per_minibatch crops (crop; its
 FIXED BATCH). With trainer.recompute=budget, a step computes as many activations again as the budget requires, and
 memory.fit allows it memory.time, relative to a step that keeps them all (estimated).
-memory.gpus=1 also lists how much memory one device needs for the whole minibatch with bfloat16, in-place norms,
-recomputed blocks, plans within memory.time and a reversible body. The keys are train_seg.py's, or train_imagenet.py's
-for one of its experiments. Traces run on fake tensors.
+The keys are train_seg.py's, or train_imagenet.py's for one of its experiments. Traces run on fake tensors.
 
-table=… plans all experiments of a folder of configs/experiment (all: of each) into a record and its page.
+table=… plans all experiments of a folder of configs/experiment (all: of each) into a record and its page. Of Table 3
+also the columns fixed crop and fixed batch as the planner fills them, beside the paper's, on which the deductions from
+a device's memory are calibrated; of Tables 3 and 4 the memory with which each minibatch fits on one device; of RevNet
+its claims. Steps of tables have the paper's loss, with logits of full resolution (loss.tiles=false).
 """
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
 
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig
 from rich.table import Table
 
 from datasets.registry import FOR_CLASSIFICATION
@@ -35,39 +35,27 @@ from engine.configuration.choices import no_such_choice
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, table_of
 from engine.process.stopping import errors_for_users
-from engine.schema.memory import deductions, device_memory
+from engine.schema.classification import ClassificationRun
+from engine.schema.keys import key
+from engine.schema.memory import Memory, deductions, device_memory
+from engine.schema.network import NORMS, Norm
+from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import planner
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from keepless.saved import size_text
-from scripts import plan_table
-from scripts.reports import papers
-
-PLANNED_NORMS = ("std", "checkpoint", "inplace")
-FITS = {  # memory.fit: its meaning, and the paper's name for it
-    "batch": "more crops of the same size (the paper's FIXED CROP)",
-    "crop": "larger crops, as many (the paper's FIXED BATCH)",
-}
+from scripts.reports import frame, papers
+from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table
 
 
-class Fit(NamedTuple):
-    """The largest minibatch that fits with a norm."""
-
-    norm: str
-    crops: int  # per minibatch
-    share: int  # on each device
-    crop_size: int
-    crop: str  # height x width
-    bytes: int  # on each device
-
-
-def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
-    """Print the plan; return the minibatches that fit. ValueError: a key is wrong, or the step exceeds the budget."""
+def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun]:
+    """Print the plan; return what fits by norm. ValueError: a key is wrong, or the step exceeds the budget."""
     config, console = configuration.typed(values, schema), make_console()
     devices = config.memory.gpus or 1
     config.check_shares(devices)
     share, size, crop = planner.share_of(config, devices), config.data.crop_size, planner.crop_text(config.data)
-    budget, found, step = config.memory.available(devices), [], config
+    budget, step = config.memory.available(devices), config
+    found: dict[str, TrainingRun] = {}
     if budget is not None and config.trainer.recompute == "budget":
         memory, _, about = planner.within_budget(config, devices)
         step = replace(config, memory=memory)
@@ -83,12 +71,9 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     console.print(table_of(["at the peak", "memory"], at_peak))
     console.print(f"kept for the backward pass: {size_text(trace.kept)}")
     if config.memory.fit is not None:
-        found = list(fits(config, devices))
-        console.print(f"memory.fit={config.memory.fit}, {FITS[config.memory.fit]}, {each}:")
-        console.print(fit_table(found))
-    if config.memory.gpus == 1:
-        console.print(f"{share} crops of {crop} pixels on one device, with the memory that CUDA itself needs:")
-        console.print(combination_table(config))
+        found, paper = fits(config, devices), FITS[config.memory.fit].replace("_", " ")
+        console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {each}:")
+        console.print(fit_table(found, devices))
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:
@@ -101,34 +86,243 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     return found
 
 
-def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:
-    """The largest minibatch with each norm that can have the configured activation."""
-    for norm in PLANNED_NORMS:
-        if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
-            continue
-        changed = replace(deepcopy(config), norm=plan_table.as_norm(norm, config.norm))
-        chosen = planner.fitting(changed, devices)
-        share, size = planner.share_of(chosen, devices), chosen.data.crop_size
-        peak = planner.needed(chosen, share, size, devices)
-        yield Fit(norm, chosen.data.crops_per_minibatch, share, size, planner.crop_text(chosen.data), peak)
+def fits(config: TrainingRun, devices: int) -> dict[str, TrainingRun]:
+    """The configuration with the largest minibatch, by norm, of those that can have the configured activation."""
+    found = {}
+    for norm in ("std", "checkpoint", "inplace"):
+        if norm != "inplace" or config.norm.activation in INVERTIBLE_ACTIVATIONS:
+            changed = replace(deepcopy(config), norm=as_norm(norm, config.norm))
+            found[norm] = planner.fitting(changed, devices)
+    return found
 
 
-def fit_table(found: list[Fit]) -> Table:
+def fit_table(found: dict[str, TrainingRun], devices: int) -> Table:
     """The minibatches that fit, and their pixels relative to the first norm's."""
     table = table_of(["norm", "crops per minibatch", "on each device", "crop", "memory", "pixels"])
-    first = found[0].crops * found[0].crop_size ** 2
-    for fit in found:
-        more = fit.crops * fit.crop_size**2 / first - 1
-        table.add_row(fit.norm, str(fit.crops), str(fit.share), fit.crop, size_text(fit.bytes), f"{more:+.0%}")
+    pixels = [chosen.data.crops_per_minibatch * chosen.data.crop_size**2 for chosen in found.values()]
+    for (norm, chosen), own in zip(found.items(), pixels, strict=True):
+        data, share = chosen.data, planner.share_of(chosen, devices)
+        needed = size_text(planner.needed(chosen, share, data.crop_size, devices))
+        crops = (str(data.crops_per_minibatch), str(share), planner.crop_text(data))
+        table.add_row(norm, *crops, needed, f"{own / pixels[0] - 1:+.0%}")
     return table
 
 
-def combination_table(config: TrainingRun) -> Table:
-    """Memory of one device for the whole minibatch, by combination."""
+COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
+ALL, BUDGET, DEVICES = "all", "12GiB", 4  # the papers' devices, four for Table 3
+SMALL_NETWORK = 80_000_000  # bytes of parameters
+# The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
+CLAIMS = {
+    "ResNet-101": ("revnet/imagenet_resnet101", "trainer.accumulation_steps=1"),
+    "RevNet-104": ("revnet/imagenet_revnet104",),
+    "RevNet-602": ("revnet/imagenet_revnet104", "body.structure=[2,2,94,2]"),
+}
+
+
+@dataclass
+class PlanArguments(frame.Arguments):
+    table: str = key(MISSING, one_of=(ALL, *papers.TABLES))  # a folder of configs/experiment; all: each
+
+
+def items(arguments: PlanArguments) -> dict[str, tuple]:
+    """{PART/…: (part, what of it)}"""
+    own = [name for name in papers.all_experiments() if f"{arguments.table}/" in ("all/", name[: name.index("/") + 1])]
+    chosen: list[tuple] = [("experiments", name) for name in own]
+    if arguments.table in (ALL, "table3"):
+        chosen += [("fits", column, fit, norm) for column in COLUMNS for fit in FITS for norm in ("std", "inplace")]
+    whole: dict[tuple, str] = {}  # each minibatch of Tables 3 and 4, by its first experiment
+    for name in own:
+        if found := re.match(r"table[34]/(\w+?_(resnext\d+|wrn\d+))_", name):
+            data = papers.configured_as(name).data
+            whole.setdefault((found[1], data.crops_per_minibatch, data.crop_size), name)
+    chosen += [("one_device", name, network) for (network, *_), name in whole.items()]
+    chosen += [("claims", network) for network in CLAIMS if arguments.table in (ALL, "revnet")]
+    return {"/".join(item): item for item in chosen}
+
+
+def measure(arguments: PlanArguments, part: str, *what: str) -> Rows:
+    planners: dict[str, Callable[..., Iterable[dict]]] = {
+        "experiments": lambda name: [planned(name)],
+        "fits": lambda column, fit, norm: [fit_of(column, fit, norm)],
+        "one_device": on_one_device,
+        "claims": lambda network: [claim_of(network)],
+    }
+    return [{"part": part, **row} for row in planners[part](*what)]
+
+
+def planned(experiment: str) -> dict:
+    """Memory of a training step of an experiment, on each of its devices."""
+    tiled, devices = papers.configured_as(experiment), papers.devices_of(experiment)
+    config, share, size = in_full(tiled), planner.share_of(tiled, devices), tiled.data.crop_size
+    trace = planner.step_memory(config, share, size, devices)
+    crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
+    memory = {"peak": trace.peak, "kept": trace.kept, "place": trace.place}
+    by_tiles = None if config is tiled else planner.step_memory(tiled, share, size, devices).peak
+    return {"experiment": experiment, "devices": devices, **crops, **memory, "by_tiles": by_tiles}
+
+
+def in_full(config: TrainingRun) -> TrainingRun:
+    """The configuration with the paper's loss, on logits of the labels' resolution; classifiers are unchanged."""
+    if isinstance(config, SegmentationRun):
+        return replace(config, loss=replace(config.loss, tiles="false"))
+    return config
+
+
+def fit_of(column: str, fit: str, norm: str) -> dict:
+    """The planner's choice for Table 3, and the paper's."""
+    memory = (f"memory.budget={BUDGET}", f"memory.gpus={DEVICES}", f"memory.fit={fit}")
+    config = papers.configured_as(f"table3/{column}_std", f"norm={norm}", *memory)
+    chosen = planner.fitting(in_full(config), DEVICES).data
+    paper = papers.configured_as(experiment_of(column, fit, norm)).data
+    return {
+        **{"column": column, "fit": fit, "norm": norm},
+        **{"crops": chosen.crops_per_minibatch, "crop_size": chosen.crop_size},
+        **{"paper_crops": paper.crops_per_minibatch, "paper_crop_size": paper.crop_size},
+    }
+
+
+def experiment_of(column: str, fit: str, norm: str) -> str:
+    """The row of Table 3."""
+    return f"table3/{column}_std" if norm == "std" else f"table3/{column}_inplace_{FITS[fit]}"
+
+
+def on_one_device(name: str, network: str) -> Iterator[dict]:
+    """The minibatch of an experiment as a whole on one device."""
+    config = papers.configured_as(name)
     crops, size = config.data.crops_per_minibatch, config.data.crop_size
-    needed = {name: planner.needed(changed, crops, size) for name, changed in plan_table.combinations(config).items()}
-    rows = ([name, size_text(device_memory(peak))] for name, peak in needed.items())
-    return table_of(["combination", "memory"], rows)
+    for combination, changed in combinations(config).items():
+        needed = device_memory(planner.needed(changed, crops, size))
+        yield {"network": network, "crops": crops, "crop_size": size, "combination": combination, "device": needed}
+
+
+def claim_of(network: str) -> dict:
+    config = papers.configured_as(*CLAIMS[network], f"memory.budget={BUDGET}", "memory.fit=batch")
+    assert isinstance(config, ClassificationRun)
+    return {"network": network, "images": planner.fitting(config, devices=1).data.crops_per_minibatch}
+
+
+def as_norm(name: str, norm: Norm) -> Norm:
+    """A norm of another name with the same options, as far as it has them."""
+    options = {entry.name: getattr(norm, entry.name) for entry in fields(norm) if entry.name != "name"}
+    known = {entry.name for entry in fields(NORMS[name])}
+    return NORMS[name](**{option: value for option, value in options.items() if option in known})
+
+
+def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
+    """The configuration with each combination of norm, recomputation, precision and reversible body.
+
+    Small networks get no reversible body: RevNet-104 would need more than they do.
+    """
+    changes = [("std", "none", config.body, "standard norms"), ("inplace", "none", config.body, "in-place norms")]
+    if not config.body.is_reversible():
+        changes += [
+            (norm, recompute, config.body, f"{about}, trainer.recompute={recompute}")
+            for recompute in ("sqrt", "budget")
+            for norm, _, _, about in changes[:2]
+        ]
+        data = config.data
+        if planner.step_memory(config, data.crops_per_minibatch, data.crop_size).parameters > SMALL_NETWORK:
+            reversible = papers.configured_as(None, "body=revnet104").body
+            reversible = replace(reversible, output_stride=config.body.output_stride)
+            changes.append(("inplace", "none", reversible, "in-place norms, body=revnet104"))
+    found = {}
+    for norm, recompute, body, about in changes:
+        if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
+            continue
+        for precision in ("float32", "bfloat16"):
+            trainer = replace(config.trainer, recompute=recompute, precision=precision)
+            changed = replace(deepcopy(config), norm=as_norm(norm, config.norm), body=body, trainer=trainer)
+            found[f"{about}, {precision}"] = changed
+    return found
+
+
+TITLES = {
+    "cityscapes_resnext101": "Cityscapes, ResNeXt-101",
+    "coco_stuff_resnext101": "COCO-Stuff, ResNeXt-101",
+    "cityscapes_wrn38": "Cityscapes, WideResNet-38",
+    "coco_stuff_wrn38": "COCO-Stuff, WideResNet-38",
+    "cityscapes_resnext152": "Cityscapes, ResNeXt-152",
+    "vistas_wrn38": "Vistas, WideResNet-38",
+}
+FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3
+PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)", "RevNet-602": "“trains”"}
+
+
+def about(arguments: dict) -> tuple[str, str]:
+    title = "Every experiment" if arguments["table"] == ALL else papers.TABLES[arguments["table"]]
+    return title, f"{DEVICES} devices of {BUDGET}"
+
+
+def sections(call: dict, _: str) -> Iterator[str]:
+    """What they say of the numbers stands at the end of the page."""
+    experiments, fits = (frame.rows_of(call, part) for part in ("experiments", "fits"))
+    if fits:
+        standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
+        free = _gib(Memory(budget=BUDGET).available(DEVICES) or 0)
+        left = f"{BUDGET}, less {deductions(DEVICES)}, leave {free} GiB for tensors."
+        shown = ({**row, "standard": standard[row["column"], row["fit"]]} for row in fits)
+        yield section("Table 3: what fits", columns(shown, FIT, left=3), left)
+    if rows := frame.rows_of(call, "one_device"):
+        yield section("A minibatch of Tables 3 and 4 on one device", _one_device(rows))
+    if rows := frame.rows_of(call, "claims"):
+        yield section("RevNet's claims", columns(rows, CLAIM))
+    ordered = sorted(experiments, key=lambda row: row["experiment"])
+    yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f}"
+
+
+CLAIM: Columns = [
+    ("", "{network}"),
+    ("images", "{images}"),
+    ("published", lambda row: PUBLISHED_CLAIMS[row["network"]]),
+]
+EXPERIMENT: Columns = [
+    ("experiment", "{experiment}"),
+    ("devices", "{devices}"),
+    ("crops on each", "{share} x {crop_size}²"),
+    ("memory", lambda row: _gib(row["peak"])),
+    ("kept", lambda row: _gib(row["kept"])),
+    ("by tiles", lambda row: row["by_tiles"] and _gib(row["by_tiles"]) or ""),
+    ("most in", "{place}"),
+]
+FIT: Columns = [
+    ("", lambda row: TITLES[row["column"]]),
+    ("", lambda row: FITS[row["fit"]].replace("_", " ")),
+    ("norm", "{norm}"),
+    ("planned", "{crops} x {crop_size}²"),
+    ("", lambda row: _more(row, "")),
+    ("published", "{paper_crops} x {paper_crop_size}²"),
+    ("", lambda row: _more(row, "paper_")),
+    ("difference", lambda row: f"{_pixels(row, '') / _pixels(row, 'paper_') - 1:+.0%}"),
+]
+
+
+def _more(row: dict, by: str) -> str:
+    """How many more pixels a minibatch has than with standard norms."""
+    return "" if row["norm"] == "std" else f"{_pixels(row, by) / _pixels(row['standard'], by) - 1:+.0%}"
+
+
+def _pixels(row: dict, by: str) -> int:
+    return row[f"{by}crops"] * row[f"{by}crop_size"] ** 2
+
+
+def _one_device(rows: list[dict]) -> str:
+    networks: dict[tuple, dict[str, list[str]]] = {}
+    for row in rows:
+        combination, _, precision = row["combination"].rpartition(", ")
+        cells = networks.setdefault((TITLES[row["network"]], f"{row['crops']} x {row['crop_size']}²"), {})
+        cells.setdefault(combination, []).append(f"{row['device'] / GIB:.1f}")
+    titles = ["", "crops", *next(iter(networks.values()))]
+    return table(titles, ([*network, *map(" / ".join, cells.values())] for network, cells in networks.items()), 2)
+
+
+BENCHMARK = frame.Benchmark(
+    "memory_plan", PlanArguments, items, measure, about, sections, program="scripts.plan_memory"
+)
+_, plan_tables = frame.command(BENCHMARK, __doc__)
 
 
 def entry_of(arguments: list[str]) -> str:
@@ -137,7 +331,7 @@ def entry_of(arguments: list[str]) -> str:
     ValueError: there is no such experiment.
     """
     if any(argument.startswith("table=") for argument in arguments):
-        return plan_table.BENCHMARK.name
+        return BENCHMARK.name
     known = papers.all_experiments()
     chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
     if chosen is None:
@@ -150,8 +344,8 @@ def entry_of(arguments: list[str]) -> str:
 def main() -> None:
     with errors_for_users():
         entry = entry_of(sys.argv[1:])
-    if entry == plan_table.BENCHMARK.name:
-        plan_table.main()
+    if entry == BENCHMARK.name:
+        plan_tables()
         return
     schema = papers.SCHEMAS[entry]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.evidence import documents, training
-from scripts.evidence.steps import DEFAULT, GROUPS
+from scripts.evidence.training import DEFAULT, GROUPS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import ratio_of
 from tests.faults import report
@@ -83,7 +83,7 @@ def test_every_block_is_marked_and_every_switch_is_measured():
     marked = [name for path in documents.DOCUMENTS for name, *_ in frame.BLOCK.findall(path.read_text())]
     assert sorted(marked) == sorted(documents.BLOCKS) and papers.TABLES.keys() < {*marked}
     calls = documents.record("training")["calls"]
-    switches = {each.name for part, own in GROUPS.items() for each in own if part != "memory" and not each.only_cuda}
+    switches = {each.name for part, own in GROUPS.items() for each in own if "memory" not in part}
     assert {name for call in calls for name in training.switches_of(call)} == switches and DEFAULT in switches
     recomputed = training.measured_with(documents.record("training"), "recompute")
     ours, default = (recomputed[name][0]["saved_bytes"] for name in ("norm=std trainer.recompute=activations", DEFAULT))

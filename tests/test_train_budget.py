@@ -14,7 +14,7 @@ from engine.schema.memory import device_memory
 from engine.training import loop, planner, setup
 from engine.training.loop import train_step
 from engine.training.run import Run
-from scripts.reports.measuring import peak_bytes
+from keepless.recompute.costs import peak_bytes
 from tests.runs import SHORT, composed, one_epoch, run_config, same
 from train_seg import train
 

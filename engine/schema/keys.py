@@ -49,7 +49,7 @@ def key(
 
     Args:
         above, least, most: a number must be > above, >= least, <= most.
-        one_of: the allowed values.
+        one_of: the allowed values; of a list, the allowed entries.
         entries: names of the list's entries, which fix its length.
         names: the value is a name or a list of different names.
         free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
@@ -159,7 +159,8 @@ def expected(bounds: Mapping[str, Any]) -> str | None:
 
 def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
-    if one_of is not None and value not in one_of:
+    given = value if isinstance(value, list) else [value]
+    if one_of is not None and not (given and {*given} <= {*one_of}):
         raise ValueError(f"{name}={value}: expected {expected(bounds)}")
     if bounds.get("names") and not as_list(value):
         raise ValueError(f"{name}={value}: expected a name or a list of different names, such as [A,B]")

@@ -17,17 +17,17 @@ from omegaconf import DictConfig
 
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
-from scripts import plan_table
+from scripts import plan_memory
 from scripts.compare_runs import Group, compared, report
 from scripts.evidence import counted, layers, loader, loss, networks, reversible, tables, training
 from scripts.evidence.counted import Cells
 from scripts.reports import papers
-from scripts.reports.frame import BLOCK, RESULTS, Benchmark, calls_text, with_blocks
+from scripts.reports.frame import BLOCK, RESULTS, Benchmark, calls_text, rows_of, with_blocks
 from scripts.reports.markdown import GIB, mib
 
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/training")]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
-BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, networks, plan_table, reversible, training)]
+BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, networks, plan_memory, reversible, training)]
 COMPARISONS = {  # of runs in a folder of docs/results: name of the block
     **{f"runs_camvid_{name}": f"camvid/{name}" for name in ("norms", "samplers", "table3", "finetune")},
     **{f"runs_cifar_{name}": f"cifar/{name}" for name in ("norms", "short", "stored", "table3")},
@@ -42,8 +42,9 @@ def written(text: str, only: Callable[[str], bool] = lambda name: True) -> str:
     return with_blocks(text, {name: BLOCKS[name](before) for name, before in found.items() if only(name)})
 
 
-def filled(table: str, cells: Cells) -> str:
-    """A table with these cells after the names of their rows. ValueError: the table has no such row."""
+def filled(make: Callable[[], Cells], table: str) -> str:
+    """A table with the cells made after the names of their rows. ValueError: the table has no such row."""
+    cells = make()
     titles, rule, *lines = table.splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     found = set()
@@ -101,7 +102,7 @@ def results_cells() -> Cells:
 
 def _planned(kind: str) -> list[str]:
     """GiB on one device for the minibatch of Table 3's first row."""
-    rows = plan_table.rows_of(record("memory_plan")["calls"][0], "one_device")
+    rows = rows_of(record("memory_plan")["calls"][0], "one_device")
     own = {row["combination"]: row["device"] for row in rows if (row["crops"], row["crop_size"]) == (16, 512)}
     return [f"{own[f'{norm}, {kind}'] / GIB:.1f}" for norm in ("standard norms", "in-place norms")]
 
@@ -119,10 +120,6 @@ CELLS: dict[str, Callable[[], Cells]] = {
 }
 
 
-def cells_text(name: str, before: str) -> str:
-    return filled(before, CELLS[name]())
-
-
 def benchmark_text(benchmark: Benchmark, _: str) -> str:
     return calls_text(benchmark, record(benchmark.name), benchmark.name)
 
@@ -132,7 +129,7 @@ def table_text(name: str, _: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[str], str]] = {
-    **{name: partial(cells_text, name) for name in CELLS},
+    **{name: partial(filled, cells) for name, cells in CELLS.items()},
     **{name: partial(comparison, name) for name in COMPARISONS},
     **{own.name: partial(benchmark_text, own) for own in BENCHMARKS},
     **{name: partial(table_text, name) for name in (*papers.TABLES, tables.LEFT_OUT)},

@@ -7,21 +7,16 @@
 Without camvid, on drawn scenes. With `steps`, a few steps of tiny crops: nothing is learned.
 """
 
-import json
-import statistics
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 import train_seg
 from engine.configuration.command_line import composed
 from engine.schema.keys import key
 from scripts.reports import frame
-from scripts.reports.markdown import Columns, Rows, columns
+from scripts.reports.markdown import Rows
+from scripts.reports.runs import Run
 
 TRAININGS = {  # the rows of configs/experiment/camvid_table3, for images of half their size
     "standard": ("norm=std", "data.crop_size=120"),
@@ -32,7 +27,10 @@ RECIPE = (
     *("experiment=camvid_table3/std", "data.base_size=240", "data.workers=12"),
     *("trainer.precision=bfloat16", "trainer.evaluate_every_epochs=30"),
 )
-TINY = ("data.workers=0", "data.crops_per_minibatch=2", "norm.backend=eager", "trainer.evaluate_images=2")
+TINY = (
+    *("data.workers=0", "data.crops_per_minibatch=2", "norm.backend=eager"),
+    *("trainer.evaluate_images=2", "trainer.log_every_steps=1"),
+)
 
 
 @dataclass
@@ -47,21 +45,15 @@ def items(arguments: EqualMemoryArguments) -> dict[str, tuple]:
 
 
 def measure(arguments: EqualMemoryArguments, name: str, seed: int) -> Rows:
-    """A whole training: {"training", "seed", "miou", "training_s", "memory_mib": peak}."""
+    """A whole training: {"training", "seed", "miou", "images_per_second", "minutes", "peak_memory_mib"}."""
     if arguments.camvid is None and arguments.steps is None:
         raise ValueError("camvid=null: expected the folder of CamVid")
-    started_s = time.monotonic()
-    if arguments.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         own = (f"trainer.device={arguments.device}", f"run_dir={folder}/run", f"seed={seed}", *TRAININGS[name])
         data = () if arguments.camvid is None else (*RECIPE, f"data.root={arguments.camvid}")
         few = () if arguments.steps is None else (*TINY, f"trainer.steps={arguments.steps}")
         results = train_seg.train(composed("train_seg", *data, *own, *few))
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    memory = [entry["peak_memory_mib"] for entry in map(json.loads, lines) if "peak_memory_mib" in entry]
-    row = {"training": name, "seed": seed, "miou": results["miou"], "memory_mib": max(memory, default=0)}
-    return [{**row, "training_s": round(time.monotonic() - started_s, 1)}]
+        return [{"training": name, "seed": seed, "miou": results["miou"], **Run(Path(folder) / "run").training}]
 
 
 def about(arguments: dict) -> tuple[str, str]:
@@ -69,26 +61,7 @@ def about(arguments: dict) -> tuple[str, str]:
     return "Trainings at the same batch and at equal memory", size
 
 
-def _spread(rows: Rows) -> str:
-    scores = [100 * row["miou"] for row in rows]
-    return f"{statistics.mean(scores):.2f} ± {statistics.stdev(scores) if len(scores) > 1 else 0:.2f}"
-
-
-COLUMNS: Columns = [
-    ("training", lambda rows: rows[0]["training"]),
-    ("seeds", lambda rows: str(len(rows))),
-    ("mIoU, %", _spread),
-    ("peak, MiB", lambda rows: f"{statistics.median(row['memory_mib'] for row in rows):.0f}"),
-    ("s", lambda rows: f"{statistics.median(row['training_s'] for row in rows):.0f}"),
-]
-
-
-def sections(call: dict, _: str) -> Iterator[str]:
-    rows = frame.rows_of(call)
-    yield columns(filter(None, ([row for row in rows if row["training"] == name] for name in TRAININGS)), COLUMNS)
-
-
-BENCHMARK = frame.Benchmark("equal_memory", EqualMemoryArguments, items, measure, sections, about)
+BENCHMARK = frame.Benchmark("equal_memory", EqualMemoryArguments, items, measure, about, apart=True)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -10,38 +10,36 @@ is a limit of PyTorch's allocator, less CUDA's context.
 
 import gc
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-import train_imagenet  # noqa: F401  # declares its command, as the next one does
-import train_seg  # noqa: F401
 from engine import assemble
 from engine.assemble.tasks import TASKS
-from engine.configuration.command_line import composed
-from engine.configuration.config import typed
 from engine.process.distributed import World
 from engine.process.memory import is_out_of_memory
 from engine.training import loop, planner, setup
 from keepless.fit.sizes import largest
 from keepless.units import bytes_of
-from scripts.evidence.steps import ENDLESS
-from scripts.plan_table import CLAIMS
-from scripts.reports import frame
-from scripts.reports import markdown as md
-from scripts.reports.markdown import GIB, MIB, Columns, Rows
+from scripts.evidence.training import ENDLESS
+from scripts.plan_memory import CLAIMS
+from scripts.reports import frame, papers
+from scripts.reports.markdown import GIB, MIB, Rows
 
 BODIES = {"resnext101": 4, "wrn38": 5}  # of Table 3: crops on each of four devices, as in the first rows
 FEWEST = 2  # crops: the pooled branch of the head needs two
-TINY = ("data.crop_size=48", "body.base_channels=[8,8,16]", "body.stem_channels=8", "norm.backend=eager")
+TINY = {  # smaller networks of the same kind
+    "resnext101": ("body.base_channels=[8,8,16]", "body.stem_channels=8"),
+    "RevNet-104": ("body=revnet_tiny",),
+}
 
 
 @dataclass
 class FitArguments(frame.DeviceArguments):
     device: str = "cuda"
     limits: list[str] = field(default_factory=lambda: ["12GiB", "card"])
-    tiny: bool = False  # tiny networks, and no limit: to see that every line runs, also on a CPU
+    tiny: bool = False  # tiny networks of `TINY`, and no limit: to see that every line runs, also on a CPU
 
 
 def items(arguments: FitArguments) -> dict[str, tuple]:
@@ -49,7 +47,6 @@ def items(arguments: FitArguments) -> dict[str, tuple]:
         (*case[1:], case[0]) for case in itertools.product(arguments.limits, BODIES, ("std", "inplace"))
     ]
     found += [(network, "std", arguments.limits[0]) for network in CLAIMS]
-    found = [found[1], found[-2]] if arguments.tiny else found
     return {"/".join(item): item for item in found}
 
 
@@ -57,16 +54,15 @@ class Trained:
     """A training of random images, whose number changes."""
 
     def __init__(self, arguments: FitArguments, network: str, norm: str):
-        entry, words = _command(arguments, network)
-        self.task = next(task for task in TASKS.values() if task.entry == entry)
+        table3 = (f"table3/cityscapes_{network}_std", "data=synthetic", "data.base_size=512", "data.crop_size=512")
+        experiment, *words = CLAIMS.get(network) or (*table3, f"data.crops_per_minibatch={BODIES[network]}")
+        words += ["data.crop_size=48", "norm.backend=eager", *TINY[network]] if arguments.tiny else []
         trainer = (f"trainer.device={arguments.device}", "trainer.precision=float32", "trainer.accumulation_steps=1")
-        self.config = typed(composed(entry, *words, f"norm={norm}", *trainer), self.task.schema)
+        self.config = papers.configured_as(experiment, f"norm={norm}", *words, *trainer)
         assemble.arithmetic(self.config.trainer)
-        self.world = World(device=torch.device(arguments.device))
-        classes = planner.classes_of(self.config.data)
-        self.learner = setup.learner(
-            self.config, lambda: assemble.network_of(self.config, classes), ENDLESS, self.world
-        )
+        self.task, self.world = TASKS[self.config.task], World(device=torch.device(arguments.device))
+        make = partial(assemble.network_of, self.config, planner.classes_of(self.config.data))
+        self.learner = setup.learner(self.config, make, ENDLESS, self.world)
         self.loss = self.task.loss(self.config)
 
     def steps_peak(self, crops: int, allowed: int) -> int:
@@ -89,22 +85,11 @@ class Trained:
         return torch.cuda.max_memory_reserved() if device.type == "cuda" else crops * size**2 * 6000  # about
 
 
-def _command(arguments: FitArguments, network: str) -> tuple[str, tuple[str, ...]]:
-    """The entry that trains a network, and its overrides."""
-    if network in CLAIMS:
-        experiment, *more = CLAIMS[network]
-        tiny = ("body=revnet_tiny", "norm.backend=eager")
-        return "train_imagenet", tiny if arguments.tiny else (f"experiment={experiment}", *more)
-    data = ("data=synthetic", f"data.crops_per_minibatch={BODIES[network]}")
-    recipe = (f"experiment=table3/cityscapes_{network}_std", *data, "data.base_size=512", "data.crop_size=512")
-    return "train_seg", (*data, *TINY) if arguments.tiny else recipe
-
-
 def measure(arguments: FitArguments, network: str, norm: str, limit: str) -> Rows:
     """The largest batch with which three steps run in `limit`.
 
-    {"network", "norm", "limit", "found", "planned_bytes": of the step found, "allocated_bytes": its peak,
-    "reserved_bytes": of the allocator}
+    {"network", "norm", "limit", "most crops", "planned GiB": of the step found, "allocated GiB": its peak,
+    "reserved GiB": of the allocator}
     """
     trained, cuda = Trained(arguments, network, norm), arguments.device == "cuda"
     allowed = _limited(limit, trained) if cuda else 200 * MIB
@@ -115,8 +100,8 @@ def measure(arguments: FitArguments, network: str, norm: str, limit: str) -> Row
     trained.steps_peak(found, allowed)  # the device's counters are of this step
     counted = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
     planned = planner.step_memory(trained.config, found, trained.config.data.crop_size).peak
-    row |= {"found": found, "planned_bytes": planned}
-    return [{**row, "allocated_bytes": counted[0], "reserved_bytes": counted[1]}]
+    sizes = zip(("planned", "allocated", "reserved"), (planned, *counted), strict=True)
+    return [{**row, "most crops": found, **{f"{name} GiB": round(size / GIB, 3) for name, size in sizes}}]
 
 
 def _limited(limit: str, trained: Trained) -> int:
@@ -129,34 +114,12 @@ def _limited(limit: str, trained: Trained) -> int:
     return allowed
 
 
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f}"
-
-
-COLUMNS: Columns = [
-    ("network", "{network}, {norm}"),
-    ("device", "{limit}"),
-    ("most crops", "{found}"),
-    ("/ standard", lambda row: md.relative(row, "std", "found")),
-    ("planned, GiB", lambda row: _gib(row["planned_bytes"])),
-    ("allocated, GiB", lambda row: _gib(row["allocated_bytes"])),
-    ("reserved, GiB", lambda row: _gib(row["reserved_bytes"])),
-    ("workspace, GiB", lambda row: _gib(row["allocated_bytes"] - row["planned_bytes"])),
-    ("unused", lambda row: f"{1 - row['allocated_bytes'] / max(row['reserved_bytes'], 1):.1%}"),
-]
-
-
 def about(arguments: dict) -> tuple[str, str]:
-    words = "*Workspace*: allocated beyond the plan; *unused*: the allocator's fragmentation"
-    return "What fits into a device", f"{words}: what `keepless.fit` should take off for them"
+    words = "`keepless.fit` should take off what is allocated beyond the plan, and what is reserved beyond that"
+    return "What fits into a device", words
 
 
-def sections(call: dict, _: str) -> Iterator[str]:
-    groups = md.grouped(frame.rows_of(call), ["network", "limit"], "norm")
-    yield md.columns([row for group in groups.values() for row in group.values()], COLUMNS)
-
-
-BENCHMARK = frame.Benchmark("fit", FitArguments, items, measure, sections, about)
+BENCHMARK = frame.Benchmark("fit", FitArguments, items, measure, about)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

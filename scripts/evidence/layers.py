@@ -12,8 +12,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 
 from engine.schema.keys import key
 from keepless import ABN, recompute_activations
-from keepless.norms.backends import backend_for, check_backend
+from keepless.norms.backends import BACKENDS, backend_for
+from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import compiler_settings
 from models.blocks import NormAct
@@ -30,47 +32,27 @@ from scripts.evidence.counted import STRATEGIES
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section, time_ratio
-from scripts.reports.measuring import LAYOUTS, Step, compiled, interleaved, peak_bytes, timer
+from scripts.reports.measuring import LAYOUTS, Step, compiled, timed
 
 BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HOST_SIZE = (2, 64, 4, 4)  # 8 KiB: computing takes next to nothing, so that the time is the host's
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
-SUITED: dict[str, dict] = {  # arguments that are null, by device
-    "cpu": dict(dtypes=["float32"], batch=4, sample_ms=20.0),
-    "cuda": dict(dtypes=["float32", "bfloat16"], batch=128, sample_ms=8.0),
-}
 
 
 @dataclass
 class LayersArguments(frame.DeviceArguments):
-    """Null takes what suits the device."""
-
     threads: int = key(2, above=0)  # of PyTorch on the CPU
-    groups: list[str] = field(default_factory=lambda: list(BLOCKS))  # of measurements: blocks, or the host's time
-    dtypes: list[str] | None = None
-    layouts: list[str] = field(default_factory=lambda: list(LAYOUTS))  # memory formats
-    batch: int | None = key(None, above=0)  # images
-    channels: list[int] = key([256, 512, 1024, 2048], least=2)  # of CONV1 … CONV4
-    pixels: list[int] = key([56, 28, 14, 7], least=1)  # height and width of their feature maps
-    backend: str = "auto"  # of the checkpointing and in-place strategies
-    sample_ms: float | None = key(None, above=0)  # least time of one sample, a mean over repeats
+    groups: list[str] = key([*BLOCKS], one_of=(*BLOCKS, *HOST))  # of measurements: blocks, or the host's time
+    dtypes: list[str] = key(["float32"], one_of=tuple(DTYPES))
+    layouts: list[str] = key([*LAYOUTS], one_of=tuple(LAYOUTS))  # memory formats
+    batch: int = key(4, above=0)  # images
+    pixels: list[int] = key([56, 28, 14, 7], least=1)  # height and width of CONV1, CONV2, …
+    channels: int = key(256, least=2)  # of CONV1; each has twice as many as the one before
+    backend: str = key("auto", one_of=BACKENDS)  # of the checkpointing and in-place strategies
+    sample_ms: float = key(20.0, above=0)  # least time of one sample, a mean over repeats
     compiler: str | None = "inductor"  # of torch.compile, for whole blocks; null leaves those strategies out
-
-    def suited(self) -> "LayersArguments":
-        return frame.filled(self, SUITED[self.device])
-
-    def check(self) -> None:
-        super().check()
-        frame.check_choices("groups", self.groups, (*BLOCKS, *HOST))
-        frame.check_choices("dtypes", self.suited().dtypes or (), DTYPES)
-        frame.check_choices("layouts", self.layouts, LAYOUTS)
-        check_backend(self.backend)
-        if len(self.channels) != len(self.pixels):
-            raise ValueError(f"channels={self.channels} pixels={self.pixels}: expected lists of the same length")
-        if any(c % 2 for c in self.channels):
-            raise ValueError(f"channels={self.channels}: expected even numbers, the convolution halves them")
 
 
 class Cell(NamedTuple):
@@ -84,7 +66,7 @@ class Cell(NamedTuple):
     device: str
 
     def __str__(self) -> str:
-        return f"{self.group} {self.shape} {self.layout} {self.dtype}"
+        return f"{self.group}/{self.shape}/{self.layout}/{self.dtype}"
 
     def tensor(self, size: tuple[int, ...]) -> Tensor:
         values = torch.randn(size, device=self.device, dtype=DTYPES[self.dtype])
@@ -134,57 +116,46 @@ def batch_norm_leaky_relu(channels: int) -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01))
 
 
-def strategies(arguments: LayersArguments, cell: Cell) -> tuple[list[Strategy], dict[str, str]]:
-    """Choose the strategies of a cell; return them, and {name: reason} for those left out."""
+def released_norm(channels: int) -> nn.Module:
+    from inplace_abn import InPlaceABN as Released
+
+    return Released(channels)
+
+
+def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
+    """The strategies of a cell. The released package computes in float32 alone."""
     own, is_host = arguments.backend, cell.group in HOST
     chosen = [Strategy(STANDARD, batch_norm_leaky_relu if is_host else ABN, "eager")]
     chosen += [Strategy(name, partial(STRATEGIES[norm][2], backend=own), own) for norm, name in OURS.items()]
     if is_host:
-        return chosen, {}
-    left_out: dict[str, str] = {}
-    with_compiler = [Strategy(COMPILED, batch_norm_leaky_relu, str(arguments.compiler), 1.0)]
-    if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z
-        with_compiler.append(Strategy(BUDGET, batch_norm_leaky_relu, str(arguments.compiler), 0.5))
-    if arguments.compiler is None:
-        left_out |= {strategy.name: "compiler=null" for strategy in with_compiler}
-    elif cell.device == "cuda" and (cell.layout, cell.dtype) not in COMPILED_ON_CUDA:
-        left_out |= {strategy.name: "to save time, only for the most used layouts" for strategy in with_compiler}
-    else:
-        chosen += with_compiler
-    try:
-        from inplace_abn import InPlaceABN as released
-    except ImportError as error:
-        left_out[PACKAGE] = f"not importable ({error})"
-    else:
-        if cell.dtype == "float32":
-            chosen.append(Strategy(PACKAGE, released, "released", overwrites=True))
-        else:
-            left_out[PACKAGE] = f"does not compute in {cell.dtype}"
-    return chosen, left_out
+        return chosen
+    if arguments.compiler and (cell.device == "cpu" or (cell.layout, cell.dtype) in COMPILED_ON_CUDA):
+        chosen.append(Strategy(COMPILED, batch_norm_leaky_relu, arguments.compiler, 1.0))
+        if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z
+            chosen.append(Strategy(BUDGET, batch_norm_leaky_relu, arguments.compiler, 0.5))
+    if cell.dtype == "float32" and find_spec("inplace_abn"):
+        chosen.append(Strategy(PACKAGE, released_norm, "released", overwrites=True))
+    return chosen
 
 
 def items(arguments: LayersArguments) -> dict[str, tuple[Cell]]:
-    return {"/".join([cell.group, cell.shape, cell.layout, cell.dtype]): (cell,) for cell in cells_of(arguments)}
-
-
-def cells_of(arguments: LayersArguments) -> Iterator[Cell]:
     """CONV1 … CONV4 are the inputs of bn1 in an identity block of each module of ResNeXt-101 at 224 pixels."""
-    assert arguments.dtypes and arguments.batch
+    sizes = [(arguments.batch, arguments.channels * 2**i, side, side) for i, side in enumerate(arguments.pixels)]
+    cells: list[Cell] = []
     for group in arguments.groups:
         if group in HOST:
-            yield Cell(group, "TINY", HOST_SIZE, "contiguous", "float32", arguments.device)
+            cells.append(Cell(group, "TINY", HOST_SIZE, "contiguous", "float32", arguments.device))
             continue
-        for dtype, layout in itertools.product(arguments.dtypes, arguments.layouts):
-            for i, (channels, side) in enumerate(zip(arguments.channels, arguments.pixels, strict=True)):
-                size = (arguments.batch, channels, side, side)
-                yield Cell(group, f"CONV{i + 1}", size, layout, dtype, arguments.device)
+        for dtype, layout, (i, size) in itertools.product(arguments.dtypes, arguments.layouts, enumerate(sizes)):
+            cells.append(Cell(group, f"CONV{i + 1}", size, layout, dtype, arguments.device))
+    return {str(cell): (cell,) for cell in cells}
 
 
 def measure(arguments: LayersArguments, cell: Cell) -> Rows:
-    """Measure all strategies on one input; a strategy that has no row has one with the reason."""
-    chosen, left_out = strategies(arguments, cell)
+    """Measure all strategies on one input; one that fails has a row with the reason."""
+    chosen, failed = strategies(arguments, cell), Rows()
     facts: dict[str, dict] = {}
-    timers: dict[str, Callable[[int], float]] = {}
+    steps: dict[str, Step] = {}
     with (
         compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024),
         torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True),
@@ -195,18 +166,15 @@ def measure(arguments: LayersArguments, cell: Cell) -> Rows:
             dz = cell.tensor(tuple(cell.block(chosen[0].norm_act)(x).shape))
         for strategy in chosen:
             try:
-                facts[strategy.name], step = prepared(strategy, cell, x, dz)
-                timers[strategy.name] = timer(step, arguments.sample_ms or 0, cell.device)
+                facts[strategy.name], steps[strategy.name] = prepared(strategy, cell, x, dz)
             except Exception as error:  # of a compiler or of the package: the others can still be measured
-                facts.pop(strategy.name, None)
-                left_out[strategy.name] = frame.reason(error)
-        times_ms = interleaved(timers, arguments.rounds)
-    timers.clear()
+                failed.append({"cell": str(cell), "strategy": strategy.name, "reason": frame.reason(error)})
+        times_ms = timed(steps, arguments.rounds, cell.device, arguments.sample_ms)
+    steps.clear()
     gc.collect()
     common: dict = {"group": cell.group, "shape": cell.shape, "size": list(cell.size), "layout": cell.layout}
     common |= {"dtype": cell.dtype, "input_bytes": x.nbytes}
-    rows = [{**common, "strategy": name, **facts[name], "times_ms": times_ms[name]} for name in facts]
-    return [*rows, *({"cell": str(cell), "strategy": name, "reason": why} for name, why in left_out.items())]
+    return [{**common, "strategy": name, **facts[name], "times_ms": times_ms[name]} for name in facts] + failed
 
 
 def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dict, Step]:
@@ -306,11 +274,6 @@ def of_group(group: str, cells: list[Strategies]) -> list[Strategies]:
     return [cell for cell in cells if cell[STANDARD]["group"] == group]
 
 
-def _ratio(row: dict) -> md.Ratio:
-    """The time to standard."""
-    return time_ratio(row["beside"], row["strategy"], STANDARD)
-
-
 def _size(row: dict) -> str:
     return "x".join(map(str, row["size"]))
 
@@ -320,7 +283,7 @@ COLUMNS: Columns = [
     ("strategy", "{strategy}"),
     ("backend", "{backend}"),
     ("ms", lambda row: f"{md.median_ms(row):.3f}"),
-    ("/ standard", lambda row: "1" if row["strategy"] == STANDARD else f"{_ratio(row):.2f}"),
+    ("/ standard", lambda row: md.relative_time(row, STANDARD)),
     ("saved MiB", lambda row: mib(row["saved_bytes"], 2)),
     ("peak MiB", lambda row: mib(row["peak_bytes"], 2)),
 ]
@@ -338,19 +301,19 @@ def pictures(call: dict) -> dict[str, Figure]:
     figure, panels = charts.panels(len(kinds), 1, (12, 0.8 + 3.4 * len(kinds)))
     for axes, (title, own) in zip(panels, kinds.items(), strict=True):
         names = [f"{cell[STANDARD]['shape']}\n{_size(cell[STANDARD])}" for cell in own]
-        series = []
-        for name, colour in COLOURS.items():
-            found = [cell.get(name) for cell in own]
-            times_ms = [math.nan if row is None else md.median_ms(row) for row in found]
-            ratios = ["" if row is None else f"{_ratio(row).median:.2f}" for row in found]
+        shown, texts = dict[str, list[float]](), dict[str, list[str]]()
+        for name in COLOURS:
+            times_ms = [md.median_ms(cell[name]) if name in cell else math.nan for cell in own]
+            ratios = [f"{time_ratio(cell, name, STANDARD).median:.2f}" if name in cell else "" for cell in own]
             if any(ratios):
-                series.append(charts.Series(name, times_ms, colour=colour, texts=[] if name == STANDARD else ratios))
-        charts.bars(axes, names, series, title=title, ylabel="forward + backward, ms")
+                shown[name] = times_ms
+                texts |= {} if name == STANDARD else {name: ratios}
+        charts.bars(axes, names, shown, COLOURS, texts, title=title, ylabel="forward + backward, ms")
     charts.legend(figure, columns=4)
     return {"": figure}
 
 
-BENCHMARK = frame.Benchmark("layers", LayersArguments, items, measure, sections, about, pictures)
+BENCHMARK = frame.Benchmark("layers", LayersArguments, items, measure, about, sections, pictures)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from engine.schema.keys import key
 from engine.segmentation.losses import CrossEntropy
+from keepless.recompute.costs import peak_bytes
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import MIB, Columns, Rows, mib, section
-from scripts.reports.measuring import peak_bytes, timed
+from scripts.reports.measuring import timed
 
 TILES, PLAIN, COMPILED = "tiles", "whole logits", "whole logits, compiled"
 CROSS_ENTROPY, BOOTSTRAPPED = "cross-entropy", "bootstrapped, 25 %"
@@ -117,11 +118,8 @@ def pictures(call: dict) -> dict[str, Figure]:
         (peak, lambda row: row["peak_bytes"] / MIB, "peak of the loss, MiB"),
         (time, md.median_ms, "loss and gradient, ms"),
     ):
-        shown = [
-            charts.Series(way, [value(rows[way]) for rows in groups.values()], colour=colour)
-            for way, colour in COLOURS.items()
-        ]
-        charts.bars(axes, names, shown, ylabel=label, yscale="log")
+        shown = {way: [value(rows[way]) for rows in groups.values()] for way in COLOURS}
+        charts.bars(axes, names, shown, COLOURS, {}, ylabel=label, yscale="log")
     charts.legend(figure, columns=4)
     return {"": figure}
 
@@ -132,7 +130,7 @@ def way_text(record: dict, way: str) -> str:
     return f"{mib(rows[way]['peak_bytes'], 0)}; {md.median_ms(rows[way]):.0f}"
 
 
-BENCHMARK = frame.Benchmark("loss", LossArguments, items, measure, sections, about, pictures)
+BENCHMARK = frame.Benchmark("loss", LossArguments, items, measure, about, sections, pictures)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Methods to train a network in less memory, and how near to the plain network's gradients they come."""
 
 import copy
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,12 +11,13 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
+from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence.zoo import blocks_of
 from scripts.reports.frame import reason
 from scripts.reports.markdown import Rows
-from scripts.reports.measuring import autocast, compiled, peak_bytes, timed
+from scripts.reports.measuring import autocast, compiled, timed
 
 PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
 ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
@@ -142,10 +142,6 @@ class Compared:
             if method == PLAIN:  # nothing to compare with
                 raise
             self.failed.append({**self.common, "method": method, "reason": reason(error)})
-
-    def relative_times(self, rounds: int) -> dict[str, float]:
-        times = timed(self.steps, rounds, self.inputs.device.type)
-        return {method: statistics.median(own) / statistics.median(times[PLAIN]) for method, own in times.items()}
 
     def timed(self, rounds: int) -> Rows:
         times_ms = timed(self.steps, rounds, self.inputs.device.type)

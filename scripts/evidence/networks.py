@@ -11,7 +11,7 @@ import copy
 import math
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from matplotlib.figure import Figure
@@ -21,54 +21,32 @@ from engine.schema.keys import key
 from keepless import plan, recompute_activations
 from scripts.evidence import methods, zoo
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, FLOAT64, ON_CPU, PLAIN, RECOMPUTED, Compared, Trained
-from scripts.evidence.zoo import DECODER, NETWORKS
+from scripts.evidence.zoo import NETWORKS
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section
-from scripts.reports.measuring import PRECISIONS, autocast
+from scripts.reports.measuring import PRECISIONS, autocast, timed
 
 AS_BLOCKS, IN_TIME_OF_BLOCKS, AS_COMPILED = "peak of the checkpoints", "time of the checkpoints", "peak of the compiler"
 LEAST = "the least"
 TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the plain peak, among which plans within a time are
 HOST = 0.04  # of a plain step: estimate of Python's own overhead of a plan
-SUITED: dict[str, dict] = {  # arguments that are null, by device: a GPU takes milliseconds for few images
-    "cpu": dict(images=8, networks=[], precisions=["float32"], shares=[0.8, 0.6, 0.45, 0.33]),
-    "cuda": dict(
-        images=128,
-        networks=["resnet50", "densenet121", "convnext_tiny", "efficientnet_v2_s", "vit_b_16", DECODER],
-        precisions=["bfloat16", "float32"],
-        shares=[0.3, 0.15],
-    ),
-}
 
 
 @dataclass
 class NetworksArguments(frame.DeviceArguments):
-    """Null takes what suits the device."""
-
     rounds: int = key(5, above=0)  # each measures every network and method once
-    images: int | None = key(None, least=2)  # per step; some norms have one value per image; an eighth as many texts
+    images: int = key(8, least=2)  # per step; some norms have one value per image; an eighth as many texts
     image_size: int = key(224, above=0)  # pixels
-    networks: list[str] | None = None  # [] for all; `only` chooses some of them for this call
-    precisions: list[str] | None = None  # bfloat16 is autocast
-    shares: list[float] | None = None  # of the plain network's peak: budgets
+    precisions: list[str] = key(["float32"], one_of=(FLOAT64, *PRECISIONS))  # bfloat16 is autocast
+    shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the plain network's peak: budgets
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
     exact: bool = False  # also compare gradients with the plain network's in float64, without tf32
 
-    def suited(self) -> "NetworksArguments":
-        return frame.filled(self, SUITED[self.device])
-
-    def check(self) -> None:
-        super().check()
-        own = self.suited()
-        frame.check_choices("networks", own.networks or NETWORKS, (*NETWORKS, DECODER))
-        frame.check_choices("precisions", own.precisions or (), (FLOAT64, *PRECISIONS))
-
 
 def items(arguments: NetworksArguments) -> dict[str, tuple]:
-    names, precisions = arguments.networks or NETWORKS, arguments.precisions or ()
-    several = len(precisions) > 1
-    return {f"{name}/{each}" if several else name: (name, each) for each in precisions for name in names}
+    several = len(arguments.precisions) > 1
+    return {f"{name}/{each}" if several else name: (name, each) for each in arguments.precisions for name in NETWORKS}
 
 
 def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
@@ -78,7 +56,6 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
     of a gradient from the plain network's, relative to the largest, "error": the same from float64, "budget",
     "planned_bytes": of budgets}
     """
-    assert arguments.images
     plain, inputs = zoo.made(name, arguments.device, arguments.images, arguments.image_size)
     if precision == FLOAT64:
         plain, inputs = methods.in_float64(plain, inputs)
@@ -96,7 +73,6 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
 
 def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.Module) -> None:
     """Add the network within shares of its peak, within the rivals' peaks, and in the checkpoints' time."""
-    assert arguments.shares is not None
     inputs, rows = compared.inputs, compared.rows
     asked: dict[str, float | int] = {f"{share:.0%} of plain": share for share in arguments.shares}
     rivals = {AS_BLOCKS: BLOCKS, AS_COMPILED: BUDGET}
@@ -104,8 +80,9 @@ def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.M
     with autocast(inputs.device.type, compared.precision):
         planned = plan(Trained(copy.deepcopy(plain)), inputs, [*asked.values(), *TRIED, 1.0])
     if BLOCKS in rows:
-        limit = compared.relative_times(arguments.rounds)[BLOCKS]
-        fast = [row.peak for row in planned.rows if row.seconds <= max(0.0, limit - 1 - HOST)]
+        both = {method: compared.steps[method] for method in (PLAIN, BLOCKS)}
+        plain_ms, blocks_ms = map(statistics.median, timed(both, arguments.rounds, inputs.device.type).values())
+        fast = [row.peak for row in planned.rows if row.seconds <= max(0.0, blocks_ms / plain_ms - 1 - HOST)]
         asked[IN_TIME_OF_BLOCKS] = min(fast, default=planned.plain)
     for label, wanted in {**asked, LEAST: planned.least}.items():
         budget = int(wanted * planned.plain) if isinstance(wanted, float) else wanted
@@ -131,8 +108,7 @@ DRAWN = "resnet50"
 
 
 def about(arguments: dict) -> tuple[str, str]:
-    names = ", ".join(arguments["networks"]) or "known networks"
-    what = f"Memory and time of {names}, {'also within' if arguments['shares'] else 'without'} budgets"
+    what = f"Memory and time of known networks, {'also within' if arguments['shares'] else 'without'} budgets"
     images = f"{arguments['images']} images of {arguments['image_size']}x{arguments['image_size']} per step"
     return f"{what}, on {frame.DEVICES[arguments['device']]}", f"{arguments['rounds']} rounds; {images}"
 
@@ -255,25 +231,21 @@ def pictures(call: dict) -> dict[str, Figure]:
         return _ratio(rows, method, "peak_bytes"), _time(rows, method)
 
     peaks, times = zip(*sorted(point(method) for method, row in rows.items() if "planned_bytes" in row), strict=True)
-    shown = [charts.Series("recompute_activations with budgets", times, peaks, charts.BLUE, ".-")]
+    axes.plot(peaks, times, ".-", color=charts.BLUE, label="recompute_activations with budgets", markersize=4)
     for method, (colour, marker) in STYLES.items():
         if method in rows:
-            peak, time = point(method)
-            shown.append(charts.Series(method, [time], [peak], colour, marker))
+            axes.plot(*point(method), marker, color=colour, label=method, markersize=4)
     images, side, device = (arguments[name] for name in ("images", "image_size", "device"))
     title = f"A training step of {DRAWN} on {images} images of {side} x {side}, on {frame.DEVICES[device]}"
-    charts.lines(axes, shown, title=title, xlabel="peak memory, relative to plain PyTorch")
-    axes.set_ylabel("time, relative to plain PyTorch")
+    axes.set(title=title, xlabel="peak memory, relative to plain PyTorch", ylabel="time, relative to plain PyTorch")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
     axes.set(xlim=(0.2, 1.05), ylim=(0.95, 1.4))
+    axes.locator_params(axis="x", nbins=6)
     charts.legend(figure, columns=3)
     return {f"_{DRAWN}": figure}
 
 
-PACKAGES = tuple(dict.fromkeys(zoo.PACKAGES.values()))
-BENCHMARK = frame.Benchmark(
-    "networks", NetworksArguments, items, measure, sections, about, pictures, apart=True, packages=PACKAGES
-)
+BENCHMARK = frame.Benchmark("networks", NetworksArguments, items, measure, about, sections, pictures, apart=True)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

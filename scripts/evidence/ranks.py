@@ -2,20 +2,18 @@
 
     python -m scripts.evidence.ranks device=cuda out=FILE.json
     python -m scripts.evidence.ranks device=cuda only=[gloo] out=FILE.json
-    python -m scripts.evidence.ranks small=true rounds=1 out=FILE.json
+    python -m scripts.evidence.ranks small=true out=FILE.json
 
 Deviations of gradients, relative to the largest: of a synchronised norm on half of a batch from one process with the
 whole, and of recomputed networks from the plain ones in the same group. With gloo both processes share a device.
 """
 
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,23 +29,18 @@ from keepless import InPlaceABN, recompute_activations
 from scripts.evidence.methods import PLAIN, RECOMPUTED, deviation, mean_squares
 from scripts.evidence.zoo import DECODER, made
 from scripts.reports import frame
-from scripts.reports.markdown import Columns, Rows, columns
-from scripts.reports.measuring import Elsewhere, milliseconds
+from scripts.reports.markdown import Rows
+from scripts.reports.measuring import Elsewhere
 
 SIZE = 2
 BUDGET = "budget 0.5"
 SYNC = "synchronised norm"
 WRAPPED = {"ddp": "resnet50", "fsdp2": DECODER}  # how a network is shared: which network
-TIMEOUT_S = 120
 
 
 @dataclass
 class RanksArguments(frame.DeviceArguments):
     small: bool = False  # small networks
-
-    def built(self, name: str) -> tuple[nn.Module, Tensor]:
-        own = "squeezenet1_1" if self.small and name != DECODER else name
-        return made(own, self.device, 8, 64 if self.small else 224)
 
 
 def items(arguments: RanksArguments) -> dict[str, tuple[str, str]]:
@@ -57,7 +50,7 @@ def items(arguments: RanksArguments) -> dict[str, tuple[str, str]]:
 
 
 def measure(arguments: RanksArguments, backend: str, what: str) -> Rows:
-    """Rows of the first process: {"backend", "what", "method", "deviation", "ms"}, or "reason"."""
+    """Rows of the first process: {"backend", "what", "method", "deviation"}, or "reason"."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         store = str(Path(folder) / "store")
@@ -75,7 +68,7 @@ class Rank:
         self.rank, self.arguments, self.device = rank, arguments, arguments.device
         if self.device == "cuda":
             torch.cuda.set_device(rank if backend == "nccl" else 0)
-        limit = timedelta(seconds=TIMEOUT_S)
+        limit = timedelta(minutes=2)
         dist.init_process_group(backend, store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE, timeout=limit)
 
     def measure(self, what: str) -> Rows:
@@ -93,27 +86,27 @@ class Rank:
             own = x[part].clone().requires_grad_()
             z = layer(own)
             found.append(torch.stack([z.detach(), *torch.autograd.grad(z, own, dz[part])]))
-            ms = milliseconds(partial(_step, layer, own), 5, self.device)
         whole, half = found
-        return {"method": "in-place II", "deviation": deviation(half, whole[:, part]), "ms": round(ms, 3)}
+        return {"method": "in-place II", "deviation": deviation(half, whole[:, part])}
 
     def trainings(self, what: str) -> Iterator[dict]:
         """Three steps with each method; deviations are of the gradients from the plain network's."""
         reference: Tensor | None = None
         for method, prepare in METHODS.items():
             try:
-                gradients, ms = self.steps(what, prepare)
+                gradients = self.gradients(what, prepare)
             except Exception as error:  # e.g. a collective that gloo lacks on this device
                 yield {"method": method, "reason": frame.reason(error)}
                 if method == PLAIN:
                     return
                 continue
             reference = gradients if reference is None else reference
-            yield {"method": method, "deviation": deviation(gradients, reference), "ms": round(ms, 3)}
+            yield {"method": method, "deviation": deviation(gradients, reference)}
 
-    def steps(self, what: str, prepare: Callable[[nn.Module], Any]) -> tuple[Tensor, float]:
-        """Gradients of the third step, and the median milliseconds of later ones."""
-        network, inputs = self.arguments.built(WRAPPED[what])
+    def gradients(self, what: str, prepare: Callable[[nn.Module], Any]) -> Tensor:
+        """Those of the third step."""
+        name = "squeezenet1_1" if self.arguments.small and what == "ddp" else WRAPPED[what]
+        network, inputs = made(name, self.device, 8, 64 if self.arguments.small else 224)
         if what == "ddp":
             prepare(network)
             trained: nn.Module = DistributedDataParallel(network, broadcast_buffers=False)
@@ -124,20 +117,11 @@ class Rank:
             trained = cast(nn.Module, fully_shard(network, mesh=mesh))
             prepare(trained)
 
-        def step() -> None:
+        for _ in range(3):
             trained.zero_grad()
             mean_squares(trained(inputs)).backward()
-
-        for _ in range(3):
-            step()
         own = [p.grad for p in network.parameters() if p.grad is not None]
-        gradients = torch.cat([(g.to_local() if isinstance(g, DTensor) else g).flatten().clone() for g in own])
-        times_ms = [milliseconds(step, 1, self.device) for _ in range(self.arguments.rounds)]
-        return gradients, statistics.median(times_ms)
-
-
-def _step(network: nn.Module, x: Tensor) -> None:
-    network(x).sum().backward()
+        return torch.cat([(g.to_local() if isinstance(g, DTensor) else g).flatten() for g in own])
 
 
 METHODS: dict[str, Callable[[nn.Module], Any]] = {
@@ -145,24 +129,13 @@ METHODS: dict[str, Callable[[nn.Module], Any]] = {
     RECOMPUTED: recompute_activations,
     BUDGET: lambda network: recompute_activations(network, budget=0.5),
 }
-COLUMNS: Columns = [
-    ("backend", "{backend}"),
-    ("what", "{what}"),
-    ("method", "{method}"),
-    ("deviation", lambda row: row.get("reason") or f"{row['deviation']:.0e}"),
-    ("ms", lambda row: f"{row['ms']:.1f}" if "ms" in row else ""),
-]
 
 
 def about(arguments: dict) -> tuple[str, str]:
-    return f"Two processes, on {frame.DEVICES[arguments['device']]}", f"{arguments['rounds']} steps"
+    return f"Two processes, on {frame.DEVICES[arguments['device']]}", "Gradients of the third step"
 
 
-def sections(call: dict, _: str) -> Iterator[str]:
-    yield columns(frame.rows_of(call), COLUMNS, left=3)
-
-
-BENCHMARK = frame.Benchmark("ranks", RanksArguments, items, measure, sections, about)
+BENCHMARK = frame.Benchmark("ranks", RanksArguments, items, measure, about)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
     python -m scripts.evidence.reversible out=FILE.json
     python -m scripts.evidence.reversible rounds=3 images=50 only=[budget,depths] out=FILE.json
-    python -m scripts.evidence.reversible parts=[budget] device=cuda out=FILE.json
+    python -m scripts.evidence.reversible only=[budget] device=cuda out=FILE.json
 
 Bytes and operations are counted, times are measured.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.schema.keys import key
 from keepless import ABN, InPlaceABN, run_reversibly
 from keepless.norms.backends.compiled import compiler_available
+from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode
 from models import bodies
@@ -29,7 +30,7 @@ from models.recomputation import RECOMPUTE, choose_recomputation
 from scripts.reports import frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section
-from scripts.reports.measuring import compiled, operations_of, peak_bytes, timed
+from scripts.reports.measuring import compiled, operations_of, timed
 
 PARTS = ("activations", "depths", "budget")
 STANDARD = "ResNet-110, std"
@@ -51,21 +52,12 @@ Run = Callable[[Sequence[nn.Module], Tensor], Tensor]
 @dataclass
 class ReversibleArguments(frame.DeviceArguments):
     images: int = key(100, above=0)  # per step on CIFAR
-    parts: list[str] = field(default_factory=lambda: list(PARTS))  # what is measured
-
-    def check(self) -> None:
-        super().check()
-        frame.check_choices("parts", self.parts, PARTS)
 
 
 def items(arguments: ReversibleArguments) -> dict[str, tuple]:
     """{PART/…: (part, what of it)}"""
-    of_parts: dict[str, list[tuple]] = {
-        "activations": [(title,) for title in PUBLISHED],
-        "depths": [(count,) for count in DEPTHS],
-        "budget": [()],
-    }
-    chosen = [(part, *what) for part in arguments.parts for what in of_parts[part]]
+    chosen: list[tuple] = [("activations", title) for title in PUBLISHED]
+    chosen += [*(("depths", count) for count in DEPTHS), ("budget",)]
     return {"/".join(map(str, item)): item for item in chosen}
 
 
@@ -161,8 +153,9 @@ def budget(arguments: ReversibleArguments) -> list[dict]:
     for title, (network, run) in candidates(arguments.device).items():
         kept = kept_bytes(network, partial(loss_of, run, images, labels), [images]) if run is network else None
         steps[title] = partial(step_of, network, run, images, labels)
-        steps[title]()  # gradients exist; compiles
-        peak = peak_bytes(steps[title], arguments.device, network)
+        steps[title]()  # compiles
+        network.zero_grad()  # so that the step's own gradients count
+        peak = peak_bytes(steps[title], arguments.device)
         rows.append({"method": title, "kept_bytes": kept, "peak_bytes": peak})
     times_ms = timed(steps, arguments.rounds, arguments.device)
     return [{**row, "times_ms": times_ms[str(row["method"])]} for row in rows]
@@ -189,12 +182,8 @@ def about(arguments: dict) -> tuple[str, str]:
     return title, f"{arguments['rounds']} rounds; {arguments['images']} images of 32x32"
 
 
-def rows_of(call: dict, part: str) -> Rows:
-    return [row for row in frame.rows_of(call) if row["part"] == part]
-
-
 def sections(call: dict, _: str) -> Iterator[str]:
-    activations, depths, budgets = (rows_of(call, part) for part in PARTS)
+    activations, depths, budgets = (frame.rows_of(call, part) for part in PARTS)
     if activations:
         yield section("Activations kept of a step on 100 CIFAR images", md.columns(activations, ACTIVATIONS))
     if depths:
@@ -230,7 +219,7 @@ BUDGET: Columns = [
     ("time / standard", lambda row: f"{md.time_ratio(row['beside'], row['method'], STANDARD):.2f}"),
 ]
 
-BENCHMARK = frame.Benchmark("reversible", ReversibleArguments, items, measure, sections, about)
+BENCHMARK = frame.Benchmark("reversible", ReversibleArguments, items, measure, about, sections)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -27,13 +27,11 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from engine.schema.keys import as_list, key
-from scripts import plan_table
 from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, MIB, table
 from scripts.reports.runs import Run, found_runs
 
 SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
-VIEWS = {"_ten_crop": "ten crops", "_crop320": "320 pixels"}
 LEFT_OUT = "left_out"  # name of the block of run directories that are in no table
 
 
@@ -58,15 +56,14 @@ def write(values: DictConfig) -> Path:
     arguments = configuration.typed(values, Tables)
     out = Path(arguments.out)
     page = out / "README.md"
-    text = page.read_text() if page.is_file() else "".join(map(_empty, (*papers.TABLES, LEFT_OUT)))
+    titles = papers.TABLES | {LEFT_OUT: "In no table"}
+    empty = (f"## {title}\n<!-- {name} start -->\n<!-- {name} end -->\n\n" for name, title in titles.items())
+    text = page.read_text() if page.is_file() else "".join(empty)
     if not {name for name, *_ in frame.BLOCK.findall(text)} & papers.TABLES.keys():
         raise ValueError(f"out={out}: {page} has no lines such as <!-- table3 start --> and <!-- table3 end -->")
     write_file(page, frame.with_blocks(text, blocks_of(as_list(arguments.runs), Path(arguments.plan), out)))
+    print(page)
     return page
-
-
-def _empty(name: str) -> str:
-    return f"## {papers.TABLES.get(name, 'In no table')}\n<!-- {name} start -->\n<!-- {name} end -->\n\n"
 
 
 @cache
@@ -83,7 +80,9 @@ def blocks_of(folders: list[str], plan: Path, out: Path) -> dict[str, str]:
         finished.setdefault(run.metrics, run)
     runs = list(finished.values())
     tables = rows_of(runs, planned_memory(plan))
-    shown = {run.folder for rows in tables.values() for run in runs_of(rows)}
+    of_rows = [row for rows in tables.values() for row in rows]
+    shown = {run.folder for row in of_rows for run in itertools.chain(*row.runs.values())}
+    shown |= {run.folder for row in of_rows for run, _ in row.others}
     left_out |= {run.folder: "it is of no experiment" for run in runs if run.folder not in shown}
     blocks = {name: as_markdown(rows, out) for name, rows in tables.items()}
     return blocks | {LEFT_OUT: "\n".join(f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items())}
@@ -98,7 +97,7 @@ def planned_memory(file: Path) -> dict[str, int]:
         return {}
     try:
         calls = json.loads(file.read_text())["calls"]
-        return {row["experiment"]: row["peak"] for call in calls for row in plan_table.rows_of(call, "experiments")}
+        return {row["experiment"]: row["peak"] for call in calls for row in frame.rows_of(call, "experiments")}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"plan={file} is not a record of scripts.plan_memory table=all: {error}") from error
 
@@ -134,12 +133,6 @@ def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
         return Row(name, by_speed, changed, planned.get(name))
 
     return {table: [row(name) for name in own] for table, own in names.items()}
-
-
-def runs_of(rows: list[Row]) -> list[Run]:
-    """All runs of a table, each once."""
-    own = (run for row in rows for run in [*itertools.chain(*row.runs.values()), *(run for run, _ in row.others)])
-    return list({run.folder: run for run in own}.values())
 
 
 def as_markdown(rows: list[Row], out: Path) -> str:
@@ -186,7 +179,7 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
 def _view(file: str) -> str:
     """How an evaluation differs from the training's own, from the name of its results*.json."""
     about = file.removeprefix("results")
-    views = {view: f", {words}" for view, words in VIEWS.items() if about.endswith(view)}
+    views = {view: f", {words}" for view, words in papers.VIEWS.items() if view and about.endswith(view)}
     for view in views:
         about = about.removesuffix(view)
     activation = f", activation={about.removeprefix('_')}" if about else ""
@@ -224,10 +217,7 @@ def _relative(path: Path, out: Path) -> str:
     return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
 
 
-@configured("tables", Tables)
-def main(values: DictConfig) -> None:
-    print(write(values))
-
+main = configured("tables", Tables)(write)
 
 if __name__ == "__main__":
     main()

@@ -4,57 +4,190 @@
     python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json
     python -m scripts.evidence.training parts=[memory] device=cuda out=FILE.json
 
-`parts` chooses groups of switches; "memory" has every way to take less.
+`parts` chooses groups of switches; memory and memory_bfloat16 have every way to take less.
 """
 
+import itertools
 import statistics
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
 
 from datasets import synthetic
+from engine import assemble
+from engine.process.distributed import World, device_of
+from engine.process.memory import keep_freed_memory, peak_memory_mib
+from engine.process.transfers import prefetched
 from engine.schema.keys import key
-from scripts.evidence.steps import DEFAULT, GROUPS, Switch, Training
-from scripts.reports import frame
+from engine.schema.schedule import Schedule
+from engine.schema.segmentation import SegmentationRun
+from engine.training import loop, setup
+from keepless import recompute_activations
+from keepless.recompute.costs import peak_bytes
+from keepless.saved import kept_bytes
+from scripts.reports import frame, papers
 from scripts.reports.markdown import Columns, Rows, columns, mib, ratio_of, section, without_reasons
-from scripts.reports.measuring import Elsewhere, interleaved
+from scripts.reports.measuring import Elsewhere, compiled, interleaved
 
-SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only
-SUITED: dict[str, dict] = {  # arguments that are null, by device. Of Table 3, a device's share
-    "cpu": dict(crop_size=240, crops=8, parts=["switches", "allocation"]),
-    "cuda": dict(crop_size=512, crops=4, parts=["memory"]),
+
+class Switch(NamedTuple):
+    overrides: tuple[str, ...]  # of train_seg.py
+    freed_memory_kept: bool = True  # on the CPU, by engine.process.memory.keep_freed_memory
+    title: str | None = None
+    budget: float | None = None  # share of the plain peak that it may take
+    compiled_budget: float | None = None  # share of the activations that a compiled step may keep
+
+    @property
+    def name(self) -> str:
+        return self.title or " ".join(self.overrides)
+
+
+DEFAULT = "default"
+LONG = 100_000  # steps, more than a benchmark takes
+PLAIN = Switch((), title=DEFAULT)
+COMPILE, STANDARD, BFLOAT16 = "trainer.compile=true", "norm=std", "trainer.precision=bfloat16"
+RECOMPUTE = [f"trainer.recompute={choice}" for choice in ("activations", "blocks", "sqrt")]
+GROUPS = {
+    "switches": (
+        PLAIN,
+        Switch((BFLOAT16,)),
+        Switch(("trainer.precision=float16",)),
+        Switch(("trainer.channels_last=false",)),
+        Switch(("optim.fused=false",)),
+        Switch(("trainer.ema_decay=0.999",)),
+        Switch(("optim.max_gradient_norm=1",)),
+        Switch(("trainer.accumulation_steps=2",)),
+        Switch(("trainer.accumulation_steps=4",)),
+        Switch(("trainer.deterministic=true",)),
+    ),
+    "norms": (PLAIN, Switch((STANDARD,)), Switch((BFLOAT16,)), Switch((STANDARD, BFLOAT16))),
+    "allocation": (PLAIN, Switch((), freed_memory_kept=False, title="freed memory given back")),
+    "recompute": (
+        PLAIN,
+        Switch((STANDARD,)),
+        Switch((STANDARD, RECOMPUTE[0])),
+        *(Switch((choice,)) for choice in RECOMPUTE),
+    ),
+    "compile": (
+        PLAIN,
+        Switch((COMPILE,)),
+        Switch((COMPILE, "trainer.accumulation_steps=3")),
+        Switch((BFLOAT16,)),
+        Switch((BFLOAT16, COMPILE)),
+        Switch((STANDARD,)),
+        Switch((STANDARD, COMPILE)),
+    ),
+    **{  # every way to take less, beside standard norms; the compiled ones take minutes to compile
+        group: tuple(
+            switch._replace(overrides=(*switch.overrides, *precision), title=" ".join((switch.name, *precision)))
+            for switch in (
+                PLAIN,
+                Switch((STANDARD,)),
+                *(Switch((STANDARD, choice)) for choice in RECOMPUTE[:2]),
+                Switch((STANDARD,), budget=0.5, title=f"{STANDARD}, budget 0.5"),
+                Switch((STANDARD,), compiled_budget=0.5, title=f"{STANDARD}, compiled, budget 0.5"),
+            )
+        )
+        for group, precision in (("memory", ()), ("memory_bfloat16", (BFLOAT16,)))
+    },
 }
-RECIPES = {"cpu": "camvid/resnext_small", "cuda": "table3/cityscapes_resnext101_inplace_fixed_batch"}
+
+
+MINIBATCHES = 4  # different ones, repeated
+ENDLESS = Schedule(LONG, steps_per_epoch=LONG, evaluate_every=None, checkpoint_every=LONG, log_every=LONG)
+
+
+class Training:
+    """One training, step by step.
+
+    Args:
+        common: overrides of train_seg.py that hold for every switch.
+        switch: what is different here.
+        threads: of PyTorch on the CPU.
+        compiler: of the switch that compiles with a budget.
+    """
+
+    def __init__(self, common: tuple[str, ...], switch: Switch, threads: int, compiler: str = "inductor"):
+        torch.set_num_threads(threads)
+        self.config = papers.configured_as(None, *common, *switch.overrides)
+        assert isinstance(self.config, SegmentationRun)
+        trainer = self.config.trainer
+        assemble.arithmetic(trainer)
+        self.world = World(device=device_of(trainer.device))
+        if self.world.device.type == "cpu" and switch.freed_memory_kept:
+            keep_freed_memory()
+        self.dataset = synthetic(None, "train")
+        make = partial(assemble.segmentation_network, self.config, len(self.dataset.classes))
+        self.learner = setup.learner(self.config, make, ENDLESS, self.world)
+        if switch.compiled_budget:
+            network = compiled(self.learner.network, compiler, switch.compiled_budget)
+            self.learner.forward = self.learner.forward.through(cast(nn.Module, network))
+        elif switch.budget:
+            recompute_activations(self.learner.network, budget=switch.budget)
+        self.loss = assemble.loss(self.config.loss, self.dataset.ignore_index)
+        self.in_memory = list(assemble.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
+        self.minibatches = prefetched(itertools.cycle(self.in_memory), self.world.device)  # as the training loop's
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Milliseconds of one more step."""
+        started_s = time.perf_counter()
+        minibatch = next(self.minibatches)
+        loss, _ = loop.train_step(self.learner, self.loss, minibatch, self.config.data.crops_per_minibatch, self.world)
+        self.losses.append(loss)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return round(1e3 * (time.perf_counter() - started_s), 3)
+
+    def warm_up(self, steps: int) -> dict:
+        """Seconds of the first step, which compiles."""
+        first_step_s = round(self.step() / 1e3, 2)
+        for _ in range(steps - 1):
+            self.step()
+        return {"first_step_s": first_step_s}
+
+    def facts(self) -> dict:
+        """Everything but times: memory, and the mean loss of all minibatches after the first step."""
+        process_mib = round(peak_memory_mib(torch.device("cpu")), 1)
+        self.learner.network.zero_grad()  # so that the step's own gradients are in its peak
+        return {
+            "saved_bytes": self.saved_bytes(),
+            "peak_bytes": peak_bytes(self.step, self.world.device),
+            "process_mib": process_mib,
+            "loss": round(statistics.mean(self.losses[1 : 1 + MINIBATCHES]), 5),
+        }
+
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps of the first micro-batch for its backward pass, without parameters."""
+        minibatch = next(self.minibatches)
+        parts = self.config.trainer.accumulation_steps
+        images, labels = (minibatch[key].tensor_split(parts)[0] for key in ("image", "label"))
+        self.learner.network.train()
+        labels = labels.to(self.world.device)
+        return kept_bytes(self.learner.network, lambda: self.loss(self.learner.forward(images), labels))
 
 
 @dataclass
 class TrainingArguments(frame.DeviceArguments):
-    """Null takes what suits the device."""
-
-    recipe: str | None = "auto"  # experiment whose network is trained; auto: see RECIPES; null: the default network
+    recipe: str | None = "camvid/resnext_small"  # experiment whose network is trained; null: the default network
     threads: int = key(2, above=0)  # of PyTorch
-    crop_size: int | None = key(None, above=0)  # pixels
-    crops: int | None = key(None, above=0)  # per step
+    crop_size: int = key(240, above=0)  # pixels
+    crops: int = key(8, above=0)  # per step
     starts: int = key(2, above=0)  # of all processes; their memory is laid out differently each time
     rounds: int = key(10, above=0)  # of each start
     warm_up: int = key(3, above=0)  # steps
     compiler: str = "inductor"  # of steps with a compiler's budget
-    parts: list[str] | None = None  # what is measured
+    parts: list[str] = key(["switches", "allocation"], one_of=tuple(GROUPS))  # what is measured
     overrides: list[str] = field(default_factory=list)  # further ones of train_seg.py, for everything
-
-    def suited(self) -> "TrainingArguments":
-        recipe = RECIPES[self.device] if self.recipe == "auto" else self.recipe
-        return frame.filled(replace(self, recipe=recipe), SUITED[self.device])
-
-    def check(self) -> None:
-        super().check()
-        frame.check_choices("parts", self.suited().parts or (), GROUPS)
 
     def words(self) -> tuple[str, ...]:
         """The overrides of train_seg.py shared by everything measured: float32, drawn street scenes."""
-        assert self.crop_size is not None
         experiment = () if self.recipe is None else (f"experiment={self.recipe}",)
         # With CamVid's crops, as wide as its pictures.
         data = ("data=synthetic", f"data.base_size={2 * self.crop_size}", f"data.crop_size={self.crop_size}")
@@ -64,7 +197,6 @@ class TrainingArguments(frame.DeviceArguments):
 
 def items(arguments: TrainingArguments) -> dict[str, tuple]:
     """Each start of all switches; on CUDA one switch after the other needs the device."""
-    assert arguments.parts is not None
     found: dict[str, tuple] = {}
     switches = {switch.name: switch for part in arguments.parts for switch in GROUPS[part]}
     for start in range(1, 1 + arguments.starts):
@@ -74,49 +206,37 @@ def items(arguments: TrainingArguments) -> dict[str, tuple]:
 
 
 def measure(arguments: TrainingArguments, start: int, switches: tuple[Switch, ...]) -> Rows:
-    """A row of each switch, with the reason if it cannot run here. Raises if the default fails."""
+    """Time the steps of a process for each switch in rounds. A row of each, with the reason if it cannot run here.
+
+    Raises if the default fails, with which the others are compared.
+    """
     synthetic(None, "train")  # written once, before the processes ask for it
-    lacking = "needs a CUDA device"
-    running = {each.name: each for each in switches if not each.only_cuda or arguments.device == "cuda"}
-    rows, failed = together(arguments, running)
-    if DEFAULT in failed:  # nothing to compare with
-        raise failed[DEFAULT]
-    left_out = {each.name: lacking for each in switches} | {name: frame.reason(error) for name, error in failed.items()}
-    own = {each.name: rows.get(each.name) or {"reason": left_out[each.name]} for each in switches}
-    return [{"switch": name, "start": start, **row} for name, row in own.items()]
-
-
-def together(
-    arguments: TrainingArguments, chosen: Mapping[str, Switch]
-) -> tuple[dict[str, dict], dict[str, Exception]]:
-    """Start a process for each switch and time their steps in rounds; rows by switch, and errors by switch."""
-    failed: dict[str, Exception] = {}
-    common = arguments.words()
+    names, common = [each.name for each in switches], arguments.words()
+    failed: dict[str, str] = {}
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(Elsewhere(Training, common, switch, arguments.threads, arguments.compiler))
-            for name, switch in chosen.items()
+            each.name: stack.enter_context(Elsewhere(Training, common, each, arguments.threads, arguments.compiler))
+            for each in switches
         }
-        last_ms = dict.fromkeys(chosen, 0.0)
 
         def ask(name: str, method: str, *given: object) -> Any:
             try:
-                return None if name in failed else running[name].call(method, *given)
+                return running[name].call(method, *given) if name not in failed else 0.0
             except Exception as error:  # e.g. of a compiler: the others can still be measured
-                failed[name] = error
+                if name == DEFAULT:
+                    raise
+                failed[name] = frame.reason(error)
+                return 0.0
 
-        def step(name: str, number: int) -> float | None:
-            if number >= 2 and last_ms[name] > SLOW_MS:
-                return None
-            ms = ask(name, "step")
-            last_ms[name] = ms or 0.0
-            return ms
+        begun = {name: ask(name, "warm_up", arguments.warm_up) for name in names}
+        times_ms = interleaved({name: partial(ask, name, "step") for name in names}, arguments.rounds)
+        facts = {name: ask(name, "facts") for name in names}
 
-        rows = {name: ask(name, "warm_up", arguments.warm_up) for name in chosen}
-        times_ms = interleaved({name: partial(step, name) for name in chosen}, arguments.rounds)
-        facts = {name: ask(name, "facts") for name in chosen}
-    kept = [name for name in chosen if name not in failed]
-    return {name: {**rows[name], **facts[name], "times_ms": times_ms[name]} for name in kept}, failed
+    own = {
+        name: {"reason": failed[name]} if name in failed else {**begun[name], **facts[name], "times_ms": times_ms[name]}
+        for name in names
+    }
+    return [{"switch": name, "start": start, **row} for name, row in own.items()]
 
 
 def about(arguments: dict) -> tuple[str, str]:
@@ -197,7 +317,7 @@ def measured_with(record: dict, part: str) -> dict[str, Starts]:
     return next(switches_of(call) for call in record["calls"] if call["arguments"]["parts"] == [part])
 
 
-BENCHMARK = frame.Benchmark("training", TrainingArguments, items, measure, sections, about)
+BENCHMARK = frame.Benchmark("training", TrainingArguments, items, measure, about, sections)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

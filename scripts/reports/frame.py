@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -28,16 +28,15 @@ from engine.process.output_files import replace_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.reports import charts
-from scripts.reports.markdown import Rows, conditions, section
+from scripts.reports.markdown import Rows, conditions, listed, section, without_reasons
 from scripts.reports.measuring import Elsewhere
 
 RESULTS = CONFIGS.parent / "docs" / "results"
+PACKAGES = ("timm", "segmentation_models_pytorch", "inplace-abn")  # measured if they are installed
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
 PLACES = {"camvid": "DIR"}  # arguments that are folders of this machine
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # of a document
 NOT_STARTED, REHEARSED = "not started", "Rehearsed on a CPU, on tiny tensors: no number here is a result."
-
-A = TypeVar("A", bound="Arguments")
 
 
 @dataclass
@@ -48,15 +47,6 @@ class Arguments:
     measure: bool = True  # false: make the page again from FILE.json
     only: list[str] = field(default_factory=list)  # items, or what their names begin with up to a slash; empty: all
     minutes: float | None = key(None, above=0)  # after which the item being measured is stopped; null: never
-
-    def suited(self) -> Any:
-        """These arguments, with what was null and depends on others."""
-        return self
-
-    def known(self) -> dict[str, Any]:
-        """The arguments that tell a call from others."""
-        left_out = ("out", "measure", "only", "minutes", *PLACES)
-        return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
 @dataclass
@@ -69,11 +59,6 @@ class DeviceArguments(Arguments):
         device_of(self.device)
 
 
-def filled(arguments: A, suited: Mapping[str, Any]) -> A:
-    """Arguments with these values where they are null."""
-    return replace(arguments, **{name: value for name, value in suited.items() if getattr(arguments, name) is None})
-
-
 class Benchmark(NamedTuple):
     """A question. The module of `measure` has it as BENCHMARK, and docs/results/NAME.md has its answer."""
 
@@ -81,25 +66,21 @@ class Benchmark(NamedTuple):
     schema: type[Any]  # of its arguments
     items: Callable[[Any], Mapping[str, tuple]]  # arguments -> {name: what `measure` takes after them}
     measure: Callable[..., Rows]  # a row with "reason" says what could not be measured
-    sections: Callable[[dict, str], Iterable[str]]  # of a call's part of the page, whose pictures have this name
     about: Callable[[dict], tuple[str, str]]  # arguments -> title of the part, and the conditions in words
+    # Of a call's part of the page, whose pictures have this name; by default a table of its rows.
+    sections: Callable[[dict, str], Iterable[str]] = lambda call, _: [listed(without_reasons(rows_of(call)))]
     pictures: Callable[[dict], Mapping[str, Figure]] = lambda call: {}  # of a call, by the end of their files' names
     apart: bool = False  # each item has a process to itself
-    packages: tuple[str, ...] = ()  # whose versions matter, beside PyTorch's and the like
     program: str = ""  # empty: scripts.evidence.NAME
 
 
 def command(benchmark: Benchmark, about: str | None) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
-    """`run(values)`, which measures and returns the page's path, and its command; `about`: the text of --help."""
+    """`run(values)`, which measures, prints and returns the page's path, and its command; `about`: text of --help."""
 
     def run(values: DictConfig) -> Path:
-        return carry_out(benchmark, configuration.typed(values, benchmark.schema).suited())
+        return carry_out(benchmark, configuration.typed(values, benchmark.schema))
 
-    @configured(benchmark.name, benchmark.schema, about=f"{about}\n{FILES}")
-    def main(values: DictConfig) -> None:
-        print(run(values))
-
-    return run, main
+    return run, configured(benchmark.name, benchmark.schema, about=f"{about}\n{FILES}")(run)
 
 
 FILES = """\
@@ -132,6 +113,7 @@ def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, cal
     text = prose.read_text() if prose.is_file() else f"# {benchmark.name}\n\n{marks}"
     page = out.with_suffix(".md")
     write_file(page, with_blocks(text, {benchmark.name: calls_text(benchmark, record, out.stem)}))
+    print(page)
     return page
 
 
@@ -166,8 +148,9 @@ def calls_text(benchmark: Benchmark, record: dict, name: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def rows_of(call: dict) -> Rows:
-    return [row for rows in call["items"].values() for row in rows]
+def rows_of(call: dict, part: str | None = None) -> Rows:
+    """All rows, or those with this `part`."""
+    return [row for rows in call["items"].values() for row in rows if part in (None, row.get("part"))]
 
 
 def named(row: dict) -> str:
@@ -178,12 +161,13 @@ def named(row: dict) -> str:
 def measured(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "") -> Iterator[dict]:
     """Yield the record before the first item and after each. Items that are in the record are not measured again."""
     started_s, out = time.monotonic(), Path(arguments.out)
-    items, environment = benchmark.items(arguments), provenance(benchmark.packages)
+    items, environment = benchmark.items(arguments), provenance(PACKAGES)
     chosen = chosen_of(items, arguments.only)
     if hasattr(arguments, "threads"):
         environment["threads"] = arguments.threads
     record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
-    call = {"command": "", "arguments": arguments.known(), "environment": environment, "seconds": 0}
+    known = {name: value for name, value in vars(arguments).items() if name not in vars(Arguments()) | PLACES}
+    call: dict[str, Any] = {"command": "", "arguments": known, "environment": environment, "seconds": 0}
     call |= {"rehearsal": rehearsal, "left": {}, "items": {}}
     call = next((other for other in record["calls"] if _identity(other) == _identity(call)), call)
     if call not in record["calls"]:
@@ -262,24 +246,14 @@ def chosen_of(items: Iterable[str], only: Iterable[str]) -> list[str]:
 
 def command_line(benchmark: Benchmark, arguments: Any, only: list[str]) -> str:
     """The command that measures the same again."""
-    words = [f"python -m {benchmark.program or f'scripts.evidence.{benchmark.name}'}"]
-    default = replace(
-        benchmark.schema(), **{"device": arguments.device} if hasattr(arguments, "device") else {}
-    ).suited()
-    given = {**vars(arguments), "only": only, "measure": True, "minutes": None, "out": default.out}
-    for argument, value in given.items():
-        if value != (benchmark.schema() if argument == "device" else default).__dict__[argument]:
+    words, default = [f"python -m {benchmark.program or f'scripts.evidence.{benchmark.name}'}"], benchmark.schema()
+    for argument, value in {**vars(arguments), "only": only, "measure": True, "minutes": None, "out": MISSING}.items():
+        if value != getattr(default, argument):
             text = PLACES.get(argument) or json.dumps(value, separators=(",", ":"))
             texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
             is_plain = not {*"=, "} & set("".join(texts))
             words.append(f"{argument}={text}".replace('"', "") if is_plain else shlex.quote(f"{argument}={text}"))
     return " ".join([*words, "out=FILE.json"])
-
-
-def check_choices(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ValueError unless the list `name` names some of `known`."""
-    if not given or not set(given) <= set(known):
-        raise ValueError(f"{name}={list(given)}: expected some of {', '.join(known)}")
 
 
 def reason(error: Exception) -> str:

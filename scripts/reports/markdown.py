@@ -1,5 +1,6 @@
 """Tables and sections of pages in Markdown, and the numbers in them: bytes, and ratios of times."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,17 @@ def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
     kept = [number for number in range(len(shown)) if number < left or any(line[number] for line in lines[1:])]
     titles, *others = ([line[number] for number in kept] for line in lines)
     return table(titles, others, left)
+
+
+def listed(rows: Rows) -> str:
+    """A table with a column for each key of the rows."""
+    titles = dict.fromkeys(itertools.chain(*rows))
+    return table([*titles], ([_text(row.get(title, "")) for title in titles] for row in rows))
+
+
+def _text(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else " ".join(value) if isinstance(value, list) else str(value)
+    return text.replace("|", "\\|")
 
 
 def section(title: str, *paragraphs: str, level: int = 3) -> str:

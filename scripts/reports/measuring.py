@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from datasets.workers import die_with_parent
-from keepless.recompute.costs import peak_bytes as peak_of_step
 from keepless.torch_internals import compile_within
 
 Step = Callable[[], object]
@@ -22,61 +21,34 @@ PRECISIONS = ("float32", "bfloat16")
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def interleaved(timers: Mapping[str, Callable[[int], float | None]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each timer in every round. A round calls each timer once with its number, in a new random order.
-
-    A timer may return None to skip a round.
-    """
+def interleaved(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each timer in every round. A round calls each timer once, in a new random order."""
     shuffle = random.Random(0)
     times_ms: dict[str, list[float]] = {name: [] for name in timers}
-    for number in range(rounds):
+    for _ in range(rounds):
         for name in shuffle.sample(list(timers), len(timers)):
-            ms = timers[name](number)
-            if ms is not None:
-                times_ms[name].append(round(ms, 5))
+            times_ms[name].append(round(timers[name](), 5))
     return times_ms
-
-
-def timer(step: Step, sample_ms: float, device: str) -> Callable[[int], float]:
-    """A timer for `interleaved`: the mean over enough repeats to take about `sample_ms`."""
-    milliseconds(step, 2, device)
-    repeats = max(1, round(sample_ms / milliseconds(step, 2, device)))
-    return lambda _: milliseconds(step, repeats, device)
 
 
 def milliseconds(step: Step, repeats: int, device: str) -> float:
     """Mean time of a step over some repeats, back to back."""
-    if device == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(repeats):
-            step()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / repeats
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
     start_s = time.perf_counter()
     for _ in range(repeats):
         step()
+    wait()
     return 1e3 * (time.perf_counter() - start_s) / repeats
 
 
-def timed(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
-    """Milliseconds of each step in interleaved rounds, after one step of each."""
-    for step in steps.values():
-        step()
-    timers = {name: lambda _, step=step: milliseconds(step, 1, device) for name, step in steps.items()}
+def timed(steps: Mapping[str, Step], rounds: int, device: str, sample_ms: float = 0) -> dict[str, list[float]]:
+    """Milliseconds of each step in interleaved rounds, after one step of each; means over about `sample_ms`."""
+    timers: dict[str, Callable[[], float]] = {}
+    for name, step in steps.items():
+        repeats = max(1, round(sample_ms / milliseconds(step, 1, device)))
+        timers[name] = functools.partial(milliseconds, step, repeats, device)
     return interleaved(timers, rounds)
-
-
-def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module | None = None) -> int:
-    """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it.
-
-    Gradients of the network's parameters count: earlier ones are dropped first, or freeing them would be subtracted.
-    """
-    if network is not None:
-        network.zero_grad()
-    return peak_of_step(step, device_type)
 
 
 def operations_of(step: Step) -> int:

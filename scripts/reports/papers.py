@@ -32,7 +32,7 @@ FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulati
 SPEED = ("trainer.precision", "trainer.channels_last", "trainer.compile")
 WEIGHTS = "init.weights=FILE"  # in commands of experiments that start from a trained body
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
-VIEWS = ("", "_ten_crop", "_crop320")  # of results*.json, as eval.py names them
+VIEWS = {"": "", "_ten_crop": "ten crops", "_crop320": "320 pixels"}  # of results*.json, as eval.py names them
 
 
 class Published(NamedTuple):
@@ -45,11 +45,8 @@ class Published(NamedTuple):
 
 
 def experiments_of(table: str) -> list[str]:
-    """The experiments of a table, in the order of its rows. Raises ValueError if there is no such table."""
-    names = [name for name in all_experiments() if name.startswith(f"{table}/")]
-    if not names:
-        raise ValueError(f"table={table}: expected one of {', '.join(TABLES)}")
-    return sorted(names, key=_place)
+    """The experiments of a table, in the order of its rows."""
+    return sorted((name for name in all_experiments() if name.startswith(f"{table}/")), key=_place)
 
 
 def _place(experiment: str) -> tuple[str, int, list]:

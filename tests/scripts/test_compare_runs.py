@@ -11,6 +11,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,28 +22,14 @@ from eval import evaluate
 from scripts.compare_runs import Comparison, Group, compare, main
 from scripts.compare_runs import report as report_of
 from scripts.reports.runs import Run, differing, found_runs
-from tests.runs import REPOSITORY, SHORT, composed
+from tests.runs import SHORT, composed
+from tests.scripts.evidence.records import CIFAR, changed, copied
 from train_seg import train
-
-CIFAR = REPOSITORY / "docs" / "results" / "cifar" / "norms"
 
 
 def report(folder: Path, *runs: Path) -> str:
     """The report on runs, written to `folder`."""
     return compare(OmegaConf.structured(Comparison(runs=list(map(str, runs)), out=str(folder)))).read_text()
-
-
-def copied(folder: Path, score: float = 0.9, **changed: object) -> Path:
-    """A run of CIFAR-10 with another score and other keys, such as norm={"name": "std"}."""
-    shutil.copytree(CIFAR / "inplace", folder)
-    results = json.loads((folder / "results.json").read_text())
-    for name, value in changed.items():
-        results["config"][name] = {**results["config"][name], **value} if isinstance(value, dict) else value
-    results["top1"] = score
-    (folder / "results.json").write_text(json.dumps(results))
-    *records, last = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join([*records, json.dumps({**json.loads(last), "top1": score})]))
-    return folder
 
 
 def columns(page: str) -> list[str]:
@@ -65,10 +52,9 @@ def finished(tmp_path_factory) -> Path:
 def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     root = finished.parents[1]
     other = shutil.copytree(finished, tmp_path / "inplace" / "seed0", ignore=shutil.ignore_patterns("checkpoints"))
-    results = json.loads((other / "results.json").read_text())
-    results["config"]["init"]["weights"] = str(root / "net.pt")  # as of a row that starts from a trained body
-    results["miou"] += 1e-6  # as of an evaluation on another device
-    (other / "results.json").write_text(json.dumps(results))
+    # As of a row that starts from a trained body, and of an evaluation on another device.
+    changed(other, lambda results: results["config"]["init"].update(weights=str(root / "net.pt")))
+    changed(other, lambda results: results.update(miou=results["miou"] + 1e-6))
     config = (other / "config.yaml").read_text()
     config = config.replace("  weights: null", f"  weights: {root}/net.pt").replace(
         " norm=", f" init.weights={root}/net.pt norm=", 1
@@ -135,9 +121,7 @@ def test_columns_keep_the_names_that_somebody_gave(tmp_path):
     assert columns(report(tmp_path / "report", *runs, other)) == ["mine", "its"]
     tables = [copied(tmp_path / name / f"seed{seed}", seed=seed) for name in ("a", "b") for seed in (0, 1)]
     for path in tables[2:]:
-        results = json.loads((path / "results.json").read_text())
-        results["config"]["norm"]["eps"] = 0.5
-        (path / "results.json").write_text(json.dumps(results))
+        changed(path, lambda results: results["config"]["norm"].update(eps=0.5))
     assert columns(report(tmp_path / "tables", *tables)) == ["a", "b"]
     assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == [
         *("a,seed=0", "a,seed=1", "b,seed=0", "b,seed=1")
@@ -157,25 +141,17 @@ def test_keys_of_a_choice_are_compared_among_runs_with_the_same_choice():
     ]
 
 
-def test_a_class_that_does_not_occur_has_no_score():
+def test_what_a_run_lacks_or_has_twice_is_said():
+    """A class that does not occur has no score, an even number of speeds a median; and where a run was continued."""
     run = Run(CIFAR / "std")
     run.results["accuracy"] = {"cat": 0.5, "emu": None}
-    assert run.percent["accuracy", "emu"] is None and Group("", [run]).cell("accuracy", "emu") == "–"
-
-
-def test_the_speed_is_the_median_also_of_an_even_number_of_values():
-    run = Run(CIFAR / "std")
-    run.records = [
-        {"kind": "train", "step": step, "images_per_second": 2.0**step, "peak_memory_mib": 1} for step in range(4)
-    ]
-    assert run._training()["images_per_second"] == 3.0
-
-
-def test_a_page_says_where_its_runs_were_stopped_and_continued():
-    run = Run(CIFAR / "std")
     assert "Stopped" not in report_of([Group("std", [run])], {}, "", "")
+    assert run.percent["accuracy", "emu"] is None and Group("", [run]).cell("accuracy", "emu") == "–"
     run.records[:0] = [{"kind": "resumed", "step": step} for step in (2_537, 12_258)]
     assert "Stopped and continued:\n- std, after steps 2,537; 12,258\n" in report_of([Group("std", [run])], {}, "", "")
+    speeds = [{"step": step, "images_per_second": 2.0**step, "peak_memory_mib": 1} for step in range(4)]
+    run.records = [{"kind": "train", **record} for record in speeds]
+    assert run._training()["images_per_second"] == 3.0
 
 
 def test_curves_are_means_over_the_steps_that_all_seeds_have():
@@ -211,40 +187,32 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
     with pytest.raises(ValueError, match=r"runs=5: expected a name or a list of different names, such as \[A,B\]"):
         compare(OmegaConf.structured(Comparison(runs=5, out="a")))
     cut_off = shutil.copytree(finished, tmp_path / "cut off", ignore=shutil.ignore_patterns("checkpoints"))
-    records = (cut_off / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (cut_off / "metrics.jsonl").write_text("".join(records[:-1]))
-    with pytest.raises(ValueError, match=r"no run has ended \(.*cut off: .* its last record is not the evaluation in"):
-        report(tmp_path / "report", cut_off)
-    unknown = tmp_path / "unknown"
-    unknown.mkdir()
-    (unknown / "results.json").write_text(json.dumps({"dataset": "words", "perplexity": 1.0}))
-    (unknown / "metrics.jsonl").write_text(json.dumps({"kind": "val", "step": 1, "perplexity": 1.0}) + "\n")
-    (unknown / "config.yaml").write_text("# python train_words.py\ndata:\n  name: words\n")
-    page = report(tmp_path / "report", finished, cut_off, unknown)
-    assert columns(page) == ["std"]
-    assert "/cut off: it cannot be read (ValueError: its last record" in page
-    assert "/unknown: it cannot be read (ValueError: it has no miou or top1 in its results.json: " in page
+    without_last_record(cut_off)
+    page = report(tmp_path / "report", finished, cut_off)
+    assert columns(page) == ["std"] and "/cut off: it cannot be read (ValueError: its last record is not the" in page
+
+
+def without_last_record(run: Path) -> None:
+    records = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(records[:-1]))
 
 
 def results_with(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    return partial(changed, change=change)
+
+
+def records_with(**values: object) -> Callable[[Path], object]:
     def crafted(run: Path) -> None:
-        results = json.loads((run / "results.json").read_text())
-        change(results)
-        (run / "results.json").write_text(json.dumps(results))
-
-    return crafted
-
-
-def records_with(**changed: object) -> Callable[[Path], object]:
-    def crafted(run: Path) -> None:
-        results_with(lambda results: results.pop("training"))(run)  # which an original does not have
+        changed(run, lambda results: results.pop("training"))  # which an original does not have
         first, *others = (run / "metrics.jsonl").read_text().splitlines()
-        (run / "metrics.jsonl").write_text("\n".join([json.dumps({**json.loads(first), **changed}), *others]))
+        (run / "metrics.jsonl").write_text("\n".join([json.dumps({**json.loads(first), **values}), *others]))
 
     return crafted
 
 
 CRAFTED = {
+    "no last record": without_last_record,
+    "scores of words": results_with(lambda results: results.update(perplexity=results.pop("top1"))),
     "text as score": results_with(lambda results: results.update(top5="x" * 10**6)),
     "list as score": results_with(lambda results: results["accuracy"].update(cat=[1])),
     "score of infinity": results_with(lambda results: results.update(top1=math.inf)),
@@ -269,6 +237,5 @@ def test_a_crafted_run_is_left_out_in_a_line(tmp_path, crafted):
 
 
 def test_names_that_are_not_utf8_are_written_as_escapes(tmp_path):
-    run = copied(tmp_path / "a\udcff")
-    results_with(lambda results: results.update(accuracy={"\udcff": 0.5}))(run)
+    run = changed(copied(tmp_path / "a\udcff"), lambda results: results.update(accuracy={"\udcff": 0.5}))
     assert "\\udcff" in report(tmp_path / "report", run)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,30 +18,32 @@ from tests.datasets import classification_trees
 from tests.runs import REPOSITORY, composed
 
 
-def run(*overrides: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "scripts.verify_data", *overrides]
-    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", env=strict, timeout=300)
+def verified(tmp_path: Path, *overrides: str, workers: int = 0) -> dict[str, dict]:
+    """{split: its report}, which is also what the file holds."""
+    out = tmp_path / "reports" / "report.json"
+    reports = verify_data(composed("verify_data", *overrides, f"workers={workers}", f"out={out}"))
+    written = json.loads(out.read_text())
+    assert written["splits"] == reports and written["environment"]
+    assert written["problems"] == sum(len(own) for report in reports.values() for own in report["problems"].values())
+    return reports
 
 
-def test_complete_data_is_a_success_with_exact_counts(tmp_path):
-    completed = run("data=synthetic", f"out={tmp_path / 'report.json'}")
-    assert completed.returncode == 0 and completed.stderr == "", completed.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["problems"] == 0 and list(report["splits"]) == ["train", "val"] and report["environment"]
+def test_complete_data_has_exact_counts_and_no_problem(tmp_path, capsys):
+    reports = verified(tmp_path, "data=synthetic")
+    assert list(reports) == ["train", "val"]
     for split, images in (("train", 200), ("val", 40)):
-        found = report["splits"][split]
+        found = reports[split]
         assert found["images"] == found["official_images"] == images and found["problems"] == {}
         index = index_classes(synthetic(None, split), tmp_path, workers=0)
         assert [column["pixels"] for column in found["classes"].values()] == index.counts.sum(axis=0).tolist()
         assert [column["labels"] for column in found["classes"].values()] == (index.counts > 0).sum(axis=0).tolist()
         assert found["ignored_pixels"] == images * 256 * 128 - index.counts.sum()
         assert {*index.absent()} == {*synthetic(None, split).table.absent} and found["doubts"] == []
-    assert re.findall(r"class .* pixels .* share % .* (\w+) ", completed.stdout) == ["labels", "labels"]
+    assert re.findall(r"class .* pixels .* share % .* (\w+) ", capsys.readouterr().out) == ["labels", "labels"]
 
 
 def test_every_problem_is_reported(tmp_path, capsys):
-    root, report = trees.cityscapes(tmp_path / "data"), tmp_path / "reports" / "report.json"
+    root = trees.cityscapes(tmp_path / "data")
     for path in (root / "leftImg8bit" / "val").rglob("*.png"):
         path.write_bytes(b"")
     for path in (root / "leftImg8bit" / "test").rglob("*.png"):
@@ -50,14 +53,13 @@ def test_every_problem_is_reported(tmp_path, capsys):
         path = f"train/aachen/aachen_{number:06d}_000020"
         trees.write(root / f"leftImg8bit/{path}_leftImg8bit.png", image[:12])
         trees.write(root / f"gtFine/{path}_gtFine_labelIds.png", image[..., 0] % 34)
-    verify_data(composed("verify_data", "data=cityscapes", f"data.root={root}", f"out={report}", "workers=1"))
-    printed, splits = capsys.readouterr().out, json.loads(report.read_text())["splits"]
-    counts = {split: {kind: len(found) for kind, found in splits[split]["problems"].items()} for split in splits}
-    assert counts == {
+    reports = verified(tmp_path, "data=cityscapes", f"data.root={root}", workers=1)
+    assert {split: {kind: len(own) for kind, own in reports[split]["problems"].items()} for split in reports} == {
         "train": {"number of images": 1, "sizes differ": 7},
         "val": {"number of images": 1, "unreadable image": 2},
         "test": {"split cannot be opened": 1},
     }
+    printed = capsys.readouterr().out
     assert "expected 2975, found 11" in printed and "expected 500, found 2" in printed
     lines = printed.splitlines()
     start = lines.index("train: sizes differ, 7:")
@@ -73,7 +75,7 @@ def test_fixes_for_own_images_are_said_once_per_kind_of_problem(tmp_path, capsys
         file.write_bytes(b"")
     for file in (root / "val/labels").rglob("*.png"):
         trees.write(file, np.full((24, 40), 9, np.uint8))
-    verify_data(composed("verify_data", "data=folder", f"data.root={root}", "workers=0"))
+    verified(tmp_path, "data=folder", f"data.root={root}")
     printed = capsys.readouterr().out
     fix = "Restore the file from the dataset's archive, or your own image"
     assert len(re.findall(f"^  {fix}", printed, re.MULTILINE)) == printed.count(fix) == 1
@@ -88,65 +90,62 @@ def test_file_names_that_are_not_utf_8_are_reported(tmp_path):
     (path.parent / "0001TP_000002.jpg").rename(path)
     (root / "train/labels/0001TP_000002.png").rename(root / f"train/labels/{name}.png")
     path.write_bytes(b"")
-    completed = run("data=camvid", f"data.root={root}", f"out={tmp_path / 'report.json'}", "workers=1")
-    assert completed.returncode == 1 and completed.stderr == "", completed.stderr
-    assert f"  {path.parent}/caf\\udce9.jpg: the file is empty; expected " in completed.stdout
+    options = ("data=camvid", f"data.root={root}", f"out={tmp_path / 'report.json'}", "workers=1")
+    command = [sys.executable, "-m", "scripts.verify_data", *options]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", env=strict, timeout=300)
+    assert ended.returncode == 1 and ended.stderr == "", ended.stderr
+    assert f"  {path.parent}/caf\\udce9.jpg: the file is empty; expected " in ended.stdout
     found = json.loads((tmp_path / "report.json").read_text())["splits"]["train"]["problems"]
     assert found["unreadable image"][0].startswith(f"{path}: the file is empty")
 
 
 def test_each_split_says_how_to_open_it(tmp_path, capsys):
     """The layout is shown only where no split can be opened."""
-    reports = verify_data(composed("verify_data", "data=vistas", f"data.root={tmp_path}", "workers=0"))
+    reports = verified(tmp_path, "data=vistas", f"data.root={tmp_path}")
     assert [[*report["problems"]] for report in reports.values()] == 3 * [["split cannot be opened"]]
     assert capsys.readouterr().out.count("Expected layout of vistas") == 1
     root = trees.coco_stuff(tmp_path / "data", pixel_maps=False)
     shutil.rmtree(root / "annotations")
-    reports = verify_data(composed("verify_data", "data=coco_stuff", f"data.root={root}", "workers=0"))
+    reports = verified(tmp_path, "data=coco_stuff", f"data.root={root}")
     assert [bool(report["images"]) for report in reports.values()] == [False, False, True]
     printed = capsys.readouterr().out
     assert printed.count("  Fix: give data.lists=full to use all images of the folder, or unpack") == 2
     assert "Expected layout" not in printed
 
 
-def test_official_numbers_depend_on_the_list_and_splits_may_be_chosen(tmp_path):
+@pytest.mark.parametrize("lists, train", [("challenge", (3, 40000)), ("full", (4, 118287))])
+def test_official_numbers_depend_on_the_list_and_splits_may_be_chosen(tmp_path, lists, train):
     root = trees.coco_stuff(tmp_path / "data")
-    data = ("verify_data", "data=coco_stuff", f"data.root={root}", "workers=0")
-    numbers = {}
-    for lists in ("challenge", "full"):
-        reports = verify_data(composed(*data, f"data.lists={lists}", "splits=[test,train]"))
-        numbers[lists] = {split: (own["images"], own["official_images"]) for split, own in reports.items()}
-    assert numbers["challenge"] == {"test": (2, 40670), "train": (3, 40000)}
-    assert numbers["full"] == {"test": (2, 40670), "train": (4, 118287)}
+    reports = verified(tmp_path, f"data.root={root}", "data=coco_stuff", f"data.lists={lists}", "splits=[test,train]")
+    numbers = {split: (own["images"], own["official_images"]) for split, own in reports.items()}
+    assert numbers == {"test": (2, 40670), "train": train}
 
 
 def test_a_file_that_blocks_its_reader_ends_the_command(tmp_path):
     label = next(trees.cityscapes(tmp_path / "data").rglob("gtFine/train/*/*labelIds.png"))
     label.unlink()
     os.mkfifo(label)
-    keys = ("data=cityscapes", f"data.root={tmp_path / 'data'}", "data.timeout_seconds=1", "workers=1")
     with pytest.raises(TimeoutError, match="no data came for data.timeout_seconds=1 seconds"):
-        verify_data(composed("verify_data", *keys))
+        verified(tmp_path, "data=cityscapes", f"data.root={tmp_path / 'data'}", "data.timeout_seconds=1", workers=1)
 
 
 def test_images_of_a_classification_are_decoded_too(tmp_path, capsys):
     """Other classes than ImageNet's 1000 have no official number of images."""
 
-    def check(*overrides: str) -> list[list[str]]:
-        reports = verify_data(composed("verify_data", *overrides, "workers=0", f"out={tmp_path / 'report.json'}"))
-        assert json.loads((tmp_path / "report.json").read_text())["splits"] == reports
-        return [list(report["problems"]) for report in reports.values()]
+    def kinds(*overrides: str) -> list[list[str]]:
+        return [list(report["problems"]) for report in verified(tmp_path, *overrides).values()]
 
     root = classification_trees.imagenet(tmp_path / "data")
-    assert check("data=imagenet", f"data.root={root}") == [[], []]
+    assert kinds("data=imagenet", f"data.root={root}") == [[], []]
     damaged = next((root / "train").rglob("*.JPEG"))
     damaged.write_bytes(damaged.read_bytes()[:-20])
-    assert check("data=imagenet", f"data.root={root}") == [["unreadable image"], []]
+    assert kinds("data=imagenet", f"data.root={root}") == [["unreadable image"], []]
     assert str(damaged) in capsys.readouterr().out
     for file in damaged.parent.iterdir():
         file.unlink()
-    verify_data(composed("verify_data", "data=image_folder", f"data.root={root}", "workers=0"))
+    kinds("data=image_folder", f"data.root={root}")
     assert f"train: no image of train shows {damaged.parent.name}: check the labels" in capsys.readouterr().out
     zipped = classification_trees.cifar_zip(tmp_path / "cifar.zip")
-    assert check("data=cifar10", f"data.root={zipped}", "splits=[test]") == [["number of images"]]
+    assert kinds("data=cifar10", f"data.root={zipped}", "splits=[test]") == [["number of images"]]
     assert "expected 10000, found" in capsys.readouterr().out

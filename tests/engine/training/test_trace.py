@@ -12,8 +12,8 @@ from engine.training.loop import accumulate_gradients
 from engine.training.planner import fake_step
 from engine.training.trace import FakeTensors, begun, traced
 from keepless.fit.made_tensors import MadeTensors
+from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
-from scripts.reports.measuring import peak_bytes
 from tests import runs
 from tests.norms import IN_PLACE, STRATEGIES
 

@@ -1,7 +1,8 @@
-"""A benchmark's record in tests."""
+"""Benchmarks' records, and copies of committed runs, in tests."""
 
 import importlib
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -9,6 +10,26 @@ from types import SimpleNamespace
 
 from engine.configuration.command_line import composed
 from scripts.reports import frame
+
+CIFAR = frame.RESULTS / "cifar" / "norms"
+
+
+def copied(folder: Path, score: float = 0.9, **keys: object) -> Path:
+    """A run of CIFAR-10 with another score and other keys, such as norm={"name": "std"}."""
+    shutil.copytree(CIFAR / "inplace", folder)
+    config = json.loads((folder / "results.json").read_text())["config"]
+    own = {name: {**config[name], **value} if isinstance(value, dict) else value for name, value in keys.items()}
+    *records, last = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*records, json.dumps({**json.loads(last), "top1": score})]))
+    return changed(folder, lambda results: results.update(config=config | own, top1=score))
+
+
+def changed(run: Path, change: Callable[[dict], object]) -> Path:
+    """The run, with a change of its results."""
+    results = json.loads((run / "results.json").read_text())
+    change(results)
+    (run / "results.json").write_text(json.dumps(results))
+    return run
 
 
 def measured(name: str, folder: Path, *overrides: str) -> tuple[dict, str]:

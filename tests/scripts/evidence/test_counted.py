@@ -10,7 +10,7 @@ from torch import nn
 from engine.schema.memory import Memory
 from models.bodies import resnext101
 from models.pooling import MaxPool2d
-from scripts import plan_table
+from scripts import plan_memory
 from scripts.evidence import counted, loss, reversible
 from scripts.evidence.counted import STRATEGIES, cost
 from scripts.evidence.loss import BOOTSTRAPPED, COMPILED, CROSS_ENTROPY, PLAIN, TILES
@@ -82,7 +82,7 @@ def test_headers_state_the_planned_memory():
 def test_the_plan_is_what_a_new_trace_gives(names, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in names:
-        assert {"part": "experiments", **plan_table.planned(name)} == PLANNED[name]
+        assert {"part": "experiments", **plan_memory.planned(name)} == PLANNED[name]
 
 
 def test_the_planner_is_calibrated_on_table_3():
@@ -91,7 +91,7 @@ def test_the_planner_is_calibrated_on_table_3():
     rows = {(row["column"], row["fit"], row["norm"]): row for row in recorded("memory_plan", "fits")}
     assert len(rows) == 16
     for (column, fit, norm), row in rows.items():
-        assert PLANNED[plan_table.experiment_of(column, fit, norm)]["peak"] <= available, (column, fit, norm)
+        assert PLANNED[plan_memory.experiment_of(column, fit, norm)]["peak"] <= available, (column, fit, norm)
         pixels = row["crops"] * row["crop_size"] ** 2
         standard = rows[column, fit, "std"]
         assert norm == "std" or pixels > 1.35 * standard["crops"] * standard["crop_size"] ** 2
@@ -101,7 +101,7 @@ def test_the_planner_is_calibrated_on_table_3():
 def test_a_table_is_planned_with_what_is_particular_to_it():
     parts = {}
     for table in ("cifar10", "revnet"):
-        parts[table] = {item.split("/")[0] for item in plan_table.items(plan_table.PlanArguments(table=table))}
+        parts[table] = {item.split("/")[0] for item in plan_memory.items(plan_memory.PlanArguments(table=table))}
     assert parts == {"cifar10": {"experiments"}, "revnet": {"experiments", "claims"}}
 
 
@@ -119,9 +119,9 @@ def test_a_tiny_run_compares_every_way_of_the_loss(in_process, monkeypatch, tmp_
 def test_revnets_table_1_counts_what_theory_says_and_the_page_shows_it(in_process, monkeypatch, tmp_path):
     """A whole run on tiny networks."""
     monkeypatch.setattr(reversible, "DEPTHS", (2, 8))
-    call, text = measured("reversible", tmp_path, "rounds=1", "images=2", "parts=[depths]")
+    call, text = measured("reversible", tmp_path, "rounds=1", "images=2", "only=[depths]")
     assert call["left"] == {} and "| 8 | recursive |" in text
-    rows = {(row["units"], row["method"]): row for row in reversible.rows_of(call, "depths")}
+    rows = {(row["units"], row["method"]): row for row in rows_of(call, "depths")}
     state = 4 * 32 * 16 * 16 * 4  # bytes of a unit's output
     assert rows[8, "reversible"]["kept_bytes"] == rows[2, "reversible"]["kept_bytes"] == state
     assert rows[8, "blocks"]["kept_bytes"] == 8 * state

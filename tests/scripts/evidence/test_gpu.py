@@ -42,7 +42,6 @@ def test_impossible_arguments_are_refused(tmp_path, monkeypatch):
         (["part=all"], "part=all: expected one of check, host, exact, abn"),
         (["part=host"], "PyTorch sees no CUDA device"),
         (["part=host", "measure=false"], "does not exist"),
-        (["part=host", "rehearse=true", f"out={frame.RESULTS / 'more'}"], "docs/results has results alone"),
     ):
         with pytest.raises(ValueError, match=message):
             command(tmp_path, *words)
@@ -52,9 +51,9 @@ def test_every_part_has_the_arguments_of_its_benchmark_and_names_what_it_measure
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for part in PARTS.values():
         for own in (*part.calls, part.rehearsed):
-            arguments = part.benchmark.schema(out="x.json", **own).suited()
+            arguments = part.benchmark.schema(out="x.json", **own)
             assert part.benchmark.items(arguments)
-    files = list(check.items(check.CheckArguments()))
+    files = list(check.items(frame.Arguments()))
     assert {"tests/keepless/norms/test_triton.py", "tests/test_train_seg.py"} <= {*files}
     keepless = [file.startswith("tests/keepless/") for file in files]
     assert keepless == sorted(keepless, reverse=True) and 0 < sum(keepless) < len(keepless)

@@ -5,7 +5,7 @@ from scripts.evidence.layers import BLOCKS, BUDGET, COMPILED, HOST, INPLACE_2, O
 from scripts.reports.markdown import grouped
 from tests.scripts.evidence.records import measured
 
-TINY = ("batch=2", "channels=[8]", "pixels=[4]", "rounds=2", "sample_ms=0.1", "threads=1")
+TINY = ("batch=2", "channels=8", "pixels=[4]", "rounds=2", "sample_ms=0.1", "threads=1")
 
 
 def test_every_strategy_has_a_row_with_its_bytes_and_host_time_has_none(in_process, tmp_path):

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from datasets import TrainingCrops, TrainingTransform
-from scripts.evidence.loader import (
-    OPENCV,
-    OURS,
-    drawn_pairs,
-    of_pairs,
-)
+from scripts.evidence.loader import OPENCV, OURS, drawn_pairs, opencv, ours
 from tests.scripts.evidence.records import measured
 
 TINY = ["small_size=[72,96]", "small_crop_size=48", "png_size=[96,128]", "jpeg_size=[120,160]", "base_size=100"]
@@ -22,12 +17,12 @@ TINY += ["crop_size=72", "pictures=2", "rounds=3"]
 def test_both_pipelines_make_the_same_crops(suffix, base_size, tmp_path):
     pairs = drawn_pairs(tmp_path / "pairs", 2, (96, 128), suffix)
     crops = TrainingCrops(pairs, TrainingTransform((100, 110), base_size=base_size, fill=(0, 0, 0)), seed=0)
-    pipelines, padded, enlarged = of_pairs(crops), 0, 0
+    padded, enlarged = 0, 0
     for epoch in range(12):
         key = (epoch, epoch % 2)
         size, _, _ = crops.geometry(key, (96, 128))
-        image, label = (tensor.numpy().astype(int) for tensor in pipelines[OURS](key))
-        other_image, other_label = (tensor.numpy() for tensor in pipelines[OPENCV](key))
+        image, label = (tensor.numpy().astype(int) for tensor in ours(crops, key))
+        other_image, other_label = (tensor.numpy() for tensor in opencv(crops, key))
         assert other_image.dtype == other_label.dtype == np.uint8 and other_image.shape == (3, 100, 110)
         assert base_size or np.abs(other_image - image).max() <= 2 and np.array_equal(other_label, label)
         padded += size[0] < 100

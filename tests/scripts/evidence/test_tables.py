@@ -13,10 +13,11 @@ from scripts import run_table
 from scripts.evidence import tables
 from scripts.evidence.tables import Tables
 from scripts.reports import papers
+from scripts.reports.frame import RESULTS
 from scripts.run_table import RunTable
-from tests.runs import REPOSITORY, composed
+from tests.runs import composed
+from tests.scripts.evidence.records import CIFAR, changed, copied
 
-RESULTS = REPOSITORY / "docs" / "results"
 PAPERS = ("table1", "table2", "table3", "table4", "revnet", "memcnn")
 
 
@@ -41,18 +42,6 @@ def of_few_tables(monkeypatch):
     monkeypatch.setattr(papers, "TABLES", {"cifar10": papers.TABLES["cifar10"]})
 
 
-def copy_of_a_run(folder: Path, seed: int = 0, score: float = 0.9, **changed: object) -> Path:
-    """A run of cifar10/resnet14 with another seed, score and keys."""
-    shutil.copytree(RESULTS / "cifar" / "norms" / "inplace", folder)
-    results = json.loads((folder / "results.json").read_text())
-    results["config"]["seed"], results["top1"] = seed, score
-    results["config"].update(changed)
-    (folder / "results.json").write_text(json.dumps(results))
-    *records, last = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join([*records, json.dumps({**json.loads(last), "top1": score})]))
-    return folder
-
-
 def test_every_row_has_a_published_score_and_a_command():
     for name in itertools.chain(*map(papers.experiments_of, PAPERS)):
         assert papers.published(name), name
@@ -74,12 +63,10 @@ def test_published_scores_are_read_from_the_headers_and_rows_are_in_the_paper_s_
 
 @pytest.mark.usefixtures("of_few_tables")
 def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
-    copy_of_a_run(tmp_path / "runs" / "first", seed=0, score=0.88)
-    copy_of_a_run(tmp_path / "runs" / "second", seed=1, score=0.90)
-    data = json.loads((tmp_path / "runs" / "first" / "results.json").read_text())["config"]["data"]
-    trainer = json.loads((tmp_path / "runs" / "second" / "results.json").read_text())["config"]["trainer"]
-    copy_of_a_run(tmp_path / "runs" / "fast", seed=2, score=0.92, trainer={**trainer, "compile": True})
-    copy_of_a_run(tmp_path / "runs" / "larger", score=0.99, data={**data, "crops_per_minibatch": 64})
+    copied(tmp_path / "runs" / "first", 0.88, seed=0)
+    copied(tmp_path / "runs" / "second", 0.90, seed=1)
+    copied(tmp_path / "runs" / "fast", 0.92, seed=2, trainer={"compile": True})
+    copied(tmp_path / "runs" / "larger", 0.99, data={"crops_per_minibatch": 64})
     shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "copy")  # counts once
     text = written(tmp_path, tmp_path / "runs", before=f"# Mine\n{START}\nold\n{END}\nafter\n")
     (row,) = [line for line in text.splitlines() if line.startswith("| cifar10/resnet14 |")]
@@ -92,7 +79,7 @@ def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
 
 @pytest.mark.usefixtures("of_few_tables")
 def test_planned_memory_comes_from_the_plan_and_only_a_gpu_measures_the_same(tmp_path):
-    results = copy_of_a_run(tmp_path / "runs" / "run") / "results.json"
+    results = copied(tmp_path / "runs" / "run") / "results.json"
     rows = [{"part": "experiments", "experiment": "cifar10/resnet14", "peak": 3 * 2**29}]
     record = {"calls": [{"items": {"experiments/cifar10/resnet14": rows}}]}
     (tmp_path / "out").mkdir()
@@ -108,32 +95,20 @@ def test_planned_memory_comes_from_the_plan_and_only_a_gpu_measures_the_same(tmp
 
 
 @pytest.mark.usefixtures("of_few_tables")
-def test_unusable_folders_are_named(tmp_path):
-    (tmp_path / "empty").mkdir()
-    for folder, message in (
-        ("nowhere", "runs: .*nowhere is not a folder"),
-        ("empty", r"runs: there is no run directory \(with a config.yaml\) below .*empty"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            written(tmp_path, tmp_path / folder)
+def test_what_is_in_no_row_is_named(tmp_path):
+    with pytest.raises(ValueError, match="runs: .*nowhere is not a folder"):
+        written(tmp_path, tmp_path / "nowhere")
     with pytest.raises(ValueError, match="README.md has no lines such as <!-- table3 start -->"):
-        written(tmp_path, RESULTS / "cifar" / "norms", before="# Mine\n")
-    run = copy_of_a_run(tmp_path / "runs" / "one")
-    other = copy_of_a_run(tmp_path / "runs" / "two", seed=1, score=0.8)
-    results = json.loads((other / "results.json").read_text())
-    results["accuracy"] = {"cat": 1.0}
-    (other / "results.json").write_text(json.dumps(results))
+        written(tmp_path, CIFAR, before="# Mine\n")
+    run, other = copied(tmp_path / "runs" / "one"), copied(tmp_path / "runs" / "two", 0.8, seed=1)
+    changed(other, lambda results: results.update(accuracy={"cat": 1.0}))
     with pytest.raises(ValueError, match=f"runs: {run} and {other} are both cifar10/resnet14, but of other classes"):
         written(tmp_path, tmp_path / "runs")
-    (run / "results.json").unlink()
-    (other / "results.json").write_text("{")
-    config = json.loads((RESULTS / "cifar" / "norms" / "inplace" / "results.json").read_text())["config"]
-    copy_of_a_run(tmp_path / "runs" / "mine", optim={**config["optim"], "lr": 1e-9})
-    header, rest = (tmp_path / "runs" / "mine" / "config.yaml").read_text().split("\n", 1)
-    (tmp_path / "runs" / "mine" / "config.yaml").write_text(f"# python train_imagenet.py\n{rest}")
+    (other / "results.json").unlink()
+    config = copied(tmp_path / "runs" / "mine", optim={"lr": 1e-9}) / "config.yaml"
+    config.write_text("# python train_imagenet.py\n" + config.read_text().partition("\n")[2])
     text = written(tmp_path, tmp_path / "runs")
-    assert "- ../runs/one: it has not ended (step 7800)\n- ../runs/two: it cannot be read (JSONDecodeError: " in text
-    assert "- ../runs/mine: it is of no experiment\n" in text
+    assert "- ../runs/two: it has not ended (step 7800)\n- ../runs/mine: it is of no experiment\n" in text
 
 
 @pytest.mark.usefixtures("of_few_tables")
