@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from datasets import index_classes, synthetic
@@ -67,19 +66,6 @@ def test_every_problem_is_reported(tmp_path, capsys):
     assert named == [f"aachen_{number:06d}_000020_gtFine_labelIds.png" for number in range(5)]
     assert lines[start + 6] == "  … and 2 more"
     assert "no images in split 'test'" in printed and "Expected layout" not in printed
-
-
-def test_fixes_for_own_images_are_said_once_per_kind_of_problem(tmp_path, capsys):
-    root = trees.folder(tmp_path / "boards")
-    for file in sorted((root / "train/images").rglob("*.jpg"))[:2]:
-        file.write_bytes(b"")
-    for file in (root / "val/labels").rglob("*.png"):
-        trees.write(file, np.full((24, 40), 9, np.uint8))
-    verified(tmp_path, "data=folder", f"data.root={root}")
-    printed = capsys.readouterr().out
-    fix = "Restore the file from the dataset's archive, or your own image"
-    assert len(re.findall(f"^  {fix}", printed, re.MULTILINE)) == printed.count(fix) == 1
-    assert printed.count("Labels hold ids, ") == 1
 
 
 def test_file_names_that_are_not_utf_8_are_reported(tmp_path):

@@ -11,7 +11,7 @@ from keepless.saved import kept_bytes
 from scripts.evidence import methods, zoo
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, PLAIN, RECOMPUTED
 from scripts.evidence.networks import AS_BLOCKS, IN_TIME_OF_BLOCKS, LEAST
-from scripts.evidence.zoo import VOCABULARY, Decoder, blocks_of, build
+from scripts.evidence.zoo import blocks_of, build
 from scripts.reports.frame import rows_of
 from tests.scripts.evidence.records import measured
 
@@ -103,12 +103,3 @@ def test_there_are_enough_networks_and_their_blocks_are_known():
             assert "/" in name
             continue
         assert (len(blocks_of(network)) >= 8) == (name not in ("alexnet", "vgg16_bn")), name
-
-
-def test_the_decoder_sees_no_later_token():
-    network = Decoder(width=32, heads=2, depth=2)
-    tokens = torch.randint(VOCABULARY, (1, 16))
-    changed = tokens.clone()
-    changed[0, 9] = (changed[0, 9] + 1) % VOCABULARY
-    different = (network(tokens) != network(changed)).any(-1)[0]
-    assert different.tolist() == [place >= 9 for place in range(16)]
