@@ -160,7 +160,7 @@ def expected(bounds: Mapping[str, Any]) -> str | None:
 def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
     given = value if isinstance(value, list) else [value]
-    if one_of is not None and not (given and {*given} <= {*one_of}):
+    if one_of is not None and (not given or any(each not in one_of for each in given)):
         raise ValueError(f"{name}={value}: expected {expected(bounds)}")
     if bounds.get("names") and not as_list(value):
         raise ValueError(f"{name}={value}: expected a name or a list of different names, such as [A,B]")
