@@ -67,8 +67,6 @@ def test_a_classifier_from_its_file_alone(tmp_path, kind):
     network = network.double().eval()
     network.load_state_dict({name: tensor.double() for name, tensor in state["network"].items()})
     torch.testing.assert_close(network(IMAGES), expected, rtol=1e-4, atol=1e-4)  # stored in float32
-    with pytest.raises(ValueError, match="was trained on 3 classes .* the dataset has 2"):
-        checkpoint.load_network(lambda: network, state, ("cat", "dog"), path)
 
 
 @pytest.fixture(scope="module")
