@@ -19,7 +19,8 @@ def command(folder: Path, *words: str) -> Path:
 
 def test_a_rehearsal_runs_and_says_what_it_is(in_process, monkeypatch, tmp_path):
     """A whole part: its record, page and picture. They are made again from the record alone."""
-    monkeypatch.setitem(PARTS["abn"].rehearsed, "backend", "eager")  # Triton cannot be interpreted in this process
+    own = {"backend": "eager", "compiler": None, "groups": ["bn_act"]}  # Triton cannot be interpreted in this process
+    monkeypatch.setitem(PARTS, "abn", PARTS["abn"]._replace(rehearsed=PARTS["abn"].rehearsed | own))
     page = command(tmp_path, "part=abn", "rehearse=true")
     (call,), text = json.loads((tmp_path / "rehearsed_abn.json").read_text())["calls"], page.read_text()
     assert call["rehearsal"] and call["left"] == {}
