@@ -68,7 +68,9 @@ PARTS = {  # in the order in which they should be run
         [STEPS | {"recipe": f"table3/cityscapes_{b}_inplace_fixed_batch", "crops": n} for b, n in fit.BODIES.items()],
         TINY_STEPS,
     ),
-    "fit": Part(fit.BENCHMARK, [{}], {"device": "cpu", "tiny": True, "only": ["resnext101/inplace", "RevNet-104"]}),
+    "fit": Part(
+        fit.BENCHMARK, [{}], {"device": "cpu", "tiny": True, "only": ["resnext101/inplace/12GiB", "RevNet-104"]}
+    ),
     "train": Part(equal_memory.BENCHMARK, [CUDA], {"seeds": [0], "steps": 2}),
     "ranks": Part(ranks.BENCHMARK, [CUDA], {"small": True}),
 }

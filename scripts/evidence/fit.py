@@ -30,7 +30,7 @@ from scripts.reports.markdown import GIB, MIB, Rows
 BODIES = {"resnext101": 4, "wrn38": 5}  # of Table 3: crops on each of four devices, as in the first rows
 FEWEST = 2  # crops: the pooled branch of the head needs two
 TINY = {  # smaller networks of the same kind
-    "resnext101": ("body.base_channels=[8,8,16]", "body.stem_channels=8"),
+    "resnext101": ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8"),
     "RevNet-104": ("body=revnet_tiny",),
 }
 
