@@ -71,7 +71,7 @@ PARTS = {  # in the order in which they should be run
     "fit": Part(
         fit.BENCHMARK, [{}], {"device": "cpu", "tiny": True, "only": ["resnext101/inplace/12GiB", "RevNet-104"]}
     ),
-    "train": Part(equal_memory.BENCHMARK, [CUDA], {"seeds": [0], "steps": 2}),
+    "train": Part(equal_memory.BENCHMARK, [CUDA], {"seeds": [0], "steps": 2, "only": ["standard"]}),
     "ranks": Part(ranks.BENCHMARK, [CUDA], {"small": True}),
 }
 
