@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 def dilated_groups(network: nn.Module) -> list[str]:
     """Names of these convolutions. Compiled by TorchInductor, which chooses formats itself, they stay wrong."""
-    return [
-        name
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Conv2d) and module.groups > 1 and max(module.dilation) > 1
-    ]
+    return [name for name, module in network.named_modules() if _is_one(module)]
+
+
+def _is_one(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and module.groups > 1 and max(module.dilation) > 1
 
 
 def run_contiguous(network: nn.Module) -> None:
@@ -26,9 +26,9 @@ def run_contiguous(network: nn.Module) -> None:
     To be called when the network has its memory format. The copy of the input is kept for the backward pass, unless
     `recompute_activations` makes it again.
     """
-    for module in map(network.get_submodule, dilated_groups(network)):
+    for module in filter(_is_one, network.modules()):
         # Two strides of a depthwise weight fit both formats: `contiguous` would not change them.
-        module.weight.data = module.weight.data.clone(memory_format=torch.contiguous_format)
+        module.weight.data = module.get_parameter("weight").data.clone(memory_format=torch.contiguous_format)
         module.register_forward_pre_hook(_contiguous)
         module.register_forward_hook(_channels_last)
 
