@@ -103,7 +103,6 @@ class Find(Protocol):
 
 Function = Callable[..., Any]
 Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
-Vector = Tensor | None
 
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
@@ -133,10 +132,9 @@ def product(function: Function) -> Rule:
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         found = again(find, args, kwargs, result)
         given = (*args, *kwargs.values())
-        if all(not isinstance(one, Tensor) or one.dim() < 3 or one.is_contiguous() for one in given):
-            return found
         needed = [isinstance(one, Tensor) and one.requires_grad for one in given]
-        return found._replace(function=partial(_with_gradients, found.function, needed))
+        is_copied = any(isinstance(one, Tensor) and one.dim() > 2 and not one.is_contiguous() for one in given)
+        return found._replace(function=partial(_with_gradients, found.function, needed)) if is_copied else found
 
     return rule
 
@@ -144,12 +142,8 @@ def product(function: Function) -> Rule:
 def _with_gradients(function: Function, needed: list[bool], *arguments: Any) -> Tensor:
     """`needed`: which arguments needed gradients in the forward pass."""
     given = [one.detach().requires_grad_() if need else one for one, need in zip(arguments, needed, strict=True)]
-    with torch.enable_grad(), saved_tensors_hooks(_nothing, _nothing):
+    with torch.enable_grad(), saved_tensors_hooks(id, id):  # the graph is not differentiated, so it keeps no tensors
         return function(*given).detach()
-
-
-def _nothing(_: object) -> Any:
-    """The graph of a call that ran again is not differentiated."""
 
 
 def unless(function: Function, position: int, name: str) -> Rule:
@@ -256,7 +250,7 @@ def activation(function: Function) -> Rule:
     return rule
 
 
-def _found(find: Find, *vectors: Vector) -> list[Any]:
+def _found(find: Find, *vectors: Tensor | None) -> list[Any]:
     return [None if vector is None else find(vector) for vector in vectors]
 
 
