@@ -142,7 +142,7 @@ def product(function: Function) -> Rule:
 def _with_gradients(function: Function, needed: list[bool], *arguments: Any) -> Tensor:
     """`needed`: which arguments needed gradients in the forward pass."""
     given = [one.detach().requires_grad_() if need else one for one, need in zip(arguments, needed, strict=True)]
-    with torch.enable_grad(), saved_tensors_hooks(id, Tensor.detach):  # the graph is not differentiated, so it keeps no tensors
+    with torch.enable_grad(), saved_tensors_hooks(id, Tensor.detach):  # which keep no tensors
         return function(*given).detach()
 
 
