@@ -66,6 +66,8 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun
         verdict = f"This step {'does not fit' if fails else 'fits'} into memory.budget={config.memory.budget}"
         console.print(f"{verdict}: less {deductions(devices)}, {size_text(budget)} are left for tensors.")
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
+    if (parts := config.trainer.accumulation_steps) > 1:
+        each += f", in {parts} micro-batches"
     console.print(f"{share} crops of {crop} pixels {each}: {size_text(trace.peak)}, most in: {trace.place}")
     at_peak = ([kind, size_text(size)] for kind, size in trace.at_peak.items() if size)
     console.print(table_of(["at the peak", "memory"], at_peak))

@@ -23,6 +23,7 @@ from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
 from engine.schema import keys
 from engine.schema.evaluation import Evaluation
+from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
 from tests import trees
 from tests.official import cityscapes_script
@@ -86,15 +87,18 @@ def test_other_evaluations_have_results_of_their_own():
     ):
         assert default_file("run/checkpoints/last.pt", *overrides) == f"run/{name}.json"
     assert default_file("run/checkpoints/last.pt") == "run/results.json"
+    # As training evaluated two images, and eval.py evaluates all.
+    few = run_config("trainer.evaluate_images=2")
+    assert default_file("run/checkpoints/last.pt", config=few) == "run/results_all_images.json"
     assert default_file("run/checkpoints/best.pt") == "run/results_best.json"
     assert default_file("run/checkpoints/last.pt", step=8) == "run/results_step8.json"  # the run has not ended
     assert default_file("run/checkpoints/best.pt", step=8) == "run/results_best.json"
     assert default_file("somewhere/net.pt", "precision=bfloat16") == "somewhere/results_net_bfloat16.json"
 
 
-def default_file(path: str, *overrides: str, step: int = 12) -> str:
+def default_file(path: str, *overrides: str, step: int = 12, config: SegmentationRun | None = None) -> str:
     options = cfg.typed(composed("eval", f"checkpoint={path}", *overrides), Evaluation)
-    return str(options.default_results_file(run_config(), step, total_steps=12))
+    return str(options.default_results_file(config or run_config(), step, total_steps=12))
 
 
 def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir, tmp_path):

@@ -122,12 +122,14 @@ class Evaluation(TrainedNetwork):
     def default_results_file(self, config: TrainingRun, step: int, total_steps: int) -> Path:
         """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs.
 
-        So does the name for a run that has not ended: its last checkpoint is of `step`, before `total_steps`.
+        So does the name for a run that has not ended: its last checkpoint is of `step`, before `total_steps`. With
+        `trainer.evaluate_images`, results.json holds the scores of those images alone.
         """
         path, data, smooth, pooling = Path(self.checkpoint), config.data, self.data.antialias, self.head.pooling_size
         words = [
             *changed(path.stem, "last"),
             *changed(step, total_steps if path.stem == "last" else step, "step{}"),
+            *([] if config.trainer.evaluate_images is None else ["all_images"]),
             *changed(self.data.split, data.val_split),
             *changed(resolved(self.data.root), resolved(data.root), "{0.name}"),
             *changed(self.data.base_size, getattr(data, "base_size", None), "base{}"),

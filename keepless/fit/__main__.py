@@ -40,6 +40,8 @@ def main(given: list[str]) -> Fit:
     network, example = _made(options.function)
     optimizer = float(options.optimizer) if options.optimizer[0].isdigit() else options.optimizer
     device = next((parameter.device.type for parameter in network.parameters()), "cpu").replace("meta", "cpu")
+    if options.grow:
+        print(f"searching for the largest {options.grow}: minutes for a large network", file=sys.stderr)
     with torch.autocast(device, getattr(torch, options.autocast)) if options.autocast else nullcontext():
         found = fit(network, example, options.device, optimizer=optimizer, grow=options.grow, time=options.time)
     print(found)

@@ -201,7 +201,7 @@ def test_a_killed_run_that_was_evaluated_has_not_ended(tmp_path, whole):
     run = killed_after(8, tmp_path / "run").run_dir
     evaluate(composed("eval", f"checkpoint={run}", "workers=0", "device=cpu"))
     step = checkpoint.load(last_of(run))["step"]
-    assert not (run / "results.json").exists() and (run / f"results_step{step}.json").exists()
+    assert not (run / "results.json").exists() and (run / f"results_step{step}_all_images.json").exists()
     with pytest.raises(ValueError, match=f"it has not ended .step {steps_of(run)[-1]}"):
         compare(OmegaConf.structured(Comparison(runs=str(run), out=str(tmp_path / "report"))))
     survived(run, whole)
