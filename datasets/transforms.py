@@ -32,8 +32,7 @@ class TrainingTransform:
     """A random crop of a randomly scaled and flipped image, with its label.
 
     `crop_size`: (height, width) in pixels. `scale`: range of the uniform scale factor. `flip`: probability of
-    mirroring left to right. `base_size`: length of the image's longest side at scale 1, in
-    pixels; None keeps the image's size.
+    mirroring left to right. `base_size`: length of the image's longest side at scale 1, in pixels; None keeps its size.
     `fill`: RGB (0-255) of the padding around a scaled image that is smaller than the crop; if it is the mean of the
     normalisation, the network sees zeros. The label of the padding is `ignore_index`. `colour_jitter` changes the
     colours of the scaled image (uint8 (3, H, W)), but not the padding. `antialias`: see `scale_and_crop`.

@@ -6,7 +6,7 @@
     python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std
     python -m scripts.plan_memory table=table3 out=FILE.json   # or all; see below
 
-Prints the tensors on one device at the peak of a step, the module of the peak, and the bytes that the backward pass
+Prints the tensors on one device at the peak of a step, the pass in which it falls, and the bytes that the backward pass
 needs.
 memory.fit also finds, for standard, checkpointed and in-place norms, the largest minibatch within memory.budget: the
 most crops of data.crop_size (batch; the paper's FIXED CROP) or the largest data.crops_per_minibatch crops (crop; its

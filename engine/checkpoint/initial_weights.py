@@ -113,6 +113,7 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
     state = checkpoint.checked(content, path)
     norm = group_from_plain(state["config"], "norm", NORMS, name)
     averaged, data = "ema" in state, state["config"].get("data", {})  # other tasks may have other keys
+    body = state["config"]["body"]
     return Weights(
         state["ema" if averaged else "network"],
         f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
@@ -121,7 +122,7 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         norm=norm,
         activation=norm.activation,
         normalisation=Normalisation(tuple(data["mean"]), tuple(data["std"])) if {"mean", "std"} <= set(data) else None,
-        body=f" (a {state['config']['body']['name']})",
+        body=f" ({body['network']})" if body.get("network") else f" (a {body['name']})",
     )
 
 

@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -132,11 +131,6 @@ def _container(values: DictConfig) -> dict:
 def yaml(config: Keys) -> str:
     """A schema's instance as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def read_yaml(file: Path) -> dict:
-    """The values in a file that holds `yaml` of a schema's instance."""
-    return _container(cast(DictConfig, OmegaConf.load(file)))
 
 
 def known_in(values: DictConfig, prefix: str = "") -> Iterator[Known]:

@@ -1,4 +1,4 @@
-"""Trained networks that predict images as people have them. `engine.checkpoint.open_network` makes them."""
+"""Trained networks that predict images as people have them. `engine.prediction.open_network` makes them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -116,6 +116,10 @@ class TrainingRun:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
         self.check_precision()
         self.check_shares(processes=1)
+        if trainer.compile and isinstance(self.norm, ReleasedNorm):
+            raise ValueError(
+                "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
+            )
         if trainer.compile and trainer.recompute in ("activations", "budget"):
             raise ValueError(
                 f"trainer.recompute={trainer.recompute} with trainer.compile=true: the compiler decides which "

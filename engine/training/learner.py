@@ -164,6 +164,9 @@ class Learner:
         groups = self.optimizer.state_dict()["param_groups"]
         try:
             self.network.load_state_dict(state["network"])
+            saved = state["optimizer"]["param_groups"]  # whose states are loaded by position
+            if [group["param_names"] for group in saved] != [group["param_names"] for group in groups]:
+                raise RuntimeError("its optimiser has parameters of other names, or in another order")
             self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
             if self.scaler.is_enabled():
                 self.scaler.load_state_dict(state["scaler"])

@@ -1,6 +1,7 @@
 """The memory of a training step, and the minibatch that fits into a device, without a device."""
 
 import os
+import re
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from engine.assemble.classification import classified_split
 from engine.assemble.data import dataset, official_classes, official_images
 from engine.assemble.network import forward
 from engine.assemble.tasks import TASKS, network_of
-from engine.configuration.config import read_yaml
 from engine.process.console import log_to, logger, make_console
 from engine.process.distributed import World, device_of, world_size
 from engine.records.evaluated import Dataset
@@ -251,11 +251,14 @@ def _images(config: TrainingRun) -> int | None:
 
 def _begun(config: Config) -> Config | None:
     """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
-    if config.resume != "auto" or not (file := Path(config.run_dir or "", "config.yaml")).is_file():
+    if config.resume != "auto" or not (file := Path(str(config.run_dir), "config.yaml")).is_file():
         return None
     name = "crops_per_minibatch" if config.memory.fit == "batch" else "crop_size"
+    found = re.search(rf"(?m)^  {name}: (\d{{1,9}})$", file.read_text("utf-8", "replace"))
+    if found is None:
+        raise ValueError(f"{file} has no number data.{name}, as the configuration of a run has: restore it")
     chosen = deepcopy(config)
-    setattr(chosen.data, name, read_yaml(file)["data"][name])
+    setattr(chosen.data, name, int(found[1]))
     return chosen
 
 

@@ -60,9 +60,9 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder, self.name = folder, folder.resolve().name
-        self.results = json.loads((folder / "results.json").read_text())
+        self.results = json.loads((folder / "results.json").read_text("utf-8"))
         self.scores = _scores_of(self.results)
-        header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
+        header, self.config = (folder / "config.yaml").read_text("utf-8").split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
         self.processes = int(self.config.split()[1])  # "# 2 x cpu"
         named = re.search(r"experiment=([\w/.-]+)", self.command)
@@ -72,12 +72,12 @@ class Run:
         self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
         self.others = {
-            path.stem.removeprefix("results_"): _hide_folders(json.loads(path.read_text()))
+            path.stem.removeprefix("results_"): _hide_folders(json.loads(path.read_text("utf-8")))
             for path in sorted(folder.glob("results_*.json"))
         }
         if not all(_scores_of(results) == self.scores for results in self.others.values()):
             raise ValueError("its evaluations are of different tasks")
-        self.records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
         logged = () if "training" in self.results else ("images_per_second", "peak_memory_mib")
         for record in self.records:
             needed = ("step", *(logged if record["kind"] == "train" else ()))

@@ -1,4 +1,4 @@
-"""An evaluation: it never waits for the device, images of equal size share a minibatch, scores stay the same.
+"""An evaluation: it never waits for the device, and scores stay the same.
 
 And the table of scores that users read.
 """

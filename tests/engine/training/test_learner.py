@@ -145,3 +145,11 @@ def test_wrong_gradients_of_compiled_bfloat16_are_refused(monkeypatch):
         ValueError, match="gives body.mod4.block1.convs.conv2, a dilated convolution with groups, wrong"
     ):
         setup.learner(config, make, one_epoch(10), World())
+
+
+def test_momentum_of_parameters_in_another_order_is_refused():
+    """States of the optimiser have no names of their own, and PyTorch loads them by position."""
+    state = small_learner().state_dict(2)
+    state["optimizer"]["param_groups"][0]["param_names"] = ["bias", "weight"]
+    with pytest.raises(ValueError, match="it does not fit this run: its optimiser has parameters of other names"):
+        small_learner().load_state_dict(state)
