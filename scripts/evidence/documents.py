@@ -29,7 +29,10 @@ DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memor
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, networks, plan_memory, reversible, training)]
 COMPARISONS = {  # of runs in a folder of docs/results: name of the block
-    **{f"runs_camvid_{name}": f"camvid/{name}" for name in ("norms", "samplers", "table3", "finetune")},
+    **{
+        f"runs_camvid_{name}": f"camvid/{name}"
+        for name in ("norms", "samplers", "table3", "finetune", "table3_trained")
+    },
     **{f"runs_cifar_{name}": f"cifar/{name}" for name in ("norms", "short", "stored", "table3")},
     "runs_demo": "demo",
 }
