@@ -202,7 +202,7 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
     assert all((tmp_path / "several" / f).read_bytes() == (tmp_path / "alone" / f).read_bytes() for f in files)
     trained = evaluate(composed("eval", checkpoint_file, "workers=0", "device=cpu", "averaged=false"))
     assert trained["confusion_matrix"] != alone["confusion_matrix"]
-    assert (tmp_path / "results_trained.json").is_file()
+    assert (tmp_path / "results_all_images_trained.json").is_file()
 
 
 def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: int) -> str:
