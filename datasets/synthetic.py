@@ -49,7 +49,10 @@ def synthetic(
         raise ValueError(f"the synthetic dataset has not been drawn at {folder} yet; a training draws it")
     if not is_written:
         _write_once(folder, settings, own_images)
-    written = json.loads((folder / _MARKER).read_text())
+    try:
+        written = json.loads((folder / _MARKER).read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder / _MARKER} is damaged ({error}): delete {folder}, which is drawn again") from error
     if written != settings:
         raise ValueError(
             f"{folder} holds synthetic streets written with {written}, expected {settings}. "

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -196,29 +196,16 @@ def _modified(name: str, tensor: Tensor, found: int, expected: int) -> RuntimeEr
 class _Packed:
     """A tensor that autograd has saved, for as long as it holds it."""
 
-    __slots__ = ("__weakref__", "place", "tensor")
+    __slots__ = ("__weakref__", "tensor")
 
-    def __init__(self, tensor: Tensor, place: str):
+    def __init__(self, tensor: Tensor):
         self.tensor = tensor.detach()  # with its graph, an operation's own output would keep itself alive
-        self.place = place
-
-
-class SavedTensor(NamedTuple):
-    """A tensor that a graph keeps."""
-
-    tensor: Tensor
-    place: str
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Context that sees what autograd saves for the backward pass. Tensors may be fake.
+    """Context that sees what autograd saves for the backward pass. Tensors may be fake."""
 
-    Args:
-        place: called for every saved tensor; says where the program is, e.g. in which module.
-    """
-
-    def __init__(self, place: Callable[[], str] = str):
-        self.place = place
+    def __init__(self) -> None:
         self.packed: list[weakref.ref[_Packed]] = []
         super().__init__(self._pack, attrgetter("tensor"))
 
@@ -227,21 +214,21 @@ class SavedTensors(saved_tensors_hooks):
         return self
 
     def _pack(self, tensor: Tensor) -> _Packed:
-        packed = _Packed(tensor, self.place())
+        packed = _Packed(tensor)
         self.packed.append(weakref.ref(packed))
         return packed
 
-    def kept(self, without: Iterable[Tensor] = ()) -> list[SavedTensor]:
-        """A tensor for each storage that the graphs made here keep now, with the place that saved it first.
+    def kept(self, without: Iterable[Tensor] = ()) -> list[Tensor]:
+        """A tensor for each storage that the graphs made here keep now.
 
         Not counted: the storages of the tensors `without`, e.g. parameters, and what autograd saved and dropped again,
         e.g. between two reversible modules.
         """
         left_out = {address(tensor.untyped_storage()) for tensor in without}
-        found: dict[int, SavedTensor] = {}
+        found: dict[int, Tensor] = {}
         for packed in (reference() for reference in self.packed):
             if packed is not None and (storage := address(packed.tensor.untyped_storage())) not in left_out:
-                found.setdefault(storage, SavedTensor(packed.tensor, packed.place))
+                found.setdefault(storage, packed.tensor)
         return list(found.values())
 
 
@@ -249,7 +236,7 @@ def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ())
     """Run a forward pass; return its result, which must hold the graph, and its `SavedTensors.kept`."""
     with SavedTensors() as saved:
         result = forward()
-    return result, [entry.tensor for entry in saved.kept(without)]
+    return result, saved.kept(without)
 
 
 def kept_bytes(network: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:

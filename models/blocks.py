@@ -180,6 +180,7 @@ def without_activation(norm_act: NormAct) -> NormAct:
     """
 
     def identity_norm(channels: int) -> nn.Module:
+        """A norm of `norm_act` whose activation is switched off."""
         norm: Any = norm_act(channels)
         name = getattr(norm, "activation", None)
         if name not in ACTIVATIONS or not hasattr(norm, "activation_param"):

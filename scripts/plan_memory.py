@@ -89,7 +89,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun
 
 
 def fits(config: TrainingRun, devices: int) -> dict[str, TrainingRun]:
-    """The configuration with the largest minibatch, by norm, of those that can have the configured activation."""
+    """{norm: the configuration with the largest minibatch that fits}, without norms that lack the activation."""
     found = {}
     for norm in ("std", "checkpoint", "inplace"):
         if norm != "inplace" or config.norm.activation in INVERTIBLE_ACTIVATIONS:
@@ -127,7 +127,7 @@ class PlanArguments(frame.Arguments):
 
 
 def items(arguments: PlanArguments) -> dict[str, tuple]:
-    """{PART/…: (part, what of it)}"""
+    """{name of an item: (part of the page, arguments of its measurement)}"""
     own = [name for name in papers.all_experiments() if f"{arguments.table}/" in ("all/", name[: name.index("/") + 1])]
     chosen: list[tuple] = [("experiments", name) for name in own]
     if arguments.table in (ALL, "table3"):

@@ -23,6 +23,7 @@ from datasets.registry import ROWS
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
+from engine.configuration.texts import as_typed
 from engine.process.console import make_console, table_of
 from engine.process.jobs import has_ended, run_jobs
 from engine.schema.keys import key, override
@@ -131,7 +132,8 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
     words = [f"{entry}.py", *options, *arguments.overrides]
-    command, ended = [sys.executable, *start, *words], has_ended(run_dir, words)
+    typed = [as_typed(word, type(config)) for word in words]
+    command, ended = [sys.executable, *start, *words], has_ended(run_dir, typed, devices)
     return Job(f"{experiment}, seed {seed}", command, missing, ended, devices, steps)
 
 

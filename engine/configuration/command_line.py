@@ -45,8 +45,11 @@ def configured(
             return values, typed(values, schema)
 
     def decorated(main: Callable[[DictConfig], object]) -> Callable[[], None]:
+        """Make `main` a command, which reads its arguments from `sys.argv`."""
+
         @wraps(main)
         def run() -> None:
+            """Print the help or the configuration, run a sweep, or call `main`."""
             sweeps = not {*sweep.FLAGS}.isdisjoint(sys.argv)
             sys.argv[1:] = [as_typed(word, schema, sweeps) for word in sys.argv[1:]]
             words = [word for word in sys.argv[1:] if word not in (*HELP, *sweep.FLAGS, *SHOW)]

@@ -67,12 +67,15 @@ def run_jobs(
     return len(failed)
 
 
-def has_ended(run_dir: Path, words: Sequence[str]) -> bool:
-    """Whether this very command, `python WORDS`, has left results in its run directory."""
+def has_ended(run_dir: Path, words: Sequence[str], processes: int = 1) -> bool:
+    """Whether this very command, `python WORDS`, has left results of that many processes in its run directory.
+
+    `words`: as typed, which is how the run writes them into its config.yaml.
+    """
     config, command = run_dir / "config.yaml", shlex.join(["python", *words])
     if not ((run_dir / "results.json").is_file() and config.is_file()):
         return False
-    return config.read_text("utf-8", "replace").startswith(f"# {command}\n")
+    return config.read_text("utf-8", "replace").startswith(f"# {command}\n# {processes} x ")
 
 
 def _passed_on(job: subprocess.Popen) -> str | None:

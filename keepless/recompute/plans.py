@@ -192,9 +192,10 @@ class Plans:
 
 
 def _rehearsed(step: Step, limit: int) -> tuple[Step, Choice]:
-    """A rehearsed step and its best choice; without the outputs, which the program may drop, where these are too much.
+    """A rehearsed step and its best choice.
 
-    So the least is the same as that of a traced step.
+    A rehearsal holds the outputs to the end of the step, which the program may drop earlier. If the budget cannot be
+    met without them, they are left out: then the rehearsal names the same least peak as a traced step does.
     """
     dropped = step.without_outputs()
     choice = _best(dropped, limit, fastest=False)

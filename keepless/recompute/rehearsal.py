@@ -342,8 +342,8 @@ def _is_expanded(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], measures: bool = True) -> Step:
-    """The step of a network with these arguments, as far as its calls and its memory go. `measures`: see `StepTrace`.
+def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """The step of a network with these arguments, as far as its calls and its memory go.
 
     It runs on fake tensors and a copy of the network, under the modes of the caller, such as autocast. Users' hooks are
     left out, because they may count or log; those of PyTorch, such as spectral norms, are copied.
@@ -355,5 +355,6 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         raise RuntimeError("an LSTM cannot be rehearsed: on fake tensors it saves other tensors")
     while isinstance(network, DistributedDataParallel):
         network = network.module
-    is_fake = any(isinstance(one, FakeTensor) for one in [*tensors_in((args, kwargs)), *network.parameters()])
-    return on_fakes(partial(traced_step, measures=measures and not is_fake), network, args, kwargs)[0]
+    tensors = [*tensors_in((args, kwargs)), *network.parameters()]
+    without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
+    return on_fakes(partial(traced_step, measures=not without_values), network, args, kwargs)[0]

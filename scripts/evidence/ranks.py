@@ -25,6 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.process.distributed import device_of
+from engine.schema.keys import key
 from keepless import InPlaceABN, recompute_activations
 from scripts.evidence.methods import PLAIN, RECOMPUTED, deviation, mean_squares
 from scripts.evidence.zoo import DECODER, made
@@ -39,8 +41,12 @@ WRAPPED = {"ddp": "resnet50", "fsdp2": DECODER}  # how a network is shared: whic
 
 
 @dataclass
-class RanksArguments(frame.DeviceArguments):
+class RanksArguments(frame.Arguments):
+    device: str = key("cpu", one_of=tuple(frame.DEVICES))  # of both processes
     small: bool = False  # small networks
+
+    def check(self) -> None:
+        device_of(self.device)
 
 
 def items(arguments: RanksArguments) -> dict[str, tuple[str, str]]:

@@ -68,7 +68,7 @@ class Benchmark(NamedTuple):
     measure: Callable[..., Rows]  # a row with "reason" says what could not be measured
     about: Callable[[dict], tuple[str, str]]  # arguments -> title of the part, and the conditions in words
     # Of a call's part of the page, whose pictures have this name; by default a table of its rows.
-    sections: Callable[[dict, str], Iterable[str]] = lambda call, _: [listed(without_reasons(rows_of(call)))]
+    sections: Callable[[dict, str], Iterable[str]] = lambda call, _: listed(without_reasons(rows_of(call)))
     pictures: Callable[[dict], Mapping[str, Figure]] = lambda call: {}  # of a call, by the end of their files' names
     apart: bool = False  # each item has a process to itself
     program: str = ""  # empty: scripts.evidence.NAME

@@ -29,10 +29,10 @@ def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
     return table(titles, others, left)
 
 
-def listed(rows: Rows) -> str:
-    """A table with a column for each key of the rows."""
+def listed(rows: Rows) -> list[str]:
+    """A table with a column for each key of the rows; nothing if there are none."""
     titles = dict.fromkeys(itertools.chain(*rows))
-    return table([*titles], ([_text(row.get(title, "")) for title in titles] for row in rows))
+    return [table([*titles], ([_text(row.get(title, "")) for title in titles] for row in rows))] * bool(rows)
 
 
 def _text(value: Any) -> str:

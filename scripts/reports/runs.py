@@ -60,7 +60,7 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder, self.name = folder, folder.resolve().name
-        self.results = json.loads((folder / "results.json").read_text("utf-8"))
+        self.results = _content(folder / "results.json")
         self.scores = _scores_of(self.results)
         header, self.config = (folder / "config.yaml").read_text("utf-8").split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
@@ -72,7 +72,7 @@ class Run:
         self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
         self.others = {
-            path.stem.removeprefix("results_"): _hide_folders(json.loads(path.read_text("utf-8")))
+            path.stem.removeprefix("results_"): _hide_folders(_content(path))
             for path in sorted(folder.glob("results_*.json"))
         }
         if not all(_scores_of(results) == self.scores for results in self.others.values()):
@@ -180,6 +180,14 @@ def _scores_of(results: Any) -> Scores:
 
 def _are_numbers(*values: object, most: float = 2**63) -> bool:
     return all(type(value) in (int, float) and 0 <= value <= most for value in values)  # type: ignore[operator]
+
+
+def _content(file: Path) -> dict:
+    """What a JSON file holds. ValueError names the file."""
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file.name} is damaged: {error}") from error
 
 
 def _hide_folders(results: dict) -> dict:

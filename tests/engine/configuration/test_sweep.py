@@ -41,7 +41,7 @@ def finish(command: list[str], monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", command[2:])
     (run_dir,) = (word.partition("=")[2].strip('"') for word in command if word.startswith("run_dir="))
     Path(run_dir).mkdir(parents=True)
-    Path(run_dir, "config.yaml").write_text(f"# {command_line()}\n")
+    Path(run_dir, "config.yaml").write_text(f"# {command_line()}\n# 1 x cpu\n")
     Path(run_dir, "results.json").write_text("{}")
 
 

@@ -604,7 +604,7 @@ def test_under_autocast_a_plan_computes_in_the_same_precision():
 
 
 class Transposed(nn.Module):
-    """Rows are columns in memory, as those of images that attention reads."""
+    """Multiplies transposed inputs, as vision transformers do: pixels are rows, but lie in memory as columns."""
 
     def __init__(self, multiply) -> None:
         super().__init__()

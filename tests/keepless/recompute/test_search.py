@@ -44,7 +44,7 @@ def simulations(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("calls", [60, pytest.param(999, marks=pytest.mark.slow)])
 def test_a_search_takes_few_simulations(simulations, calls):
     x = torch.randn(2, CHANNELS, *(2 * [2 * calls // 3 + 8]), device="meta")
-    rehearsed = rehearsed_step(layers(calls).to("meta"), (x,), {}, None)
+    rehearsed = rehearsed_step(layers(calls).to("meta"), (x,), {})
     plain = plain_peak(rehearsed)
     for limit in (plain, 2 * plain):  # at or above the plain peak
         frontier(rehearsed, limit)
@@ -75,7 +75,7 @@ class Joined(nn.Module):
 
 def test_a_larger_budget_is_met_wherever_a_smaller_one_is_and_the_least_is_the_same():
     """Although times are measured anew for each budget."""
-    rehearsed = rehearsed_step(Joined().to("meta"), (torch.randn(2, 3, 32, 32, device="meta"),), {}, None)
+    rehearsed = rehearsed_step(Joined().to("meta"), (torch.randn(2, 3, 32, 32, device="meta"),), {})
     plain, draws, limits, peaks = plain_peak(rehearsed), random.Random(0), [], []
     for share in range(30, 100, 2):
         values = [value._replace(seconds=draws.uniform(0, 1) ** 4) for value in rehearsed.values]
@@ -103,7 +103,7 @@ def test_the_least_is_named_at_once_and_taken(share):
 def test_layers_of_one_size_are_cut_into_segments():
     """Of n layers, 2 sqrt(n) results need to be there at once."""
     network = nn.Sequential(*(module for _ in range(200) for module in (nn.Linear(8, 8), nn.GELU())))
-    rehearsed = rehearsed_step(network.to("meta"), (torch.randn(8, 8, device="meta"),), {}, None)
+    rehearsed = rehearsed_step(network.to("meta"), (torch.randn(8, 8, device="meta"),), {})
     assert min(simulate(rehearsed, kept).peak for kept in segmented(rehearsed)) < 3 * 400**0.5 * 8 * 8 * 4
 
 

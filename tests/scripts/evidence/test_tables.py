@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from engine.configuration.texts import as_typed
+from engine.schema.classification import ClassificationRun
 from scripts import run_table
 from scripts.evidence import tables
 from scripts.evidence.tables import Tables
@@ -127,18 +129,21 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
         name = run_dir.parent.name
         source = {"resnet14": "cifar/norms/inplace", "revnet38": "cifar/short/revnet38_seed0"}
         shutil.copytree(RESULTS / source.get(name, "cifar/short/resnet32_seed0"), run_dir, dirs_exist_ok=True)
-        (run_dir / "config.yaml").write_text(f"# {shlex.join(['python', *command[1:]])}\n")
+        typed = [as_typed(word, ClassificationRun) for word in command[1:]]  # as a run writes its command
+        (run_dir / "config.yaml").write_text(f"# {shlex.join(['python', *typed])}\n# 1 x cpu\n")
         return False
 
     monkeypatch.setattr(run_table, "run_jobs", run_jobs)
     arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "/a/DIR"}, seeds=[0])
+    arguments["overrides"] = ["init.weights=/a b.pt"]
     assert run_table.run(OmegaConf.structured(RunTable(**arguments, dry_run=True))) == 0 and not commands
     assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 1
     assert [command[2] for command in commands] == [f"experiment={name}" for name in papers.experiments_of("cifar10")]
     assert all({"seed=0", "data.root=/a/DIR", "resume=auto"} <= set(command) for command in commands)
     assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 0 and len(commands) == 4
     assert calls == [(3, 0), (1, 2)]
-    assert run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.steps=1"]))) == 0
+    assert not any(job.has_ended for job in run_table.jobs_of(RunTable(**arguments, devices=2)))
+    assert run_table.run(OmegaConf.structured(RunTable(**{**arguments, "overrides": ["trainer.steps=1"]}))) == 0
     assert calls == [(3, 0), (1, 2), (3, 0)]  # other commands: each training refuses what it cannot continue
 
 
