@@ -8,35 +8,70 @@ the depthwise convolutions of MobileNets and EfficientNets at a stride below 32,
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 def dilated_groups(network: nn.Module) -> list[str]:
-    """Names of these convolutions. Compiled by TorchInductor, which chooses formats itself, they stay wrong."""
-    return [name for name, module in network.named_modules() if _is_one(module)]
+    """Names of these convolutions."""
+    return [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Conv2d) and module.groups > 1 and max(module.dilation) > 1
+    ]
 
 
-def _is_one(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv2d) and module.groups > 1 and max(module.dilation) > 1
+def correct_gradients(network: nn.Module) -> list[str]:
+    """Give these convolutions the right gradients, and return the names of those left as they are.
 
-
-def run_contiguous(network: nn.Module) -> None:
-    """Give these convolutions contiguous inputs in training passes; their results are channels_last as before.
-
-    To be called when the network has its memory format. The copy of the input is kept for the backward pass, unless
-    `recompute_activations` makes it again.
+    Left are convolutions with a forward pass of their own, or other padding than zeros on both sides.
     """
-    for module in filter(_is_one, network.modules()):
+    left = []
+    for name in dilated_groups(network):
+        module = network.get_submodule(name)
+        if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
+            module.__class__ = DilatedGroups
+        elif not isinstance(module, DilatedGroups):
+            left.append(name)
+    return left
+
+
+class DilatedGroups(nn.Conv2d):
+    """`nn.Conv2d` with zeros around, in the dtype of `torch.autocast`; its second derivatives raise an error."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(input)
+        weight = self.weight
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+            input, weight = input.to(dtype), weight.to(dtype)
+        result = _Convolution.apply(input, weight, self.stride, self.padding, self.dilation, self.groups)
+        return result if self.bias is None else result + self.bias.to(result.dtype).view(-1, 1, 1)
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution that computes the gradient of its weight from contiguous copies; it keeps input and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, *geometry: Any) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.geometry = geometry
+        return F.conv2d(input, weight, None, *geometry)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        stride, padding, dilation, groups = ctx.geometry
+
+        def gradients(*tensors: Tensor, of: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
+            geometry = (stride, padding, dilation, False, (0, 0), groups)
+            return torch.ops.aten.convolution_backward(*tensors, None, *geometry, of)
+
+        given = (gradient, *ctx.saved_tensors)
+        of_input, *_ = gradients(*given, of=(True, False, False)) if ctx.needs_input_grad[0] else (None,)
         # Two strides of a depthwise weight fit both formats: `contiguous` would not change them.
-        module.weight.data = module.get_parameter("weight").data.clone(memory_format=torch.contiguous_format)
-        module.register_forward_pre_hook(_contiguous)
-        module.register_forward_hook(_channels_last)
-
-
-def _contiguous(module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
-    (x,) = arguments
-    return (x.contiguous() if torch.is_grad_enabled() else x,)
-
-
-def _channels_last(module: nn.Module, arguments: Any, result: Tensor) -> Tensor:
-    return result.contiguous(memory_format=torch.channels_last)
+        copies = (tensor.clone(memory_format=torch.contiguous_format) for tensor in given)
+        _, of_weight, _ = gradients(*copies, of=(False, True, False)) if ctx.needs_input_grad[1] else (None,) * 3
+        return of_input, of_weight, None, None, None, None

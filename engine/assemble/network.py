@@ -14,7 +14,6 @@ from engine.schema import network as schema
 from engine.schema.training import Trainer, TrainingRun
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
-from models.dilated_groups import run_contiguous
 from models.released_norm import released_abn
 
 _NORMS: Mapping[type[schema.Norm], Callable[..., nn.Module]] = {
@@ -67,8 +66,6 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast refuses float32, which needs none
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
     network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]  # torch's hints lack it
-    if device.type == "cpu" and dtype == torch.bfloat16 and config.trainer.channels_last:
-        run_contiguous(network)
     return Forward(network, mean, std, memory_format, autocast)
 
 

@@ -13,7 +13,7 @@ from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
-from models.dilated_groups import dilated_groups
+from models.dilated_groups import correct_gradients, dilated_groups
 
 
 def learner(config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedule, world: World) -> Learner:
@@ -22,10 +22,20 @@ def learner(config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedu
     From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 
     `make` builds the network on the CPU.
-    ValueError: the network is to be compiled but there is no compiler; or see `lr_schedule`, `make`.
+    ValueError: the network is to be compiled but there is no compiler; PyTorch would compute wrong gradients of it; or
+    see `lr_schedule`, `make`.
     """
     torch.manual_seed(config.seed)
     plain = forward(config, make(), world.device)
+    if world.device.type == "cpu" and config.trainer.precision == "bfloat16":
+        # TorchInductor chooses memory formats itself.
+        wrong = dilated_groups(plain.network) if config.trainer.compile else correct_gradients(plain.network)
+        if wrong:
+            raise ValueError(
+                f"trainer.precision=bfloat16, trainer.compile={str(config.trainer.compile).lower()}: on a CPU PyTorch "
+                f"computes wrong gradients of {wrong[0]}, a dilated convolution with groups; give "
+                f"trainer.precision=float32{' or trainer.compile=false' if config.trainer.compile else ''}"
+            )
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
     return learner_of(config, plain, schedule, world)
@@ -38,12 +48,6 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
     trained = plain.network
     if trainer.compile:
         check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
-        wrong = dilated_groups(trained) if world.device.type == "cpu" and trainer.precision == "bfloat16" else []
-        if wrong:
-            raise ValueError(
-                f"trainer.compile=true with trainer.precision=bfloat16 on a CPU gives {wrong[0]}, a dilated "
-                "convolution with groups, wrong gradients: give trainer.compile=false or trainer.precision=float32"
-            )
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     if world.size > 1:
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
