@@ -12,7 +12,8 @@ _FINER = (0.97, 0.99, 0.997)  # each target is this much lower than the peak bef
 _RUNS, _FEWEST = 700, 60  # simulations of each part of the search, of small steps and of large ones
 _WORK = 5 * 10**5  # values that they have together, if the runs are between these: about two seconds
 _FEW = 16  # values of which pairs are tried
-_OF_A_CALL, _OF_A_BYTE = 20_000, 4  # bytes that take as long as a call by itself; operations that do for one of them
+_BYTES_PER_CALL = 20_000  # take as long as a call by itself
+_OPERATIONS_PER_BYTE = 4
 _TRIED = 12  # single moves of a kind that are simulated before one is made
 
 
@@ -91,7 +92,7 @@ def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
 
 def _by_counting(value: StepValue) -> StepValue:
     """A value with seconds that follow from its bytes and operations, and are the same whenever it is traced."""
-    return value._replace(seconds=1e-10 * (_OF_A_CALL + value.bytes + value.operations / _OF_A_BYTE))
+    return value._replace(seconds=1e-10 * (_BYTES_PER_CALL + value.bytes + value.operations / _OPERATIONS_PER_BYTE))
 
 
 def pareto(choices: Iterable[Choice]) -> list[Choice]:
