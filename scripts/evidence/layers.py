@@ -42,7 +42,7 @@ COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
 
 
 @dataclass
-class LayersArguments(frame.DeviceArguments):
+class LayersArguments(frame.TimedArguments):
     threads: int = key(2, above=0)  # of PyTorch on the CPU
     groups: list[str] = key([*BLOCKS], one_of=(*BLOCKS, *HOST))  # of measurements: blocks, or the host's time
     dtypes: list[str] = key(["float32"], one_of=tuple(DTYPES))

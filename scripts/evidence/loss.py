@@ -32,7 +32,7 @@ Way = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class LossArguments(frame.DeviceArguments):
+class LossArguments(frame.TimedArguments):
     classes: list[int] = key([19, 65, 182], above=1)  # Cityscapes, Vistas, COCO-Stuff with its things
     strides: list[int] = key([8, 16], above=0)  # pixels of a crop per cell of the logits
     crops: int = key(2, above=0)

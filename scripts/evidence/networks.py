@@ -34,7 +34,7 @@ HOST = 0.04  # of a plain step: estimate of Python's own overhead of a plan
 
 
 @dataclass
-class NetworksArguments(frame.DeviceArguments):
+class NetworksArguments(frame.TimedArguments):
     rounds: int = key(5, above=0)  # each measures every network and method once
     images: int = key(8, least=2)  # per step; some norms have one value per image; an eighth as many texts
     image_size: int = key(224, above=0)  # pixels

@@ -25,8 +25,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.process.distributed import device_of
-from engine.schema.keys import key
 from keepless import InPlaceABN, recompute_activations
 from scripts.evidence.methods import PLAIN, RECOMPUTED, deviation, mean_squares
 from scripts.evidence.zoo import DECODER, made
@@ -41,12 +39,8 @@ WRAPPED = {"ddp": "resnet50", "fsdp2": DECODER}  # how a network is shared: whic
 
 
 @dataclass
-class RanksArguments(frame.Arguments):
-    device: str = key("cpu", one_of=tuple(frame.DEVICES))  # of both processes
+class RanksArguments(frame.DeviceArguments):
     small: bool = False  # small networks
-
-    def check(self) -> None:
-        device_of(self.device)
 
 
 def items(arguments: RanksArguments) -> dict[str, tuple[str, str]]:

@@ -50,7 +50,7 @@ Run = Callable[[Sequence[nn.Module], Tensor], Tensor]
 
 
 @dataclass
-class ReversibleArguments(frame.DeviceArguments):
+class ReversibleArguments(frame.TimedArguments):
     images: int = key(100, above=0)  # per step on CIFAR
 
 

@@ -174,7 +174,7 @@ class Training:
 
 
 @dataclass
-class TrainingArguments(frame.DeviceArguments):
+class TrainingArguments(frame.TimedArguments):
     recipe: str | None = "camvid/resnext_small"  # experiment whose network is trained; null: the default network
     threads: int = key(2, above=0)  # of PyTorch
     crop_size: int = key(240, above=0)  # pixels

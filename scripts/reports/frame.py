@@ -52,11 +52,15 @@ class Arguments:
 @dataclass
 class DeviceArguments(Arguments):
     device: str = key("cpu", one_of=tuple(DEVICES))  # the device that is measured
-    threads: int = key(1, above=0)  # of PyTorch on the CPU
-    rounds: int = key(15, above=0)  # each measures everything once
 
     def check(self) -> None:
         device_of(self.device)
+
+
+@dataclass
+class TimedArguments(DeviceArguments):
+    threads: int = key(1, above=0)  # of PyTorch on the CPU
+    rounds: int = key(15, above=0)  # each measures everything once
 
 
 class Benchmark(NamedTuple):
