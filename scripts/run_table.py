@@ -41,7 +41,9 @@ class RunTable:
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
     weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
-    devices: int | None = key(None, above=0)  # processes of each training; null: as many as in its header
+    # Processes of each training; null: as many as in its header. With fewer, trainer.accumulation_steps is added where
+    # norms then see as many crops at a time as in the row.
+    devices: int | None = key(None, above=0)
     seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
     overrides: list[str] = field(default_factory=list)  # of every training; scripts.evidence.tables prints them
 
@@ -69,6 +71,7 @@ class Job(NamedTuple):
     has_ended: bool
     devices: int
     steps: int
+    changed: list[str]  # key=value by which this is no run of the row
 
 
 def run(values: DictConfig) -> int:
@@ -110,8 +113,9 @@ def jobs_of(arguments: RunTable) -> list[Job]:
 
 def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     """The training of an experiment with one seed."""
-    config = papers.configured_as(experiment, *arguments.overrides)
     devices = arguments.devices or papers.devices_of(experiment)
+    accumulation = accumulation_of(experiment, devices, arguments.overrides)
+    config = papers.configured_as(experiment, *accumulation, *arguments.overrides)
     run_dir = Path(arguments.runs) / experiment / f"seed{seed}"
     entry, missing = papers.all_experiments()[experiment], []
     options = [f"experiment={experiment}", f"seed={seed}", override("run_dir", run_dir.resolve()), "resume=auto"]
@@ -121,6 +125,7 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     elif config.data.name in DATA:
         missing.append(f"roots={{{config.data.name}: DIR}}")
     if papers.WEIGHTS in papers.command_of(experiment):
+        config.init.weights = config.init.weights or "FILE"  # which one counts for no row
         fitting = sorted((name for name in weights if name in experiment), key=len)
         if fitting:
             file = Path(weights[fitting[-1]])
@@ -131,10 +136,21 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
             missing.append(f"weights={{{network}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
-    words = [f"{entry}.py", *options, *arguments.overrides]
+    words = [f"{entry}.py", *options, *accumulation, *arguments.overrides]
     typed = [as_typed(word, type(config)) for word in words]
     command, ended = [sys.executable, *start, *words], has_ended(run_dir, typed, devices)
-    return Job(f"{experiment}, seed {seed}", command, missing, ended, devices, steps)
+    changed = papers.changed_keys(config, experiment, devices)
+    return Job(f"{experiment}, seed {seed}", command, missing, ended, devices, steps, changed)
+
+
+def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list[str]:
+    """Micro-batches with which the norms of an experiment see as many crops on fewer devices, as an override."""
+    config, usual = papers.configured_as(experiment, *overrides), papers.devices_of(experiment)
+    of_row = papers.crops_per_norm(config, usual)
+    is_given = any(each.startswith("trainer.accumulation_steps=") for each in overrides)
+    if is_given or papers.crops_per_norm(config, devices) <= of_row or usual % devices:
+        return []
+    return [f"trainer.accumulation_steps={config.trainer.accumulation_steps * usual // devices}"]
 
 
 def job_table(jobs: list[Job], title: str) -> Table:
@@ -143,6 +159,8 @@ def job_table(jobs: list[Job], title: str) -> Table:
     table.add_column("", overflow="fold")
     for job in jobs:
         state = "has ended" if job.has_ended else "needs " + "; ".join(job.missing) if job.missing else "to run"
+        if job.changed:
+            state += "; no run of the row: " + " ".join(job.changed)
         table.add_row(job.title, str(job.devices), f"{job.steps:,}", state)
     return table
 

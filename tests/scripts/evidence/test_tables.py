@@ -156,6 +156,22 @@ def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_pa
     assert missing == ["roots={coco_stuff: DIR}", "weights={resnext101_std: FILE}"]
 
 
+@pytest.mark.parametrize(
+    "experiment, devices, overrides, added, changed",
+    [
+        ("std", 2, [], ["trainer.accumulation_steps=2"], []),
+        ("std", 8, [], [], ["processes=8 trainer.accumulation_steps=1"]),
+        ("std", 1, ["trainer.accumulation_steps=2"], [], ["processes=1 trainer.accumulation_steps=2"]),
+        ("inplace_sync_fixed_batch", 1, [], [], []),
+    ],
+)
+def test_norms_see_as_many_crops_on_fewer_devices(tmp_path, experiment, devices, overrides, added, changed):
+    arguments = RunTable(table="table3", runs=str(tmp_path), devices=devices, overrides=overrides)
+    job = run_table.job_of(f"table3/cityscapes_resnext101_{experiment}", 0, arguments)
+    assert [each for each in job.command if "accumulation" in each] == [*added, *overrides]
+    assert job.changed == changed
+
+
 @pytest.mark.usefixtures("of_few_tables")
 def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, monkeypatch, capsys):
     (tmp_path / "net.pt").touch()
