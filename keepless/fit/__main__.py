@@ -10,6 +10,7 @@ memory; if it cannot run there, e.g. because it reads weights, it is called once
 
 import argparse
 import importlib
+import logging
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -42,6 +43,8 @@ def main(given: list[str]) -> Fit:
     device = next((parameter.device.type for parameter in network.parameters()), "cpu").replace("meta", "cpu")
     if options.grow:
         print(f"searching for the largest {options.grow}: minutes for a large network", file=sys.stderr)
+        logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        logging.getLogger("keepless.fit").setLevel(logging.INFO)  # each way as it is found
     with torch.autocast(device, getattr(torch, options.autocast)) if options.autocast else nullcontext():
         found = fit(network, example, options.device, optimizer=optimizer, grow=options.grow, time=options.time)
     print(found)

@@ -1,5 +1,6 @@
 """The steps of a network on fake tensors, run in several ways on examples of several sizes."""
 
+import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from .device import optimizer_bytes
 from .made_tensors import bytes_of_tensors
 from .sizes import Growth, largest, shape_of
 
+logger = logging.getLogger(__name__)
 PLAIN, RECOMPUTED, PLANNED, CHECKPOINTED = "plain", "recomputed", "within a budget", "checkpointed"
 
 
@@ -71,11 +73,12 @@ class Steps:
         self.plans, self.least = cache(self._plans), cache(self._least)
 
     def ways(self) -> list[Way]:
-        """Each way on the largest example that fits, or on the smallest that was tried."""
+        """Each way on the largest example that fits, or on the smallest that was tried; logs each."""
         found, value = [], self.growing.value
         for name in (PLAIN, RECOMPUTED, PLANNED, *([CHECKPOINTED] if self.blocks else [])):
             value = self.largest(name, value)
             found.append(self.way(name, value))
+            logger.info("%s: %s %s", name, size_of(found[-1].shape), "fits" if found[-1].fits else "is too much")
         return found
 
     def largest(self, name: str, begin: int) -> int:
@@ -94,6 +97,7 @@ class Steps:
 
         def peak(value: int) -> int:
             if name == PLANNED:  # its fastest plan uses whatever is available
+                logger.info("%s: trying %s", name, size_of(self.shape(value)))  # many seconds each
                 return self.held(value) + max(self.least(value).peak, self.temporary)
             return self.way(name, value).peak
 

@@ -20,7 +20,7 @@ from keepless.fit.device import CONTEXT, FRAGMENTATION, OPTIMIZERS, WORKSPACE, b
 from keepless.fit.fit import Fit, fit
 from keepless.fit.made_tensors import MadeTensors, bytes_of_tensors
 from keepless.fit.sizes import growth, shape_of
-from keepless.fit.steps import Way
+from keepless.fit.steps import Way, size_of
 from keepless.inputs import tensors_in
 from keepless.recompute.costs import peak_bytes
 from keepless.torch_internals import FakeTensorMode
@@ -311,6 +311,15 @@ def test_the_command_prints_what_fits(module, capsys):
     found = command.main(given)
     assert capsys.readouterr().out == done.stdout == f"{found}\n"
     assert found.states == 4 * 64 * 65 and found.weights == 2 * 64 * 65
+
+
+def test_the_search_says_what_it_tries_and_finds(module, caplog):
+    found = command.main(["my_networks:example", "--device", "2GiB", "--grow", "batch"])
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if line.endswith("fits")] == [
+        f"{way.name}: {size_of(way.shape)} fits" for way in found.ways
+    ]
+    assert any(line.startswith("within a budget: trying ") for line in said)
 
 
 def test_functions_that_need_values_are_called_without_meta(module, capsys):
