@@ -49,11 +49,11 @@ def recompute_activations(
         checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
         budget: the most bytes at the peak of a forward and backward pass, such as "6GiB" or an int, or a share of the
             plain network's peak, such as 0.3. What existed before the step does not count. Parameters are assumed to
-            have gradients: those that `zero_grad` has released come on top. Convolutions, matrix products, attention
-            and the like are then computed again as well, where that costs the least time. The first pass over a shape
-            plans its step on fake tensors and a copy of the network, in about a second per 100 calls; the second step
-            is traced, which corrects the plan. If no plan is within the budget, the one with the lowest peak is taken,
-            and a warning names it.
+            have gradients: if `zero_grad` has freed them, a step needs their memory beside the budget. Convolutions,
+            matrix products, attention and the like are then computed again as well, where that costs the least time.
+            The first pass over a shape plans its step on fake tensors and a copy of the network, in about a second per
+            100 calls; the second step is traced, which corrects the plan. If no plan is within the budget, the one with
+            the lowest peak is taken, and a warning names it.
         example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
 
     Raises:
