@@ -12,7 +12,7 @@ import numpy as np
 
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
-from datasets.file_list import is_hidden
+from datasets.file_list import composed, is_hidden
 from datasets.layout import (
     OTHER_IMAGES,
     PHOTOGRAPHS,
@@ -20,7 +20,6 @@ from datasets.layout import (
     check_formats,
     list_files,
     read_list,
-    spelled,
 )
 from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
@@ -145,7 +144,7 @@ def folder(root: str | os.PathLike | None, split: str, palettes: str = "equal", 
     images = _LAYOUT.files(root, above / "images", (*PHOTOGRAPHS, *OTHER_IMAGES), images_of=split, deep=True)
     check_formats((str(path.relative_to(above / "images")) for path in images.values()), above / "images")
     without = split == WITHHELD and not (above / "labels").is_dir()
-    labels = {} if without else spelled(_LAYOUT.files(root, above / "labels", _LABELS, deep=True), images)
+    labels = {} if without else _LAYOUT.files(root, above / "labels", _LABELS, deep=True)
     if above == root:
         chosen = _on_list(root, own, images)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
@@ -192,8 +191,8 @@ def _below(root: Path, split: str) -> Path:
     below = root / split
     if below.is_dir() or Path(f"{below}.txt").is_file():
         return below
-    (name,) = spelled({split: root}, folder_splits(root))
-    return root / name
+    same = [found for found in folder_splits(root) if composed(found) == composed(split)]
+    return root / same[0] if len(same) == 1 else below
 
 
 def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path]]:
@@ -206,7 +205,7 @@ def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path
     for above in _folders(root, "labels"):
         folder, each = above / "images", above / "labels"
         images = list_files(folder, (*PHOTOGRAPHS, *OTHER_IMAGES), deep=True) if folder.is_dir() else None
-        for name, path in spelled(list_files(each, _LABELS, deep=True), images or ()).items():
+        for name, path in list_files(each, _LABELS, deep=True).items():
             found[images is not None and name not in images].append(path)
     if not found[0]:
         raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found[1])} in {root}", root)
@@ -227,9 +226,9 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
     file = Path(f"{own}.txt")
     if not file.is_file():
         raise _LAYOUT.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
-    lines = read_list(file, "the name of an image")
+    lines = map(composed, read_list(file, "the name of an image"))
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
-    names = sorted({stems.get(line, line) for line in spelled(dict.fromkeys(lines, file), stems)})
+    names = sorted({stems.get(line, line) for line in lines})
     _LAYOUT.check_list(file, names, images, root)
     return names
 

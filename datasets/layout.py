@@ -1,7 +1,7 @@
 """Finds a dataset's files on disk. Errors name what is missing, the expected layout and the fix."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,11 +78,10 @@ class Layout:
         looked_for: str,
         fix: str | None = None,
     ) -> list[Files]:
-        """Pair images with labels by name, see `spelled`. ValueError counts and names the images without a label.
+        """Pair images with labels by name. ValueError counts and names the images without a label.
 
         Labels without an image are left out. `fix`: see `error`.
         """
-        labels = spelled(labels, images)
         if missing := [name for name in images if name not in labels]:
             count = f"{len(missing)} of {len(images)} images"
             problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
@@ -90,39 +89,22 @@ class Layout:
         return [Files(name, image, labels[name]) for name, image in images.items()]
 
 
-def spelled(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
-    """`files` under the names that they match: the same name, or else one that differs only in how accents are stored.
-
-    ValueError: a match is ambiguous, because two files, or two names, differ only in how accents are stored.
-    """
-    names = {*names}
-    theirs, ours = _by_composed(names - files.keys()), _by_composed(files.keys() - names)
-    renamed = {}
-    for key in sorted(theirs.keys() & ours.keys()):
-        for one, *others in (theirs[key], ours[key]):
-            if others:
-                raise ValueError(
-                    f"{ascii(one)} and {ascii(others[0])} differ only in how accents are stored, so which is the pair "
-                    f"of another file is not clear. Rename one, and its label."
-                )
-        renamed[ours[key][0]] = theirs[key][0]
-    return {renamed.get(name, name): path for name, path in files.items()}
-
-
-def _by_composed(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name in sorted(names):
-        found.setdefault(composed(name), []).append(name)
-    return found
-
-
 def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
     """{name: path} of the files in `folder` with one of `suffixes`, which are not part of the names; sorted.
 
-    `deep`: also files in its folders; their names are paths below `folder`. Hidden files and folders do not count.
+    Names are `composed`, so images and labels pair however their disk stores accents. `deep`: also files in its
+    folders; their names are paths below `folder`. Hidden files and folders do not count.
     ValueError if two files have the same name, or a folder has one of the suffixes.
     """
     found: dict[str, Path] = {}
+    for name, path in _named(folder, suffixes, deep):
+        if (other := found.setdefault(name, path)) != path:
+            one, two = (ascii(str(file.relative_to(folder))) for file in (other, path))  # it shows how accents differ
+            raise ValueError(f"{folder} holds both {one} and {two}: expected one file per name. Remove one.")
+    return dict(sorted(found.items()))
+
+
+def _named(folder: Path, suffixes: Sequence[str], deep: bool) -> Iterator[tuple[str, Path]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
@@ -131,15 +113,10 @@ def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dic
             if suffix is not None and entry.is_dir():
                 raise ValueError(f"{folder / entry.name} is a folder with an image's name: rename it")
             if deep and entry.is_dir():
-                inside = list_files(folder / entry.name, suffixes, deep)
-                found |= {f"{entry.name}/{name}": path for name, path in inside.items()}
+                inside = _named(folder / entry.name, suffixes, deep)
+                yield from ((f"{composed(entry.name)}/{name}", path) for name, path in inside)
             elif suffix is not None:
-                other = found.setdefault(entry.name[: -len(suffix)], folder / entry.name)
-                if other.name != entry.name:
-                    raise ValueError(
-                        f"{folder} holds both {other.name} and {entry.name}: expected one file per name. Remove one."
-                    )
-    return dict(sorted(found.items()))
+                yield composed(entry.name[: -len(suffix)]), folder / entry.name
 
 
 def check_formats(files: Iterable[str], folder: Path) -> None:
