@@ -14,10 +14,8 @@ from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
 from datasets.file_list import composed, is_hidden
 from datasets.layout import (
-    OTHER_IMAGES,
     PHOTOGRAPHS,
     Layout,
-    check_formats,
     list_files,
     read_list,
 )
@@ -31,7 +29,6 @@ _IGNORED = 255  # unless the file says otherwise
 _LONGEST_NAME = 255  # of a class
 
 Colour = tuple[int, int, int]
-_LABELS = (*PHOTOGRAPHS, *OTHER_IMAGES)  # all but PNGs are refused by name, not overlooked
 _EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
 
 _LAYOUT = Layout(
@@ -39,7 +36,7 @@ _LAYOUT = Layout(
     splits=(),
     tree="""
 DIR/classes.json              the classes, in the order of their ids
-DIR/train/images/**           or    DIR/images/**             PNG, JPEG, TIFF, BMP or WebP
+DIR/train/images/**           or    DIR/images/**             PNG, JPEG, TIFF, BMP, WebP, …
 DIR/train/labels/**                 DIR/labels/**             PNGs of the same names
 DIR/val/...                         DIR/train.txt, val.txt    names of images, one per line
 """,
@@ -141,10 +138,9 @@ def folder(root: str | os.PathLike | None, split: str, palettes: str = "equal", 
     root = _LAYOUT.top(root)
     own = _below(root, split)
     above = root if (root / "images").is_dir() and not (own / "images").is_dir() else own
-    images = _LAYOUT.files(root, above / "images", (*PHOTOGRAPHS, *OTHER_IMAGES), images_of=split, deep=True)
-    check_formats((str(path.relative_to(above / "images")) for path in images.values()), above / "images")
+    images = _LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
-    labels = {} if without else _LAYOUT.files(root, above / "labels", _LABELS, deep=True)
+    labels = {} if without else _LAYOUT.files(root, above / "labels", PHOTOGRAPHS, deep=True)
     if above == root:
         chosen = _on_list(root, own, images)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
@@ -204,8 +200,8 @@ def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path
     found: tuple[list[Path], list[Path]] = ([], [])
     for above in _folders(root, "labels"):
         folder, each = above / "images", above / "labels"
-        images = list_files(folder, (*PHOTOGRAPHS, *OTHER_IMAGES), deep=True) if folder.is_dir() else None
-        for name, path in list_files(each, _LABELS, deep=True).items():
+        images = list_files(folder, PHOTOGRAPHS, deep=True) if folder.is_dir() else None
+        for name, path in list_files(each, PHOTOGRAPHS, deep=True).items():
             found[images is not None and name not in images].append(path)
     if not found[0]:
         raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found[1])} in {root}", root)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, composed, list_classes
-from datasets.layout import OTHER_IMAGES, PHOTOGRAPHS, Layout, check_formats, first_of
+from datasets.layout import PHOTOGRAPHS, Layout, first_of
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
@@ -30,7 +30,7 @@ _OWN = Layout(
     name="image_folder",
     splits=("train", "val", "test"),
     tree="""
-DIR/train/CLASS/*         CLASS: any name; PNG, JPEG, TIFF, BMP or WebP
+DIR/train/CLASS/*         CLASS: any name; PNG, JPEG, TIFF, BMP, WebP, …
 DIR/val/CLASS/*           the same classes
 """,
     source="move each image into the folder of its class, in DIR/train and DIR/val",
@@ -51,15 +51,14 @@ def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDatase
 def image_folder(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
     """As `imagenet`, for other images: split "train", "val" or "test", seen as viewers show them.
 
-    ValueError also if there is one class alone, or a class folder holds images of other formats.
+    ValueError also if there is one class alone.
     """
-    dataset = _in_folders(_OWN, root, split, (*PHOTOGRAPHS, *OTHER_IMAGES))
+    dataset = _in_folders(_OWN, root, split, PHOTOGRAPHS)
     if len(dataset.classes) == 1:
         raise ValueError(
             f"image_folder: {dataset.files.root} holds one class folder, {dataset.classes[0]}, which leaves nothing to "
             "learn; expected a folder for each of two classes or more"
         )
-    check_formats(map(dataset.image_name, range(len(dataset))), dataset.files.root)
     return replace(dataset, turned=True)
 
 

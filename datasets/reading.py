@@ -21,9 +21,7 @@ _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  
 
 # Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 3: palette; 6: YCbCr.
 _BITS, _COMPRESSION, _INTERPRETATION, _CHANNELS, _PLANES, _EXTRA_CHANNELS, _KIND = 258, 259, 262, 277, 284, 338, 339
-_MULTIPLIED_BY_ALPHA = 1  # an extra channel
-_TIFF = "expected gray, RGB, CMYK or a palette, with unsigned integers of 8 or 16 bits, channels interleaved"
-_KINDS = {1: "unsigned integers", 2: "signed integers", 3: "floats"}
+_TIFF = "a TIFF of gray, RGB, CMYK or a palette, with unsigned integers of 8 or 16 bits, channels interleaved"
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
@@ -155,14 +153,11 @@ def decode_photograph(path: Path) -> np.ndarray:
 def _decode_photograph(file: Stored) -> np.ndarray:
     """`decode_image` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
-    tags: Mapping[int, Any] = {}
-    if data.startswith(b"MM\0+"):  # Pillow reads it as an ordinary TIFF
-        raise Unreadable(f"{path}: is a TIFF of the kind BigTIFF, big-endian, which is not supported; {_TIFF}.")
     try:
-        tags = _tiff_tags(data)
-        if tags and _is_misread(tags):
-            raise UnidentifiedImageError
         with Image.open(BytesIO(data), formats=PHOTOGRAPHS) as stored:
+            tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF
+            if data.startswith(b"MM\0+") or (tags and _is_misread(tags)):
+                raise UnidentifiedImageError
             image = ImageOps.exif_transpose(stored)
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
             levels = np.asarray(image) >> (tags.get(_BITS, (16,))[0] - 8)
@@ -171,46 +166,24 @@ def _decode_photograph(file: Stored) -> np.ndarray:
             raise UnidentifiedImageError
         return np.array(image.convert("RGB"))
     except UnidentifiedImageError:
-        if tags:
-            raise Unreadable(f"{path}: is a TIFF of {_tiff_content(tags)}, which is not supported; {_TIFF}.") from None
         expected = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel"
+        expected = _TIFF if data[:4] in TiffImagePlugin.PREFIXES else expected
         raise Unreadable(f"{path}: cannot be decoded as an image; expected {expected}.") from None
     except Exception as error:  # Pillow's readers of rare formats raise whatever Python does for damaged bytes
         raise Unreadable(f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}).") from None
 
 
-def _tiff_tags(data: bytes) -> Mapping[int, Any]:
-    """The tags of a TIFF's first page; none for other formats. Raises whatever Python does for damaged bytes."""
-    if data[:4] not in TiffImagePlugin.PREFIXES:
-        return {}
-    file = BytesIO(data)
-    tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(16 if b"+" in data[2:4] else 8))
-    file.seek(tags.next)
-    tags.load(file)
-    return tags
-
-
-def _tiff_content(tags: Mapping[int, Any]) -> str:
-    """What a TIFF stores, such as "3 channels of 16 bits (floats), stored plane by plane, uncompressed"."""
-    bits = " + ".join(map(str, sorted({*tags.get(_BITS, (1,))})))
-    kinds = " and ".join(_KINDS.get(kind, f"kind {kind}") for kind in sorted({*tags.get(_KIND, (1,))}))
-    planes = ", stored plane by plane" * (tags.get(_PLANES) == 2)
-    packed = "uncompressed" if tags.get(_COMPRESSION, 1) == 1 else f"compression {tags[_COMPRESSION]}"
-    return f"{tags.get(_CHANNELS, 1)} channel(s) of {bits} bits ({kinds}){planes}, {packed}"
-
-
 def _is_misread(tags: Mapping[int, Any]) -> bool:
-    """Whether Pillow misreads a TIFF: wrong pixels, only one of several bands, or an error that says nothing to users.
+    """Whether Pillow may misread a TIFF: wrong pixels, or only one of several bands.
 
     Pillow 13 was compared with tifffile over bits, kinds, interpretations, planes, compressions, byte orders, tiles,
     strips, predictors and orientations.
     """
-    raw, planes, interpretation = tags.get(_COMPRESSION, 1) == 1, tags.get(_PLANES) == 2, tags.get(_INTERPRETATION, 0)
+    uncompressed, interpretation = tags.get(_COMPRESSION, 1) == 1, tags.get(_INTERPRETATION, 0)
     return (
         {*tags.get(_KIND, (1,))} != {1}
-        or (raw and planes and max(tags.get(_BITS, (1,))) > 8)
-        or (raw and planes and _MULTIPLIED_BY_ALPHA in tags.get(_EXTRA_CHANNELS, ()))
-        or (raw and interpretation == 6)  # its blocks of subsampled colours
+        or (tags.get(_PLANES) == 2 and tags.get(_CHANNELS, 1) > 1)
+        or (uncompressed and interpretation == 6)  # its blocks of subsampled colours
         or (interpretation in (0, 1, 3) and 0 in tags.get(_EXTRA_CHANNELS, ()))
     )
 
@@ -252,12 +225,6 @@ def _size(path: Path, file: BinaryIO, turned: bool) -> tuple[int, int]:
         limit = _MOST_PIXELS // 10**6
         raise Unreadable(f"{path}: the header claims more than {limit} megapixels; expected fewer.")
     return size[::-1] if turned and _orientation(file) in _ON_ITS_SIDE else size
-
-
-def is_on_its_side(path: Path) -> bool:
-    """Whether viewers swap the width and height of an image, as its EXIF orientation says. OSError if unreadable."""
-    with open(path, "rb") as file:
-        return _orientation(file) in _ON_ITS_SIDE
 
 
 def _orientation(file: BinaryIO) -> int:

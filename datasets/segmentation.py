@@ -205,12 +205,9 @@ class SegmentationDataset(Dataset):
         """ValueError if the sizes of an image and its label, (width, height) in pixels, differ."""
         if label_size == image_size:
             return
-        why = ""
-        if self.turned and label_size == image_size[::-1] and reading.is_on_its_side(entry.image):
-            why = " as its EXIF orientation turns it, which the label lacks"
         raise ValueError(
             f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
-            f"{image_size[0]}x{image_size[1]}{why}; expected the same size. {self.label_fix or RESTORE}"
+            f"{image_size[0]}x{image_size[1]}; expected the same size. {self.label_fix or RESTORE}"
         )
 
     @property

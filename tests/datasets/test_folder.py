@@ -222,9 +222,9 @@ def test_a_fix_for_all_wrong_labels_is_said_once(root):
 
 def test_images_of_other_formats_are_not_passed_over(root):
     image = next((root / "train/images/a").iterdir())
-    image.rename(image.with_suffix(".heic"))
-    with pytest.raises(ValueError, match=rf"not read: a/{image.stem}.heic in {root}/train/images .1 in all"):
-        folder(root, "train")
+    image.rename(image.with_suffix(".heic")).write_bytes(b"\0\0\0\x18ftypheic")
+    with pytest.raises(ValueError, match=f"a/{image.stem}.heic: cannot be decoded as an image; expected AVIF, BMP"):
+        verify(folder(root, "train"), workers=0)
     image.with_suffix(".heic").rename(image.with_suffix(".json"))  # of another program
     assert len(folder(root, "train").files) == 5
     (root / f"train/labels/a/{image.stem}.png").unlink()
@@ -273,9 +273,10 @@ def test_training_and_prediction_see_the_same_image(root, tmp_path):
         verify(val, workers=0)
         assert inspect(val, workers=0).problems == ()
         trees.write(label, np.zeros(size[::-1], np.uint8))
-        why = " as its EXIF orientation turns it, which the label lacks" * (kind[-1] in "5678" and "TIFF" not in kind)
         for read in (partial(verify, workers=0), lambda val: val[0], lambda val: val.undecoded(0)):
-            with pytest.raises(ValueError, match=f"its image {image} is {size[1]}x{size[0]}{why}; expected the same"):
+            with pytest.raises(
+                ValueError, match=f"its image {image} is {size[1]}x{size[0]}; expected the same .* as viewers show"
+            ):
                 read(val)
         classes = tmp_path / kind / "train" / "cats"
         classes.mkdir(parents=True)

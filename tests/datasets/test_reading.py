@@ -311,10 +311,6 @@ DEEP = BYTES.astype(np.uint16) * 256 + 200
 PLANES = np.moveaxis(DEEP[..., :3], 2, 0)
 RIGHT = {  # a TIFF and its pixels, (H, W, 1 or 3)
     "RGB": (tiff(BYTES[..., :3], interpretation=2), BYTES[..., :3]),
-    "RGB in planes": (
-        tiff(PLANES.astype(np.uint8), interpretation=2, planes=2),
-        PLANES.astype(np.uint8).transpose(1, 2, 0),
-    ),
     "RGB of 16 bits": (tiff(DEEP[..., :3], interpretation=2), BYTES[..., :3]),
     "RGB of 16 bits, big-endian": (tiff(DEEP[..., :3], ">", interpretation=2), BYTES[..., :3]),
     "RGB and another band": (tiff(BYTES, interpretation=2, extra=[0]), BYTES[..., :3]),
@@ -325,42 +321,32 @@ RIGHT = {  # a TIFF and its pixels, (H, W, 1 or 3)
     "gray of 16 bits, 0 is white": (tiff(65535 - DEEP[..., :1]), BYTES[..., :1]),
     "gray of 12 bits": (tiff(DEEP[..., :1] >> 4, bits=12, interpretation=1), BYTES[..., :1]),
 }
-REFUSED = {  # a TIFF that Pillow does not open, or misreads, and what the message says of it
-    "16 bits in planes": (
-        tiff(PLANES, interpretation=2, planes=2),
-        r"3 channel\(s\) of 16 bits .*, stored plane by plane",
-    ),
-    "the same, big-endian": (tiff(PLANES, ">", interpretation=2, planes=2), "of 16 bits .*, stored plane by plane"),
-    "alpha in planes": (
-        tiff(np.moveaxis(BYTES, 2, 0).copy(), interpretation=2, planes=2, extra=[1]),
-        r"4 channel\(s\) of 8 bits .*, stored plane by plane",
-    ),
-    "BigTIFF, big-endian": (struct.pack(">2sHHHQQQ", b"MM", 43, 8, 0, 16, 0, 0), "BigTIFF, big-endian"),
-    "signed": (tiff(BYTES[..., :1], interpretation=1, kind=[2]), r"1 channel\(s\) of 8 bits \(signed integers\)"),
-    "signed RGB": (tiff(BYTES[..., :3], interpretation=2, kind=[2, 2, 2]), "8 bits .signed integers"),
-    "floats": (tiff(BYTES[..., :1].astype(np.float32), interpretation=1, kind=[3]), "32 bits .floats"),
-    "32 bits": (tiff(BYTES[..., :1].astype(np.uint32), interpretation=1), "32 bits .unsigned integers"),
-    "four bands": (tiff(BYTES, interpretation=1, extra=[0, 0, 0]), r"4 channel\(s\) of 8 bits"),
-    "four bands in planes": (
-        tiff(np.moveaxis(BYTES, 2, 0).copy(), interpretation=1, planes=2, extra=[0, 0, 0]),
-        r"4 channel\(s\) of 8 bits .*, stored plane by plane",
-    ),
-    "subsampled YCbCr": (tiff(BYTES[..., :3], interpretation=6), r"3 channel\(s\) of 8 bits .*, uncompressed"),
-    "14 bits": (tiff(DEEP[..., :1], bits=14, interpretation=1), "of 14 bits"),
+REFUSED = {  # TIFFs that Pillow does not open, or misreads
+    "planes": tiff(PLANES.astype(np.uint8), interpretation=2, planes=2),
+    "16 bits in planes": tiff(PLANES, interpretation=2, planes=2),
+    "the same, big-endian": tiff(PLANES, ">", interpretation=2, planes=2),
+    "alpha in planes": tiff(np.moveaxis(BYTES, 2, 0).copy(), interpretation=2, planes=2, extra=[1]),
+    "BigTIFF, big-endian": struct.pack(">2sHHHQQQ", b"MM", 43, 8, 0, 16, 0, 0),
+    "signed": tiff(BYTES[..., :1], interpretation=1, kind=[2]),
+    "signed RGB": tiff(BYTES[..., :3], interpretation=2, kind=[2, 2, 2]),
+    "floats": tiff(BYTES[..., :1].astype(np.float32), interpretation=1, kind=[3]),
+    "32 bits": tiff(BYTES[..., :1].astype(np.uint32), interpretation=1),
+    "four bands": tiff(BYTES, interpretation=1, extra=[0, 0, 0]),
+    "four bands in planes": tiff(np.moveaxis(BYTES, 2, 0).copy(), interpretation=1, planes=2, extra=[0, 0, 0]),
+    "subsampled YCbCr": tiff(BYTES[..., :3], interpretation=6),
+    "14 bits": tiff(DEEP[..., :1], bits=14, interpretation=1),
 }
 
 
 @pytest.mark.parametrize("kind", [*RIGHT, *REFUSED])
-def test_a_tiff_is_read_as_it_was_written_or_refused_by_its_content(kind, tmp_path):
+def test_a_tiff_is_read_as_it_was_written_or_refused_with_what_is_expected(kind, tmp_path):
     """Pillow opens some kinds without an error and gives other pixels, as a comparison with tifffile showed."""
     path = tmp_path / "x.tif"
-    path.write_bytes((RIGHT | REFUSED)[kind][0])
+    path.write_bytes(RIGHT[kind][0] if kind in RIGHT else REFUSED[kind])
     if kind in RIGHT:
         assert np.array_equal(decode_photograph(path), np.broadcast_to(RIGHT[kind][1], (5, 6, 3)))
         return
-    message = (
-        f"^{path}: is a TIFF of .*{REFUSED[kind][1]}.* not supported; expected gray, RGB, CMYK or a palette, with unsig"
-    )
+    message = f"^{path}: cannot be decoded as an image; expected a TIFF of gray, RGB, CMYK or a palette, with unsigned "
     for read in (decode_photograph, partial(read_size, turned=True)):
         with pytest.raises(ValueError, match=message):
             read(path)
