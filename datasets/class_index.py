@@ -3,10 +3,7 @@
 Class-uniform sampling draws from it. Building it takes one pass over the labels; it is then cached.
 """
 
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -71,8 +68,7 @@ def index_classes(
 ) -> ClassIndex:
     """Load the index of a split from `folder` (default: the cache folder), or build and save it there.
 
-    The file is named after the dataset's fingerprint. If several processes call this at once, one builds the index and
-    the others wait. `workers`: see `in_order`.
+    The file is named after the dataset's fingerprint. `workers`: see `in_order`.
 
     Raises:
         ValueError: a label is bad or missing, or the folder cannot be written (the message names `folder_key`).
@@ -84,16 +80,10 @@ def index_classes(
     found = read_arrays(file, _ARRAYS)
     if found is None:
         try:
-            with _lock(kept):
-                found = read_arrays(file, _ARRAYS)  # another process may have made it in the meantime
-                if found is None:
-                    look = partial(_indexed, dataset, positions)
-                    labels = list(every(dataset, look, workers, progress))
-                    found = [
-                        np.stack([counts for counts, _ in labels]),
-                        np.concatenate([places for _, places in labels]),
-                    ]
-                    write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
+            kept.mkdir(parents=True, exist_ok=True)  # before the labels are read
+            labels = list(every(dataset, partial(_indexed, dataset, positions), workers, progress))
+            found = [np.stack([counts for counts, _ in labels]), np.concatenate([places for _, places in labels])]
+            write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
         except TimeoutError:  # of a label
             raise
         except OSError as error:
@@ -138,13 +128,3 @@ def _indexed(dataset: SegmentationDataset, positions: int, image: int) -> tuple[
     """`index_label` of an image's label. Every image has its own random stream."""
     label = dataset.read_label(image)
     return index_label(label, len(dataset.classes), positions, np.random.default_rng([_SEED, image]))
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Admit one process at a time. File systems without locks only cost duplicate work."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset, Sampler
@@ -126,7 +127,7 @@ def training_loader(
 def class_index(
     config: SegmentationRun, dataset: SegmentationDataset, world: World, progress: Callable[[int, int], None]
 ) -> ClassIndex | None:
-    """The class index of the training split, built if it is missing; None if neither sampler nor loss needs it.
+    """The class index of the training split; None if neither sampler nor loss needs it. Rank 0 builds a missing one.
 
     `progress(done, total)` counts images. ValueError: see `index_classes`.
     """
@@ -134,7 +135,10 @@ def class_index(
     if not is_drawn and config.loss.class_weights != "frequency":
         return None
     sampler = config.sampler if isinstance(config.sampler, ClassUniformSampler) else ClassUniformSampler()
-    index = index_classes(dataset, sampler.folder, progress=progress, folder_key="sampler.folder")
+    read = partial(index_classes, dataset, sampler.folder, progress=progress, folder_key="sampler.folder")
+    with world.first_goes_ahead() as first:
+        index = read() if first else None
+    index = read() if index is None else index  # built again where its folder is of another machine
     absent = index.absent()
     if is_drawn and absent and world.first:
         logger.warning(

@@ -1,10 +1,7 @@
-"""The class index: exact counts, uniform positions, built once by any number of processes, despite interruptions."""
+"""The class index: exact counts, uniform positions, the same from any number of processes."""
 
-import fcntl
-import multiprocessing
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,49 +100,12 @@ def test_it_is_read_back_and_made_anew_when_the_data_changes(camvid_folders, mon
     assert np.array_equal(again.counts[0], first.counts[1])
 
 
-def _index(root: Path, folder: Path, reads: Path, asking) -> None:
-    """Make the index, but wait at the first image until both processes, having found none, ask for the lock."""
-    flock, read_label = fcntl.flock, SegmentationDataset.read_label
-
-    def read(self, image):
-        with open(reads, "a") as file:
-            file.write(f"{image}\n")
-        if image == 0:
-            assert asking.acquire(timeout=60) and asking.acquire(timeout=60)
-        return read_label(self, image)
-
-    fcntl.flock = lambda *arguments: (asking.release(), flock(*arguments))
-    SegmentationDataset.read_label = read
-    index = index_classes(camvid(root, "train"), folder, workers=0)
-    np.save(folder / f"{os.getpid()}.npy", index.places)
-
-
-def test_of_two_processes_one_makes_it_and_the_other_waits(camvid_folders, tmp_path):
-    (tmp_path / "index").mkdir()
-    context = multiprocessing.get_context("fork")
-    arguments = (camvid_folders, tmp_path / "index", tmp_path / "reads", context.Semaphore(0))
-    processes = [context.Process(target=_index, args=arguments) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert sorted((tmp_path / "reads").read_text().split()) == list("012345")
-    first, second = (np.load(file) for file in (tmp_path / "index").glob("*.npy"))
-    assert np.array_equal(first, second)
-
-
-def test_without_locks_or_with_a_damaged_file_the_results_are_the_same(camvid_folders, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError("no locks available")
-
+def test_a_damaged_file_is_made_anew(camvid_folders, tmp_path):
     dataset = camvid(camvid_folders, "train")
     expected = index_classes(dataset, tmp_path / "a", workers=0)
     (file,) = tmp_path.rglob("index.npz")
     file.write_bytes(file.read_bytes()[:100])
     assert equal(index_classes(dataset, tmp_path / "a", workers=0), expected)
-    monkeypatch.setattr("fcntl.flock", refuse)
-    assert equal(index_classes(dataset, tmp_path / "b", workers=0), expected)
 
 
 def test_positions_that_do_not_fit_the_images_are_refused(camvid_folders, tmp_path):
