@@ -2,15 +2,13 @@
 
     python -m scripts.predict checkpoint=RUN_DIR input=IMAGE_OR_DIR output=DIR
     python -m scripts.predict checkpoint=FILE.pt input=DIR output=DIR window.size=1024
-    python -m scripts.predict checkpoint=CLASSIFIER.pt 'input="Straße 1"' output=DIR top_k=3 report=FILE.html
+    python -m scripts.predict checkpoint=CLASSIFIER.pt input="Straße 1" output=DIR top_k=3 report=FILE.html
 
 Reads the usual formats of photographs, and turns them as their EXIF orientation says. Segmentation writes three PNGs
-per image, at its size: ids/NAME.png (the labels' own ids, or with ids=train train ids; classes.json lists them),
-colour/NAME.png and overlays/NAME.png, and with probabilities=true probabilities/NAME.npy. Classification writes
-predictions.csv, the likeliest classes of each image. report=FILE.html also writes a page to look at: every image, its
-overlay, and each class's share.
-window.size=PIXELS bounds the memory for large images, as in eval.py. A path with blanks or non-ASCII letters needs
-quotes that reach Hydra: 'input="Straße 1"'.
+per image, at its size: ids/NAME.png (the labels' own ids; classes.json lists them), colour/NAME.png and
+overlays/NAME.png, and with probabilities=true probabilities/NAME.npy. Classification writes predictions.csv, the
+likeliest classes of each image. report=FILE.html also writes a page to look at: every image, its overlay, and each
+class's share. window.size=PIXELS bounds the memory for large images, as in eval.py.
 """
 
 import csv
@@ -65,10 +63,7 @@ def predict(values: DictConfig) -> list[Path]:
         images = find_images(source, output)
         writable_folder("output", output)
         if isinstance(network, Segmenter):
-            by_train_id = options.ids == "train"
-            numbers = np.arange(len(network.classes), dtype=np.uint8) if by_train_id else network.label_ids
-            key = "train_id" if by_train_id else "id"
-            write_classes(output / CLASSES, key, numbers, network.classes, network.palette)
+            write_classes(output / CLASSES, network)
         with progress_bar(console) as progress, counting(progress, "windows") as windows:
             for name, file in tracked(progress, images.items(), "predicting"):
                 try:
@@ -79,10 +74,12 @@ def predict(values: DictConfig) -> list[Path]:
                     continue
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
                 if isinstance(network, Segmenter):
-                    ids = segment(network, image, places, numbers, options.probabilities, windows)
+                    ids = segment(network, image, places, options.probabilities, windows)
                     written.append(places["ids"])
                     if options.report:
-                        page.add(shown, image, np.bincount(ids.reshape(-1), minlength=len(numbers)) / ids.size, ids)
+                        page.add(
+                            shown, image, np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids
+                        )
                 else:
                     probabilities = network.probabilities(image)
                     rows.append([shown, *likeliest(probabilities, network.classes, options.top_k)])
@@ -102,18 +99,17 @@ def segment(
     network: Segmenter,
     image: np.ndarray,
     places: dict[str, Path],
-    numbers: np.ndarray,
     with_probabilities: bool,
     windows: Callable[[int, int], None],
 ) -> np.ndarray:
-    """Predict an image and write its files. Returns train ids, uint8 (H, W). `numbers`: of the classes in ids/."""
+    """Predict an image and write its files. Returns train ids, uint8 (H, W)."""
     if with_probabilities:
         probabilities = network.probabilities(image, windows)  # (K, H, W)
         write_array(places["probabilities"].with_suffix(".npy"), probabilities.astype(np.float16))
         ids = probabilities.argmax(axis=0).astype(np.uint8)
     else:
         ids = network.predict(image, windows)
-    write_png(places["ids"], numbers[ids])
+    write_png(places["ids"], network.label_ids[ids])
     write_png(places["colour"], network.palette[ids])
     write_png(places["overlays"], overlay(image, network.palette[ids]))
     return ids
@@ -181,12 +177,10 @@ def result_names(images: Sequence[Path]) -> list[str]:
         names = full
 
 
-def write_classes(path: Path, key: str, numbers: np.ndarray, classes: Sequence[str], palette: np.ndarray) -> None:
-    """Write what ids and colours mean, with `key` "id": [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …]."""
-    entries = [
-        {key: number, "name": name, "colour": colour}
-        for number, name, colour in zip(numbers.tolist(), classes, palette.tolist(), strict=True)
-    ]
+def write_classes(path: Path, network: Segmenter) -> None:
+    """Write what ids and colours mean: [{"id": 7, "name": "road", "colour": [128, 64, 128]}, …]."""
+    meant = zip(network.label_ids.tolist(), network.classes, network.palette.tolist(), strict=True)
+    entries = [{"id": number, "name": name, "colour": colour} for number, name, colour in meant]
     write_file(path, "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
 
 

@@ -162,8 +162,6 @@ class Prediction(TrainedNetwork):
     input: str = MISSING  # an image, or a folder of images, searched with its subfolders
     output: str = MISSING  # folder
     report: str | None = None  # HTML file: each image with its overlay and the share of each class, or its top_k bars
-    # What the files in ids/ hold: the ids of the labels, as eval.py predictions=DIR writes, or train ids from 0.
-    ids: str = key("labels", one_of=("labels", "train"), task=SEGMENTATION)
     # Also write each pixel's probability of every class: float16 (classes, height, width), as NumPy files.
     probabilities: bool = key(False, task=SEGMENTATION)
     top_k: int = key(5, above=0, task=CLASSIFICATION)  # classes of each image in predictions.csv, the likeliest first

@@ -189,17 +189,17 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
     assert [tuple(entry["colour"]) for entry in classes] == list(trained[1])
 
 
-def test_ids_are_numbered_as_in_the_labels_unless_train_ids_are_asked_for(trained, tmp_path):
-    """As eval.py writes them. classes.json says which numbering the files have."""
+def test_ids_are_numbered_as_in_the_labels(trained, tmp_path):
+    """As eval.py writes them, and as classes.json lists them."""
     picture(tmp_path / "a.png")
-    state, own, found = checkpoint.load(trained[0]), [3 * number for number in range(65)], []
-    checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": own})
-    for ids, key, numbers in (("labels", "id", own), ("train", "train_id", [*range(65)])):
-        (file,) = run((tmp_path / "net.pt",), tmp_path / "a.png", tmp_path / ids, f"ids={ids}")
+    state, found = checkpoint.load(trained[0]), []
+    for own in ([*range(65)], [3 * number for number in range(65)]):
+        checkpoint.save(tmp_path / "net.pt", {**state, "label_ids": own})
+        (file,) = run((tmp_path / "net.pt",), tmp_path / "a.png", tmp_path / "out")
         found.append(np.asarray(Image.open(file)))
-        classes = json.loads((tmp_path / ids / "classes.json").read_text())
-        assert [entry.pop(key) for entry in classes] == numbers and {*classes[0]} == {"name", "colour"}
-    assert np.array_equal(found[0], np.array(own)[found[1]]) and found[1].any()
+        classes = json.loads((tmp_path / "out" / "classes.json").read_text())
+        assert [entry.pop("id") for entry in classes] == own and {*classes[0]} == {"name", "colour"}
+    assert np.array_equal(found[1], 3 * found[0]) and found[1].any()
 
 
 def test_a_folder_is_predicted_without_its_broken_and_hidden_files(trained, tmp_path, capsys):
