@@ -1,10 +1,8 @@
 """Run commands one after the other: the trainings of a sweep, or of a table."""
 
-import re
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,8 +17,9 @@ def run_jobs(
 ) -> int:
     """Run the commands {title: command} in `folder`, also after one has failed; return how many failed.
 
-    At the end it prints how many ran, in earlier calls too (`ended_before`), and the error of each that failed. A
-    signal that asks for a stop (`ONE_REQUEST_SECONDS`) goes on to the running command, and no other one starts.
+    At the end it prints how many ran, in earlier calls too (`ended_before`), and which failed; they print their errors
+    themselves. A signal that asks for a stop (`ONE_REQUEST_SECONDS`) goes on to the running command, and no other one
+    starts.
 
     Preempted: this process, or a command, was asked to stop.
     """
@@ -42,21 +41,18 @@ def run_jobs(
             with subprocess.Popen(
                 command,
                 cwd=folder,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="backslashreplace",
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # it saves and ends
             ) as job:
                 running[:] = [job]
                 if stopped:  # while it started
                     job.send_signal(signal.SIGTERM)
-                said = _passed_on(job)
+                job.wait()
             running.clear()
             if stopped or job.returncode == EXIT_CODE:
                 raise Preempted(f"stopped in job {number} of {len(jobs)}, {title}")
             if job.returncode:
                 killed = f"killed by {signal.Signals(-job.returncode).name}" if job.returncode < 0 else None
-                failed[title] = killed or said or f"exit status {job.returncode}"
+                failed[title] = killed or f"exit status {job.returncode}"
                 console.print(f"failed: {failed[title]}", style="red", soft_wrap=True)
     finally:
         for number, handler in before.items():
@@ -76,17 +72,3 @@ def has_ended(run_dir: Path, words: Sequence[str], processes: int = 1) -> bool:
     if not ((run_dir / "results.json").is_file() and config.is_file()):
         return False
     return config.read_text("utf-8", "replace").startswith(f"# {command}\n# {processes} x ")
-
-
-def _passed_on(job: subprocess.Popen) -> str | None:
-    """Relay a command's stderr. Returns its line `error: …`, otherwise its last line with words, otherwise None."""
-    error = last = None
-    assert job.stderr is not None
-    for line in job.stderr:
-        sys.stderr.write(line)
-        sys.stderr.flush()
-        if line.startswith("error: "):
-            error = line.strip()
-        elif re.search(r"\w", line):
-            last = line.strip()
-    return error or last
