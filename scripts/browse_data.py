@@ -27,7 +27,7 @@ from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console, printable
 from engine.process.distributed import World
 from engine.process.output_files import write_figure
-from engine.records.confusion_picture import with_literal_texts
+from engine.records.confusion_picture import shown_names, with_literal_texts
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
@@ -102,7 +102,7 @@ def sheet(page: Sequence[Shown], dataset: Dataset) -> Figure:
         axes.set_title(title, loc="left", fontsize=8)
     if isinstance(dataset, SegmentationDataset):
         present = np.unique([label for _, _, label in page])
-        classes = zip(dataset.palette, dataset.classes, strict=True)
+        classes = zip(dataset.palette, shown_names(dataset.classes), strict=True)
         handles = [class_patch(*each) for number, each in enumerate(classes) if number in present]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     return with_literal_texts(figure)

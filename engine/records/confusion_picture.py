@@ -1,13 +1,12 @@
 """A picture of a confusion matrix."""
 
-import re
 from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, fontManager
+from matplotlib.font_manager import FontProperties, findfont
 from matplotlib.ft2font import FT2Font
 from matplotlib.text import Text
 
@@ -39,44 +38,28 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
 
 
 def shown_names(names: Sequence[str]) -> list[str]:
-    """Names as pictures can show them: numbers in place of those whose characters no installed font has."""
-    shown = [str(number) if _fonts_for(name) is None else printable(name) for number, name in enumerate(names)]
-    if unknown := [name for name in names if _fonts_for(name) is None]:
-        logger.info(
-            f"pictures show {len(unknown)} classes by number, as no installed font has the characters of {unknown[0]}; "
-            f"Noto Sans CJK has Chinese, Japanese and Korean"
-        )
-    return shown
+    """Names as pictures can show them: numbers in place of those with characters that matplotlib's font lacks."""
+    unknown = [name for name in names if not _shown(name)]
+    if unknown:
+        logger.info(f"pictures show {len(unknown)} classes by number: their font lacks characters of {unknown[0]}")
+    return [printable(name) if _shown(name) else str(number) for number, name in enumerate(names)]
 
 
 def with_literal_texts(figure: Figure) -> Figure:
     """Show the figure's texts literally: names of classes and images may contain a $, or bytes that are not UTF-8.
 
-    Other alphabets than matplotlib's font has are shown in installed fonts that have them, otherwise as "?".
+    Characters that matplotlib's font lacks become "?".
     """
     for text in figure.findobj(Text):
         text.set_parse_math(False)
-        words = printable(text.get_text())
-        fonts = _fonts_for(words)
-        if fonts is None:
-            words, fonts = re.sub(r"[^\x00-\xff]", "?", words), ()
-        text.set_text(words)
-        if fonts:
-            text.set_fontfamily([*text.get_fontfamily(), *fonts])
+        text.set_text("".join(each if _shown(each) else "?" for each in printable(text.get_text())))
     return figure
 
 
-@cache
-def _fonts_for(text: str) -> tuple[str, ...] | None:
-    """Installed fonts with the characters that matplotlib's own lacks; None if there are none."""
-    missing, fonts = {*filter(str.isprintable, text)} - _characters(findfont(FontProperties())), []
-    for font in fontManager.ttflist if missing else ():
-        if "Last Resort" not in font.name and (found := missing & _characters(font.fname)):  # it draws boxes
-            fonts.append(font.name)
-            missing -= found
-    return None if missing else tuple(fonts)
+def _shown(text: str) -> bool:
+    return {*filter(str.isprintable, text)} <= _characters()
 
 
 @cache
-def _characters(font: str) -> set[str]:
-    return {*map(chr, FT2Font(font).get_charmap())}
+def _characters() -> set[str]:
+    return {*map(chr, FT2Font(findfont(FontProperties())).get_charmap())}
