@@ -9,8 +9,6 @@ import cv2
 import numpy as np
 
 _ILLEGAL = 254  # in lookup tables: a raw value that label files must not contain; never leaves this module
-# Names of positions in "ignored" whose pixels are expected to have no class.
-_UNLABELLED = {"background", "ignore", "ignored", "unlabeled", "unlabelled", "void"}
 
 
 class Palettes:
@@ -49,9 +47,9 @@ class ClassTable:
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
     label file may contain to a train id or to `ignore_index`; any other raw value is an error. `label_colours`,
     {0xRRGGBB: raw value}, is for label files in colours, `label_palette`, {raw value: RGB}, for known palettes.
-    `absent`: classes that no image shows, as is known. `ignored`, {raw value: name}: ignored ones that should not
-    occur; `ignored_by`: the list that ignores them. Official prediction files hold `official_void` for ignored
-    pixels, and carry the palette if `coloured_predictions` is set.
+    `absent`: classes that no image shows, as is known. `ignored`: raw values of classes that are ignored on purpose;
+    `ignored_by`: the list that ignores the others. Official prediction files hold `official_void` for ignored pixels,
+    and carry the palette if `coloured_predictions` is set.
 
     The other fields are for the official evaluation, `benchmark`, if there is one. `official_only`: raw values of the
     classes that it counts but the paper does not; these come last in `names`, or are ignored in training.
@@ -68,7 +66,7 @@ class ClassTable:
     coloured_predictions: bool = False
     label_palette: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
-    ignored: Mapping[int, str] = field(default_factory=dict)
+    ignored: tuple[int, ...] = ()
     ignored_by: str = "the dataset's list of classes"
     benchmark: str | None = None
     official_only: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -137,16 +135,9 @@ class ClassTable:
             low = held - {self.ignore_index}  # train ids: most of them, and perhaps one more for what is no class
             if self.benchmark and max(low, default=0) <= last <= max(ids) and low - {*ids} and 2 * len(low) >= last:
                 found[-1] += f". They hold {ranges(held)}, which look like train ids; expected {ranges(ids)}"
-        on_purpose = {number for number, name in self.ignored.items() if name.lower() in _UNLABELLED}
-        ignored = sorted(held - {*ids} - on_purpose)
+        ignored = sorted(held - {*ids, *self.ignored})
         if (share := pixels[ignored].sum() / total) > 0.5:
             found.append(f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ranges(ignored)}")
-            return found
-        for number in self.ignored.keys() & ignored:
-            found.append(
-                f'{pixels[number] / total:.2%} of the pixels have the id {number}, "{self.ignored[number]}", which is '
-                f"ignored by {self.ignored_by}"
-            )
         return found
 
     def _mapped(self, raw: np.ndarray, table: np.ndarray) -> np.ndarray:

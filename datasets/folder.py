@@ -87,7 +87,7 @@ def folder_classes(file: Path) -> ClassTable:
         official_void=ignored[0] if ignored else _IGNORED,
         coloured_predictions=True,
         ignored_by=f'"ignored" in {file}',
-        ignored={number: str(entries[number]["name"]) for number in ignored if number < len(entries)},
+        ignored=tuple(number for number in ignored if number < len(entries)),
     )
 
 
