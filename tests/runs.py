@@ -146,6 +146,17 @@ def run(entry: str, *overrides: str, **environment: str) -> subprocess.Completed
     )
 
 
+def ended(module: str, output: Path, *overrides: str) -> tuple[str | int | None, str]:
+    """What a command ends with, and prints: in this process, to a stream that takes UTF-8 alone, as in most locales."""
+    with pytest.MonkeyPatch.context() as patch, open(output, "w", encoding="utf-8") as file:
+        patch.setattr(sys, "argv", [module, *overrides])
+        patch.setattr(sys, "stdout", file)
+        with pytest.raises(SystemExit) as stopped:
+            importlib.import_module(module).main()
+        sys.stdout.flush()
+    return stopped.value.code, output.read_text()
+
+
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Equal names, and tensors equal to the bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datasets import cityscapes
 from datasets.synthetic import write_streets
@@ -39,25 +42,34 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return checkpoint.load(run_dir / "checkpoints" / "last.pt")["network"]
 
 
-def test_a_run_leaves_what_the_contract_says(tmp_path):
-    results = train_short(
-        tmp_path, "trainer.steps=4", "trainer.log_every_steps=2", "trainer.evaluate_every_steps=2", "trainer.pictures=1"
-    )
-    assert {path.name for path in tmp_path.iterdir()} - {".lock"} == {
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory) -> tuple[Path, dict, str]:
+    """The directory of a run with two evaluations, its results, and what it printed."""
+    run_dir = tmp_path_factory.mktemp("watched")
+    every = [f"trainer.{what}_every_steps=2" for what in ("evaluate", "log", "checkpoint")]
+    values = composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", "trainer.pictures=2", *every)
+    with redirect_stdout(StringIO()) as printed:
+        results = train(values, "python a b=c")
+    return run_dir, results, printed.getvalue()
+
+
+def test_a_run_leaves_what_the_contract_says(watched):
+    run_dir, results, _ = watched
+    assert {path.name for path in run_dir.iterdir()} - {".lock"} == {
         *("config.yaml", "log.txt", "metrics.jsonl", "tensorboard", "checkpoints", "results.json"),
         "results_confusion.png",
     }
-    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert json.loads((run_dir / "results.json").read_text()) == results
     assert results["dataset"] == "synthetic" and results["split"] == "val" and results["images"] == 2
     assert len(results["iou"]) == len(results["confusion_matrix"]) == 19
     assert 0 <= results["miou"] <= 1 and 0 <= results["pixel_accuracy"] <= 1
     assert set(results["environment"]) == {"hardware", "versions", "commit"}
-    state = checkpoint.load(tmp_path / "checkpoints" / "last.pt")
+    state = checkpoint.load(run_dir / "checkpoints" / "last.pt")
     assert state["step"] == 4 and state["config"] == results["config"]
     kernel = state["network"]["body.mod2.block1.convs.conv2.weight"]
     assert kernel.is_contiguous(memory_format=torch.channels_last) and not kernel.is_contiguous()
 
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [(record["kind"], record["step"]) for record in records] == [
         *(("train", 2), ("val", 2), ("train", 4), ("val", 4))
     ]
@@ -67,7 +79,45 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     }
     assert records[-1]["miou"] == results["miou"]
     best = max((record for record in records if record["kind"] == "val"), key=lambda record: record["miou"])
-    assert checkpoint.load(tmp_path / "checkpoints" / "best.pt")["step"] == best["step"]
+    assert checkpoint.load(run_dir / "checkpoints" / "best.pt")["step"] == best["step"]
+
+
+def test_everything_that_is_promised_can_be_watched(watched):
+    run_dir, results, output = watched
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    names = events.Tags()["scalars"]
+    for name in ("loss", "lr", "gradient_norm", "images_per_second", "peak_memory_mib"):
+        assert [event.step for event in events.Scalars(f"train/{name}")] == [2, 4]
+    evaluations = [record for record in records if record["kind"] == "val"]
+    seen = {name for record in evaluations for name, iou in record["iou"].items() if iou is not None}
+    assert seen and {f"val_iou/{name}" for name in seen} == {name for name in names if name.startswith("val_iou/")}
+    assert events.Scalars("val/miou")[-1].value == pytest.approx(100 * results["miou"])
+
+    last, record = weights(run_dir), records[-1]["layers"]
+    smallest = record["smallest_gamma"]
+    assert last[f"{smallest['layer']}.weight"].abs().min() == smallest["value"]
+    assert f"{record['largest_reconstruction_error']['layer']}.running_mean" in last
+    assert 0 < record["largest_reconstruction_error"]["value"] < 1e-4
+    for name in ("smallest_gamma", "largest_reconstruction_error"):
+        assert [event.step for event in events.Scalars(f"val_layers/{name}")] == [2, 4]
+
+    [text], config = events.Tensors("config/text_summary"), (run_dir / "config.yaml").read_text()
+    assert config.startswith("# python a b=c\n")
+    assert text.tensor_proto.string_val[0].decode() == f"```yaml\n{config}\n```"
+
+    pictures = {name: [event.step for event in events.Images(name)] for name in events.Tags()["images"]}
+    assert pictures.pop("val/confusion") == [4]
+    assert len(pictures) == 2 and all(steps == [2, 4] for steps in pictures.values())
+    assert min({*names, *pictures}).startswith("train/")  # TensorBoard sorts by name
+
+    assert "training  4 steps in " in output
+    for line in (
+        f"python eval.py checkpoint={run_dir}/checkpoints/last.pt",
+        f"tensorboard --logdir {run_dir}/tensorboard",
+        f"last.pt, step 4, mIoU {100 * results['miou']:.2f} %",
+    ):
+        assert line in output
 
 
 def interrupted(run_dir, step: int, *options: str) -> None:
@@ -115,31 +165,27 @@ def test_bad_files_stop_a_run(streets, tmp_path):
     assert not (tmp_path / "unlabelled").exists()
 
 
-def test_a_finished_run_resumes_to_its_results_and_is_not_overwritten(tmp_path):
-    first = train_short(tmp_path, "trainer.steps=2")
-    before = weights(tmp_path)
-    again = train_short(tmp_path, "trainer.steps=2", "resume=auto")
+def test_a_finished_run_resumes_to_its_results_and_neither_on_other_data_nor_anew(streets, tmp_path):
+    root, data = streets
+    options = (*data, "data.crop_size=16", "trainer.steps=2")
+    first = train_short(tmp_path / "run", *options)
+    before = weights(tmp_path / "run")
+    again = train_short(tmp_path / "run", *options, "resume=auto")
     assert again["confusion_matrix"] == first["confusion_matrix"]
     with pytest.raises(ValueError, match="already holds a run: give resume=auto"):
-        train_short(tmp_path, "trainer.steps=2")
-    assert same(weights(tmp_path), before)
+        train_short(tmp_path / "run", *options)
+    for entry in cityscapes(root, "train").files[:6]:
+        entry.image.unlink()
+        entry.label.unlink()
+    with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
+        train_short(tmp_path / "run", *options, "resume=auto")
+    assert same(weights(tmp_path / "run"), before)
 
 
 def test_what_is_not_finite_after_the_last_step_is_never_kept(tmp_path):
     with pytest.raises(FloatingPointError, match=r"step \d+.*not finite"):
         train_short(tmp_path, "trainer.steps=1", "optim.lr=3e38", "optim.weight_decay=10")
     assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "results.json").exists()
-
-
-def test_a_run_is_not_continued_on_other_data(streets, tmp_path):
-    root, data = streets
-    overrides = (*data, "data.crop_size=16", "data.crops_per_minibatch=3", "trainer.epochs=1")
-    train_short(tmp_path / "run", *overrides)
-    for entry in cityscapes(root, "train").files[:6]:
-        entry.image.unlink()
-        entry.label.unlink()
-    with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
-        train_short(tmp_path / "run", *overrides, "resume=auto")
 
 
 def test_errors_reach_the_user_as_one_message(tmp_path):

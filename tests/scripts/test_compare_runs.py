@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from datasets import synthetic
+from datasets.synthetic import write_streets
 from eval import evaluate
 from scripts.compare_runs import Comparison, Group, compare, main
 from scripts.compare_runs import report as report_of
@@ -41,8 +41,9 @@ def finished(tmp_path_factory) -> Path:
     """A run of two steps, evaluated again in another way, in a folder of a name with a space."""
     folder = tmp_path_factory.mktemp("runs")
     root, run_dir = folder / "my streets", folder / "std" / "seed0"  # as scripts.run_table calls it
-    synthetic(root, "train")
-    overrides = (f"run_dir={run_dir}", f"data.root={root}", *SHORT, "trainer.steps=2", "norm=std")
+    write_streets(root, {"train": 4, "val": 2}, seed=0)
+    data = ("data=cityscapes", f"data.root={root}")
+    overrides = (f"run_dir={run_dir}", *data, *SHORT, "trainer.steps=2", "norm=std")
     train(composed("train_seg", *overrides), command=shlex.join(["python", f"{root}/train_seg.py", *overrides]))
     last = run_dir / "checkpoints" / "last.pt"
     evaluate(composed("eval", f"checkpoint={last}", "tta.scales=[0.25]", "workers=0", "device=cpu"))
@@ -78,7 +79,7 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     config = file.read_text()
     assert re.search(r"(?m)^# 1 x cpu$", config)
     file.write_text(config.replace("# 1 x", "# 2 x"))
-    assert "\ntorchrun --nproc-per-node 2 train_seg.py data.root=DIR" in report(tmp_path / "report", *kept)
+    assert "\ntorchrun --nproc-per-node 2 train_seg.py data=cityscapes data.root=DIR" in report(tmp_path / "report", *kept)
 
 
 def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import cv2
@@ -28,7 +26,7 @@ from engine.segmentation import inference
 from keepless import InPlaceABN
 from scripts.predict import find_images, predict
 from tests import trees
-from tests.runs import REPOSITORY, classification_config, composed, run_config
+from tests.runs import REPOSITORY, classification_config, composed, ended, run_config
 
 
 @pytest.fixture(scope="module")
@@ -238,18 +236,15 @@ def test_every_usual_format_is_found(tmp_path):
 def test_the_command_ends_with_1_where_an_image_is_broken_and_names_files_that_are_not_utf_8(trained, tmp_path):
     """Old archives hold such names. The output's name has the same bytes; messages escape them."""
     folder, name = tmp_path / "in", os.fsdecode(b"caf\xe9")
-    picture(folder / "a.png").tobytes()
+    picture(folder / "a.png")
     (folder / "a.png").rename(folder / f"{name}.png")
     (folder / f"{name} 2.png").write_bytes(b"")
     (folder / f"{name}.txt").write_text("")
     options = (f"checkpoint={trained[0]}", f"input={folder}", f"output={tmp_path / 'out'}", "device=cpu")
-    command = [sys.executable, "-m", "scripts.predict", *options]
-    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    ended = subprocess.run(command, cwd=REPOSITORY, env=strict, capture_output=True, timeout=300)
-    assert b"1 of 2 images were not predicted:\n%b/caf\\udce9 2.png: the file is empty" % bytes(folder) in ended.stderr
-    assert ended.returncode == 1 and b"Traceback" not in ended.stderr
-    assert b"skipped 1 file(s) without an image's suffix: caf\\udce9.txt\n" in ended.stdout
-    assert b"predicted 1 of 2 images" in ended.stdout
+    error, printed = ended("scripts.predict", tmp_path / "printed", *options)
+    assert str(error).startswith(f"error: 1 of 2 images were not predicted:\n{folder}/{name} 2.png: the file is empty")
+    assert "skipped 1 file(s) without an image's suffix: caf\\udce9.txt\n" in printed
+    assert "predicted 1 of 2 images" in printed
     assert [path.name for path in (tmp_path / "out" / "ids").iterdir()] == [f"{name}.png"]
 
 

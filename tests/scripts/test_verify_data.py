@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from datasets import index_classes, synthetic
 from scripts.verify_data import verify_data
 from tests import trees
 from tests.datasets import classification_trees
-from tests.runs import REPOSITORY, composed
+from tests.runs import composed, ended
 
 
 def verified(tmp_path: Path, *overrides: str, workers: int = 0) -> dict[str, dict]:
@@ -77,11 +75,8 @@ def test_file_names_that_are_not_utf_8_are_reported(tmp_path):
     (root / "train/labels/0001TP_000002.png").rename(root / f"train/labels/{name}.png")
     path.write_bytes(b"")
     options = ("data=camvid", f"data.root={root}", f"out={tmp_path / 'report.json'}", "workers=1")
-    command = [sys.executable, "-m", "scripts.verify_data", *options]
-    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", env=strict, timeout=300)
-    assert ended.returncode == 1 and ended.stderr == "", ended.stderr
-    assert f"  {path.parent}/caf\\udce9.jpg: the file is empty; expected " in ended.stdout
+    status, printed = ended("scripts.verify_data", tmp_path / "printed", *options)
+    assert status == 1 and f"  {path.parent}/caf\\udce9.jpg: the file is empty; expected " in printed
     found = json.loads((tmp_path / "report.json").read_text())["splits"]["train"]["problems"]
     assert found["unreadable image"][0].startswith(f"{path}: the file is empty")
 

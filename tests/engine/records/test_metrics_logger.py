@@ -59,47 +59,6 @@ def trained(run_dir, *overrides: str) -> dict:
     return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", *overrides), "python a b=c")
 
 
-def test_everything_that_is_promised_can_be_watched(tmp_path, capsys):
-    every = [f"trainer.{what}_every_steps=2" for what in ("evaluate", "log", "checkpoint")]
-    results = trained(tmp_path, *every, "trainer.pictures=2")
-    events = events_of(tmp_path)
-    names = events.Tags()["scalars"]
-    for name in ("loss", "lr", "gradient_norm", "images_per_second", "peak_memory_mib"):
-        assert [event.step for event in events.Scalars(f"train/{name}")] == [2, 4]
-    evaluations = [record for record in records(tmp_path) if record["kind"] == "val"]
-    seen = {name for record in evaluations for name, iou in record["iou"].items() if iou is not None}
-    assert seen and {f"val_iou/{name}" for name in seen} == {name for name in names if name.startswith("val_iou/")}
-    assert events.Scalars("val/miou")[-1].value == pytest.approx(100 * results["miou"])
-
-    assert records(tmp_path)[0]["step"] == 2
-    weights = checkpoint.load(tmp_path / "checkpoints" / "last.pt")["network"]
-    record = records(tmp_path)[-1]["layers"]
-    smallest = record["smallest_gamma"]
-    assert weights[f"{smallest['layer']}.weight"].abs().min() == smallest["value"]
-    assert f"{record['largest_reconstruction_error']['layer']}.running_mean" in weights
-    assert 0 < record["largest_reconstruction_error"]["value"] < 1e-4
-    for name in ("smallest_gamma", "largest_reconstruction_error"):
-        assert [event.step for event in events.Scalars(f"val_layers/{name}")] == [2, 4]
-
-    [text], config = events.Tensors("config/text_summary"), (tmp_path / "config.yaml").read_text()
-    assert config.startswith("# python a b=c\n")
-    assert text.tensor_proto.string_val[0].decode() == f"```yaml\n{config}\n```"
-
-    pictures = {name: [event.step for event in events.Images(name)] for name in events.Tags()["images"]}
-    assert pictures.pop("val/confusion") == [4]
-    assert len(pictures) == 2 and all(steps == [2, 4] for steps in pictures.values())
-    assert min({*names, *pictures}).startswith("train/")  # TensorBoard sorts by name
-
-    output = capsys.readouterr().out
-    assert "training  4 steps in " in output
-    for line in (
-        f"python eval.py checkpoint={tmp_path}/checkpoints/last.pt",
-        f"tensorboard --logdir {tmp_path}/tensorboard",
-        f"last.pt, step 4, mIoU {100 * results['miou']:.2f} %",
-    ):
-        assert line in output
-
-
 def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
     """With pictures and layer health after every step, or without; in bfloat16, with dropout and averaged weights."""
     options = (*NARROW_A2, "norm=inplace_1", "trainer.ema_decay=0.5", "trainer.precision=bfloat16")

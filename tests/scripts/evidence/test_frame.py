@@ -17,6 +17,7 @@ import torch
 from engine.configuration.command_line import composed
 from keepless.recompute.costs import peak_bytes
 from keepless.saved import saved_for_backward
+from scripts import gpu_evidence
 from scripts.evidence import layers, loss, networks, reversible, training
 from scripts.reports import frame
 from scripts.reports.markdown import longer, ratio_of
@@ -99,7 +100,7 @@ def test_the_command_line_says_what_is_not_the_default(benchmark, options, only)
     assert {*words} == {*options.split(), "out=FILE.json", *([f"only=[{','.join(only)}]"] if only else [])}
 
 
-IMPOSSIBLE = [  # (benchmark, options, message)
+IMPOSSIBLE = [  # (command, options, message)
     (layers, "device=cuda", "PyTorch sees no CUDA device"),
     (layers, "dtypes=[float16]", "expected one of float32, bfloat16"),
     (layers, "groups=[]", "expected one of bn_act, bn_act_conv, host"),
@@ -109,15 +110,18 @@ IMPOSSIBLE = [  # (benchmark, options, message)
     (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, memory"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[all]", "only=all: there is no such item"),
+    (gpu_evidence, "part=all", "part=all: expected one of check, host, exact, abn"),
+    (gpu_evidence, "part=host", "PyTorch sees no CUDA device"),
+    (gpu_evidence, "part=host measure=false", "does not exist"),
 ]
 
 
-@pytest.mark.parametrize("benchmark, options, message", IMPOSSIBLE)
-def test_impossible_arguments_are_refused(benchmark, options, message, monkeypatch, tmp_path):
+@pytest.mark.parametrize("command, options, message", IMPOSSIBLE)
+def test_impossible_arguments_are_refused(command, options, message, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        benchmark.run(composed(benchmark.BENCHMARK.name, "out=file.json", *options.split()))
+        command.run(composed(command.__name__.rpartition(".")[2], "out=file.json", *options.split()))
 
 
 ITEMS = {"a/1": ("a",), "a/2": ("fails",), "b": ("dies",)}
