@@ -31,6 +31,14 @@ def pair(index: int, ids: list[int], size: tuple[int, int] = (24, 40)) -> tuple[
     return rng.integers(0, 256, (*size, 3), dtype=np.uint8), rng.permutation(ids).reshape(size)
 
 
+def picture(path: Path, size: tuple[int, int] = (40, 60), index: int = 0) -> np.ndarray:
+    """Write an image without sharp edges; returns its pixels as OpenCV reads them, BGR."""
+    pixels = cv2.GaussianBlur(pair(index, [0], size)[0], (0, 0), 4)
+    pixels = cv2.normalize(pixels, None, 0, 255, cv2.NORM_MINMAX)
+    write(path, pixels)
+    return pixels
+
+
 def camvid_folders(root: Path) -> Path:
     """{split}/images/*.jpg and {split}/labels/*.png: 6 training, 2 validation, 2 test images."""
     return _camvid(root, "{}/images/{}.jpg", "{}/labels/{}.png")

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from omegaconf import OmegaConf
 
 from datasets.synthetic import write_streets
 from eval import evaluate
-from scripts.compare_runs import Comparison, Group, compare, main
+from scripts.compare_runs import Comparison, Group, compare
 from scripts.compare_runs import report as report_of
 from scripts.reports.runs import Run, differing, found_runs
 from tests.runs import SHORT, composed
@@ -79,7 +78,9 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     config = file.read_text()
     assert re.search(r"(?m)^# 1 x cpu$", config)
     file.write_text(config.replace("# 1 x", "# 2 x"))
-    assert "\ntorchrun --nproc-per-node 2 train_seg.py data=cityscapes data.root=DIR" in report(tmp_path / "report", *kept)
+    assert "\ntorchrun --nproc-per-node 2 train_seg.py data=cityscapes data.root=DIR" in report(
+        tmp_path / "report", *kept
+    )
 
 
 def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
@@ -168,15 +169,6 @@ def test_runs_are_found_in_the_order_of_their_numbers(tmp_path):
         copied(tmp_path / f"optim.lr={lr}", score=number / 10)
     runs, _ = found_runs([tmp_path])
     assert [run.name for run in runs] == [f"optim.lr={lr}" for lr in ("1e-3", "0.05", "9", "10")]
-
-
-def test_a_path_that_exists_needs_no_quotes_of_hydra(tmp_path, monkeypatch, capsys):
-    """Names of sweeps have = and commas, which Hydra takes for its own."""
-    copied(tmp_path / "norm=std,optim.lr=0.1" / "seed=0")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["compare_runs.py", "runs=norm=std,optim.lr=0.1", "out=report"])
-    main()
-    assert capsys.readouterr().out == "report.md\n" and (tmp_path / "report" / "seed=0").is_dir()
 
 
 def test_what_cannot_be_compared_is_named(finished, tmp_path):

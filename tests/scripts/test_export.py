@@ -8,12 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import assemble
-from engine.checkpoint import files as checkpoint
-from engine.configuration import config as cfg
 from engine.prediction import open_network
 from scripts.export import export
-from tests.bodies import trained
+from tests.checkpoints import saved
 from tests.runs import classification_config, composed, run_config
 
 TINY = ("body=resnet_cifar_tiny", "body.structure=[1,1,1]", "body.base_channels=[8,8]", "body.stem_channels=8")
@@ -30,9 +27,7 @@ def checkpoints(tmp_path_factory):
         (run_config("data=camvid", "data.base_size=96", *TINY, *HEAD), {"palette": palette}),
         (classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", *TINY), {}),
     ):
-        network = trained(assemble.network_of(config, 5)).float()
-        state = {"task": config.task, "step": 7, "config": cfg.plain(config), "network": network.state_dict()}
-        checkpoint.save(folder / f"{config.task}.pt", {**state, **more, "classes": NAMES})
+        saved(folder / f"{config.task}.pt", config, NAMES, **more, step=7)
     return folder
 
 

@@ -22,6 +22,7 @@ from keepless.norms.report import listed
 from models.bodies import resnext101
 from models.checkpoints.released import load_released
 from tests import released_files
+from tests.checkpoints import saved
 from tests.runs import classification_config, run_config, same, without_counts
 
 CLASSES = ("road", "sky", "tree")
@@ -129,9 +130,7 @@ def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, par
 
 
 def test_the_kind_of_body_in_a_checkpoint_is_said(tmp_path):
-    config = classification_config()
-    state = {"task": config.task, "step": 5, "config": cfg.plain(config), "classes": list(CLASSES)}
-    checkpoint.save(tmp_path / "net.pt", {**state, "network": assemble.classification_network(config, 3).state_dict()})
+    saved(tmp_path / "net.pt", classification_config(), CLASSES)
     with pytest.raises(ValueError, match=r"does not fit the network.*Give the body \(a resnet\), head and"):
         initialise_from(network(), tmp_path / "net.pt", CLASSES)
 

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine import assemble
-from engine.checkpoint import files
-from engine.configuration.config import plain
 from engine.prediction import open_network
 from engine.process.memory import is_out_of_memory, memory_errors
+from tests.checkpoints import saved
 from tests.runs import run_config
 
 
@@ -44,9 +42,7 @@ def resident_mib() -> float:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say how much is resident")
 def test_images_of_many_sizes_leave_no_memory_behind(tmp_path):
     """The heap would grow by 100 MiB in 300 images; oneDNN's cache of kernels alone grows for a while, by 25 MiB."""
-    config, colours = run_config("data=camvid"), [[number] * 3 for number in range(5)]
-    state = {"task": config.task, "step": 7, "config": plain(config), "classes": [*"abcde"], "palette": colours}
-    files.save(tmp_path / "last.pt", {**state, "network": assemble.network_of(config, 5).state_dict()})
+    saved(tmp_path / "last.pt", run_config("data=camvid"), [*"abcde"], palette=[[number] * 3 for number in range(5)])
     network, draw, found = open_network(tmp_path / "last.pt"), random.Random(0), []
     for number in range(400):
         network.predict(np.zeros((draw.randrange(64, 320), draw.randrange(64, 320), 3), np.uint8))

@@ -5,9 +5,11 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from engine.configuration.config import typed
 from engine.configuration.texts import as_typed
 from engine.schema.keys import override
 from engine.schema.segmentation import SegmentationRun
+from scripts.compare_runs import Comparison
 from tests.runs import composed, run_config
 
 PATHS = (
@@ -53,6 +55,14 @@ def test_texts_are_read_as_typed(typed, read):
     assert composed("eval", f"checkpoint={typed}", f"results={typed}") == composed(
         "eval", override("checkpoint", read), override("results", read)
     )
+
+
+def test_a_path_that_exists_needs_no_quotes_of_hydra(tmp_path, monkeypatch):
+    """Names of sweeps have = and commas, which Hydra takes for its own."""
+    (tmp_path / "norm=std,optim.lr=0.1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    values = composed("compare_runs", "runs=norm=std,optim.lr=0.1", "out=report")
+    assert typed(values, Comparison).runs == "norm=std,optim.lr=0.1"
 
 
 def test_interpolations_in_texts_are_hydra_s():

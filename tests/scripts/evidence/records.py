@@ -48,11 +48,6 @@ def measured(name: str, folder: Path, *overrides: str) -> tuple[dict, str]:
     return call, text
 
 
-def rows_of(call: dict, name: str) -> dict[str, dict]:
-    """The rows that have been measured, by their `name`."""
-    return {row[name]: row for row in frame.rows_of(call) if "reason" not in row}
-
-
 def here(make: Callable[..., object], *arguments: object) -> AbstractContextManager:
     """`Elsewhere` without a process: tests/scripts/evidence/test_frame.py starts the processes."""
     made = make(*arguments)

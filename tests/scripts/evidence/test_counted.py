@@ -11,11 +11,10 @@ from engine.schema.memory import Memory
 from models.pooling import MaxPool2d
 from scripts import plan_memory
 from scripts.evidence import counted, loss, reversible
-from scripts.evidence.counted import STRATEGIES, cost
+from scripts.evidence.counted import STRATEGIES
 from scripts.evidence.loss import BOOTSTRAPPED, COMPILED, CROSS_ENTROPY, PLAIN, TILES
 from scripts.reports import papers
 from scripts.reports.frame import RESULTS, rows_of
-from tests.bodies import small_resnext
 from tests.scripts.evidence.records import measured
 
 
@@ -25,8 +24,9 @@ def recorded(name: str, part: str) -> list[dict]:
     return [row for row in rows_of(call) if row["part"] == part]
 
 
+@pytest.mark.slow
 def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network():
-    """tests/test_docs.py counts the other bodies of docs/memory.md."""
+    """tests/test_docs.py counts the other bodies of docs/memory.md, and tests/models/test_bodies.py small ones."""
     kept = counted.kept("ResNeXt-101")
     assert kept.keys() == STRATEGIES.keys()
     assert {round(kept["std"] / own, 2) for norm, own in kept.items() if norm != "std"} == {1.98}
@@ -38,15 +38,6 @@ def test_with_pytorchs_pooling_the_share_is_the_one_measured_with_the_released_l
     monkeypatch.setattr(MaxPool2d, "forward", nn.MaxPool2d.forward)
     standard, inplace = (counted.bytes_per_pixel(norm, body) for norm in ("std", "inplace"))
     assert abs(standard / inplace - expected) < 0.005
-
-
-def test_standard_norms_that_compute_activations_again_keep_what_in_place_norms_keep():
-    """By default nothing is computed again; blocks keep less for more operations, and sqrt less still."""
-    choices = ("none", "activations", "blocks", "sqrt")
-    stored, activations, blocks, sqrt = (cost(small_resnext, STRATEGIES["std"][2], each, 64) for each in choices)
-    assert activations.kept <= 1.02 * cost(small_resnext, STRATEGIES["inplace"][2], "none", 64).kept
-    assert stored.kept > blocks.kept > sqrt.kept and all(each.peak >= each.kept for each in (stored, blocks, sqrt))
-    assert stored.operations == activations.operations < blocks.operations < sqrt.operations
 
 
 PLANNED = {row["experiment"]: row for row in recorded("memory_plan", "experiments")}

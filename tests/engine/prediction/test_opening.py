@@ -1,0 +1,105 @@
+"""Open networks predict as an evaluation does: images in any form, the options of the command, nothing compiled."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from datasets import centre_crop
+from datasets.reading import decode_image
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.configuration import config as cfg
+from engine.prediction.opening import open_network, predictor
+from engine.schema.evaluation import Prediction
+from engine.schema.segmentation import SegmentationRun
+from engine.segmentation import inference
+from keepless import InPlaceABN
+from tests import trees
+from tests.checkpoints import saved
+from tests.runs import REPOSITORY, classification_config, composed, run_config
+
+CLASSES = [f"class {number}" for number in range(11)]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    """A checkpoint of a segmentation network."""
+    file = tmp_path_factory.mktemp("trained") / "net.pt"
+    saved(file, run_config("data=camvid", "data.base_size=48"), CLASSES, palette=[[n, n, n] for n in range(11)])
+    return file
+
+
+def test_the_example_in_python_runs(file, tmp_path, monkeypatch):
+    """It predicts what an evaluation does; an array and a Pillow image are the same image as their file.
+
+    Norms compile nothing: Inductor would need 10 seconds for every size of an image.
+    """
+    trees.picture(tmp_path / "street.jpg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("keepless.norms.backends.CompiledBackend", lambda: pytest.fail("a compiled norm"))
+    (example,) = re.findall(r"(?ms)^```python\n(from engine.*?)^```", (REPOSITORY / "docs" / "tour.md").read_text())
+    ran: dict = {}
+    exec(example.replace('"RUN"', repr(str(file))), ran)
+    network, image = ran["network"], decode_image(tmp_path / "street.jpg")
+
+    state = checkpoint.load(file)
+    config = cfg.from_plain(state["config"], SegmentationRun)
+    config.norm.backend = "eager"
+    plain = assemble.segmentation_network(config, len(CLASSES))
+    plain.load_state_dict(state["network"])
+    forward, views = assemble.forward(config, plain, torch.device("cpu")), inference.Views(config.data.base_size)
+    expected = inference.predict(forward, torch.from_numpy(image).permute(2, 0, 1)[None], views)[0]
+    assert np.array_equal(ran["ids"], expected) and len(np.unique(expected)) > 1
+    assert np.array_equal(network.predict(image), expected)
+    gray = image[..., 0]
+    assert np.array_equal(network.predict(gray), network.predict(Image.fromarray(gray)))
+    assert not network.training and not {type(module) for module in network.modules()} & {InPlaceABN}
+    for wrong in (gray.astype(float), gray[..., None], Image.fromarray(gray.astype(np.float32)), None):
+        with pytest.raises(ValueError, match="expected pixels of 8 bits, as a uint8 array"):
+            network.predict(wrong)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(64, 90), (200, 48), (20, 30)])
+def test_a_classifier_sees_the_crop_of_an_evaluation_whatever_the_size(size, tmp_path):
+    """Computed here in float64."""
+    body = ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8")
+    config = classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", *body)
+    saved(tmp_path / "net.pt", config, ["bee", "cat", "dog"])
+    network = assemble.classification_network(config, 3)
+    network.load_state_dict(checkpoint.load(tmp_path / "net.pt")["network"])
+    mean, std = (255 * torch.tensor(values)[:, None, None] for values in (config.data.mean, config.data.std))
+    trees.picture(tmp_path / "a.png", size)
+    image = decode_image(tmp_path / "a.png")
+    crop = centre_crop(64, 48)(torch.from_numpy(image).movedim(2, 0))
+    expected = network.double().eval()(((crop - mean) / std).double()[None])[0].softmax(0)
+    one, ten = (open_network(tmp_path / "net.pt", Prediction(view=view)) for view in ("center", "ten_crop"))
+    assert np.allclose(one.probabilities(image), expected, atol=1e-5) and one.predict(image) == expected.argmax()
+    assert not np.allclose(ten.probabilities(image), expected, atol=1e-6)
+
+
+def test_options_of_evaluation_reach_the_network(file, tmp_path):
+    image, found = trees.picture(tmp_path / "a.png", (150, 200)), set()
+    kinds = [(), ("window.size=32",), ("tta.scales=[0.7,1.2]", "tta.flip=true"), ("data.base_size=100",)]
+    kinds += [("precision=bfloat16",), ("head.pooling_size=[1,1]",)]
+    for overrides in kinds:
+        values = composed("predict", f"checkpoint={file}", "input=a", "output=b", "device=cpu", *overrides)
+        ids = open_network(file, cfg.typed(values, Prediction)).predict(image)
+        assert ids.shape == (150, 200)
+        found.add(ids.tobytes())
+    assert len(found) == len(kinds)
+
+
+def test_a_mean_image_is_subtracted_as_in_an_evaluation():
+    config = classification_config("data=cifar10", "data.mean_image=true", "data.mean=[0,0,0]", "body=resnet32_cifar")
+    mean = torch.rand(3, 32, 32, dtype=torch.float64) * 255
+    forward = assemble.forward(config, torch.nn.Identity(), torch.device("cpu"))
+    state = {"classes": ["a", "b"], "mean_image": mean}
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    found = predictor(config, Prediction(), state, forward)(images)
+    expected = forward(torch.from_numpy((images.numpy() - mean.numpy()).astype(np.float32)))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
