@@ -6,7 +6,7 @@ from torch import nn
 from torchvision.models import resnet
 
 from keepless.saved import kept_bytes
-from scripts.evidence import methods, networks, zoo
+from scripts.evidence import methods, zoo
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, PLAIN, RECOMPUTED
 from scripts.evidence.networks import AS_BLOCKS, IN_TIME_OF_BLOCKS, LEAST
 from scripts.evidence.zoo import blocks_of, build
@@ -31,7 +31,6 @@ def test_every_method_is_measured_beside_the_plain_network_and_plans_beside_thei
 ):
     """A whole run on two networks and one that does not work, with a compiler that takes no time."""
     monkeypatch.setattr(methods, "WITH_COMPILER", (SMALL,))
-    monkeypatch.setattr(networks, "TRIED", [0.9, 0.7, 0.5])
     monkeypatch.setattr(zoo, "build", lambda name, size: Segments() if name == "fcn_resnet50" else build(name, size))
     own = [f"only=[{SMALL},fcn_resnet50,{FAILS}]", "rounds=2", "images=2", "image_size=64", "shares=[0.6]"]
     call, text = measured("networks", tmp_path, *own, "compiler=aot_eager")
