@@ -154,6 +154,14 @@ FULL_NETWORKS = {  # parameters without the classifier, which has 257 for each c
 }
 
 
+@functools.cache
+def parameters_of(name: str) -> int:
+    """Of an experiment's network without its classifier."""
+    with torch.device("meta"):
+        network = assemble.segmentation_network(experiment(name), 1)
+    return sum(p.numel() for p in network.parameters()) - 257
+
+
 @pytest.mark.parametrize("name", SEGMENTATION)
 def test_segmentation_experiments_are_the_paper_s(name):
     config = experiment(name)
@@ -171,9 +179,9 @@ def test_segmentation_experiments_are_the_paper_s(name):
     assert (config.lr_schedule.name, config.loss.name, config.loss.fraction) == ("poly", "bootstrapped", 0.25)
     assert (config.sampler.name == "class_uniform") == name.endswith("_cus")
     assert f"experiment={name} " in header(name)
-    with torch.device("meta"):
-        network = assemble.segmentation_network(config, classes)
-    assert sum(p.numel() for p in network.parameters()) == FULL_NETWORKS[body] + 257 * classes
+    first = next(other for other in SEGMENTATION if body in other)
+    assert (config.body, config.head) == (experiment(first).body, experiment(first).head)
+    assert parameters_of(first) == FULL_NETWORKS[body] and assemble.official_classes(config.data) == classes
 
 
 def test_the_command_line_wins_over_an_experiment_that_extends_another():

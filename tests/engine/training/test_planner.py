@@ -86,8 +86,8 @@ def test_what_fits_is_the_most_that_fits():
     assert peaks[0] <= 40 * 2**20 + 2**10 < peaks[1]
     one, two = (planner.step_memory(config, share, size, devices) for devices in (1, 2))
     assert one.at_peak["gradients"] < two.parameters <= two.at_peak["gradients"]  # DDP holds all throughout
-    inplace = planner.fitting(planned(leaving(40, devices=2), "memory.fit=batch", "norm=inplace"), devices=2)
-    assert inplace.data.crops_per_minibatch > 1.3 * chosen.data.crops_per_minibatch
+    inplace = replace(config, norm=planned("norm=inplace").norm)
+    assert planner.step_memory(inplace, round(1.3 * share), size, devices=2).peak <= 40 * 2**20
 
 
 @pytest.mark.usefixtures("modelled")
