@@ -103,6 +103,16 @@ def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path):
     assert steps_of(whole) == steps_of(stopped) == list(range(1, 19))
 
 
+def test_minibatches_that_begin_again_are_noticed(tmp_path, monkeypatch):
+    """A sampler without the run's `start_step` would train a resumed run for too many steps."""
+    options = ("trainer.steps=3", "trainer.checkpoint_every_steps=2")
+    train_shapes(tmp_path, *options)
+    order_of = assemble.order_of
+    monkeypatch.setattr(assemble.classification, "order_of", lambda *arguments: order_of(*arguments[:3]))
+    with pytest.raises(AssertionError, match="begin after run.start_step"):
+        train_shapes(tmp_path, *options, "resume=auto")
+
+
 def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained):
     found = []
     for batch_size in (1000, 50):

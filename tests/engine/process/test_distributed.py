@@ -255,15 +255,8 @@ def test_all_processes_start_from_the_same(ranks, tmp_path):
     assert (tmp_path / "checkpoints" / "last.pt").read_bytes() == before and not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    "environment, message",
-    [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but torchrun did not start this process, which would train alone"),
-        ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many, but torchrun did not start this process"),
-    ],
-)
-def test_half_of_the_environment_of_torchrun_is_refused(environment, message, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"^{message}"), joined("cpu", timeout_seconds=60):
+def test_half_of_the_environment_of_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = "^WORLD_SIZE=2, but torchrun did not start this process, which would train alone"
+    with pytest.raises(ValueError, match=message), joined("cpu", timeout_seconds=60):
         pass
