@@ -47,7 +47,6 @@ try:
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules._functions import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-    from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
     from torch.overrides import _get_current_function_mode as current_function_mode

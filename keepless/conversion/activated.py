@@ -98,5 +98,13 @@ def hands_over(layer: nn.Module) -> bool:
     return hand_over in layer._forward_hooks.values()
 
 
+def is_customised(module: nn.Module) -> bool:
+    """Whether a module has hooks other than `hand_over`, or its own forward as an instance attribute."""
+    hooks = {key: value for key, value in vars(module).items() if key.endswith("_hooks") and value}
+    if hands_over(module) and len(module._forward_hooks) == 1:
+        del hooks["_forward_hooks"]
+    return "forward" in vars(module) or bool(hooks)
+
+
 _ELSEWHERE = "the output of a norm that includes its activation went elsewhere than on the example,"
 _FIX = "convert the network with an example that takes this way"

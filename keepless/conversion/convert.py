@@ -13,12 +13,20 @@ from ..inputs import Network, check_module
 from ..norms.abn import ABN
 from ..norms.backends.activations import Activation
 from ..norms.inplace_abn import InPlaceABN
-from ..norms.report import ConversionReport, log_report
+from ..norms.report import ConversionReport, listed, log_report
 from ..torch_internals import BatchNormBase
-from . import example as on_example
 from .activated import MergedActivation, hand_over
-from .call_order import CallOrder
-from .replacements import Replacement, batch_norm_to_inplace, kinds_of, own_to_inplace, own_to_standard, unsynchronised
+from .example import calls_on_example
+from .replacements import (
+    Places,
+    Replacement,
+    batch_norm_to_inplace,
+    kinds_of,
+    own_to_inplace,
+    own_to_standard,
+    places_of,
+    unsynchronised,
+)
 
 
 def to_inplace(
@@ -30,21 +38,17 @@ def to_inplace(
 ) -> Network:
     """Replace standard and checkpointed layers, and PyTorch's batch normalisations, by `InPlaceABN`.
 
-    Our `ABN` and `CheckpointedABN` are replaced everywhere. PyTorch's BatchNorm1d, 2d, 3d and SyncBatchNorm are
-    replaced if a LeakyReLU, ELU, Sigmoid, Tanh or Identity directly follows. The new layer takes the name of the batch
-    normalisation, and what takes the name of the activation has no parameters: indices and state dicts stay valid.
-
-    Without an example, the order of calls is known in an `nn.Sequential` only, also across the ends of nested ones.
-    Code that picks single modules out of it finds the activation in place of the batch normalisation.
-
-    With an example, the network runs on it in training and in evaluation mode, and is left as it was (see
-    `calls_on_example`). At every call of a norm, the same activation module must be the only reader of its output. That
-    module may also act elsewhere, e.g. after a sum: a `MergedActivation` knows which tensors are activated already. If
-    another input takes a path on which the replacement would be wrong, an error is raised. A norm without activation is
-    replaced if an operation that keeps its input reads the output. timm's `BatchNormAct2d` is recognised.
+    Our `ABN` and `CheckpointedABN` are replaced everywhere; for PyTorch's BatchNorm1d, 2d, 3d and SyncBatchNorm an
+    example is needed. The network runs on it in training and in evaluation mode, and is left as it was (see
+    `calls_on_example`). At every call of a norm, the same LeakyReLU, ELU, Sigmoid or Tanh module must be the only
+    reader of its output. That module may also act elsewhere, e.g. after a sum: a `MergedActivation` in its place knows
+    which tensors are activated already. If another input takes a path on which the replacement would be wrong, an error
+    is raised. A norm without activation is replaced if an operation that keeps its input reads the output. timm's
+    `BatchNormAct2d` is recognised. Names in the state dict stay the same.
 
     An in-place layer keeps its output. If a forward pass writes over it, as in `x += shortcut`, the backward pass
-    raises PyTorch's error about a modified variable; write `x = x + shortcut`. With an example such norms are left.
+    raises PyTorch's error about a modified variable; write `x = x + shortcut`. If it happens on the example,
+    the norm is left.
 
     Args:
         module: a network, which is changed and returned, or a single layer, for which a new one is returned.
@@ -54,28 +58,29 @@ def to_inplace(
         report: called with the `ConversionReport`, e.g. `print` or the append method of a list.
 
     Raises:
-        ValueError: relu_slope is not above 0, or the network does not run on the example.
+        ValueError: relu_slope is not above 0; the network has norms of PyTorch, but no example is given, or it does not
+            run on the example.
     """
     if relu_slope is not None and not relu_slope > 0:
         raise ValueError(f"relu_slope={relu_slope}: expected a slope above 0 (0.01 in the paper), or None")
     check_module(module, "to_inplace")
-    tree = CallOrder(module)
-    calls = None if example is None else on_example.calls_on_example(module, example)
+    norms = [name or "the module itself" for name, one in module.named_modules() if isinstance(one, BatchNormBase)]
+    if norms and example is None:
+        raise ValueError(
+            f"the network has batch normalisations of PyTorch ({listed(norms)}): give to_inplace an example=, an input "
+            f"of the network, which shows what reads their outputs"
+        )
+    calls = {} if example is None else calls_on_example(module, example)
 
     def replacement_of(layer: nn.Module) -> Replacement | None:
         """The in-place layer for a norm; None for other modules."""
         if isinstance(layer, BatchNormBase):
-            if calls is not None:
-                return on_example.batch_norm_to_inplace(layer, calls[layer], relu_slope)
-            return batch_norm_to_inplace(tree, layer, relu_slope)
+            return batch_norm_to_inplace(layer, calls[layer], relu_slope)
         if isinstance(layer, ABN) and not isinstance(layer, InPlaceABN):
-            replacement = own_to_inplace(tree, layer, relu_slope)
-            if calls is not None:
-                on_example.check_output_is_left_alone(calls[layer])
-            return replacement
+            return own_to_inplace(layer, calls.get(layer, []), relu_slope)
         return None
 
-    return _convert(module, tree, replacement_of, report)
+    return _convert(module, places_of(module), replacement_of, report)
 
 
 def to_standard(
@@ -87,38 +92,39 @@ def to_standard(
     BatchNorm1d, 2d or 3d, as the convolutions of the network tell, or SyncBatchNorm, which needs CUDA to synchronise.
     With `sync=False` synchronised layers, PyTorch's too, become ordinary ones, which `torch.jit.script` can read.
 
-    Where an nn.Identity follows it in an nn.Sequential, as `to_inplace` leaves one, the activation takes its place, and
-    the names in the state dict stay. Elsewhere the layer becomes nn.Sequential(norm, activation): `bn.weight` is then
-    `bn.0.weight`, so load older state dicts before. Parameters stay the same objects. With `learn_scale=False` the
-    norm's weight is None. Code that reads a layer's attributes, such as `bn.activation`, does not find them any more.
+    An activation that `to_inplace` merged with one norm takes its place again where an nn.Sequential calls it right
+    after the norm; names in the state dict stay. Other layers with an activation become a Sequential of norm and
+    activation: `bn.weight` is then `bn.0.weight`, so load older state dicts before. Parameters stay the same objects.
+    With `learn_scale=False` the norm's weight is None. Code that reads a layer's attributes, such as `bn.activation`,
+    does not find them any more.
 
-    The standard `ABN` remains, under the old names, where PyTorch has no such module: for a fused `backend`, for a norm
-    merged with an activation that acts elsewhere too, and where the number of dimensions is unknown (a single layer,
-    convolutions of several kinds, linear layers of as many channels). Arguments and result as in `to_inplace`.
+    The standard `ABN` remains, under the old names, where PyTorch has no such module: for a fused `backend`, for other
+    norms that `to_inplace` merged with an activation, as it may act elsewhere too, and where the number of dimensions
+    is unknown (a single layer, convolutions of several kinds, linear layers of as many channels). Arguments and result
+    as in `to_inplace`.
     """
     check_module(module, "to_standard")
-    tree = CallOrder(module)
-    kinds = kinds_of(tree)
+    places, kinds = places_of(module), kinds_of(module)
 
     def replacement_of(layer: nn.Module) -> Replacement | None:
         """The standard layers for one of ours, or one that is no longer synchronised; None for other modules."""
         if isinstance(layer, nn.SyncBatchNorm) and not sync:
             return unsynchronised(layer, kinds.get(layer))
-        return own_to_standard(tree, layer, kinds.get(layer), sync) if isinstance(layer, ABN) else None
+        return own_to_standard(places, layer, kinds.get(layer), sync) if isinstance(layer, ABN) else None
 
-    return _convert(module, tree, replacement_of, report)
+    return _convert(module, places, replacement_of, report)
 
 
 def _convert(
     module: Network,
-    tree: CallOrder,
+    places: Places,
     replacement_of: Callable[[nn.Module], Replacement | None],
     report: Callable[[ConversionReport], object],
 ) -> Network:
     """Find all replacements in the unchanged network, then carry them out."""
     result = ConversionReport()
     replacements: list[Replacement] = []
-    for layer, name in tree.names.items():
+    for name, layer in module.named_modules():
         try:
             replacement = replacement_of(layer)
         except ValueError as reason:
@@ -130,27 +136,26 @@ def _convert(
             after = replacement.after or f"{type(new).__name__}({new.activation})"
             result.replaced[name] = f"{replacement.before} -> {after}"
     for old, new, _, behind, merged, _ in replacements:
-        for parent, name in tree.places[old]:
-            parent.add_module(name, new)
-        if behind is not None:
-            behind[0].parent.add_module(behind[0].name, behind[1])
+        for one, other in ((old, new), *behind):
+            for parent, name in places[one]:
+                parent.add_module(name, other)
         if merged:
             new.register_forward_hook(hand_over)
         if old is module:
             module = cast(Network, new)  # a single layer becomes one of another type
-    _merge(tree, replacements)
+    _merge(places, replacements)
     report(result)
     return module
 
 
-def _merge(tree: CallOrder, replacements: list[Replacement]) -> None:
+def _merge(places: Places, replacements: list[Replacement]) -> None:
     """Put a `MergedActivation` wherever an activation is registered that new layers include, or tell the one there."""
     stand_ins: dict[nn.Module, MergedActivation] = {}
     for replacement in replacements:
         for activation in replacement.merged:
             new = cast(ABN, replacement.new)
             included = Activation(new.activation, new.activation_param)
-            for parent, name in tree.places[activation]:
+            for parent, name in places[activation]:
                 if isinstance(parent, MergedActivation):
                     stand_in = parent
                 else:

@@ -1,9 +1,9 @@
-"""Conversions by an example: forward passes on it show which functions read the output of every norm."""
+"""Forward passes on an example, which show the functions that read the output of every norm."""
 
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,9 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..inputs import tensors_in
 from ..norms.abn import ABN
 from ..torch_internals import BatchNormBase, StorageWeakRef, tree_map, without_function_modes
-from .activated import METADATA
-from .call_order import is_customised
-from .replacements import Replacement, check_batch_norm, inplace_activation, inplace_like
+from .activated import METADATA, is_customised
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Tanh)  # modules that take one tensor
 
@@ -46,7 +44,8 @@ class Reader(NamedTuple):
 class NormCall:
     """One call of a norm, and the readers and writers of its output."""
 
-    activations: list[nn.Module] = field(default_factory=list)  # activation modules that got the output
+    may_include: bool = True  # an activation; the norms of this package have theirs
+    activations: list[nn.Module] = field(default_factory=list)  # activation modules that got the output, if so
     readers: list[Reader] = field(default_factory=list)  # everything else that got the output, or a view of it
     writer: Reader | None = None  # overwrote the output, or the result of the activation
     is_returned: bool = False  # by the network, without an activation
@@ -175,7 +174,7 @@ class _Observer(TorchFunctionMode):
         self.running.append(module)
         if module in self.activations and len(args) == 1 and isinstance(args[0], Tensor):
             call = self.outputs.get(_storage_of(args[0]))
-            if call is not None:  # given a view, it is not the only reader
+            if call is not None and call.may_include:  # given a view, it is not the only reader
                 call.activations.append(module)
                 self.activating = call
 
@@ -192,7 +191,7 @@ class _Observer(TorchFunctionMode):
             self.activated[_storage_of(output)] = call
             return output
         if module in self.calls:
-            call = NormCall()
+            call = NormCall(may_include=not isinstance(module, ABN))
             self.calls[module].append(call)
             self.outputs[_storage_of(output)] = call
         return None
@@ -207,102 +206,3 @@ def _name_of(function: Callable) -> str:
     """The name of a function or method; for an attribute of tensors, its name."""
     name = getattr(function, "__name__", str(function))
     return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
-
-
-ACTIVATION_FUNCTIONS = ("relu", "leaky_relu", "elu", "sigmoid", "tanh")
-# Functions that keep their input for the backward pass, so that an in-place layer before them keeps nothing more.
-KEEP_INPUT = {
-    *(f"{kind}{dims}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for dims in (1, 2, 3)),
-    *("linear", "matmul", "adaptive_avg_pool2d", "layer_norm", "group_norm"),
-    *("silu", "gelu", "mish", "hardtanh", "relu6", "hardswish", "prelu"),
-}
-
-
-def batch_norm_to_inplace(layer: BatchNormBase, calls: list[NormCall], relu_slope: float | None) -> Replacement:
-    """The in-place layer for a norm of PyTorch and the activation that followed it in all `calls` on the example."""
-    if not calls:
-        raise ValueError("it was not called on the example")
-    own = own_activation(layer)
-    check_batch_norm(layer, with_activation=own is not None)
-    if own is not None and type(own) not in (*ACTIVATIONS, nn.Identity):
-        raise ValueError(f"it includes {type(own).__name__}, an activation that an in-place layer does not compute")
-    merged: tuple[nn.Module, ...] = ()
-    if own is None or type(own) is nn.Identity:
-        merged = _followers(calls)
-    activation = own if own is not None and not merged else (*merged, nn.Identity())[0]
-    name, param = inplace_activation(activation, relu_slope)
-    if any(inplace_activation(other, relu_slope) != (name, param) for other in merged):
-        raise ValueError(f"different activations follow its calls: {', '.join(_names(merged))}")
-    new = inplace_like(layer, name, param)
-    if name == "identity":
-        _check_readers_of_identity(calls)
-    else:
-        check_output_is_left_alone(calls)
-    included = f" + {type(activation).__name__}" if merged or own is not None else ""
-    return Replacement(layer, new, f"{type(layer).__name__}{included}", merged=merged)
-
-
-def own_activation(layer: nn.Module) -> nn.Module | None:
-    """The activation that timm's `BatchNormAct2d` applies to its result; None for other layers."""
-    is_timms = (type(layer).__module__, type(layer).__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d")
-    if not is_timms or type(layer.drop) is not nn.Identity or is_customised(layer.drop):
-        return None
-    return layer._modules["act"]
-
-
-def _followers(calls: list[NormCall]) -> tuple[nn.Module, ...]:
-    """The activation modules that follow the calls, each the only reader of an output; none for no activation."""
-    for call in calls:
-        if call.activations and call.writer in call.readers:  # e.g. a sum in place, then the activation
-            check_output_is_left_alone([call])
-        readers: list[nn.Module | Reader | str] = [*call.activations, *call.readers]
-        if call.is_returned:
-            readers.append("the caller of the network")
-        if call.activations and len(readers) > 1:
-            raise ValueError(f"its output has several readers: {', '.join(_names(readers))}")
-    followed = [call for call in calls if call.activations]
-    if followed and len(followed) < len(calls):
-        names = [name for call in calls for name in _names([*call.activations, *call.readers])]
-        raise ValueError(
-            f"an activation follows only some of its calls; they are followed by {', '.join(dict.fromkeys(names))}"
-        )
-    return tuple(dict.fromkeys(call.activations[0] for call in followed))
-
-
-def _check_readers_of_identity(calls: list[NormCall]) -> None:
-    """Raise ValueError if an in-place layer without activation would be wrong, or would save no memory."""
-    readers = [reader for call in calls for reader in call.readers]
-    for reader in readers:
-        if type(reader.module) in ACTIVATIONS and is_customised(reader.module):
-            raise ValueError(f"the {reader} that follows has hooks; remove them first")
-        if reader.function.rstrip("_") in ACTIVATION_FUNCTIONS and not reader.is_layer:
-            raise ValueError(
-                f"the function {reader} follows, but only modules can be replaced; recompute_activations serves "
-                f"functions"
-            )
-    if any(call.is_returned for call in calls):
-        raise ValueError("the network returns its output, which may then be overwritten")
-    check_output_is_left_alone(calls)
-    if not any(reader.function in KEEP_INPUT for reader in readers):
-        names = ", ".join(dict.fromkeys(_names(readers))) or "nothing"
-        raise ValueError(f"an in-place layer would save no memory: its output goes to {names}, which does not keep it")
-
-
-def check_output_is_left_alone(calls: list[NormCall]) -> None:
-    """Raise ValueError if something overwrites the output of a norm on the example."""
-    for call in calls:
-        if call.writer is None:
-            continue
-        if not call.activations and type(call.writer.module).__module__ == nn.ReLU.__module__:
-            raise ValueError(
-                f"followed by {call.writer}, which an in-place layer does not compute, and which overwrites the output "
-                f"that the layer needs for its backward pass; use inplace=False there"
-            )
-        raise ValueError(
-            f"the output is overwritten by {call.writer}, but an in-place layer needs it for its backward pass; "
-            f"write `x = x + y` or use inplace=False there"
-        )
-
-
-def _names(readers: Iterable[nn.Module | Reader | str]) -> list[str]:
-    return [type(reader).__name__ if isinstance(reader, nn.Module) else str(reader) for reader in readers]

@@ -1,26 +1,35 @@
-"""The layers that replace norms, chosen by the module tree. A ValueError says why a norm cannot be replaced."""
+"""The layers that replace norms. A ValueError says why a norm cannot be replaced."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from ..norms.abn import ABN
+from ..norms.backends.activations import Activation
 from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
 from ..norms.statistics import BATCH_NORMS
-from ..torch_internals import BatchNormBase, LazyNormBase
-from .activated import MergedActivation, hand_over, hands_over
-from .call_order import CallOrder, Place, is_customised
+from ..torch_internals import BatchNormBase
+from .activated import MergedActivation, hand_over, hands_over, is_customised
+from .example import ACTIVATIONS, NormCall, Reader
 
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their input, or a view of it
 KINDS: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {  # norms, and convolutions of as many dimensions
     nn.BatchNorm1d: (nn.Conv1d, nn.ConvTranspose1d),
     nn.BatchNorm2d: (nn.Conv2d, nn.ConvTranspose2d),
     nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
 }
+ACTIVATION_FUNCTIONS = ("relu", "leaky_relu", "elu", "sigmoid", "tanh")
+# Functions that keep their input for the backward pass, so that an in-place layer before them keeps nothing more.
+KEEP_INPUT = {
+    *(f"{kind}{dims}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for dims in (1, 2, 3)),
+    *("linear", "matmul", "adaptive_avg_pool2d", "layer_norm", "group_norm"),
+    *("silu", "gelu", "mish", "hardtanh", "relu6", "hardswish", "prelu"),
+}
 Layer = TypeVar("Layer", bound=nn.Module)
+Places = dict[nn.Module, list[tuple[nn.Module, str]]]  # the parents of each module, and its names there
 
 
 class Replacement(NamedTuple):
@@ -29,48 +38,129 @@ class Replacement(NamedTuple):
     old: nn.Module
     new: nn.Module
     before: str  # the replaced layers, for the report
-    behind: tuple[Place, nn.Module] | None = None  # what goes to the place behind the layer: an activation, or none
+    behind: tuple[tuple[nn.Module, nn.Module], ...] = ()  # an activation, and what replaces it
     merged: tuple[nn.Module, ...] = ()  # activations that the new layer includes, but that may have other inputs too
     after: str = ""  # PyTorch's layers in place of one of ours, for the report
 
 
-def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Replacement:
-    """The in-place layer for one of ours."""
+def places_of(network: nn.Module) -> Places:
+    """Where the modules of a network, itself included, are registered."""
+    places: Places = {module: [] for module in network.modules()}
+    for parent in places:
+        for name, child in parent._modules.items():
+            if child is not None:
+                places[child].append((parent, name))
+    return places
+
+
+def own_to_inplace(layer: ABN, calls: list[NormCall], relu_slope: float | None) -> Replacement:
+    """The in-place layer for one of ours. `calls`: on the example; none without one."""
     check_plain(layer, OWN_LAYERS)
-    for place in tree.places[layer]:
-        _check_output_is_left_alone(tree.following.get(place, []))
+    _check_output_is_left_alone(calls)
     options = {}
     if layer.activation == "relu":
         options = {"activation": "leaky_relu", "activation_param": _slope_for_relu(relu_slope)}
     return Replacement(layer, like(layer, InPlaceABN, **options), f"{type(layer).__name__}({layer.activation})")
 
 
-def batch_norm_to_inplace(tree: CallOrder, layer: BatchNormBase, relu_slope: float | None) -> Replacement:
-    """The in-place layer for a norm of PyTorch and the activation behind it in an `nn.Sequential`."""
-    check_batch_norm(layer)
-    places = tree.places[layer]
-    if len(places) > 1:
-        raise ValueError(f"it is registered at {len(places)} places, where different activations may follow")
-    if not places or places[0] not in tree.following:
-        parent = f", but in {type(places[0].parent).__name__}" if places else ""
+def batch_norm_to_inplace(layer: BatchNormBase, calls: list[NormCall], relu_slope: float | None) -> Replacement:
+    """The in-place layer for a norm of PyTorch and the activation that followed it in all `calls` on the example."""
+    if not calls:
+        raise ValueError("it was not called on the example")
+    own = own_activation(layer)
+    _check_batch_norm(layer, with_activation=own is not None)
+    if own is not None and type(own) not in (*ACTIVATIONS, nn.Identity):
+        raise ValueError(f"it includes {type(own).__name__}, an activation that an in-place layer does not compute")
+    merged: tuple[nn.Module, ...] = ()
+    if own is None or type(own) is nn.Identity:
+        merged = _followers(calls)
+    activation = own if own is not None and not merged else (*merged, nn.Identity())[0]
+    name, param = _inplace_activation(activation, relu_slope)
+    if any(_inplace_activation(other, relu_slope) != (name, param) for other in merged):
+        raise ValueError(f"different activations follow its calls: {', '.join(_names(merged))}")
+    new = like(
+        layer,
+        InPlaceABN,
+        activation=name,
+        activation_param=param,
+        sync=isinstance(layer, nn.SyncBatchNorm),
+        group=getattr(layer, "process_group", None),
+    )
+    if name == "identity":
+        _check_readers_of_identity(calls)
+    else:
+        _check_output_is_left_alone(calls)
+    included = f" + {type(activation).__name__}" if merged or own is not None else ""
+    return Replacement(layer, new, f"{type(layer).__name__}{included}", merged=merged)
+
+
+def own_activation(layer: nn.Module) -> nn.Module | None:
+    """The activation that timm's `BatchNormAct2d` applies to its result; None for other layers."""
+    is_timms = (type(layer).__module__, type(layer).__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d")
+    if not is_timms or type(layer.drop) is not nn.Identity or is_customised(layer.drop):
+        return None
+    return layer._modules["act"]
+
+
+def _followers(calls: list[NormCall]) -> tuple[nn.Module, ...]:
+    """The activation modules that follow the calls, each the only reader of an output; none for no activation."""
+    for call in calls:
+        if call.activations and call.writer in call.readers:  # e.g. a sum in place, then the activation
+            _check_output_is_left_alone([call])
+        readers: list[nn.Module | Reader | str] = [*call.activations, *call.readers]
+        if call.is_returned:
+            readers.append("the caller of the network")
+        if call.activations and len(readers) > 1:
+            raise ValueError(f"its output has several readers: {', '.join(_names(readers))}")
+    followed = [call for call in calls if call.activations]
+    if followed and len(followed) < len(calls):
+        names = [name for call in calls for name in _names([*call.activations, *call.readers])]
         raise ValueError(
-            f"it is not in a plain nn.Sequential{parent}: the order of calls is unknown; use InPlaceABN there instead"
+            f"an activation follows only some of its calls; they are followed by {', '.join(dict.fromkeys(names))}"
         )
-    following = tree.following[places[0]]
-    if not following:
-        raise ValueError("nothing follows it in its nn.Sequential; add an nn.Identity for no activation")
-    index = _activation_index(following, relu_slope)
-    activation = following[index].module
-    name, param = inplace_activation(activation, relu_slope)
-    new = inplace_like(layer, name, param)
-    _check_output_is_left_alone(following[index + 1 :])
-    emptied = None
-    if type(activation) is not nn.Identity:
-        emptied = following[index], nn.Identity().train(activation.training)
-    return Replacement(layer, new, f"{type(layer).__name__} + {type(activation).__name__}", emptied)
+    return tuple(dict.fromkeys(call.activations[0] for call in followed))
 
 
-def own_to_standard(tree: CallOrder, layer: ABN, kind: type[nn.Module] | None, sync: bool) -> Replacement | None:
+def _check_readers_of_identity(calls: list[NormCall]) -> None:
+    """Raise ValueError if an in-place layer without activation would be wrong, or would save no memory."""
+    readers = [reader for call in calls for reader in call.readers]
+    for reader in readers:
+        if type(reader.module) in ACTIVATIONS and is_customised(reader.module):
+            raise ValueError(f"the {reader} that follows has hooks; remove them first")
+        if reader.function.rstrip("_") in ACTIVATION_FUNCTIONS and not reader.is_layer:
+            raise ValueError(
+                f"the function {reader} follows, but only modules can be replaced; recompute_activations serves "
+                f"functions"
+            )
+    if any(call.is_returned for call in calls):
+        raise ValueError("the network returns its output, which may then be overwritten")
+    _check_output_is_left_alone(calls)
+    if not any(reader.function in KEEP_INPUT for reader in readers):
+        names = ", ".join(dict.fromkeys(_names(readers))) or "nothing"
+        raise ValueError(f"an in-place layer would save no memory: its output goes to {names}, which does not keep it")
+
+
+def _check_output_is_left_alone(calls: list[NormCall]) -> None:
+    """Raise ValueError if something overwrites the output of a norm on the example."""
+    for call in calls:
+        if call.writer is None:
+            continue
+        if not call.activations and type(call.writer.module).__module__ == nn.ReLU.__module__:
+            raise ValueError(
+                f"followed by {call.writer}, which an in-place layer does not compute, and which overwrites the output "
+                f"that the layer needs for its backward pass; use inplace=False there"
+            )
+        raise ValueError(
+            f"the output is overwritten by {call.writer}, but an in-place layer needs it for its backward pass; "
+            f"write `x = x + y` or use inplace=False there"
+        )
+
+
+def _names(readers: Iterable[nn.Module | Reader | str]) -> list[str]:
+    return [type(reader).__name__ if isinstance(reader, nn.Module) else str(reader) for reader in readers]
+
+
+def own_to_standard(places: Places, layer: ABN, kind: type[nn.Module] | None, sync: bool) -> Replacement | None:
     """PyTorch's norm, of a `kind`, and activation for one of our layers; or `ABN`, or None if it is one.
 
     `sync`: whether a synchronised layer stays synchronised.
@@ -78,21 +168,34 @@ def own_to_standard(tree: CallOrder, layer: ABN, kind: type[nn.Module] | None, s
     check_plain(layer, OWN_LAYERS)
     sync = sync and layer.sync
     before, kind = f"{type(layer).__name__}({layer.activation})", nn.SyncBatchNorm if sync else kind
-    left = MergedActivation if hands_over(layer) else nn.Identity  # by `to_inplace`, behind the layer
-    free = tree.following.get(tree.places[layer][0], [])[:1] if len(tree.places[layer]) == 1 else []
-    if any(type(p.module) is not left or is_customised(p.module) or len(tree.places[p.module]) > 1 for p in free):
-        free = []
-    if kind is None or layer.backend not in ("auto", "eager") or (hands_over(layer) and not free):
+    behind = _merged_behind(places, layer)
+    if kind is None or layer.backend not in ("auto", "eager") or (hands_over(layer) and behind is None):
         is_one = type(layer) is ABN and layer.sync == sync
         return None if is_one else Replacement(layer, like(layer, ABN, sync=sync), before)
     norm = like(layer, kind, **({"process_group": layer.group} if sync else {}))
-    activation = _activation_of(layer).train(layer.training)
-    after = f"{kind.__name__} + {type(activation).__name__}"
-    if free:
-        return Replacement(layer, norm, before, (free[0], activation), after=after)
     if layer.activation == "identity":
         return Replacement(layer, norm, before, after=kind.__name__)
+    activation = _activation_of(layer).train(layer.training)
+    after = f"{kind.__name__} + {type(activation).__name__}"
+    if behind is not None:
+        return Replacement(layer, norm, before, ((behind, activation),), after=after)
     return Replacement(layer, nn.Sequential(norm, activation).train(layer.training), before, after=after)
+
+
+def _merged_behind(places: Places, layer: ABN) -> MergedActivation | None:
+    """The `MergedActivation` that a plain nn.Sequential calls next, if it is for this layer alone."""
+    if not hands_over(layer) or len(places[layer]) != 1:
+        return None
+    parent, name = places[layer][0]
+    if type(parent).forward is not nn.Sequential.forward or "forward" in vars(parent):
+        return None
+    names = list(parent._modules)
+    index = names.index(name) + 1
+    following = parent._modules[names[index]] if index < len(names) else None
+    if not isinstance(following, MergedActivation) or is_customised(following):
+        return None
+    own = Activation(layer.activation, layer.activation_param)
+    return following if len(places[following]) == 1 and following.included == (own,) else None
 
 
 def unsynchronised(layer: nn.SyncBatchNorm, kind: type[nn.Module] | None) -> Replacement:
@@ -103,14 +206,15 @@ def unsynchronised(layer: nn.SyncBatchNorm, kind: type[nn.Module] | None) -> Rep
     return Replacement(layer, like(layer, kind), "SyncBatchNorm", after=kind.__name__)
 
 
-def kinds_of(tree: CallOrder) -> dict[nn.Module, type[nn.Module]]:
+def kinds_of(network: nn.Module) -> dict[nn.Module, type[nn.Module]]:
     """PyTorch's norm for each layer of ours, and each synchronised one of PyTorch.
 
     Where convolutions, and linear layers of as many channels, agree on one.
     """
-    found = {norm for norm, kinds in KINDS.items() if any(isinstance(module, kinds) for module in tree.names)}
-    linear = {module.out_features for module in tree.names if isinstance(module, nn.Linear)}
-    layers = [layer for layer in tree.names if isinstance(layer, (ABN, nn.SyncBatchNorm))]
+    modules = list(network.modules())
+    found = {norm for norm, kinds in KINDS.items() if any(isinstance(module, kinds) for module in modules)}
+    linear = {module.out_features for module in modules if isinstance(module, nn.Linear)}
+    layers = [layer for layer in modules if isinstance(layer, (ABN, nn.SyncBatchNorm))]
     kinds = {layer: found | ({nn.BatchNorm1d} if layer.num_features in linear else set()) for layer in layers}
     return {layer: next(iter(of_layer)) for layer, of_layer in kinds.items() if len(of_layer) == 1}
 
@@ -129,10 +233,8 @@ def check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...], with_act
         raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
 
 
-def check_batch_norm(layer: BatchNormBase, with_activation: bool = False) -> None:
+def _check_batch_norm(layer: BatchNormBase, with_activation: bool) -> None:
     """Raise ValueError if an in-place layer cannot replace a batch normalisation, whatever follows it."""
-    if isinstance(layer, LazyNormBase):
-        raise ValueError("its number of channels is not known before the first forward pass")
     check_plain(layer, BATCH_NORMS, with_activation)
     dtypes = {values.dtype for name in TENSORS[:4] if (values := getattr(layer, name)) is not None}
     if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
@@ -140,32 +242,8 @@ def check_batch_norm(layer: BatchNormBase, with_activation: bool = False) -> Non
         raise ValueError(f"it holds {listed}: an in-place layer needs float32 parameters; use .float() and autocast")
 
 
-def _check_output_is_left_alone(following: list[Place]) -> None:
-    """The next module must not write over its input, which the in-place layer keeps for the backward pass."""
-    for place in following:
-        if getattr(place.module, "inplace", False) or getattr(place.module, "overwrite_input", False):
-            raise ValueError(
-                f"the output is overwritten by the {type(place.module).__name__} that follows, but an in-place layer "
-                f"needs it for its backward pass; use inplace=False there"
-            )
-        if not isinstance(place.module, PASSES_ON):
-            return
-
-
-def _activation_index(following: list[Place], relu_slope: float | None) -> int:
-    """Index of a batch normalisation's activation, which may follow Identities (e.g. a disabled dropout)."""
-    for index, place in enumerate(following):
-        if type(place.module) is not nn.Identity or is_customised(place.module):
-            try:
-                inplace_activation(place.module, relu_slope)
-            except ValueError:
-                return 0
-            return index
-    return 0
-
-
-def inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[str, float]:
-    """The activation and activation_param of an InPlaceABN that replaces a module."""
+def _inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[str, float]:
+    """The activation and activation_param of an InPlaceABN that includes one of ACTIVATIONS or an nn.Identity."""
     if is_customised(module):
         raise ValueError(f"the {type(module).__name__} that follows has hooks; remove them first")
     if type(module) is nn.LeakyReLU:
@@ -174,13 +252,7 @@ def inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[str
         return "elu", module.alpha
     if type(module) is nn.ReLU:
         return "leaky_relu", _slope_for_relu(relu_slope)
-    plain = {nn.Identity: "identity", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh"}
-    if type(module) in plain:
-        return plain[type(module)], 0.01
-    raise ValueError(
-        f"followed by {type(module).__name__}, not by an activation that an in-place layer computes (LeakyReLU, ELU, "
-        f"Sigmoid, Tanh); add an nn.Identity in between for no activation"
-    )
+    return {nn.Identity: "identity", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh"}[type(module)], 0.01
 
 
 def _activation_of(layer: ABN) -> nn.Module:
@@ -208,15 +280,3 @@ def like(layer: nn.Module, cls: type[Layer], **options: Any) -> Layer:
     if isinstance(new, ABN) and hands_over(layer):
         new.register_forward_hook(hand_over)
     return new.train(layer.training)
-
-
-def inplace_like(layer: BatchNormBase, activation: str, param: float) -> InPlaceABN:
-    """An in-place layer with the Parameters, buffers and options of one of PyTorch's, and an activation."""
-    return like(
-        layer,
-        InPlaceABN,
-        activation=activation,
-        activation_param=param,
-        sync=isinstance(layer, nn.SyncBatchNorm),
-        group=getattr(layer, "process_group", None),
-    )

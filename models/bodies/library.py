@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from keepless import ABN, InPlaceABN
 from keepless.conversion.activated import MergedActivation
 from keepless.conversion.convert import to_inplace
-from keepless.conversion.example import own_activation
-from keepless.conversion.replacements import like
+from keepless.conversion.replacements import like, own_activation
 from keepless.norms.report import ConversionReport
 from keepless.torch_internals import with_dispatch_modes_off
 from models.blocks import NormAct

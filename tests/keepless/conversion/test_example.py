@@ -170,6 +170,11 @@ LEFT = {
     "hooks": (lambda b, y: b.act(y), "it has hooks", dict(norm=with_hook(bn()))),
     "hooks of the activation": (lambda b, y: b.act(y), "LeakyReLU that follows has hooks", dict(act=with_hook(act()))),
     "overwritten output of ours": (lambda b, y: y.add_(1), "overwritten by add_ in Block", dict(norm=ABN(C))),
+    "ours, then in place": (
+        lambda b, y: b.act(y),
+        "followed by LeakyReLU, .* overw",
+        dict(norm=ABN(C), act=LEAKY_IN_PLACE()),
+    ),
 }
 
 
@@ -349,7 +354,7 @@ CHANGES = {
     "compile": lambda network: torch.compile(network, backend="aot_eager", fullgraph=True),
     "DataParallel": nn.DataParallel,
     "to_standard": to_standard,
-    "and back": lambda network: to_inplace(to_standard(network)),
+    "and back": lambda network: CHANGES["again"](to_standard(network)),
     "sync": InPlaceABNSync.convert,
     "again": lambda network: to_inplace(network, relu_slope=0.01, example=torch.randn(2, 4 * C, 4, 4).double()),
 }
@@ -416,7 +421,7 @@ def test_a_second_conversion_adds_what_the_first_left():
     torch.testing.assert_close(eagerly(network).eval()(x), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_layers_of_ours_are_replaced_as_without_an_example():
+def test_layers_of_ours_are_replaced_with_an_example_too():
     network = nn.ModuleList([ABN(C), CheckpointedABN(C, activation="tanh"), ABN(C, activation="relu")])
     network.forward = lambda x: network[0](network[1](x))
     _, report = converted(to_inplace, network, example=torch.randn(2, C, 3, 3))
@@ -509,7 +514,7 @@ class Program(nn.Module):
     def __init__(self, steps: list[tuple[str, int, int]]):
         super().__init__()
         self.steps = steps
-        self.norms = nn.ModuleList([bn(), bn(), bn()])
+        self.norms = nn.ModuleList([bn(), bn(), ABN(C, activation="identity")])
         self.act, self.act_in_place, self.tanh = act(), nn.LeakyReLU(0.2, inplace=True), nn.Tanh()
         self.conv = nn.Conv2d(C, C, 1)
 

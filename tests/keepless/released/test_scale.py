@@ -106,7 +106,8 @@ def test_state_dicts_of_standard_norms_and_layers_without_statistics_or_scale_do
     assert load(network(), dict(standard.state_dict())) == []  # without metadata
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        converted = to_inplace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.LeakyReLU()))
+        plain = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.LeakyReLU())
+        converted = to_inplace(plain, example=torch.randn(2, 3, 4, 4))
         twin = copy.deepcopy(converted)
     assert load(twin, converted.state_dict(), assign=True) == []
     for options in ({"track_running_stats": False}, {"learn_scale": False}, {"affine": False}):
