@@ -1,15 +1,10 @@
 """All private parts of PyTorch and Triton that keepless uses.
 
-Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1, 2.12.1 and 2.14.1, with the Triton that each brings. Where a part is missing:
+Tried on torch 2.12.1 and 2.14.1, with the Triton that each brings. Where a part is missing:
 
 | part | used for | where it is missing |
 |---|---|---|
-| `_top_saved_tensors_default_hooks` | the saved-tensor hooks in effect | `_Noted` sees them set (torch 2.6, 2.7) |
-| `data` of a `SavedTensor` | objects that hooks packed for a node | `packed_by` asks the unpack hook (2.9 and before) |
-| `_raw_saved_*`, `_saved_*` of nodes | statistics, masks, indices, shares | the result is kept |
-| `torch.compiler.is_exporting` | operators for `torch.export` | as in `torch.compile` (2.6) |
-| `triton.knobs` | whether kernels are interpreted | the environment variable behind it (Triton before 3.4) |
-| `run` of a compiled kernel | launching it without Triton's checks | Triton launches (Triton before 3.4) |
+| `_raw_saved_*`, `_saved_*` of nodes, `data` of a `SavedTensor` | what hooks packed, shares | the result is kept |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
 | `torch._inductor.compile` | whether there is a compiler | there is none: the eager backend |
 | everything else here | | ImportError when this package is imported |
@@ -19,12 +14,9 @@ Other files use only these, which extensions of PyTorch rely on: `Tensor._versio
 `_non_persistent_buffers_set`, `_load_from_state_dict` and `_save_to_state_dict`.
 """
 
-import os
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
@@ -76,6 +68,7 @@ try:
     _backward_number = torch._C._current_graph_task_id
     _disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
     _hooks_of_torch = torch._C._autograd
+    _innermost_hooks = _hooks_of_torch._top_saved_tensors_default_hooks
     Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata  # noqa: B018  # they exist
 except (ImportError, AttributeError) as error:
     raise ImportError(
@@ -90,10 +83,6 @@ address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 ASKS_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
-
-
-# Whether `torch.export` traces a graph.
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def backward_runs() -> bool:
@@ -119,33 +108,13 @@ def unwrapped(tensor: Tensor) -> Tensor:
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
-# The objects that `unpack` gets while `_reading` reads a node.
-_asked: ContextVar[list[Any] | None] = ContextVar("asked", default=None)
-_ANYTHING = torch.empty(0)
-_SHOWS_PACKED = hasattr(torch._C._autograd.SavedTensor, "data")
-
-
-def _unpack(packed: Any) -> Tensor:
-    found = _asked.get()
-    if found is None:
-        return packed.get()
-    found.append(packed)
-    return _ANYTHING
-
-
 # The unpack hook for objects with a method `get`, which `packed_by` can find.
-unpack: Callable[[Any], Tensor] = methodcaller("get") if _SHOWS_PACKED else _unpack
+unpack: Callable[[Any], Tensor] = methodcaller("get")
 
 
 def packed_by(node: Any, name: str) -> Any:
-    """The packed object that a node of PyTorch holds for a saved tensor of this name; None if there is none.
-
-    The tensor itself, if the node was made without hooks.
-    """
-    if _SHOWS_PACKED:
-        return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
-    tensor, found = _reading(node, f"_saved_{name}")
-    return found[0] if found else tensor
+    """The packed object that a node of PyTorch holds for a saved tensor of this name; None if there is none."""
+    return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
 def is_synchronised_norm(node: Any) -> bool:
@@ -155,21 +124,7 @@ def is_synchronised_norm(node: Any) -> bool:
 
 def packed_by_function(node: Any) -> tuple[Any, ...]:
     """The packed objects that a custom function's node holds for its saved tensors, as above; None for absent ones."""
-    if _SHOWS_PACKED:
-        return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
-    tensors, found = _reading(node, "saved_tensors")
-    packed = iter(found)
-    return tuple(None if tensor is None else next(packed, tensor) for tensor in tensors or ())
-
-
-def _reading(node: Any, name: str) -> tuple[Any, list[Any]]:
-    """An attribute of a node, and the objects that `unpack` was given for it."""
-    found: list[Any] = []
-    token = _asked.set(found)
-    try:
-        return getattr(node, name, None), found
-    finally:
-        _asked.reset(token)
+    return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
 
 
 def dropped_share(node: Any) -> float | None:
@@ -207,55 +162,8 @@ def hooks_are_allowed() -> bool:
     return _disabled_message() is None
 
 
-class _Noted(threading.local):
-    """The saved-tensor hooks that this thread has set, innermost last, for versions of PyTorch that do not tell."""
-
-    def __init__(self) -> None:
-        self.hooks: list[Hooks] = []
-
-    def see(self) -> None:
-        """From now on see every change of them."""
-        push, pop = _hooks_of_torch._push_saved_tensors_default_hooks, _hooks_of_torch._pop_saved_tensors_default_hooks
-
-        def noted_push(pack_hook: Callable[[Tensor], Any], unpack_hook: Callable[[Any], Tensor]) -> None:
-            push(pack_hook, unpack_hook)
-            self.hooks.append((pack_hook, unpack_hook))
-
-        def noted_pop() -> None:
-            pop()
-            del self.hooks[-1:]
-
-        _hooks_of_torch._push_saved_tensors_default_hooks = noted_push
-        _hooks_of_torch._pop_saved_tensors_default_hooks = noted_pop
-
-    def current(self) -> Hooks | None:
-        """See `current_hooks`. RuntimeError if there are hooks that were set before `see`, or by another thread."""
-        if self.hooks:
-            return self.hooks[-1]
-        if hooks_are_allowed():
-            try:
-                _hooks_of_torch._saved_tensors_hooks_disable("")  # refused if there are any
-            except RuntimeError:
-                raise RuntimeError(
-                    f"saved-tensor hooks are in effect that torch {torch.__version__} does not show: import keepless "
-                    f"before they are set, or pip install 'torch>=2.8'"
-                ) from None
-            finally:
-                _hooks_of_torch._saved_tensors_hooks_enable()
-        return None
-
-
-_noted = _Noted()
-if not hasattr(_hooks_of_torch, "_top_saved_tensors_default_hooks"):
-    _noted.see()
-
-
 # The saved-tensor hooks in effect now, e.g. from `torch.autograd.graph.save_on_cpu`; None if there are none.
-current_hooks: Callable[[], Hooks | None] = (
-    partial(_hooks_of_torch._top_saved_tensors_default_hooks, False)
-    if hasattr(_hooks_of_torch, "_top_saved_tensors_default_hooks")
-    else _noted.current
-)
+current_hooks: Callable[[], Hooks | None] = partial(_innermost_hooks, False)
 
 
 def is_compiled(module: object) -> bool:
@@ -279,9 +187,7 @@ def triton_is_interpreted() -> bool:
     """Whether Triton runs its kernels in its interpreter, on CPU tensors."""
     import triton
 
-    if hasattr(triton, "knobs"):
-        return bool(triton.knobs.runtime.interpret)
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return bool(triton.knobs.runtime.interpret)
 
 
 class TritonBinary(NamedTuple):

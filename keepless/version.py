@@ -3,7 +3,7 @@
 import torch
 
 __version__ = "0.1.0"
-OLDEST_TORCH = (2, 6)
+OLDEST_TORCH = (2, 11)
 
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
     raise ImportError(

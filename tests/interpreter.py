@@ -9,10 +9,7 @@ import pytest
 def interpret(patch: pytest.MonkeyPatch) -> None:
     """Let Triton interpret the kernels that are defined from now on."""
     triton = pytest.importorskip("triton")
-    if hasattr(triton, "knobs"):
-        patch.setattr(triton.knobs.runtime, "interpret", True)
-    else:  # Triton before 3.4
-        patch.setenv("TRITON_INTERPRET", "1")
+    patch.setattr(triton.knobs.runtime, "interpret", True)
 
 
 def interpreted(module: ModuleType) -> ModuleType:

@@ -51,7 +51,7 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
     needed = [line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line]
-    assert needed == ["Requires-Dist: torch>=2.6"]
+    assert needed == ["Requires-Dist: torch>=2.11"]
     assert "Project-URL: Paper, https://arxiv.org/abs/1712.02616" in lines
     page = "\n".join(lines)
     links = re.findall(r"\]\(([^)]+)\)", page)  # elsewhere there are no pages beside it
@@ -180,4 +180,4 @@ except ImportError as error:
 
 def test_a_pytorch_that_is_too_old_is_refused_first(installed, tmp_path):
     printed = run(OLD, tmp_path, installed)
-    assert printed == "keepless needs torch 2.6 or later, and found 2.5.1: pip install -U torch\n"
+    assert printed == "keepless needs torch 2.11 or later, and found 2.5.1: pip install -U torch\n"

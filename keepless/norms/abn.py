@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..inputs import is_number
-from ..torch_internals import NormBase, backward_runs, is_exporting, without_function_modes
+from ..torch_internals import NormBase, backward_runs, without_function_modes
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
 from .backends.eager import EagerBackend
@@ -239,7 +239,7 @@ def _is_inference(strategy: Strategy, x: Tensor) -> bool:
     So it is while `torch.jit.trace`, `torch.export` or an ONNX export records a graph: it cannot hold such a node, or
     would hold the sizes that decide how a fused kernel reads its input.
     """
-    if torch.jit.is_tracing() or is_exporting():
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return True
     if torch.is_grad_enabled() or strategy.overwrite_input or torch.compiler.is_compiling():
         return False

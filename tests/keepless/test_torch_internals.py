@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 import keepless
-from keepless import recompute_activations, torch_internals
-from keepless.recompute import recording, rules
+from keepless import recompute_activations
+from keepless.recompute import rules
 from keepless.saved import kept_bytes
-from keepless.torch_internals import current_hooks
 
 FOLDER = Path(keepless.__file__).parent
 REPOSITORY = FOLDER.parent
@@ -53,26 +51,8 @@ def test_a_missing_part_ends_the_import_with_its_name(monkeypatch):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def test_hooks_are_known_on_a_pytorch_that_does_not_tell(monkeypatch):
-    """As they are to PyTorch itself, where it does tell; hooks that were set unseen are refused."""
-    noted, autograd = torch_internals._Noted(), torch._C._autograd
-    for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
-        monkeypatch.setattr(autograd, name, getattr(autograd, name))  # put back at the end
-    with saved_tensors_hooks(abs, abs):
-        noted.see()
-        with pytest.raises(RuntimeError, match="import keepless before they are set"):
-            noted.current()
-        with saved_tensors_hooks(len, len):
-            assert noted.current() == (len, len)
-    for inner in (saved_tensors_hooks(len, abs), disable_saved_tensors_hooks("no")):
-        assert noted.current() is None and torch_internals.hooks_are_allowed()
-        with inner:
-            assert noted.current() == current_hooks()
-    assert noted.current() is None and torch_internals.hooks_are_allowed()
-
-
-def test_what_a_node_does_not_show_is_asked_for_or_kept(monkeypatch):
-    """PyTorch before 2.9 does not show what hooks packed. Gradients stay the same, to the bit."""
+def test_what_a_node_does_not_show_is_kept(monkeypatch):
+    """Gradients stay the same, to the bit."""
     torch.manual_seed(0)
     norm, relu, last = nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
     network = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.MaxPool2d(2), nn.Dropout(), relu, last)
@@ -87,11 +67,8 @@ def test_what_a_node_does_not_show_is_asked_for_or_kept(monkeypatch):
     plain, all_bytes = gradients()
     recompute_activations(network)
     again, few_bytes = gradients()
-    monkeypatch.setattr(torch_internals, "_SHOWS_PACKED", False)
-    monkeypatch.setattr(recording, "unpack", torch_internals._unpack)
-    asked, equal_bytes = gradients()
     monkeypatch.setattr(rules, "packed_by", lambda node, name: None)
     unseen, more_bytes = gradients()
-    assert few_bytes == equal_bytes < more_bytes <= all_bytes
-    for found in (again, asked, unseen):
+    assert few_bytes < more_bytes <= all_bytes
+    for found in (again, unseen):
         assert all(map(torch.equal, found, plain))

@@ -47,8 +47,6 @@ def driver(monkeypatch, tmp_path):
     """Triton's driver, for which kernels on CPU tensors are prepared as on a device."""
     if triton_kernels.INTERPRETED:
         pytest.skip("TRITON_INTERPRET is set")
-    if not hasattr(triton, "knobs"):
-        pytest.skip("Triton before 3.4 launches by itself")
 
     def load(launch, examples):
         return load_triton_kernel(launch.kernel, launch.programs, examples, launch.constants | launch.options)
@@ -138,7 +136,6 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(not hasattr(triton, "knobs"), reason="Triton before 3.4 launches by itself")
 def test_a_synchronised_norm_launches_seven_kernels(monkeypatch):
     """Forward, on fake CUDA tensors: moments, their exchange, what all ranks' moments give, z, and a counter."""
     launched = []

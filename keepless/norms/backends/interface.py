@@ -59,18 +59,8 @@ class BackwardInputs(NamedTuple):
         if self.factor is not None:
             return self
         gamma = floored(self.gamma, self.floor)
-        return BackwardInputs(  # dynamo of torch 2.6 does not follow `_replace`
-            values=self.values,
-            is_output=self.is_output,
-            offset=self.offset,
-            factor=gamma.reciprocal(),
-            gamma=gamma,
-            beta=self.beta,
-            invstd=self.invstd,
-            activation=self.activation,
-            recover_x_hat=self.recover_x_hat,
-            output=self.output,
-        )
+        vectors = (self.offset, gamma.reciprocal(), gamma, self.beta, self.invstd)
+        return BackwardInputs(self.values, self.is_output, *vectors, self.activation, self.recover_x_hat, self.output)
 
 
 class Running(NamedTuple):
