@@ -19,11 +19,10 @@ The rules, which this file keeps together with replay.py, environment.py and sta
    boundary to the step that follows. A step without an inverse also refers to the boundary before it; other steps only
    weakly. So the chain is freed with the graph, and values that no earlier step needs are not restored.
 7. Environment. A repetition runs with the autocast settings, modes, and (with `preserve_rng_state`) random numbers of
-   the first run. It starts from the same buffers and plain attributes, so it does again what the first run did, such as
-   an initialisation; nothing of that is left. Parameters that were written start from the written values (state.py). An
-   inverse reads what the forward pass left if it needs that. Parameters, and buffers that the forward pass left alone,
+   the first run. It starts from the same buffers and plain attributes, so it does again what the first run did; nothing
+   of that is left (state.py). A run may not write parameters. Parameters, and buffers that the forward pass left alone,
    may not be modified or replaced after it. The repetition must save tensors of the same number, shapes, dtypes and
-   devices, and write the same parameters. Otherwise an error is raised.
+   devices. Otherwise an error is raised.
 8. Gradients are right or an error is raised. A function that writes over its input is refused. A kept tensor that was
    modified raises PyTorch's error about an in-place operation. Reading a slot after the graph was freed, or still
    inside the forward pass, raises an error that says so. Only one thing is taken on trust: branches compute the same
@@ -33,7 +32,6 @@ The rules, which this file keeps together with replay.py, environment.py and sta
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -138,14 +136,14 @@ class Update(NamedTuple):
 
     half: HalfStep
     invertible: bool = True
-    undo: None = None  # the repetition runs the branch as the forward pass did
+    inverse: None = None  # the repetition runs the branch as the forward pass did
 
     def run(self, halves: Values, checksum: Checksum) -> Values:
         output = self.half.output(halves)
         checksum.see(output)
         return self.half.replaced(halves, self.half.combine(halves[self.half.target], output))
 
-    def again(self, halves: Values, like: Inputs, checksum: Checksum, environment: Environment) -> Undo:
+    def again(self, halves: Values, like: Inputs, checksum: Checksum) -> Undo:
         """Run the branch on the halves after the update."""
         half, target = self.half, self.half.target
         halves = like(halves, any_layout=target)
@@ -172,20 +170,16 @@ class Apply(NamedTuple):
     def invertible(self) -> bool:
         return self.inverse is not None
 
-    @property
-    def undo(self) -> Callable[[Values], Values] | None:
-        return None if self.inverse is None else partial(_unchanged, self.inverse)
-
     def run(self, values: Values, checksum: Checksum) -> Values:
         outputs = _unchanged(self.function, values)
         checksum.see(outputs)
         return outputs
 
-    def again(self, values: Values, like: Inputs, checksum: Checksum, environment: Environment) -> Undo:
+    def again(self, values: Values, like: Inputs, checksum: Checksum) -> Undo:
         """Run the function again: on `values`, which are its kept inputs, or outputs to invert."""
-        if self.undo is not None:
-            with torch.no_grad(), environment.state.ended():
-                values = self.undo(values)
+        if self.inverse is not None:
+            with torch.no_grad():
+                values = _unchanged(self.inverse, values)
                 values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, like.dtypes, strict=True))
         checksum.see(self.function(*like(values)))
         return lambda: values
@@ -218,8 +212,7 @@ class Step:
         """The forward pass."""
         with self.section.dropping(self.repeat):
             outputs = self.move.run(values, self.checksum)
-        self.environment.forward_pass_ended()
-        self.environment.try_again(lambda x: self.move.run(x, Checksum([])), self.move.undo, values, outputs)
+        self.environment.forward_pass_ended(inverts=self.move.inverse is not None)
         return outputs
 
     def repeat(self) -> None:
@@ -233,7 +226,7 @@ class Step:
     def _again(self, context: AbstractContextManager) -> None:
         values = self.source.take()
         with self.environment.restored(), context:
-            undo = self.move.again(values, self.inputs, self.checksum, self.environment)
+            undo = self.move.again(values, self.inputs, self.checksum)
         before = self.before()
         if before is not None and self.move.invertible:
             before.give(undo())

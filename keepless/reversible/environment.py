@@ -1,15 +1,13 @@
 """Everything that a forward pass depends on beside its inputs, restored to repeat the pass."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ..torch_internals import without_dispatch_modes
-from .state import State, Values, is_unknown
-
-Function = Callable[[Values], Values]
+from .state import State
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RANDOM = (*_DROPOUTS, nn.RReLU)
@@ -36,33 +34,16 @@ class Environment:
             if preserve_rng_state:
                 _refuse_random(parts)
         self.random = self._random() if preserve_rng_state else None
-        precisions = {tensor.dtype for tensor in tensors} | {dtype for _, dtype, enabled in self.autocast if enabled}
-        self.state = State(parts, low_precision=not precisions.isdisjoint((torch.bfloat16, torch.float16)))
+        self.state = State(parts)
 
-    def forward_pass_ended(self) -> None:
-        """See what the forward pass has changed. Drop the random state (5 KB) if no numbers were drawn."""
+    def forward_pass_ended(self, inverts: bool) -> None:
+        """Drop the random state (5 KB) if no numbers were drawn; for the rest see `State.forward_pass_ended`."""
         if self.random is not None and all(map(_equal, self.random, self._random())):
             self.random = None
-        self.state.forward_pass_ended()
-
-    @torch.no_grad()
-    def try_again(self, function: Function, inverse: Function | None, inputs: Values, outputs: Values) -> None:
-        """Repeat a forward pass at once if only that shows whether a repetition is the same. RuntimeError if not.
-
-        So it is after writing parameters, and for the inverses of modules that the pass has changed.
-        """
-        if any(map(is_unknown, inputs)):
-            return
-        if self.state.written:
-            with self.restored(self.state.equal):
-                again = function(inputs)
-            self.state.check_written(again, outputs)
-        if inverse is not None and self.state.end is not None:
-            with self.restored(float("inf")):
-                self.state.choose_end(inverse, inputs, outputs)
+        self.state.forward_pass_ended(inverts)
 
     @contextmanager
-    def restored(self, tolerance: float | None = None) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Context of a repetition: the state of the forward pass, and at the end the present one again.
 
         RuntimeError if a parameter, or a buffer that the forward pass left alone, was modified or replaced since, and
@@ -77,7 +58,7 @@ class Environment:
                 torch.set_rng_state(self.random[0])
                 for device, state in zip(self.cuda, self.random[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
-            stack.enter_context(self.state.restored(tolerance))
+            stack.enter_context(self.state.restored())
             yield
 
     def _random(self) -> list[Tensor]:

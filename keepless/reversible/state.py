@@ -1,7 +1,7 @@
-"""The state of modules before a forward pass, from which its repetition starts: buffers, attributes, parameters."""
+"""The state of modules before a forward pass, from which its repetition starts: buffers and attributes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from types import NoneType
 from typing import Any, NamedTuple
@@ -43,56 +43,57 @@ class _Buffer(NamedTuple):
         return present is None or self.start is None or _are_same(present, self.start)
 
 
-class _Parameter(NamedTuple):
-    """A parameter, where it was before the forward pass."""
-
-    owner: nn.Module
-    name: str
-    values: nn.Parameter
-    version: int
-
-    @property
-    def present(self) -> Tensor | None:
-        return self.owner._parameters.get(self.name)
-
-    def is_same(self) -> bool:
-        """Whether the forward pass did not replace it. FSDP does, and puts it back."""
-        return self.present is self.values or type(self.present).__name__ == "DTensor"
-
-
 class State:
-    """The state of modules before a forward pass: buffers, parameters, and attributes that are plain values.
+    """The state of modules before a forward pass: buffers, and attributes that are plain values.
 
-    Only what a forward pass writes into the memory of a parameter is lost. There a repetition starts from the values
-    that were written, which is right if it writes them again, as an initialisation does; `restored` sees that.
+    A repetition starts from it, on copies, so it does again what the forward pass did. Modules that write their
+    parameters, e.g. to initialise them, are refused.
+
+    RuntimeError: a module is lazy, and learns its sizes in the forward pass.
     """
 
-    def __init__(self, parts: Iterable[nn.Module], low_precision: bool = False):
-        self.close = 0.1 if low_precision else 1e-3  # differences of values computed from restored inputs
-        self.equal = 0.02 if low_precision else 1e-5
+    def __init__(self, parts: Iterable[nn.Module]):
         self.attributes = {part: _attributes(part) for part in parts}
+        for part in self.attributes:
+            if any(is_lazy(one) for one in (*part._parameters.values(), *part._buffers.values()) if one is not None):
+                raise _initialises(f"the sizes of {type(part).__name__}")
         self.buffers = [buffer for part in self.attributes for buffer in _buffers(part)]
-        self.parameters = [one for part in self.attributes for one in _parameters(part)]
-        self.lazy = {part for part in self.attributes if any(map(is_lazy, _tensors(part)))}
+        self.parameters = [
+            (part, name, parameter, parameter._version)
+            for part in self.attributes
+            for name, parameter in part._parameters.items()
+            if type(parameter) is nn.Parameter  # not those of FSDP and other subclasses
+        ]
         self.constants: list[tuple[nn.Module, str, Tensor, int]] = []  # which may not change before the repetition
-        self.written: list[_Parameter] = []  # by the forward pass, as far as versions tell
-        self.end: State | None = None  # the state after the forward pass, if an inverse may read it
+        self.watched: list[tuple[nn.Module, str, Tensor]] = []  # parameters that `Tensor.data` may have written
 
-    def forward_pass_ended(self) -> None:
-        """See what the forward pass has changed, and drop the copies of the rest."""
-        for part in self.lazy:  # what it learned from the first minibatch, it knows in the repetition
-            self.attributes[part] = _attributes(part)
-        self.buffers = [one for one in self.buffers if one.owner not in self.lazy]
-        self.buffers += [buffer for part in self.lazy for buffer in _buffers(part)]
+    def forward_pass_ended(self, inverts: bool) -> None:
+        """See what the forward pass has changed, and drop the copies of the rest.
+
+        `inverts`: the repetition runs an inverse first.
+
+        RuntimeError: it wrote a parameter; or, with `inverts`, something that a module's inverse may read.
+        """
+        for part, name, parameter, version in self.parameters:
+            present = part._parameters.get(name)
+            if present is parameter:
+                if parameter._version != version:
+                    raise _initialises(f"{type(part).__name__}.{name}")
+            elif type(present).__name__ != "DTensor":  # FSDP replaces it, and puts it back
+                raise _initialises(f"{type(part).__name__}.{name}")
         changed = {part for part, before in self.attributes.items() if _differ(before, _attributes(part))}
         moved = {one[:2]: one for one in self.buffers if not one.is_same()}
         changed |= {one.owner for one in moved.values() if one.start is not None or one.values is None}
-        with_inverse = [part for part in changed if callable(getattr(part, "inverse", None))]
-        self.end = State(with_inverse) if with_inverse else None
-        self.written = [one for one in self.parameters if one.is_same() and one.values._version != one.version]
-        replaced = [one for one in self.parameters if not one.is_same()]
-        if not (self.written or replaced or any(not has_running_statistics(part) for part in changed)):
-            self.parameters = []  # nothing was initialised, and the repetition writes none
+        for part in changed if inverts else ():
+            if callable(getattr(part, "inverse", None)):
+                raise RuntimeError(
+                    f"{type(part).__name__} of a reversible module changes its buffers or attributes in its forward "
+                    f"pass, so its inverse may not restore the input: if it only initialises them, run one forward "
+                    f"pass under torch.no_grad() before the first step, or else give keep_input=True or disable=True"
+                )
+        if any(not has_running_statistics(part) for part in changed):
+            self.watched = [(part, name, parameter) for part, name, parameter, _ in self.parameters]
+        self.parameters = []
         self.constants = [
             (part, name, parameter, parameter._version)
             for part in self.attributes
@@ -120,64 +121,29 @@ class State:
                 )
 
     @contextmanager
-    def restored(self, tolerance: float | None = None) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Context of a repetition, on copies of this state; afterwards the modules are as they were.
 
-        RuntimeError if it writes other values into parameters than the forward pass did: they depend on earlier ones.
-        `tolerance`: for these values, by default one for the rounding of restored inputs.
+        RuntimeError if it writes a parameter.
         """
-        tolerance = self.close if tolerance is None else tolerance
-        written = [one.present for one in self.parameters]
-        with self.copied():
+        before = [parameter.detach().clone() for _, _, parameter in self.watched]
+        with _attributes_swapped(self.attributes), _buffers_swapped(self.buffers):
             yield
-            for one, values in zip(self.parameters, written, strict=True):
-                repeated = one.present
-                if repeated is None or values is None or is_unknown(repeated):
-                    continue
-                if not torch.equal(repeated, values) and not _difference([repeated], [values], 1e-2) <= tolerance:
-                    raise _not_repeatable(f"{type(one.owner).__name__}.{one.name}", "from its earlier values")
-
-    def ended(self) -> AbstractContextManager[None]:
-        """Context of an inverse, inside `restored`: modules with an inverse are as the forward pass has left them."""
-        return nullcontext() if self.end is None else self.end.copied()
-
-    def check_written(self, again: Values, outputs: Values) -> None:
-        """RuntimeError if a repetition with the same inputs has not returned the outputs of the forward pass again."""
-        if not _difference(again, outputs) <= self.equal:
-            names = ", ".join(f"{type(one.owner).__name__}.{one.name}" for one in self.written)
-            raise _not_repeatable(names, "after it has used the earlier values")
-
-    def choose_end(self, inverse: Callable[[Values], Values], inputs: Values, outputs: Values) -> None:
-        """See whether the inverse, inside `restored`, reads what the forward pass has left or what was there before.
-
-        RuntimeError if it restores the inputs from neither.
-        """
-        with self.ended():
-            difference = _difference(inverse(outputs), inputs)
-        if not difference <= self.equal:
-            before = _difference(inverse(outputs), inputs)
-            if not difference <= before:
-                self.end, difference = None, before
-        if not difference <= 10 * self.close:
-            raise RuntimeError(
-                "the inverse of a reversible module does not restore its input, neither with the buffers and "
-                "attributes before its forward pass nor with those after it: give disable=True"
-            )
-
-    @contextmanager
-    def copied(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(_attributes_swapped(self.attributes))
-            stack.enter_context(_buffers_swapped(self.buffers))
-            stack.enter_context(_parameters_swapped(self.parameters))
-            yield
+        for (part, name, parameter), values in zip(self.watched, before, strict=True):
+            if part._parameters.get(name) is not parameter or not _are_equal(parameter, values):
+                raise _initialises(f"{type(part).__name__}.{name}")
 
 
-def _not_repeatable(name: str, why: str) -> RuntimeError:
+def _initialises(name: str) -> RuntimeError:
     return RuntimeError(
-        f"the forward pass of a reversible module writes {name} {why}, so the backward pass cannot repeat it: write "
-        f"what the input alone gives, and before it is used, keep averages in buffers, or give disable=True"
+        f"the forward pass of a reversible module writes {name}, so the backward pass cannot repeat it: to initialise "
+        f"the module, run one forward pass under torch.no_grad() before the first step; keep averages in buffers; or "
+        f"give disable=True"
     )
+
+
+def _are_equal(values: Tensor, others: Tensor) -> bool:
+    return is_unknown(values) or (values.shape == others.shape and torch.equal(values, others))
 
 
 @contextmanager
@@ -220,10 +186,6 @@ def _are_same(values: Tensor, start: Tensor) -> bool:
     return same
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None]
-
-
 def _buffers(module: nn.Module) -> list[_Buffer]:
     """The buffers that a forward pass may change, or that may change before it is repeated. Not uninitialised ones."""
     known = type(module) in _KNOWN_NORMS and module.training  # the minibatch's statistics count
@@ -234,12 +196,6 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
         for name, values in module._buffers.items()
         if values is None or not is_lazy(values)
     ]
-
-
-def _parameters(module: nn.Module) -> list[_Parameter]:
-    """The parameters that a repetition might write. Not those of FSDP and other subclasses."""
-    parameters = module._parameters.items()
-    return [_Parameter(module, name, one, one._version) for name, one in parameters if type(one) is nn.Parameter]
 
 
 @contextmanager
@@ -275,36 +231,6 @@ def _buffers_swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
     finally:
         for buffer, values in reversed(list(zip(buffers, present, strict=True))):
             buffer.owner._buffers[buffer.name] = values
-
-
-@contextmanager
-def _parameters_swapped(parameters: Sequence[_Parameter]) -> Iterator[None]:
-    """Context in which copies replace parameters: of those that were there, with their present values."""
-    present = [one.present for one in parameters]
-    copies: dict[int, nn.Parameter] = {}
-    try:
-        for one in parameters:
-            copy = copies.get(id(one.values))
-            if copy is None:
-                copy = nn.Parameter(one.values.detach().clone(), one.values.requires_grad)
-            one.owner._parameters[one.name] = copies.setdefault(id(one.values), copy)
-        yield
-    finally:
-        for one, values in reversed(list(zip(parameters, present, strict=True))):
-            one.owner._parameters[one.name] = values  # type: ignore[assignment]
-
-
-@torch.no_grad()
-def _difference(found: Sequence[Tensor], expected: Sequence[Tensor], floor: float = 0.0) -> float:
-    """The largest difference relative to the largest value, but at least `floor`; 0 where values are not finite."""
-    largest = 0.0
-    for a, b in zip(found, expected, strict=True):
-        if a.shape != b.shape:
-            return float("inf")
-        if b.numel() and (scale := b.abs().max().item()) < float("inf"):  # not NaN
-            difference = (a.double() - b.double()).abs().max().item() / max(scale, floor, 1e-30)
-            largest = max(largest, float("inf") if difference != difference else difference)
-    return largest
 
 
 def is_unknown(tensor: Tensor) -> bool:

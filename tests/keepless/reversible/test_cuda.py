@@ -69,7 +69,7 @@ def test_the_state_of_a_generator_is_left_alone_while_a_graph_is_captured(captur
     with FakeTensorMode():
         x = torch.empty(2, 8, 6, 6, device="cuda")
     environment = Environment(sequence().blocks, [x])
-    environment.forward_pass_ended()
+    environment.forward_pass_ended(inverts=False)
     with environment.restored():
         pass
 
