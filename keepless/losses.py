@@ -1,10 +1,8 @@
 """Losses of segmentation networks, exact, without logits at the resolution of the labels."""
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,9 +29,9 @@ def upsampled_cross_entropy(
 
     The value and the gradient are those of `F.interpolate(logits, labels.shape[1:], mode="bilinear")` followed by
     cross-entropy, up to rounding. Neither the upsampled logits, nor their softmax, nor its gradient is ever in memory
-    as a whole: beside some values per pixel, there are two tiles of about 1 MiB on a CPU, none on CUDA with triton, and
-    two of 64 MiB elsewhere. The gradient of the logits is computed in the forward pass and kept, in at least float32,
-    until the backward pass.
+    as a whole: beside some values per pixel, there are two tiles of about 1 MiB on a CPU, and of 64 MiB elsewhere. The
+    gradient of the logits is computed in the forward pass and kept, in at least float32, until the backward pass.
+    `torch.compile` leaves the loss as it is, between two graphs.
 
     With logits at the resolution of the labels, this is a tiled cross-entropy.
 
@@ -54,7 +52,7 @@ def upsampled_cross_entropy(
 
     Raises:
         ValueError: shapes do not fit, an option is unknown, or `weight` requires a gradient.
-        IndexError: a label is neither a class nor `ignore_index`; on CUDA the loss is NaN, or an assertion fails.
+        IndexError: a label is neither a class nor `ignore_index`; on CUDA an assertion fails.
         RuntimeError: it is differentiated with create_graph=True.
     """
     tensors = (logits, labels) if weight is None else (logits, labels, weight)
@@ -64,8 +62,9 @@ def upsampled_cross_entropy(
         return handle_torch_function(upsampled_cross_entropy, tensors, logits, labels, **options)
     _check(logits, labels, **options)
     if torch.compiler.is_compiling():
-        needs_gradient = logits.requires_grad and torch.is_grad_enabled()
-        return _operator(needs_gradient, logits, labels, weight, ignore_index, fraction, reduction, align_corners)[0]
+        return torch.compiler.disable(_Loss.apply)(
+            logits, labels, weight, ignore_index, fraction, reduction, align_corners
+        )
     return _Loss.apply(logits, labels, weight, ignore_index, fraction, reduction, align_corners)
 
 
@@ -108,16 +107,12 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Any, ...]:
-        return _scaled_gradient(ctx, outer), *[None] * 6
-
-
-def _scaled_gradient(ctx: Any, outer: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True: upsampled_cross_entropy has no second derivative; interpolate the logits and use "
-            "F.cross_entropy"
-        )
-    return (ctx.saved_tensors[0] * outer).to(ctx.dtype)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: upsampled_cross_entropy has no second derivative; interpolate the logits and use "
+                "F.cross_entropy"
+            )
+        return (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 6
 
 
 def _value_and_gradient(
@@ -138,8 +133,7 @@ def _value_and_gradient(
         weights = is_class.to(dtype)  # of the pixels, (N, H, W)
         if weight is not None:
             weights *= weight.to(dtype)[labels.where(is_class, 0).long()]
-        make = _Kernels if _has_kernels(logits) else _Tiles
-        pixels = make(logits, labels.where(is_class, 0), weights, align_corners)
+        pixels = _Tiles(logits, labels.where(is_class, 0), weights, align_corners)
         if fraction is None:
             counts = weights.sum() if reduction == "mean" else len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
             shares = weights / counts
@@ -225,39 +219,6 @@ class _Tiles:
         return tile if self.across is None else tile @ self.across
 
 
-class _Kernels:
-    """The same as `_Tiles`, by kernels that need no tile in memory."""
-
-    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool):
-        kernels = self.module()
-        self.kernels, self.logits, self.labels = kernels, logits, labels.contiguous()
-        rows, columns = (
-            _sources(old, new, align_corners, weights)
-            for old, new in zip(logits.shape[2:], labels.shape[1:], strict=True)
-        )
-        self.sources = rows, columns
-        self.of_pixels, self.normalisers = kernels.losses_and_normalisers(logits, self.labels, self.sources)
-
-    @staticmethod
-    def module() -> ModuleType:
-        from . import loss_kernels  # which imports triton
-
-        return loss_kernels
-
-    def losses(self, gradient: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
-        """See `_Tiles.losses`; `gradient` is overwritten."""
-        if gradient is not None and shares is not None:
-            known = self.normalisers, shares.contiguous(), self.sources
-            self.kernels.write_gradient(gradient, self.logits, self.labels, *known)
-        return self.of_pixels
-
-
-def _has_kernels(logits: Tensor) -> bool:
-    if logits.dtype == torch.float64 or type(logits) is FakeTensor or not logits.is_cuda:
-        return False
-    return importlib.util.find_spec("triton") is not None
-
-
 def _source(position: Any, old: int, new: int, align_corners: bool) -> Any:
     """Where a position in `new` lies between `old` cells; below 0 before the first."""
     return position * ((old - 1) / max(new - 1, 1)) if align_corners else (position + 0.5) * old / new - 0.5
@@ -282,37 +243,3 @@ def _interpolation(old: int, new: int, align_corners: bool, like: Tensor) -> Ten
 def _without_autocast(device: str) -> Iterator[None]:
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         yield
-
-
-@torch.library.custom_op("keepless::upsampled_cross_entropy", mutates_args=())
-def _operator(
-    needs_gradient: bool,
-    logits: Tensor,
-    labels: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    fraction: float | None,
-    reduction: str,
-    align_corners: bool,
-) -> tuple[Tensor, Tensor]:
-    """`_value_and_gradient` as one operator of a compiled graph."""
-    return _value_and_gradient(needs_gradient, logits, labels, weight, ignore_index, fraction, reduction, align_corners)
-
-
-@_operator.register_fake
-def _(needs_gradient: bool, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    gradient = torch.empty_like(logits, dtype=dtype) if needs_gradient else logits.new_empty(0)
-    return logits.new_empty((), dtype=dtype), gradient
-
-
-def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
-    ctx.dtype = inputs[1].dtype
-
-
-def _gradients(ctx: Any, outer: Tensor, _: Tensor) -> tuple[Any, ...]:
-    return None, _scaled_gradient(ctx, outer), *[None] * 6
-
-
-_operator.register_autograd(_gradients, setup_context=_keep_gradient)

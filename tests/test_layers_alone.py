@@ -41,5 +41,5 @@ def test_every_gpu_test_of_the_layers_is_collected_without_the_packages_of_train
         "tests/keepless/norms/test_abn_cuda.py",
         "tests/keepless/norms/test_triton.py",
         "tests/keepless/recompute/test_cuda.py",
-        "tests/keepless/test_loss_kernels.py",
+        "tests/keepless/test_losses_cuda.py",
     }
