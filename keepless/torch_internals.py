@@ -190,39 +190,6 @@ def triton_is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-class TritonBinary(NamedTuple):
-    """A kernel that Triton compiled and loaded onto a device.
-
-    `run(x, y, z, stream, function, metadata, None, None, None, *arguments)` launches x * y * z programs. It takes all
-    arguments of the kernel, with addresses instead of tensors.
-    """
-
-    run: Callable[..., None]
-    function: int
-    metadata: Any
-    registers: int  # per thread
-    shared: int  # bytes per program
-
-
-def load_triton_kernel(kernel: Any, programs: int, examples: list[Any], options: dict[str, Any]) -> TritonBinary | None:
-    """Compile a kernel for the current device; None if it can only be launched by Triton (before 3.4).
-
-    `examples`: an argument of each type, and dtypes for tensors, which will be aligned to 16 bytes. Integers are final.
-    """
-    import triton
-
-    if not hasattr(triton, "knobs"):
-        return None
-    compiled = kernel.warmup(*examples, grid=(programs,), **options)
-    run = compiled.run  # loads it, which sets the other attributes
-    return TritonBinary(run, compiled.function, compiled.packed_metadata, compiled.n_regs, compiled.metadata.shared)
-
-
-def current_stream(device: int) -> int:
-    """The address of a CUDA device's current stream."""
-    return torch._C._cuda_getCurrentRawStream(device)
-
-
 # For training and measuring with this package
 
 

@@ -32,8 +32,9 @@ class Compiler:
         import triton
 
         signature, constexprs, attributes = {}, {}, {}
-        values = dict(zip(kernel.arg_names, (*arguments, *constants.values()), strict=True))
-        assert list(constants) == kernel.arg_names[-len(constants) :]
+        names = kernel.arg_names[: len(arguments)]
+        values = dict(zip(names, arguments, strict=True)) | constants
+        assert {*values} == {*kernel.arg_names}
         for i, name in enumerate(kernel.arg_names):
             value = values[name]
             specialise = not kernel.params[i].do_not_specialize

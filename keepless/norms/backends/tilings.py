@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from ...triton_launch import REGISTERS
-
+REGISTERS = 65536  # of a multiprocessor, since compute capability 7.0
 MAX_PARTS = 256  # per channel; each program of pass 2 combines them
 
 BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
@@ -51,8 +50,8 @@ class Tiling(NamedTuple):
         exponent = (max(self.parts, 32 * self.num_warps // block_c if several else 1) - 1).bit_length()
         return 1 << (exponent + exponent % 2)
 
-    def shared_by(self, programs: Sequence[int]) -> "Tiling":
-        """The same tiles, in parts that suit kernels of which so many programs are resident on the device.
+    def shared_by(self, programs: int) -> "Tiling":
+        """The same tiles, in parts that suit a device on which so many programs are resident.
 
         Contiguous tensors only: a channels_last program combines the parts of all its channels, so more of them cost
         more than they gain.
@@ -61,7 +60,7 @@ class Tiling(NamedTuple):
             return self
         tiles = _cdiv(self.shape[0], self.tile[0]) * _cdiv(self.shape[2], self.tile[2])
         work = tiles * self.blocks
-        most = max(1, min(8, work // max(programs)), work // (4 * max(programs)))
+        most = max(1, min(8, work // programs), work // (4 * programs))
         least = _cdiv(tiles, MAX_PARTS)
         shares = range(max(least, most // 2), max(least, most) + 1)
         share = _fullest(shares, tiles, self.blocks, programs)
@@ -109,7 +108,7 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
     tiles = _cdiv(n, block_n) * _cdiv(length, block_l)
     # channels_last: one wave of programs is best if `blocks` divide it well; else up to four waves have smaller parts.
     shares = [max(_cdiv(tiles, max(1, waves * programs // blocks)), _cdiv(tiles, MAX_PARTS)) for waves in (1, 2, 3, 4)]
-    share = _fullest(shares, tiles, blocks, [programs])
+    share = _fullest(shares, tiles, blocks, programs)
     found = Tiling(
         shape=shape,
         align=align,
@@ -120,17 +119,17 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
         tiles_per_part=share,
         parts=_cdiv(tiles, share),
     )
-    return found.shared_by([programs])
+    return found.shared_by(programs)
 
 
-def _fullest(shares: Sequence[int], tiles: int, blocks: int, programs: Sequence[int]) -> int:
-    """The number of tiles per part with which kernels do all `blocks` first, if each program takes a tile to start.
+def _fullest(shares: Sequence[int], tiles: int, blocks: int, programs: int) -> int:
+    """The number of tiles per part with which a kernel does all `blocks` first, if each program takes a tile to start.
 
-    `programs`: resident on the device at the same time, of each kernel. The largest share wins a tie.
+    `programs`: resident on the device at the same time. The largest share wins a tie.
     """
 
     def waves(share: int) -> int:
-        return sum(_cdiv(blocks * _cdiv(tiles, share), resident) for resident in programs)
+        return _cdiv(blocks * _cdiv(tiles, share), programs)
 
     return min(shares, key=lambda share: (waves(share) * (share + 1), -share))
 

@@ -21,7 +21,6 @@ fast ones, accurate to a few units in the last place.
 # mypy: allow-untyped-defs
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...torch_internals import triton_is_interpreted
-from ...triton_launch import Launch
 from .interface import Affine, Backend, BackwardInputs, Running
 from .tilings import Tiling, tiling
 
@@ -452,8 +450,23 @@ def _key(x: Tensor) -> Key:
     return x.shape, x.is_contiguous(), x.dtype, x.device
 
 
+class Launch(NamedTuple):
+    """A kernel, and its arguments but tensors and floats."""
+
+    kernel: Any
+    programs: int
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]  # compile-time ones
+    options: dict[str, Any]  # how to compile, e.g. num_warps
+
+    def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
+        """Launch the kernel on the current stream of the first tensor's device."""
+        with torch.cuda.device_of(next(tensor for tensor in tensors if tensor is not None)):
+            self.kernel[self.programs,](*tensors, *floats, *self.sizes, **self.constants, **self.options)
+
+
 class _Pass(NamedTuple):
-    """Kernels with the same programs, prepared."""
+    """Kernels with the same programs."""
 
     tiling: Tiling
     first: Launch
@@ -479,122 +492,50 @@ def _tiling(key: Key, reads: int) -> Tiling:
     return tiling((n, c, length) if contiguous else (n * length, c, 1), dtype.itemsize, _processors(device), reads)
 
 
-def _full_pass(key: Key, reads: int, prepare: Callable[[Tiling], tuple[Launch, Launch]]) -> _Pass:
-    """Both kernels of a pass, with as many programs as suit the registers that they really have."""
-    tiling = _tiling(key, reads)
-    launches = prepare(tiling)
-    resident = [_processors(key[3]) * launch.resident for launch in launches if launch.resident]
-    suited = tiling.shared_by(resident) if resident else tiling
-    return _Pass(suited, *(launches if suited == tiling else prepare(suited)))
-
-
 @cache
-def _forward_pass(key: Key, activation: str, tracked: bool) -> _Pass:
-    def prepare(tiling: Tiling) -> tuple[Launch, Launch]:
-        return _moments_launch(key, tiling), _normalise_launch(key, tiling, activation, True, tracked)
-
-    return _full_pass(key, 1, prepare)
+def _forward_pass(key: Key, activation: str) -> _Pass:
+    tiling = _tiling(key, reads=1)
+    return _Pass(tiling, _moments_launch(tiling), _normalise_launch(tiling, activation))
 
 
 @cache
 def _moments_pass(key: Key) -> _Pass:
     tiling = _tiling(key, reads=1)
-    types, constants = (torch.float32,) * 3, {"PARTS": tiling.padded_parts}
-    return _Pass(
-        tiling, _moments_launch(key, tiling), _launch(_moments_kernel, key, tiling, types, 1, constants, per_part=False)
-    )
-
-
-@cache
-def _joint_statistics_launch(ranks: int, channels: int, tracked: bool, device: torch.device) -> Launch:
-    running = torch.float32 if tracked else None
-    types = (torch.float64, torch.float64, torch.float32, torch.float32, running, running)
-    programs = triton.cdiv(channels, 128)
-    return Launch(
-        _joint_statistics_kernel, device, programs, types, 2, (channels, ranks), {"BLOCK": 128}, {"num_warps": 4}
-    )
+    second = _launch(_moments_kernel, tiling, {"PARTS": tiling.padded_parts}, per_part=False)
+    return _Pass(tiling, _moments_launch(tiling), second)
 
 
 @cache
 def _normalise_alone(key: Key, activation: str) -> tuple[Tiling, Launch]:
     tiling = _tiling(key, reads=1)
-    return tiling, _normalise_launch(key, tiling, activation, False, False)
+    return tiling, _normalise_launch(tiling, activation)
 
 
 @cache
-def _backward_pass(key: Key, variant: "_Variant") -> _Pass:
-    def prepare(tiling: Tiling) -> tuple[Launch, Launch]:
-        return _sums_launch(key, tiling, variant), _gradient_launch(key, tiling, variant, True)
-
-    return _full_pass(key, 2, prepare)
-
-
-@cache
-def _backward_in_pieces(key: Key, variant: "_Variant") -> _Pass:
-    """`_backward_pass`, whose second kernel gets the means instead of the partial sums."""
+def _backward_pass(key: Key, activation: str, is_output: bool) -> _Pass:
     tiling = _tiling(key, reads=2)
-    return _Pass(tiling, _sums_launch(key, tiling, variant), _gradient_launch(key, tiling, variant, False))
+    constants = {"ACTIVATION": activation, "IS_OUTPUT": is_output, "GAP": torch.finfo(key[2]).eps / 2}
+    first = _launch(_partial_sums_kernel, tiling, {**constants, "FOLD": tiling.fold})
+    return _Pass(tiling, first, _launch(_input_gradient_kernel, tiling, {**constants, "PARTS": tiling.padded_parts}))
 
 
-def _moments_launch(key: Key, tiling: Tiling) -> Launch:
-    return _launch(_partial_moments_kernel, key, tiling, (key[2], torch.float32), 0, {"FOLD": tiling.fold})
+def _moments_launch(tiling: Tiling) -> Launch:
+    return _launch(_partial_moments_kernel, tiling, {"FOLD": tiling.fold})
 
 
-def _normalise_launch(key: Key, tiling: Tiling, activation: str, combines: bool, tracked: bool) -> Launch:
-    running = torch.float32 if tracked else None
-    types = (*(key[2],) * 2, *(torch.float32,) * 4, torch.float32 if combines else None, running, running)
-    constants = {"ACTIVATION": activation, "PARTS": tiling.padded_parts}
-    return _launch(_normalise_kernel, key, tiling, types, 5, constants)
+def _normalise_launch(tiling: Tiling, activation: str) -> Launch:
+    return _launch(_normalise_kernel, tiling, {"ACTIVATION": activation, "PARTS": tiling.padded_parts})
 
 
-class _Variant(NamedTuple):
-    """Backward kernels of a strategy."""
-
-    activation: str
-    is_output: bool
-    has_factor: bool
-
-    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        gap = torch.finfo(dtype).eps / 2
-        return {"ACTIVATION": self.activation, "IS_OUTPUT": self.is_output, "GAP": gap}
-
-
-def _sums_launch(key: Key, tiling: Tiling, variant: _Variant) -> Launch:
-    factor = torch.float32 if variant.has_factor else None
-    types = (*(key[2],) * 2, torch.float32, factor, *(torch.float32,) * 3)
-    constants = {**variant.constants(key[2]), "FOLD": tiling.fold}
-    return _launch(_partial_sums_kernel, key, tiling, types, 2, constants)
-
-
-def _gradient_launch(key: Key, tiling: Tiling, variant: _Variant, combines: bool) -> Launch:
-    factor = torch.float32 if variant.has_factor else None
-    means, sums = (None, torch.float32) if combines else (torch.float32, None)
-    types = (*(key[2],) * 3, torch.float32, factor, *(torch.float32,) * 3, means, means, *(sums,) * 3)
-    constants = {**variant.constants(key[2]), "PARTS": tiling.padded_parts}
-    return _launch(_input_gradient_kernel, key, tiling, types, 3, constants)
-
-
-def _launch(
-    kernel: Any,
-    key: Key,
-    tiling: Tiling,
-    types: tuple[torch.dtype | None, ...],
-    floats: int,
-    constants: dict[str, Any],
-    per_part: bool = True,
-) -> Launch:
+def _launch(kernel: Any, tiling: Tiling, constants: dict[str, Any], per_part: bool = True) -> Launch:
     """Prepare a kernel: one program per block of channels and, with `per_part`, per part."""
     n, c, length = tiling.shape
-    *before, last = constants.items()
     tile = {"ALIGN": tiling.align} | dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
     return Launch(
         kernel,
-        device=key[3],
         programs=tiling.blocks * (tiling.parts if per_part else 1),
-        types=types,
-        floats=floats,
         sizes=(n, c, length // tiling.align, tiling.tiles_per_part, tiling.parts),
-        constants=dict([*before, *tile.items(), last]),
+        constants=constants | tile,
         # A program alone fits a multiprocessor anyway.
         options={"num_warps": tiling.num_warps, "maxnreg": tiling.registers if tiling.resident > 1 else None},
     )
@@ -635,7 +576,8 @@ class TritonBackend(Backend):
         ranks, channels = gathered.shape[0], gathered.shape[1] // 2
         mean, invstd = (gathered.new_empty(channels, dtype=dtype) for _ in range(2))
         total = gathered.new_empty(())
-        launch = _joint_statistics_launch(ranks, channels, running_mean is not None, gathered.device)
+        programs, sizes = triton.cdiv(channels, 128), (channels, ranks)
+        launch = Launch(_joint_statistics_kernel, programs, sizes, {"BLOCK": 128}, {"num_warps": 4})
         tensors = (gathered, total, mean, invstd, running_mean, running_var)
         launch(tensors, (float(momentum), float(eps)))
         return mean, invstd, total
@@ -657,7 +599,7 @@ class TritonBackend(Backend):
         elif not (running_mean.is_contiguous() and running_var.is_contiguous()):
             return super().forward(x, affine, eps, running, overwrite)
         gamma, beta, activation, floor = affine
-        prepared = _forward_pass(_key(x), activation.name, running_mean is not None)
+        prepared = _forward_pass(_key(x), activation.name)
         partials = beta.new_empty(prepared.partials)
         mean, invstd = torch.empty_like(beta), torch.empty_like(beta)  # two storages: the mean may be freed first
         z = x if overwrite else torch.empty_like(x)
@@ -667,18 +609,18 @@ class TritonBackend(Backend):
         return z, mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        prepared = _backward_in_pieces(_key(kept.values), _variant(kept))
+        prepared = _prepared_backward(kept)
         partials = _partial_sums(prepared, kept, _in_order_of(kept.values, dz))
         dbeta, dgamma = partials.view(2, -1, len(kept.beta)).sum(1)
         return dbeta, dgamma
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
-        prepared = _backward_in_pieces(_key(kept.values), _variant(kept))
+        prepared = _prepared_backward(kept)
         sums = (mean_dy, mean_dy_x_hat, None, None, None)
         return _input_gradient(prepared, kept, _in_order_of(kept.values, dz), sums)
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        prepared = _backward_pass(_key(kept.values), _variant(kept))
+        prepared = _prepared_backward(kept)
         dz = _in_order_of(kept.values, dz)
         partials = _partial_sums(prepared, kept, dz)
         dgamma, dbeta = torch.empty_like(kept.beta), torch.empty_like(kept.beta)
@@ -686,8 +628,8 @@ class TritonBackend(Backend):
         return dx, dgamma, dbeta
 
 
-def _variant(kept: BackwardInputs) -> _Variant:
-    return _Variant(kept.activation.name, kept.is_output, kept.factor is not None)
+def _prepared_backward(kept: BackwardInputs) -> _Pass:
+    return _backward_pass(_key(kept.values), kept.activation.name, kept.is_output)
 
 
 def _partial_sums(prepared: _Pass, kept: BackwardInputs, dz: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from tests.interpreter import interpret_language, interpreted
 
 triton = pytest.importorskip("triton")
 from keepless.norms.backends import tilings, triton_kernels  # noqa: E402
-from keepless.triton_launch import Launch  # noqa: E402
+from keepless.norms.backends.triton_kernels import Launch  # noqa: E402
 
 FORMATS = CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [(name, "x") for name in ACTIVATIONS]
@@ -207,7 +207,7 @@ def test_the_probe_launches_a_kernel(device, copies, monkeypatch):
     def refuse(*args, **options):
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(Launch, "__call__", refuse)
+    monkeypatch.setattr(copies[device].Launch, "__call__", refuse)
     with pytest.raises(RuntimeError, match="C compiler"):
         copies[device].probe(torch.device(device))
 
