@@ -73,7 +73,7 @@ def fit(
         example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
         device: its memory, such as "12GiB" or a number of bytes.
         optimizer: "sgd", "momentum", "adam", "adamw", "none", or bytes of its states for each trained value.
-        grow: find the largest example that fits: "batch": the most in dimension 0, or in a list of images; "size": the
+        grow: find the largest example that fits: "batch": the most in dimension 0; "size": the
             largest sides of images, or the longest texts; see `keepless.fit.sizes.growth`.
         time: with `grow`: how long a step within a budget may take, as a multiple of the plain step's; by default 1.15.
 

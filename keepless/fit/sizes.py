@@ -29,77 +29,49 @@ def growth(example: Any, along: str | None) -> Growth:
     "size": the sides of images, in proportion, of every tensor that ends with those of the first tensor; for integers
     or two-dimensional tensors the last dimension alone, the length of a text.
 
-    A batch may be a list, as detectors take it: of images (C, H, W) of any sizes, of texts (T,), or of dictionaries
-    that begin with one. "batch" then repeats the parts of every argument that is a list as long.
-    ValueError: `along` is another word, or the first tensor has no such dimension.
+    ValueError: `along` is another word, the first tensor has no such dimension, or tensors are in a list.
     """
     if along is None:
         return Growth(1, 1, 1, lambda value: example, most=1)
-    parts = listed(example)
+    args, kwargs = example
+    if any(isinstance(one, list) and tensors_in(one) for one in (*args, *kwargs.values())):
+        raise ValueError(f"grow={along!r} with a list of tensors: expected a batch in one tensor; leave grow out")
     first = next(iter(tensors_in(example)), None)
     shape = () if first is None else tuple(first.shape)
-    batch = 0 if parts else 1  # dimensions of it in a tensor
-    if first is None or along not in ("batch", "size") or len(shape) < (1 if along == "batch" else batch + 1):
+    if first is None or along not in ("batch", "size") or len(shape) < (1 if along == "batch" else 2):
         raise ValueError(
             f"grow={along!r} with an example of shape {shape}: expected 'batch', or 'size' of images or texts"
         )
-    if along == "batch" and parts:
-        return Growth(len(parts), 1, 1, lambda value: _repeated(example, len(parts), value))
     if along == "batch":
-        return Growth(shape[0], 1, 1, lambda value: _with_shapes(example, {shape[:1]: (value,)}, slice(1)))
-    dims = len(shape[batch + 1 :]) if len(shape) > batch + 1 and first.is_floating_point() else len(shape[batch:])
-    firsts = [tensors_in(part)[0] for part in parts] or [first]
-    found = {tuple(one.shape[-dims:]) for one in firsts}
-    side = shape[-dims]
-    step = min(_SIDE, *(math.gcd(*sides) & -math.gcd(*sides) for sides in found))  # a power of two
+        return Growth(shape[0], 1, 1, lambda value: _with_shapes(example, shape[:1], (value,), slice(1)))
+    dims = len(shape[2:]) if len(shape) > 2 and first.is_floating_point() else len(shape[1:])
+    sides = shape[-dims:]
+    step = min(_SIDE, math.gcd(*sides) & -math.gcd(*sides))  # a power of two
 
     def resized(value: int) -> Any:
-        grown = {sides: tuple(max(step, one * value // side // step * step) for one in sides) for sides in found}
-        return _with_shapes(example, grown, slice(-dims, None), batch)
+        grown = tuple(max(step, one * value // sides[0] // step * step) for one in sides)
+        return _with_shapes(example, sides, grown, slice(-dims, None), 1)
 
-    return Growth(side, step, dims, resized)
-
-
-def listed(example: Any) -> list[Any]:
-    """The parts of a batch that is given as a list; nothing if it is one tensor."""
-    args, kwargs = example
-    given = next((one for one in (*args, *kwargs.values()) if tensors_in(one)), None)
-    is_batch = isinstance(given, list) and all(
-        tensors_in(part)[:1] and tensors_in(part)[0].dim() <= 3 for part in given
-    )
-    return given if isinstance(given, list) and is_batch else []
+    return Growth(sides[0], step, dims, resized)
 
 
 def shape_of(example: Any) -> tuple[int, ...]:
-    """The shape of the first tensor, after the length of a list of such tensors."""
-    first = next((tuple(tensor.shape) for tensor in tensors_in(example)), ())
-    parts = listed(example)
-    return (len(parts), *first) if parts else first
+    """The shape of the first tensor."""
+    return next((tuple(tensor.shape) for tensor in tensors_in(example)), ())
 
 
-def _with_shapes(example: Any, shapes: dict[tuple, tuple[int, ...]], where: slice, before: int = 0) -> Any:
-    """The example of zeros, with other dimensions `where` they are the given ones, behind `before` others."""
+def _with_shapes(example: Any, old: tuple[int, ...], new: tuple[int, ...], where: slice, before: int = 0) -> Any:
+    """The example of zeros, with `new` dimensions `where` they are the `old` ones, behind `before` others."""
 
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         shape = list(leaf.shape)
-        if len(shape) > before and (found := tuple(shape[before:][where])) in shapes:
-            shape[where] = shapes[found]
+        if len(shape) > before and tuple(shape[before:][where]) == old:
+            shape[where] = new
         return leaf.new_zeros(shape).requires_grad_(leaf.requires_grad)
 
     return tree_map(like, example)
-
-
-def _repeated(example: Any, number: int, value: int) -> Any:
-    """The example with `value` parts in each argument that is a list of `number`."""
-
-    def repeated(one: Any) -> Any:
-        parts = [one[i % number] for i in range(value)] if isinstance(one, list) and len(one) == number else one
-        return _with_shapes(parts, {}, slice(0))
-
-    args, kwargs = example
-    return tuple(map(repeated, args)), {name: repeated(one) for name, one in kwargs.items()}
 
 
 def largest(

@@ -31,7 +31,7 @@ class Way(NamedTuple):
     """A way to run the step on an example. Bytes count all tensors."""
 
     name: str
-    shape: tuple[int, ...]  # of the example's first tensor, after the length of a list of such
+    shape: tuple[int, ...]  # of the example's first tensor
     held: int  # bytes before and after the step: weights, gradients, the optimiser's states, the example
     peak: int  # bytes, of this step or of the optimiser's
     fits: bool

@@ -26,7 +26,6 @@ from .bn_act import (
     statistics_dtype,
 )
 from .loading import warn_if_released
-from .old_names import names_arguments
 from .synchronisation import check_group, refuse_jointly, synchronised_group
 
 
@@ -64,7 +63,6 @@ class ABN(NormBase):
     invertible_activation = False
     weight: nn.Parameter | None  # type: ignore[assignment]
 
-    @names_arguments
     def __init__(
         self,
         num_features: int,

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from .abn import ABN
 from .bn_act import Strategy
-from .old_names import names_arguments
 
 STORES = ("x", "x_hat")
 
@@ -26,7 +25,6 @@ class CheckpointedABN(ABN):
             to recompute the scale and shift and the activation.
     """
 
-    @names_arguments
     def __init__(
         self,
         num_features: int,

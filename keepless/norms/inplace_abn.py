@@ -11,7 +11,6 @@ from .abn import ABN
 from .backends.interface import floored
 from .bn_act import Strategy
 from .checkpointed_abn import CheckpointedABN
-from .old_names import names_arguments
 from .report import ConversionReport, log_report
 from .synchronisation import check_group
 
@@ -44,7 +43,6 @@ class InPlaceABN(ABN):
 
     invertible_activation = True
 
-    @names_arguments
     def __init__(
         self,
         num_features: int,
@@ -93,7 +91,6 @@ class InPlaceABN(ABN):
 class InPlaceABNSync(InPlaceABN):
     """`InPlaceABN` with sync=True: minibatch statistics over all processes of `group`."""
 
-    @names_arguments
     def __init__(
         self,
         num_features: int,

@@ -6,13 +6,11 @@ from torch import Tensor
 
 from ..norms.backends.activations import Activation, check_activation
 from ..norms.bn_act import BatchNormActivation, NormArguments, Strategy, check_momentum
-from ..norms.old_names import names_arguments
 from ..norms.synchronisation import check_group, synchronised_group
 
 _KEEP_OUTPUT = Strategy(keep="z")
 
 
-@names_arguments
 def inplace_abn(
     x: Tensor,
     weight: Tensor | None,
@@ -43,7 +41,6 @@ def inplace_abn(
     return _normalised(arguments, x, weight, bias, running_mean, running_var)
 
 
-@names_arguments
 def inplace_abn_sync(
     x: Tensor,
     weight: Tensor | None,

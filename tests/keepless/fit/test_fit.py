@@ -19,9 +19,8 @@ from keepless.fit.counted import Loss, repeated_blocks
 from keepless.fit.device import CONTEXT, FRAGMENTATION, OPTIMIZERS, WORKSPACE, bytes_for_tensors, optimizer_bytes
 from keepless.fit.fit import Fit, fit
 from keepless.fit.made_tensors import MadeTensors, bytes_of_tensors
-from keepless.fit.sizes import growth, shape_of
+from keepless.fit.sizes import growth
 from keepless.fit.steps import Way, size_of
-from keepless.inputs import tensors_in
 from keepless.recompute.costs import peak_bytes
 from keepless.torch_internals import FakeTensorMode
 from keepless.units import bytes_of
@@ -193,44 +192,6 @@ def test_texts_grow_in_length_and_batches_in_all_tensors_that_have_it():
     assert [tuple(one.shape) for one in growth(example, "batch").resized(5)[1].values()] == [(5, 48), (5, 48), (8,)]
 
 
-def shapes(example) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in tensors_in(example)]
-
-
-@pytest.mark.parametrize("kind", [lambda image, mask: image, lambda image, mask: {"image": image, "mask": mask}])
-def test_lists_of_images_grow_in_both_sides_or_in_number(kind):
-    """As detectors take them: of several sizes, with a list of targets; boxes are as many as before."""
-    images = [torch.zeros(3, 64, 96), torch.zeros(3, 32, 32)]
-    masks = [torch.zeros(5, 64, 96), torch.zeros(1, 32, 32)]
-    inputs = [kind(image, mask) for image, mask in zip(images, masks, strict=True)]
-    targets = [{"boxes": torch.zeros(len(mask), 4), "masks": mask} for mask in masks]
-    more = growth(((inputs, targets), {}), "batch")
-    assert (more.value, more.step) == (2, 1)
-    (found, of_them), _ = more.resized(3)
-    assert [shapes(one) for one in found] == [shapes(inputs[0]), shapes(inputs[1]), shapes(inputs[0])]
-    assert shapes(of_them) == shapes([*targets, targets[0]])
-    assert shape_of(((inputs, targets), {})) == (2, 3, 64, 96)
-    larger = growth(((inputs, targets), {}), "size")
-    assert (larger.value, larger.step, larger.power) == (64, 32, 2)
-    (found, of_them), _ = larger.resized(128)
-    assert [shapes(one)[0] for one in found] == [(3, 128, 192), (3, 64, 64)]
-    assert shapes(of_them) == [(5, 4), (5, 128, 192), (1, 4), (1, 64, 64)]
-
-
-class Detector(nn.Conv2d):
-    def forward(self, images: list[Tensor]) -> list[Tensor]:
-        return [super(Detector, self).forward(image[None]).relu() for image in images]
-
-
-@pytest.mark.slow
-def test_the_largest_list_that_fits_is_found():
-    network, example = Detector(3, 8, 3), [torch.zeros(3, 64, 64)] * 2
-    device = device_for(int(3.5 * fit(network, (example,), "2GiB", optimizer="sgd").ways[0].peak))
-    for grow, expected in (("batch", (7, 3, 64, 64)), ("size", (2, 3, 96, 96))):
-        found = fit(network, (example,), device, optimizer="sgd", grow=grow)
-        assert ways(found)["plain"].shape == expected and found.line.startswith(" x ".join(map(str, expected)))
-
-
 def test_a_network_larger_than_any_machine_is_planned():
     with torch.device("meta"):
         layers = [nn.Sequential(nn.Linear(2**17, 2**17, bias=False), nn.GELU()) for _ in range(4)]
@@ -268,6 +229,10 @@ def test_blocks_are_repeated_classes_or_else_sequentials():
         ({"device": "1.25GiB", "x": torch.randn(2**20, 64)}, "nothing fits; a step on 1048576 x 64 takes at least"),
         ({"optimizer": "lion"}, "optimizer='lion': expected one of none, sgd, momentum, adam, adamw, or bytes"),
         ({"time": 1.2}, "time=1.2 with grow=None: expected at least 1.0, with grow='batch' or 'size'"),
+        (
+            {"grow": "batch", "x": ([torch.randn(3, 8, 8)] * 2,)},
+            "grow='batch' with a list of tensors: expected a batch in",
+        ),
         ({"grow": "size", "x": torch.randn(64)}, r"grow='size' with an example of shape \(64,\): expected 'batch'"),
         ({"grow": "size"}, "the network does not run on 8 x 128: .* must have same reduction dim"),
         ({"network": Asking(64, 64)}, "asks for values of tensors .*: leave out what reads them"),

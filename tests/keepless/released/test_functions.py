@@ -34,7 +34,6 @@ def test_only_the_output_and_vectors_are_kept():
     [
         ({"activation": "relu"}, "relu"),
         ({"momentum": 2.0}, "momentum=2.0: expected 0 to 1"),
-        ({"slope": 0.1}, "inplace_abn got slope=0.1: its name is activation_param"),
         ({"x": torch.zeros(4, 5, 2, 2)}, r"shape \(4, 5, 2, 2\): expected \(N, 3, …\)"),
         ({"x": torch.zeros(1, 3)}, r"shape \(1, 3\): expected several values per channel"),
         ({"training": False, "running_mean": None}, "needs running_mean and running_var"),
@@ -42,7 +41,7 @@ def test_only_the_output_and_vectors_are_kept():
 )
 def test_wrong_arguments_are_named(changes, message):
     names = ("x", "weight", "bias", "running_mean", "running_var")
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         inplace_abn(**{**dict(zip(names, arguments(torch.float32), strict=True)), **changes})
 
 
