@@ -208,16 +208,6 @@ def test_layers_that_need_no_conversion_are_left_as_they_are():
     assert list(report.replaced) == ["3"] and not report.kept
 
 
-ACTIVATIONS = {
-    "leaky_relu": (nn.LeakyReLU(0.2), 0.2),
-    "leaky_relu, in place": (nn.LeakyReLU(0.2, inplace=True), 0.2),
-    "elu": (nn.ELU(0.7), 0.7),
-    "sigmoid": (nn.Sigmoid(), None),
-    "tanh": (nn.Tanh(), None),
-    "identity": (nn.Identity(), None),
-}
-
-
 def changed(module: nn.Module, **attributes: object) -> nn.Module:
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -244,22 +234,19 @@ BATCH_NORMS = {
 }
 
 
-@pytest.mark.parametrize("kind, activation", list(zip(BATCH_NORMS, cycle(ACTIVATIONS))))
-def test_pytorch_layers_in_a_sequential(kind, activation):
+@pytest.mark.parametrize("kind", BATCH_NORMS)
+def test_every_kind_of_pytorchs_norms(kind):
     torch.manual_seed(0)
     build, conv, dims = BATCH_NORMS[kind]
-    module, param = ACTIVATIONS[activation]
-    network = nn.Sequential(conv(3, C, 3), build(), copy.deepcopy(module), conv(C, 2, 1))
-    trained(network).double()
+    network = trained(nn.Sequential(conv(3, C, 3), build(), nn.LeakyReLU(0.2), conv(C, 2, 1))).double()
     reference, state = copy.deepcopy(network), state_of(network)
     x = torch.randn(3, 3, *(7,) * dims, dtype=torch.float64)
     result, report = converted(to_inplace, network, example=x)
     assert result is network and state_of(network) == state
     assert list(report.replaced) == ["1"] and not report.kept
     layer = network[1]
-    assert type(layer) is InPlaceABN
-    assert (layer.activation, layer.sync) == (activation.split(",")[0], kind == "sync")
-    assert param is None or layer.activation_param == param
+    assert type(layer) is InPlaceABN and layer.sync == (kind == "sync")
+    assert (layer.activation, layer.activation_param) == ("leaky_relu", 0.2)
     assert (layer.eps, layer.momentum) == (reference[1].eps, reference[1].momentum)
 
     for step in range(2):
