@@ -1,6 +1,7 @@
 """Files stay inside the user's folder; errors name the key of a folder, and the file that could not be written."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,9 +35,10 @@ def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
         "a.png": lambda path: write_png(path, np.stack(3 * [pixels], axis=2)),
         "ids.png": lambda path: write_png(path, pixels, palette),
         "figure.png": lambda path: write_figure(path, Figure((1, 1)), dpi=50),
-        "classes.json": lambda path: write_classes(path, "id", np.arange(2), ["road", "sky"], np.zeros((2, 3), int)),
+        "classes.json": lambda path: write_classes(path, network),
         "model.pt": lambda path: checkpoint.write_alone(path, {"w": torch.zeros(100)}),
     }
+    network = SimpleNamespace(label_ids=np.arange(2), classes=["road", "sky"], palette=np.zeros((2, 3), int))
     (tmp_path / "b").touch()
     for name, writer in writers.items():
         path = tmp_path / name
