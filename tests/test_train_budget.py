@@ -1,6 +1,7 @@
 """Trainings with trainer.recompute=budget: the same weights in the bytes that the budget leaves."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -106,7 +107,7 @@ def plans_after(rank: int, norm: str, steps: int) -> list:
             Run.share_plans(run)
     (hooks,) = {hook.__self__ for hook in learner.network._forward_hooks.values()}
     sizes = [size for sizes in hooks.plans._kinds.values() for size in sizes]
-    plans = [plan._replace(calls=len(plan.calls)) for size in sizes for plan in size.plans]
+    plans = [replace(plan, calls=len(plan.calls), kept=None) for size in sizes for plan in size.plans]
     return [plans, [parameter.detach() for parameter in learner.network.parameters()]]
 
 

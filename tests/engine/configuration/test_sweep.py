@@ -151,7 +151,8 @@ def test_a_sweep_of_three_rates_and_two_seeds_is_compared(tmp_path):
     options = (*SHORT_SHAPES, "optim.lr=0.01,0.02,1e30", "seed=0,1", "trainer.steps=3", f"run_dir={tmp_path}/sweep")
     done = run("train_imagenet", "-m", *options)
     assert done.returncode == 1 and "\n4 succeeded, 0 had already finished, 2 failed\n" in done.stdout
-    assert len(re.findall("(?m)^failed: optim.lr=1e[+]30 seed=[01]: error: step [123]: .*optim.lr$", done.stdout)) == 2
+    assert len(re.findall("(?m)^failed: optim.lr=1e[+]30 seed=[01]: exit status 1$", done.stdout)) == 2
+    assert len(re.findall("error: step [123]: .*optim.lr", done.stderr)) == 2  # as the trainings print them
     for lr, seed in ((0.01, 0), (0.02, 1)):
         folder = tmp_path / "sweep" / f"optim.lr={lr},seed={seed}"
         command = (folder / "config.yaml").read_text().splitlines()[0].removeprefix("# ")

@@ -41,7 +41,7 @@ def some_slow(names, quick=QUICK):
 def with_activations(network: nn.Module, activation: type[nn.Module]) -> nn.Module:
     for parent in list(network.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.ReLU:
+            if type(child) in (nn.ReLU, nn.ReLU6):
                 setattr(parent, name, activation())
     return network
 
