@@ -23,7 +23,7 @@ demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes
 test: $(INSTALLED)  ## run the tests (5 minutes on two cores); PYTEST="-k name" adds options
 	$(SCALAR) $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
-test-all: $(INSTALLED)  ## run the slow tests too (20 minutes on two cores)
+test-all: $(INSTALLED)  ## run the slow tests too (half an hour on two cores)
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not faults" $(PYTEST)
 
 faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (10 minutes)
