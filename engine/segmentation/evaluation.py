@@ -72,7 +72,7 @@ def evaluate_split(
 
 
 def iou_table(scores: dict) -> Table:
-    """The scores of `all_scores` in percent, of the official ones those that are single numbers; – is none."""
+    """The scores of `all_scores` in percent, a dash where one is missing. Official scores per class are left out."""
 
     def percent(share: float | None) -> str:
         return "–" if share is None else f"{100 * share:.2f}"

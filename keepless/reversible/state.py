@@ -62,7 +62,7 @@ class State:
             (part, name, parameter, parameter._version)
             for part in self.attributes
             for name, parameter in part._parameters.items()
-            if type(parameter) is nn.Parameter  # not those of FSDP and other subclasses
+            if type(parameter) is nn.Parameter  # FSDP's and other subclasses are not checked
         ]
         self.constants: list[tuple[nn.Module, str, Tensor, int]] = []  # which may not change before the repetition
         self.watched: list[tuple[nn.Module, str, Tensor]] = []  # parameters that `Tensor.data` may have written

@@ -87,7 +87,7 @@ def relative_files(folder: Path) -> list[str]:
 
 
 def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
-    """Ids are those of the open network, at the image's size. Colours are the data's, although the data is gone."""
+    """The ids are what `open_network` predicts, at the size of the image. The checkpoint has the dataset's colours."""
     trees.picture(tmp_path / "street.jpg")
     written = run(trained, tmp_path / "street.jpg", tmp_path / "out", f"report={tmp_path / 'page.html'}")
     assert written == [tmp_path / "out" / "ids" / "street.png"]

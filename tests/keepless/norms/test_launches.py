@@ -37,7 +37,8 @@ def test_a_layer_launches_four_kernels_and_allocates_what_they_write(launched, m
     forward = ["_partial_moments_kernel", "_normalise_kernel"]
     assert launched == [*forward, "_partial_sums_kernel", "_input_gradient_kernel"]
     operators = Counter(event.name for event in profile.function_events if event.name.startswith("aten::"))
-    # z, mean, invstd, dx, dgamma, dbeta; the partial results of both passes; and the number of minibatches.
+    # empty_like makes z, mean, invstd, dx, dgamma and dbeta. new_empty and empty make the partial results of the two
+    # passes. add_ counts the minibatch.
     assert operators - Counter(("aten::empty_strided",) * 6) == {
         "aten::empty_like": 6, "aten::new_empty": 2, "aten::empty": 2, "aten::add_": 1
     }  # fmt: skip
