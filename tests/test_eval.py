@@ -139,11 +139,13 @@ def _needs_too_much(*_) -> torch.Tensor:
 
 
 _LARGE = """
-import resource, sys
+import sys
+import torch
+from engine.process.memory import peak_memory_mib
 from eval import evaluate
 from tests.runs import composed
 results = evaluate(composed("eval", *sys.argv[1:]))
-print(sum(map(sum, results["confusion_matrix"])), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+print(sum(map(sum, results["confusion_matrix"])), peak_memory_mib(torch.device("cpu")) / 2**10)
 """
 
 

@@ -1,9 +1,11 @@
 """Memory of a run: its peak, failed allocations as helpful errors, and freed memory that stays in the process."""
 
 import ctypes
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
@@ -12,7 +14,11 @@ def peak_memory_mib(device: torch.device) -> float:
     """Peak in MiB: of a CUDA device's tensors since the last reset; on the CPU, of the process since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # KiB on Linux
+    with suppress(OSError):  # no /proc, or one without this line
+        if peak := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(peak[1]) / 2**10
+    # Counts the process that started this one too, if that had more.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def is_out_of_memory(error: Exception) -> bool:

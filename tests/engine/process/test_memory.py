@@ -1,6 +1,8 @@
-"""Failed allocations become a MemoryError that says where; other errors stay as they are."""
+"""Failed allocations become a MemoryError that says where; other errors stay as they are. Peaks are of one process."""
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from engine.prediction import open_network
 from engine.process.memory import is_out_of_memory, memory_errors
 from tests.checkpoints import saved
-from tests.runs import run_config
+from tests.runs import REPOSITORY, run_config
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,15 @@ def test_every_kind_of_a_failed_allocation_is_known(error):
         raise error
     with pytest.raises(RuntimeError, match="^another one$"), memory_errors("in step 3"):
         raise RuntimeError("another one")
+
+
+def test_the_peak_does_not_count_the_process_that_started_this_one():
+    """The system hands a process the peak of its parent on: a notebook of 10 GiB would make every run's 10 GiB."""
+    code = "import torch; from engine.process.memory import *; print(peak_memory_mib(torch.device('cpu')))"
+    parent = f"import subprocess, sys; len(b'x' * 2**30); sys.exit(subprocess.call([sys.executable, '-c', {code!r}]))"
+    command = [sys.executable, "-c", parent]
+    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert 20 < float(printed) < 900
 
 
 def resident_mib() -> float:
