@@ -107,7 +107,8 @@ def report(network: nn.Module) -> Report:
     """Report the tensors that a prepared network kept in its last forward pass. Call it after a step and print it.
 
     Within a budget it says whether the plan keeps a tensor, or it cannot be computed again. If the pass left its plan,
-    only tensors from there on are listed.
+    only tensors from there on are listed. If it followed the plan of another size, each line says of which size its
+    bytes are.
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """

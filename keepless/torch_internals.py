@@ -1,6 +1,6 @@
 """All private parts of PyTorch and Triton that keepless uses.
 
-Tried on torch 2.12.1 and 2.14.1, with the Triton that each brings. Where a part is missing:
+Tried on torch 2.11.0 and 2.14.1, with the Triton that each brings. Where a part is missing:
 
 | part | used for | where it is missing |
 |---|---|---|
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.nn.attention import sdpa_kernel
 
 from .version import __version__
 
@@ -37,6 +38,7 @@ try:
         FakeTensorMode,
     )
     from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.nn.attention import _cur_sdpa_kernel_backends as _attention_backends
     from torch.nn.modules._functions import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -95,6 +97,19 @@ def profiler_runs() -> bool:
     profiler = torch.autograd.profiler
     steps = getattr(getattr(profiler, "KinetoStepTracker", None), "_step_dict", ())
     return getattr(profiler, "_is_profiler_enabled", False) or "ProfilerStep" in steps
+
+
+def by_present_backends(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of attention that is computed by one of the backends that are enabled now (`sdpa_kernel`)."""
+    backends = _attention_backends(with_priority=True)
+
+    def computed(*arguments: Any, **options: Any) -> Tensor:
+        if _attention_backends(with_priority=True) == backends:
+            return attention(*arguments, **options)
+        with sdpa_kernel(backends, set_priority=True):
+            return attention(*arguments, **options)
+
+    return computed
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

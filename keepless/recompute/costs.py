@@ -32,7 +32,6 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    is_parameter: bool = False
 
     @property
     def size(self) -> int:
@@ -103,8 +102,7 @@ def _made(one: object) -> object:
 def _spec(one: Any) -> Any:
     if not isinstance(one, Tensor):
         return one
-    is_parameter = isinstance(one, torch.nn.Parameter)
-    return TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad, is_parameter)
+    return TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad)
 
 
 def call_of(

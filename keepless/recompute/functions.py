@@ -1,6 +1,6 @@
 """The table of functions: a row for each, with all that is known of it; and the call of one that runs.
 
-To add a function, give it a row at the end of the table.
+To add a function, name it in the group of the table that it belongs to.
 
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
 """
@@ -44,8 +44,8 @@ class Row(NamedTuple):
 
     again: Rule | None = None  # how to repeat its calls
     is_slow: bool = False  # its calls are repeated only where a plan says so
-    inside: bool = False  # what its calls save inside is computed again as well: `again` gives that too, unless
-    mask: Rule | None = None  # there is this, which draws the mask that the result follows from
+    inside: bool = False  # what its calls save inside is computed again as well, by `again` unless there is a `mask`
+    mask: Rule | None = None  # draws the saved mask again, from which the result follows
     positive: Positive | None = None  # its gradient only asks which values of the saved tensor are positive
     result_serves: Question | None = None  # whether a call saves its argument although its result would do
     reads_shape_only: Question | None = None  # whether a call saves its input although the gradient needs no values

@@ -66,7 +66,7 @@ class KnownValues:
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.outer, self.copy_parameters, self.trace = outer, copy_parameters, trace
         self.by_plan = planned is not None
-        self.late: Container[int] = () if planned is None else planned
+        self.planned: Container[int] = () if planned is None else planned
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
         self.short = _FEW if self.by_plan else sys.maxsize
         self.log = Log()
@@ -98,7 +98,7 @@ class KnownValues:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         value = self.find(tensor)
         if value is None and not tensor.is_leaf:
-            if self.late and self.is_late(tensor):
+            if self.planned and self.is_kept_by_plan(tensor):
                 value = self.keep(tensor)
             elif (found := self._followed(tensor)) is not None:
                 value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
@@ -120,9 +120,9 @@ class KnownValues:
             return False
         return not self.outside or address(tensor.untyped_storage()) not in self.outside
 
-    def is_late(self, tensor: Tensor) -> bool:
+    def is_kept_by_plan(self, tensor: Tensor) -> bool:
         """Whether a tensor is kept by a plan, and gets a value once something reads it."""
-        return not tensor.is_leaf and node_number(tensor.grad_fn) in self.late
+        return not tensor.is_leaf and node_number(tensor.grad_fn) in self.planned
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its present version."""
@@ -258,19 +258,19 @@ class KnownValues:
             saved = ShapeOnly(tensor)
             if trace is not None:
                 trace.saves(saved, tensor, True)
-        elif call is not None and self.late and self._is_planned(tensor, call):
+        elif call is not None and self.planned and self._stays_by_plan(tensor, call):
             saved = Kept(tensor, None)
             self.log.keep(saved, tensor)
         else:
             saved = self._saved(tensor, call)
         return saved
 
-    def _is_planned(self, tensor: Tensor, call: Call) -> bool:
+    def _stays_by_plan(self, tensor: Tensor, call: Call) -> bool:
         """Whether a plan keeps a tensor that nothing has read so far, and the call needs all of it."""
         needs_all = (
             call.row.positive is None and call.row.result_serves is None and self.outer is None and self.trace is None
         )
-        return needs_all and self.is_late(tensor) and self.find(tensor) is None
+        return needs_all and self.is_kept_by_plan(tensor) and self.find(tensor) is None
 
     def _saved(self, tensor: Tensor, call: Call | None) -> Saved:
         """Autograd saves the value of a tensor."""

@@ -50,9 +50,9 @@ class Plans:
     """The plans of a prepared network.
 
     A pass follows the plan of the smallest planned size that has at least its bytes of inputs. If there is none, or it
-    is 1.5 times as large, the pass is rehearsed on fake tensors, and its plan is in force at once. The second step with
-    new calls is traced: it says what the rehearsal cannot, e.g. the seconds that calls take in place, and corrects the
-    plan.
+    is more than 1.5 times as large, the pass is rehearsed on fake tensors, and its plan is in force at once. The second
+    step with new calls is traced: it says what the rehearsal cannot, e.g. the seconds that calls take in place, and
+    corrects the plan.
     """
 
     def __init__(self, budget: float | int):
@@ -74,7 +74,7 @@ class Plans:
             if size is None and not self._waits:
                 self._waits = True
                 warnings.warn("a profiler of PyTorch runs: the budget is planned once it has ended", stacklevel=2)
-            return ByPlan([] if size is None else size.plans, guard=Guard())
+            return ByPlan([] if size is None else size.plans, guard=Guard(), inputs=sum(given[1]))
         if size is None:
             size = self._added(kind, given)
             self._rehearse(size, module, args, kwargs)
@@ -242,7 +242,7 @@ class _Size:
         self.passes = 0
         self.plans: list[Plan] = []
         self.trace: StepTrace | None = None
-        self.traces = 0
+        self.traces = 0  # that were begun, of passes without a backward pass too
         self.last: tuple[ByPlan, _Given] | None = None
         self.needs_trace = True
         self.strays = False  # the network takes paths that have no plan
@@ -250,10 +250,8 @@ class _Size:
     def traced(self, progress: Progress) -> Step | None:
         """The step whose trace has ended; None if it was dropped."""
         trace, self.trace = self.trace, None
-        if trace is None or progress == Progress.DROPPED:
-            return None
         self.traces += 1
-        return trace.step()
+        return None if trace is None or progress == Progress.DROPPED else trace.step()
 
     def next_pass(self, given: _Given) -> ByPlan:
         """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed."""
@@ -264,7 +262,7 @@ class _Size:
         else:
             trace = None
         self.waits = False
-        policy = ByPlan(self.plans, trace, Guard())
+        policy = ByPlan(self.plans, trace, Guard(), sum(given[1]))
         self.last = policy, given
         return policy
 
@@ -302,7 +300,7 @@ def checked(budget: object) -> float | int:
     return number
 
 
-class Row(NamedTuple):
+class BudgetRow(NamedTuple):
     """A budget's plan. Bytes are of one step, beyond those before it; parameters and gradients are there already."""
 
     budget: int  # bytes asked for
@@ -317,7 +315,7 @@ class Frontier(NamedTuple):
 
     plain: int  # bytes at the peak of the network as it is
     least: int  # bytes at the lowest peak that a plan reaches
-    rows: list[Row]
+    rows: list[BudgetRow]
 
     def __repr__(self) -> str:  # what notebooks show
         return str(self)
@@ -370,7 +368,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
             again = sum(value.operations for value, is_kept, readers in needed if readers and not is_kept)
             with on_real_tensors():
                 kept = int(outcome.levels[step.forward - 1])
-            rows.append(Row(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
+            rows.append(BudgetRow(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
     if not rows:
         least = size_text(choices[-1].peak)
         raise ValueError(f"budgets={budgets}: expected one of at least {least}, the least peak of all plans")

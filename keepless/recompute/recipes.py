@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
-from ..saved import Kept, copied, is_ordinary, laid_out
+from ..saved import Kept, copied, is_ordinary, laid_out, size_text
 from ..torch_internals import address, node_number
 from .functions import Call, Inside
 from .known_values import KnownValues
@@ -21,7 +21,7 @@ from .trace import StepTrace
 from .values import Again, Recipe, Value, unread_bytes
 
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
-_LONGEST = 12  # recipes between a value and kept ones, by rules; every longer chain keeps one value more
+_LONGEST = 12  # recipes in a chain, if rules decide: the value of a call beyond it is kept
 
 
 def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again | None:
@@ -249,19 +249,24 @@ class ByPlan:
             found out what it keeps, calls run without hooks where PyTorch saves all that they need.
         trace: sees the step, if it is to be planned.
         guard: None to keep every result where no plan knows the calls.
+        inputs: bytes of the network's inputs.
     """
 
     def __init__(
-        self, plans: Sequence[Plan] = (), trace: StepTrace | None = None, guard: "Guard | None" = None
+        self,
+        plans: Sequence[Plan] = (),
+        trace: StepTrace | None = None,
+        guard: "Guard | None" = None,
+        inputs: int = 0,
     ) -> None:
         self.plans = list(plans)  # those whose calls this forward pass has repeated so far
         self.trace: StepTrace | None = trace
         self.strayed = False  # from all plans
-        self.call = -1
+        self.call = -1  # number of the present call
         self.total = 0  # bytes of all results so far
-        self.guard = guard
-        self.planned: dict[int, int] = {}  # calls whose results are kept, by the number of the node
-        # Flags of the calls, as long as some may run without hooks.
+        self.guard, self.inputs = guard, inputs
+        self.planned: dict[int, int] = {}  # number of the node -> of the call: results kept; if traced, all results
+        # Flags of the calls, as long as some may run without hooks: if a pass with all hooks has listed what is kept.
         self.flags = plans[0].flags if trace is None and len(plans) == 1 and plans[0].kept is not None else b""
         self.needs_hooks = not (self.flags and 0 < plans[0].plain <= plans[0].peak)  # else all fits as it is
 
@@ -300,10 +305,13 @@ class ByPlan:
         """The tensors that the forward pass, which has ended, has kept. `log`: of the calls with hooks."""
         plan = self.plans[0] if self.plans else None
         if self.flags and plan is not None and plan.kept is not None:
-            return plan.kept
+            if plan.inputs == self.inputs:
+                return plan.kept
+            of = f"; bytes of a step with {size_text(plan.inputs)} of inputs"
+            return [one._replace(why=one.why + of) for one in plan.kept]
         kept = log.kept(self.why_kept)
         if plan is not None and self.trace is None and self.call + 1 == len(plan.calls):  # it sees more than is kept
-            plan.kept = kept
+            plan.kept, plan.inputs = kept, self.inputs
         return kept
 
     def why_kept(self, value: Value | Kept, node: int) -> str:

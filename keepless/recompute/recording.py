@@ -1,8 +1,8 @@
 """Record a forward pass so that autograd keeps few of its tensors, and the backward pass computes the others again.
 
-Rule 1. A recording sees every outermost call of a function, as a function mode (functions of Python that have no rule
-    are opened: it sees the calls inside), and every tensor that autograd saves, by saved-tensor hooks; most tensors
-    are saved during a call, before it is known whether the call can be repeated.
+Rule 1. A recording sees every outermost call of a function, as a function mode (those of torch.nn.functional that have
+    no rule are opened: it sees the calls inside), and every tensor that autograd saves, by saved-tensor hooks; most
+    tensors are saved during a call, before it is known whether the call can be repeated.
 Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (values.py): the tensor itself
     (`Kept`), or a `Recipe`, which is a function of other values. Operations that save one tensor share its value.
 Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (functions.py) whose inputs are available
@@ -214,7 +214,7 @@ class Recording(TorchFunctionMode):
             super().__exit__(None, None, None)
 
     def _opened(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of Python that has no rule, and see the functions that it calls."""
+        """Run a function of torch.nn.functional that has no rule, and see the functions that it calls."""
         super().__enter__()
         try:
             return body(function)(*args, **kwargs)

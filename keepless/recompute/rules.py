@@ -22,6 +22,7 @@ from ..torch_internals import (
     FakeTensor,
     OpOverload,
     OpOverloadPacket,
+    by_present_backends,
     dropped_share,
     packed_by,
     without_dispatch_modes,
@@ -176,9 +177,8 @@ def drops_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    return (random_again if drops_weights(args, kwargs) else made)(F.scaled_dot_product_attention)(
-        find, args, kwargs, result
-    )
+    rule = random_again if drops_weights(args, kwargs) else made
+    return rule(by_present_backends(F.scaled_dot_product_attention))(find, args, kwargs, result)
 
 
 def _is_aligned(argument: object) -> bool:

@@ -7,7 +7,7 @@ from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
 from .step import Flag, Kind, Plan, Save, Step, StepValue
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_COARSER = 0.9  # each target of segments is that much of the next
+_COARSER = 0.9  # each target of segments is that much of the next; the first targets in large steps are so coarse
 _FINER = (0.97, 0.99, 0.997)  # each target is this much lower than the peak before it; the next where that is too much
 _RUNS, _FEWEST = 700, 60  # simulations of each part of the search, of small steps and of large ones
 _WORK = 5 * 10**5  # values that they have together, if the runs are between these: about two seconds
@@ -61,10 +61,11 @@ def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
     whatever the limit: so all budgets agree on the least peak, and a budget is met wherever a smaller one is. If the
     limit is met, a second search goes by the seconds of each call, and finds the fastest choice.
 
-    Both begin with all that can be kept, and lower the peak by 3 % at a time: they drop the values that cost the least
-    for the bytes that they free while the step is above the target. They keep values again, which cuts chains of
-    recipes, where too much is computed at once. Then they try what checkpoints of whole blocks do, and at last change
-    what was found in single values, as long as this helps. They end after a number of simulations, not of seconds.
+    Both lower the peak from all that can be kept, by 3 % at a time (in large steps 10 % first): they drop the values
+    that cost the least for the bytes that they free while the step is above the target. They keep values again, which
+    cuts chains of recipes, where too much is computed at once. They also try what checkpoints of whole blocks do: the
+    first search before, the second afterwards. At last they change what was found in single values, as long as this
+    helps. They end after a number of simulations, not of seconds.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or else the least; the front is complete as far

@@ -101,6 +101,7 @@ class Plan:
     peak: int = 0  # bytes
     plain: int = 0  # bytes at the peak of the plain network
     kept: Sequence[KeptTensor] | None = field(default=None, compare=False)  # by a pass whose calls all had hooks
+    inputs: int = field(default=0, compare=False)  # bytes of that pass's inputs
 
     def flag(self, number: int, function: Any, total: int) -> int | None:
         """The flag of a call; None if it is not one of this plan.

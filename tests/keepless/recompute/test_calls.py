@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
@@ -65,6 +66,11 @@ def attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x * 2, -x, dropout_p=0.3, is_causal=True)
 
 
+def by_one_backend(x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):  # which saves other tensors inside than the backend that is chosen without it
+        return F.scaled_dot_product_attention(x, x * 2, -x)
+
+
 # Functions of x (8, 4, 64, 64), and the calls whose insides are computed again.
 DRAWS = {
     "dropout": (lambda x: F.dropout(x, 0.3), 1),
@@ -72,6 +78,7 @@ DRAWS = {
     "torch.dropout": (lambda x: torch.dropout(x, 0.3, True), 1),
     "alpha_dropout": (lambda x: F.alpha_dropout(x, 0.3, training=True), 0),  # no function follows it
     "attention": (attention, 1),
+    "attention by one backend": (by_one_backend, 1),
     "transposed": (lambda x: F.dropout(x.transpose(1, 3), 0.3), 1),
     "bernoulli": (lambda x: x * torch.bernoulli(x.sigmoid()), 0),
     "its own generator": (lambda x: x * torch.bernoulli(x.sigmoid(), generator=torch.Generator(x.device)), 0),

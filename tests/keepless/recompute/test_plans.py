@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, plan, recompute_activations, report
 from keepless.norms.bn_act import norm_and_activation
+from keepless.recompute import plans as planning
 from keepless.recompute.costs import operations_of, peak_bytes
 from keepless.recompute.functions import TABLE
 from keepless.recompute.plans import Plans
@@ -700,6 +701,29 @@ def test_a_report_calls_planned_what_another_budget_computes_again():
             (name, "planned") for name in ("Tanh", "Sigmoid", "Softmax", "Exp", "Mul")
         }
     assert repr(report(network)) == str(report(network))  # in a notebook
+
+
+def test_a_report_says_of_which_size_its_bytes_are():
+    """Smaller inputs follow a larger size's plan, and its calls without hooks tell nothing of theirs."""
+    network, found = recompute_activations(SavesResults(), budget=1.0), []
+    for rows in (64, 64, 64, 64, 56):
+        network(torch.randn(rows, 64)).sum().backward()
+        found.append({line.why.partition("; ")[2] for line in report(network).lines})
+    assert found[-2:] == [{""}, {"bytes of a step with 16.0 KiB of inputs"}]
+
+
+def test_a_network_without_backward_passes_is_not_traced_for_ever(monkeypatch):
+    """Such as a teacher whose outputs are detached."""
+    network, x, traces = recompute_activations(SavesResults(), budget=0.9), torch.randn(64, 64), []
+
+    def traced() -> StepTrace:
+        traces.append(None)
+        return StepTrace()
+
+    monkeypatch.setattr(planning, "StepTrace", traced)
+    for _ in range(30):
+        network(x)
+    assert len(traces) <= 16
 
 
 class Product(nn.Module):
