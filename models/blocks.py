@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from keepless.norms.backends.activations import ACTIVATIONS, Activation, activate_
+from keepless.norms.backends.activations import Activation, activate_
 
-NormAct = Callable[[int], nn.Module]  # number of channels -> norm followed by an activation, for (N, C, H, W)
+# Number of channels -> norm followed by an activation, for (N, C, H, W); with activation="identity" the norm alone.
+NormAct = Callable[..., nn.Module]
 
 
 class IdentityResidualBlock(nn.Module):
@@ -130,7 +131,8 @@ class ResidualBlock(nn.Module):
 
     Args:
         in_channels, channels, dilation, groups: as in `IdentityResidualBlock`.
-        norm_act: number of channels -> norm followed by phi, see `without_activation`. It may write over its input.
+        norm_act: number of channels -> norm followed by phi, or, with activation="identity", the norm alone. It may
+            write over its input. Its norms have the attributes `activation` and `activation_param`.
         stride: of the first 3x3 convolution and of the projection.
     """
 
@@ -150,11 +152,11 @@ class ResidualBlock(nn.Module):
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for number, conv in enumerate(convs, start=1):
             layers[f"conv{number}"] = conv
-            norm = norm_act if number < len(convs) else without_activation(norm_act)
-            layers[f"bn{number}"] = norm(conv.out_channels)
+            options = {} if number < len(convs) else {"activation": "identity"}
+            layers[f"bn{number}"] = norm_act(conv.out_channels, **options)
         self.convs = nn.Sequential(layers)
         self.proj_conv = _projection(in_channels, channels[-1], stride)
-        self.proj_bn = without_activation(norm_act)(channels[-1]) if self.proj_conv is not None else None
+        self.proj_bn = norm_act(channels[-1], activation="identity") if self.proj_conv is not None else None
 
     @property
     def activation(self) -> Activation:
@@ -173,28 +175,6 @@ class ResidualBlock(nn.Module):
         return activate_(self.activation, y)  # phi overwrites the sum, a new tensor
 
 
-def without_activation(norm_act: NormAct) -> NormAct:
-    """The same norm with its attribute `activation` set to "identity", which every forward pass must read.
-
-    ValueError when called, if the norm lacks `activation` (a name in ACTIVATIONS) or `activation_param`.
-    """
-
-    def identity_norm(channels: int) -> nn.Module:
-        """A norm of `norm_act` whose activation is switched off."""
-        norm: Any = norm_act(channels)
-        name = getattr(norm, "activation", None)
-        if name not in ACTIVATIONS or not hasattr(norm, "activation_param"):
-            raise ValueError(
-                f"norm_act made a {type(norm).__name__} with activation={name!r}: a post-activation residual block "
-                f"needs norms with the attributes activation ({', '.join(ACTIVATIONS)}) and activation_param, because "
-                f"its last norm has no activation; use a layer of keepless, e.g. partial(ABN, activation='relu')"
-            )
-        norm.activation = "identity"
-        return norm
-
-    return identity_norm
-
-
 def residual_stage(
     block: Callable[..., nn.Module],
     in_channels: int,
@@ -202,23 +182,17 @@ def residual_stage(
     blocks: int,
     *,
     stride: int = 1,
-    first_block: Callable[..., nn.Module] | None = None,
 ) -> nn.Sequential:
     """Chain `blocks` residual blocks, named block1, block2, …; the first changes stride and channels.
 
-    block: called with in_channels, channels and the keyword stride. `first_block`: the same, if the first one differs.
+    block: called with in_channels, channels and the keyword stride. ValueError if there are no blocks.
     """
-    check_blocks(blocks)
-    stage = nn.Sequential(OrderedDict(block1=(first_block or block)(in_channels, channels, stride=stride)))
+    if blocks < 1:
+        raise ValueError(f"structure has a stage of {blocks} blocks: expected at least 1 block per stage")
+    stage = nn.Sequential(OrderedDict(block1=block(in_channels, channels, stride=stride)))
     for number in range(2, blocks + 1):
         stage.add_module(f"block{number}", block(channels[-1], channels, stride=1))
     return stage
-
-
-def check_blocks(blocks: int) -> None:
-    """Raise ValueError if a stage is empty."""
-    if blocks < 1:
-        raise ValueError(f"structure has a stage of {blocks} blocks: expected at least 1 block per stage")
 
 
 def pooled_classifier(in_channels: int, classes: int) -> nn.Sequential:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from keepless import InPlaceABN
-from models.blocks import NormAct, check_blocks, conv3x3
+from models.blocks import NormAct, conv3x3
 from models.bodies.body import Body
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
@@ -34,7 +34,6 @@ class DenseModule(nn.Module):
 
     def __init__(self, in_channels: int, layers: int, *, growth: int, norm_act: NormAct, dilation: int = 1):
         super().__init__()
-        check_blocks(layers)
         self.convs1, self.convs3 = nn.ModuleList(), nn.ModuleList()
         middle = BOTTLENECK * growth
         for channels in range(in_channels, in_channels + layers * growth, growth):

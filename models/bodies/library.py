@@ -86,7 +86,7 @@ class LibraryBody(Body):
             if self.classifier is not None:
                 initialise(self.classifier)
         if type(here) is not Tensor or here.is_meta:
-            _forget_values(self)
+            self._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         else:
             self.to(here.device)
 
@@ -299,15 +299,3 @@ def _exchange_norms(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
 def _options(norm: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
     """The options of a norm that a network's layers of class `cls` take over."""
     return {name: getattr(norm, name) for name in inspect.signature(cls).parameters if name not in _OF_THE_LAYER}
-
-
-def _forget_values(network: nn.Module) -> None:
-    """Replace all tensors by ones of the default device, and of the fake mode that may be active."""
-    for module in network.modules():
-        for name, value in module._parameters.items():
-            if value is not None:
-                new = torch.empty(value.shape, dtype=value.dtype)
-                module._parameters[name] = nn.Parameter(new, value.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)

@@ -19,8 +19,7 @@ class ResNet(Body):
     norms.
 
     Args (in addition to `Body`):
-        norm_act: without `preactivation` the norm must have an attribute `activation`, see
-            `models.blocks.without_activation`.
+        norm_act: without `preactivation` see `ResidualBlock`.
         output_stride: stages are dilated from their first block on, as in the release. With `preactivation` every
             second or fourth cell has the strided network's features. Otherwise features differ a little, because the
             strided 3x3 convolution of a stage is not dilated.

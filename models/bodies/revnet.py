@@ -64,10 +64,9 @@ class RevNet(Body):
         stages = zip(structure, channels, strides, strict=True)
         for number, (units, widths, (stride, dilation)) in enumerate(stages, start=2):
             block = partial(unit, norm_act=norm_act, dilation=dilation)
-            first = partial(block, after_stem=True) if number == 2 else block
-            stage = residual_stage(block, in_channels, widths, units, stride=stride, first_block=first)
-            self.add_module(f"mod{number}", stage)
+            self.add_module(f"mod{number}", residual_stage(block, in_channels, widths, units, stride=stride))
             in_channels = widths[-1]
+        del self.get_submodule("mod2.block1.Fm").bn1  # the stem ends in a norm and activation
         self.bn_out = norm_act(in_channels)
         self.add_classifier(in_channels, classes)
         initialise_truncated(self)

@@ -29,7 +29,6 @@ class ReversibleUnit(AdditiveCoupling):
         norm_act: NormAct,
         stride: int = 1,
         dilation: int = 1,
-        after_stem: bool = False,
     ):
         if any(value % 2 for value in (in_channels, *channels)):
             raise ValueError(
@@ -39,7 +38,7 @@ class ReversibleUnit(AdditiveCoupling):
         halves = [value // 2 for value in channels]
         function = partial(ResidualFunction, channels=halves, norm_act=norm_act, dilation=dilation)
         second = function(halves[-1])
-        first = function(in_channels // 2, stride=stride, activated=after_stem)
+        first = function(in_channels // 2, stride=stride)
         super().__init__(first, second)
         self.short1, self.short2 = (shortcut(in_channels // 2, halves, stride) for _ in range(2))
 
@@ -64,12 +63,9 @@ class ResidualUnit(nn.Module):
         norm_act: NormAct,
         stride: int = 1,
         dilation: int = 1,
-        after_stem: bool = False,
     ):
         super().__init__()
-        self.Fm = ResidualFunction(
-            in_channels, channels, norm_act, stride=stride, dilation=dilation, activated=after_stem
-        )
+        self.Fm = ResidualFunction(in_channels, channels, norm_act, stride=stride, dilation=dilation)
         self.short = shortcut(in_channels, channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,10 +74,7 @@ class ResidualUnit(nn.Module):
 
 
 class ResidualFunction(nn.Sequential):
-    """F: norm and activation (bn1) before every convolution. Arguments as in `IdentityResidualBlock`.
-
-    `activated`: the input comes from the stem's activation, so bn1 is left out.
-    """
+    """F: norm and activation (bn1) before every convolution. Arguments as in `IdentityResidualBlock`."""
 
     def __init__(
         self,
@@ -91,9 +84,8 @@ class ResidualFunction(nn.Sequential):
         *,
         stride: int = 1,
         dilation: int = 1,
-        activated: bool = False,
     ):
-        layers: OrderedDict[str, nn.Module] = OrderedDict() if activated else OrderedDict(bn1=norm_act(in_channels))
+        layers: OrderedDict[str, nn.Module] = OrderedDict(bn1=norm_act(in_channels))
         layers.update(convolutions(in_channels, channels, norm_act, stride=stride, dilation=dilation).named_children())
         super().__init__(layers)
 

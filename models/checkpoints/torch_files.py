@@ -21,8 +21,6 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
     """
     if not path.is_file():
         instead = "is a folder" if path.is_dir() else "does not exist"
-        if any(part.is_file() for part in (path / "data.pkl", *path.glob("*/data.pkl"))):
-            instead = "is a file of torch.save that was unzipped: give the file itself, unopened"
         raise ValueError(f"{name} {instead}: expected {expected}")
     try:
         if path.suffix == SAFETENSORS:
@@ -66,10 +64,7 @@ def _check_bytes(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         wrong = archive.testzip()
         folders = [entry.filename for entry in archive.infolist() if entry.external_attr & 0x10]
-        of_torch = any(name.endswith("data.pkl") for name in archive.namelist())
     if wrong is not None:
         raise ValueError(f"its part {wrong} has a wrong checksum")
     if folders:  # attributes have no checksum, and torch.load would return uninitialised memory
         raise ValueError(f"its part {folders[0]} is marked as a folder")
-    if not of_torch:
-        raise ValueError("it is a zip archive of other files: unpack it")

@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from keepless.norms.backends.activations import ACTIVATIONS, Activation, activate_
-from models.blocks import IdentityResidualBlock, ResidualBlock, without_activation
+from models.blocks import IdentityResidualBlock, ResidualBlock
 from models.bodies.stem import dilate_strides
 from tests.bodies import kept_maps
 
@@ -74,17 +73,6 @@ def test_the_activation_of_the_norms_follows_the_sum_and_not_the_last_norm(activ
     x = torch.randn(3, 8, 7, 6, dtype=torch.float64)
     expected = activate_(Activation(activation, 0.3), block.convs(x) + x)
     torch.testing.assert_close(block(x), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_norms_whose_activation_cannot_be_left_out_are_refused():
-    for norm_act, message in (
-        (lambda c: nn.Sequential(nn.BatchNorm2d(c), nn.ReLU()), "a Sequential with activation=None: .*partial.ABN"),
-        (nn.BatchNorm2d, "made a BatchNorm2d with activation=None"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ResidualBlock(4, (4, 4), norm_act=norm_act)
-    custom = without_activation(lambda channels: ABN(channels, activation="tanh"))
-    assert custom(3).activation == "identity"
 
 
 @given(st.permutations([1, 1, 2, 2, 2]), st.sampled_from([8, 16, 32]))

@@ -4,7 +4,6 @@ import errno
 import os
 import pickle
 import resource
-import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
@@ -169,11 +168,8 @@ def test_unusable_files_are_named(tmp_path):
         torch.save(content, path)
         with pytest.raises(ValueError, match=f"^checkpoint {path} {found}"):
             checkpoint.load(path)
-    with zipfile.ZipFile(path) as archive:
-        archive.extractall(unzipped := tmp_path / "net.pth.tar")
-    for folder in (unzipped, *unzipped.iterdir()):
-        with pytest.raises(ValueError, match=f"^checkpoint {folder} is .* unzipped: give the file itself, unopened"):
-            checkpoint.load(folder)
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path} is a folder: expected "):
+        checkpoint.load(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["task", "step", "config", "classes", "network"])
