@@ -47,12 +47,10 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
 """,
         source=f"unpack {reader.filename} (docs/data.md)",
     )
-    if root is not None and Path(root).suffix.lower() == ".zip" and not Path(root).expanduser().is_dir():
-        archive = Path(root).expanduser()
-        layout.check(archive.parent, split)
-        return _in_zip(archive, split, classes, layout)
-    root = layout.check(root, split)
-    if (root / reader.base_folder).is_dir():
+    given = Path(root or "").expanduser()
+    is_zip = given.suffix.lower() == ".zip" and not given.is_dir()
+    root = layout.check(given.parent if is_zip else root, split)
+    if not is_zip and (root / reader.base_folder).is_dir():
         files = [root / reader.base_folder / file for file, _ in (reader.train_list, reader.test_list)[split == "test"]]
         try:
             stored = reader(root, train=split == "train")
@@ -66,12 +64,11 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
         return ClassificationDataset(
             layout.name, split, tuple(stored.classes), labels, listed(root, files), pixels, names
         )
-    archives = sorted(path for path in root.iterdir() if path.suffix.lower() == ".zip" and path.is_file())
-    if len(archives) > 1:
-        found = ", ".join(path.name for path in archives)
-        raise layout.error(f"{layout.name}: {root} holds several zip files: {found}; give one of them", root)
-    if not archives:
-        raise layout.error(f"{layout.name}: {root} does not hold the dataset", root)
+    inside = sorted(path for path in root.iterdir() if path.suffix.lower() == ".zip" and path.is_file())
+    archives = [given] if is_zip else inside
+    if len(archives) != 1:
+        found = ", ".join(path.name for path in archives) or "neither the dataset nor a zip file"
+        raise layout.error(f"{layout.name}: {root} holds {found}; expected one of them", root)
     return _in_zip(archives[0], split, classes, layout)
 
 

@@ -17,49 +17,27 @@ _EIGENVECTORS = torch.tensor([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8
 Transform = Callable[[Tensor], Tensor]  # random ones draw from torch's global generator
 
 
-def release_crops(size: int = 224, flip: float = 0.5, colours: bool = True) -> Transform:
-    """The input of the released networks: Inception's crops (Szegedy et al. 2015), see torchvision's RandomResizedCrop.
+def random_crops(size: int = 224, resize: int | None = None, flip: float = 0.5) -> Transform:
+    """A training's input: a random crop (3, size, size), mirrored with probability `flip`, in other colours.
 
-    They are (3, size, size), and mirrored with probability `flip`. `colours`: change them by torchvision's ColorJitter
-    of 0.4 and by `lighting`.
+    `resize`: the crop is of the image with its short side that long, as in the paper (section 4.1). None: Inception's
+    crops (Szegedy et al. 2015), of the released networks; see torchvision's RandomResizedCrop. Colours are changed by
+    torchvision's ColorJitter of 0.4 and by `lighting`.
     """
     from torchvision.transforms import v2  # takes as long to import as torch, and few runs need it
 
-    return v2.Compose([v2.RandomResizedCrop(size), *_mirrored_and_recoloured(flip, colours)])
+    crop = [v2.RandomResizedCrop(size)] if resize is None else [v2.Resize(resize), v2.RandomCrop(size)]
+    return v2.Compose([*crop, v2.RandomHorizontalFlip(flip), v2.ColorJitter(0.4, 0.4, 0.4), lighting])
 
 
-def paper_crops(resize: int = 256, size: int = 224, flip: float = 0.5, colours: bool = True) -> Transform:
-    """The paper's input (section 4.1): a random crop of the image with its short side `resize`, as `release_crops`."""
+def fixed_crops(resize: int = 256, size: int = 224, ten: bool = False) -> Transform:
+    """An evaluation's input: the middle (3, size, size) of the image with its short side `resize`.
+
+    `ten`: the crops in the corners and the middle, then those of its mirror image: (10, 3, size, size).
+    """
     from torchvision.transforms import v2
 
-    return v2.Compose([v2.Resize(resize), v2.RandomCrop(size), *_mirrored_and_recoloured(flip, colours)])
-
-
-def _mirrored_and_recoloured(flip: float, colours: bool) -> list[Transform]:
-    from torchvision.transforms import v2
-
-    return [v2.RandomHorizontalFlip(flip), *([v2.ColorJitter(0.4, 0.4, 0.4), lighting] if colours else [])]
-
-
-def colour_jitter(**strengths: float) -> Transform:
-    """torchvision's ColorJitter: brightness, contrast, saturation and hue, in random order."""
-    from torchvision.transforms import v2
-
-    return v2.ColorJitter(**strengths)
-
-
-def centre_crop(resize: int = 256, crop: int = 224) -> Transform:
-    """The middle (3, crop, crop) of the image with its short side `resize`."""
-    from torchvision.transforms import v2
-
-    return v2.Compose([v2.Resize(resize), v2.CenterCrop(crop)])
-
-
-def ten_crops(resize: int = 256, crop: int = 224) -> Transform:
-    """Crops in the corners and the middle of the resized image, then of its mirror image: (10, 3, crop, crop)."""
-    from torchvision.transforms import v2
-
-    return v2.Compose([v2.Resize(resize), v2.TenCrop(crop), torch.stack])
+    return v2.Compose([v2.Resize(resize), *([v2.TenCrop(size), torch.stack] if ten else [v2.CenterCrop(size)])])
 
 
 def lighting(image: Tensor, strength: float = 0.1) -> Tensor:

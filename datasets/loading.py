@@ -150,7 +150,7 @@ class CropsInMemory(_Items):
 
 @dataclass(eq=False)
 class EvaluatedImages(_Items):
-    """Images in files as an evaluation sees them: `view` is a `centre_crop` or `ten_crops`."""
+    """Images in files as an evaluation sees them: `view` is from `fixed_crops`."""
 
     dataset: ClassificationDataset
     view: Transform

@@ -145,11 +145,6 @@ def decode_uint16(file: Path | Stored) -> np.ndarray:
     return _exact(path, data, np.uint16, "instances with one 16-bit value per pixel")
 
 
-def decode_photograph(path: Path) -> np.ndarray:
-    """Decode an image as viewers show it: see `decode_image`."""
-    return decode_image(path, turned=True)
-
-
 def _decode_photograph(file: Stored) -> np.ndarray:
     """`decode_image` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file

@@ -66,24 +66,9 @@ class Inspection:
 
     @property
     def by_class(self) -> np.ndarray:
-        """Pixels of each train id, int64 (256,); none in a classification."""
+        """Pixels of each train id, and at 255 of no class, int64 (256,); zeros in a classification."""
         table = self.dataset.table if isinstance(self.dataset, SegmentationDataset) else None
         return np.zeros(256, np.int64) if table is None else table.by_class(np.array(self.values))
-
-    @property
-    def pixels(self) -> np.ndarray:
-        """Pixels of each class, int64 (classes,)."""
-        return self.by_class[: len(self.dataset.classes)]
-
-    @property
-    def labels(self) -> np.ndarray:
-        """Labels, or images, of each class, int64 (classes,)."""
-        return np.array(self.holding[: len(self.dataset.classes)], np.int64)
-
-    @property
-    def ignored(self) -> int:
-        """Pixels of no class."""
-        return int(self.by_class[255])
 
     def doubts(self, images: str) -> list[str]:
         """What may be wrong with the labels of `images`, such as "training image", where every file is right."""

@@ -25,7 +25,7 @@ from PIL import Image
 from datasets import reading_errors
 from datasets.file_list import is_hidden
 from datasets.layout import first_of
-from datasets.reading import PHOTOGRAPHS, decode_photograph
+from datasets.reading import PHOTOGRAPHS, decode_image
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -68,7 +68,7 @@ def predict(values: DictConfig) -> list[Path]:
             for name, file in tracked(progress, images.items(), "predicting"):
                 try:
                     places = {kind: output / kind / f"{name}.png" for kind in KINDS if segments}
-                    image = decode_photograph(file)  # (H, W, 3)
+                    image = decode_image(file, turned=True)  # (H, W, 3)
                 except ValueError as error:
                     unreadable.append(str(error))
                     continue

@@ -99,10 +99,11 @@ def check_split(
     for problem in found.problems:
         problems.setdefault(problem.kind, []).append(problem.message)
     report |= {"images": len(dataset), "doubts": found.doubts(f"image of {split}")}
-    if found.pixels.any() or found.ignored:
-        counts = zip(dataset.classes, found.pixels.tolist(), found.labels.tolist(), strict=True)
-        report["classes"] = {name: {"pixels": pixels, "labels": labels} for name, pixels, labels in counts}
-        report["ignored_pixels"] = found.ignored
+    pixels = found.by_class.tolist()
+    if any(pixels):
+        counts = zip(dataset.classes, pixels, found.holding, strict=False)  # those have 256 entries
+        report["classes"] = {name: {"pixels": count, "labels": labels} for name, count, labels in counts}
+        report["ignored_pixels"] = pixels[255]
     return report
 
 

@@ -1,7 +1,5 @@
 """Configuration keys -> classification datasets, loaders and networks."""
 
-from typing import Any
-
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
@@ -13,11 +11,9 @@ from datasets import (
     ImagesInMemory,
     PaddedCrop,
     ShuffledMinibatches,
-    centre_crop,
     collated,
-    paper_crops,
-    release_crops,
-    ten_crops,
+    fixed_crops,
+    random_crops,
 )
 from datasets.classification import mean_image
 from datasets.registry import FOR_CLASSIFICATION
@@ -79,8 +75,7 @@ def classified_crops(
         crops = CropsInMemory(dataset, padded, config.seed)
     else:
         assert isinstance(data, ImageNetData), data
-        sizes: dict[str, Any] = dict(size=data.crop_size, flip=data.flip)
-        transform = release_crops(**sizes) if data.crops == "release" else paper_crops(data.resize, **sizes)
+        transform = random_crops(data.crop_size, None if data.crops == "release" else data.resize, data.flip)
         crops = ClassificationCrops(dataset, transform, config.seed)
     minibatches = ShuffledMinibatches(len(dataset), **order_of(config, total_steps, world, start_step))
     return loader(crops, data, world, batch_sampler=minibatches, collate_fn=collated)
@@ -101,8 +96,7 @@ def classified_images(
     """
     source: Dataset = ImagesInMemory(dataset)
     if isinstance(config, ImageNetData):
-        view = (ten_crops if ten else centre_crop)(config.resize, config.crop_size)
-        source = EvaluatedImages(dataset, view)
+        source = EvaluatedImages(dataset, fixed_crops(config.resize, config.crop_size, ten))
     if images is not None and images < len(dataset):
         source = Subset(source, [number * len(dataset) // images for number in range(images)])
     return evaluation_loader(source, config, world, batch_size=batch_size, collate_fn=collated)

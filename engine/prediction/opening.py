@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from datasets import centre_crop, ten_crops
+from datasets import fixed_crops
 from engine import assemble
 from engine.checkpoint import files
 from engine.configuration.config import of_checkpoint
@@ -92,8 +92,8 @@ def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward
         return Segmenter(forward, classes, advice, state["palette"], ids, assemble.views(options, config.data))
     data = config.data
     if isinstance(data, ImageNetData):
-        view = (ten_crops if options.view == TEN_CROP else centre_crop)(data.resize, data.crop_size)
+        view = fixed_crops(data.resize, data.crop_size, ten=options.view == TEN_CROP)
         return Classifier(forward, classes, advice, view)
     if getattr(data, "mean_image", False):
         forward = replace(forward, mean=forward.mean + state["mean_image"].to(forward.mean)[None])
-    return Classifier(forward, classes, advice, centre_crop(data.crop_size, data.crop_size))
+    return Classifier(forward, classes, advice, fixed_crops(data.crop_size, data.crop_size))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from datasets.reading import decode_photograph
+from datasets.reading import decode_image
 from engine.classification.evaluation import class_logits
 from engine.process.forward import Forward
 from engine.process.memory import memory_errors, return_freed_memory
@@ -122,7 +122,7 @@ def pixels_of(image: Picture) -> np.ndarray:
     ValueError: the file cannot be read, or the array or image has pixels that are not of 8 bits.
     """
     if isinstance(image, (str, Path)):
-        return decode_photograph(Path(image))
+        return decode_image(Path(image), turned=True)
     found = f"a Pillow image of mode {image.mode}" if isinstance(image, Image.Image) else ""
     if isinstance(image, Image.Image) and not image.mode.startswith(("I", "F")):
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))

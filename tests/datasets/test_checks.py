@@ -158,10 +158,10 @@ def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
         labels = [dataset.read_label(index) for index in range(len(dataset)) if dataset.files[index].label is not None]
         assert bool(labels) == (split != "test" or kind == "camvid")
         for class_id in range(len(dataset.classes)):
-            assert inspection.pixels[class_id] == sum(int((label == class_id).sum()) for label in labels)
-            assert inspection.labels[class_id] == sum(bool((label == class_id).any()) for label in labels)
-        assert inspection.ignored == sum(int((label == 255).sum()) for label in labels)
-        assert inspection.pixels.sum() + inspection.ignored == sum(label.size for label in labels)
+            assert inspection.by_class[class_id] == sum(int((label == class_id).sum()) for label in labels)
+            assert inspection.holding[class_id] == sum(bool((label == class_id).any()) for label in labels)
+        assert inspection.by_class[255] == sum(int((label == 255).sum()) for label in labels)
+        assert inspection.by_class.sum() == sum(label.size for label in labels)
 
 
 # (first quarter, middle, last quarter) -> a damaged file; and what `verify` says, None if only decoding finds it.
@@ -203,7 +203,7 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
         (found,) = inspection.problems
         assert found.kind == problem and found.message.startswith(f"{path}: "), damage
         assert "Restore the file from the dataset's archive" in found.message
-        lost = intact.pixels.sum() + intact.ignored - inspection.pixels.sum() - inspection.ignored
+        lost = intact.by_class.sum() - inspection.by_class.sum()
         assert (lost > 0) == ("label" in file.split())
         if complaint:
             message = refusal(dataset)

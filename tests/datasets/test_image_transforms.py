@@ -8,7 +8,7 @@ from torchvision import transforms
 from torchvision.transforms import functional as F
 from torchvision.transforms import v2
 
-from datasets import PaddedCrop, centre_crop, paper_crops, release_crops, ten_crops
+from datasets import PaddedCrop, fixed_crops, random_crops
 from datasets.image_transforms import lighting, seeded
 from tests.datasets.classification_trees import encoded, photograph
 
@@ -31,15 +31,15 @@ def difference(ours: torch.Tensor, reference: Image.Image) -> int:
 def test_centre_and_ten_crops_are_those_of_torchvision_on_pillow_images(size, resize, crop):
     pixels, image = as_jpeg(2, size)
     short = transforms.Resize(resize)(image)
-    assert difference(centre_crop(resize, crop)(pixels), transforms.CenterCrop(crop)(short)) <= 1
-    ten, references = ten_crops(resize, crop)(pixels), transforms.TenCrop(crop)(short)
+    assert difference(fixed_crops(resize, crop)(pixels), transforms.CenterCrop(crop)(short)) <= 1
+    ten, references = fixed_crops(resize, crop, ten=True)(pixels), transforms.TenCrop(crop)(short)
     assert ten.shape == (10, 3, crop, crop)
     assert all(difference(ours, reference) <= 1 for ours, reference in zip(ten, references, strict=True))
 
 
-@pytest.mark.parametrize("made, first", [(release_crops, "RandomResizedCrop"), (paper_crops, "Resize RandomCrop")])
-def test_training_crops_are_torchvision_s_and_depend_on_their_seed_alone(made, first):
-    transform, pixels = made(), as_jpeg(4, (300, 400))[0]
+@pytest.mark.parametrize("resize, first", [(None, "RandomResizedCrop"), (256, "Resize RandomCrop")])
+def test_training_crops_are_torchvision_s_and_depend_on_their_seed_alone(resize, first):
+    transform, pixels = random_crops(resize=resize), as_jpeg(4, (300, 400))[0]
     names = [getattr(each, "__name__", type(each).__name__) for each in transform.transforms]
     assert names == [*first.split(), "RandomHorizontalFlip", "ColorJitter", "lighting"]
     assert transform.transforms[-2].brightness == (0.6, 1.4) and transform.transforms[-2].hue is None
@@ -47,7 +47,9 @@ def test_training_crops_are_torchvision_s_and_depend_on_their_seed_alone(made, f
     crops = [seeded(transform, pixels, seed) for seed in (0, 0, 1)]
     assert torch.equal(torch.get_rng_state(), before) and torch.equal(*crops[:2]) and not torch.equal(*crops[1:])
     assert crops[0].shape == (3, 224, 224) and crops[0].dtype == torch.uint8
-    plain, never = seeded(made(colours=False), pixels, 0), seeded(made(flip=0, colours=False), pixels, 0)
+    plain, never = (
+        seeded(v2.Compose(random_crops(resize=resize, flip=flip).transforms[:-2]), pixels, 0) for flip in (0.5, 0)
+    )
     assert torch.equal(plain, never) or torch.equal(plain, never.flip(2))  # colours come last
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, cityscapes, imagenet
 from datasets.classification import mean_image
-from datasets.image_transforms import PaddedCrop, centre_crop, release_crops, ten_crops
+from datasets.image_transforms import PaddedCrop, fixed_crops, random_crops
 from datasets.loading import (
     ClassificationCrops,
     CropsInMemory,
@@ -53,7 +53,7 @@ def crops_of(dataset, seed: int = 0, **options) -> TrainingCrops | Classificatio
     if isinstance(dataset, SegmentationDataset):
         return TrainingCrops(dataset, TrainingTransform((16, 20)), seed, **options)
     if dataset.pixels is None:
-        return ClassificationCrops(dataset, release_crops(24), seed, **options)
+        return ClassificationCrops(dataset, random_crops(24), seed, **options)
     return CropsInMemory(dataset, PaddedCrop(), seed)
 
 
@@ -200,7 +200,7 @@ def test_evaluated_images_are_minus_the_mean_image_of_another_split(memory, tmp_
 
 
 def test_evaluated_images_of_files(files):
-    centre, ten = EvaluatedImages(files, centre_crop(32, 24)), EvaluatedImages(files, ten_crops(32, 24))
+    centre, ten = (EvaluatedImages(files, fixed_crops(32, 24, ten)) for ten in (False, True))
     assert len(centre) == 6
     (batch,) = Loader(ten, 0, batch_size=6, collate_fn=collated)
     assert batch["image"].shape == (6, 10, 3, 24, 24) and batch["image"].dtype == torch.uint8
@@ -208,7 +208,7 @@ def test_evaluated_images_of_files(files):
     for number in range(6):
         item = centre[number]
         assert item.keys() == {"image", "label", "name"} and type(item["label"]) is int
-        assert torch.equal(item["image"], centre_crop(32, 24)(torch.from_numpy(files.image(number)).movedim(2, 0)))
+        assert torch.equal(item["image"], fixed_crops(32, 24)(torch.from_numpy(files.image(number)).movedim(2, 0)))
         assert torch.equal(item["image"], batch["image"][number, 4]) and item["image"].is_contiguous()
 
 

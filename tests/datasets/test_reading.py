@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from datasets.reading import decode_image, decode_label, decode_photograph, decode_uint16, read_size
+from datasets.reading import decode_image, decode_label, decode_uint16, read_size
 from tests.datasets.classification_trees import encoded
 
 HEIGHT, WIDTH = 75, 53
@@ -343,10 +343,10 @@ def test_a_tiff_is_read_as_it_was_written_or_refused_with_what_is_expected(kind,
     path = tmp_path / "x.tif"
     path.write_bytes(RIGHT[kind][0] if kind in RIGHT else REFUSED[kind])
     if kind in RIGHT:
-        assert np.array_equal(decode_photograph(path), np.broadcast_to(RIGHT[kind][1], (5, 6, 3)))
+        assert np.array_equal(decode_image(path, turned=True), np.broadcast_to(RIGHT[kind][1], (5, 6, 3)))
         return
     message = f"^{path}: cannot be decoded as an image; expected a TIFF of gray, RGB, CMYK or a palette, with unsigned "
-    for read in (decode_photograph, partial(read_size, turned=True)):
+    for read in (partial(decode_image, turned=True), partial(read_size, turned=True)):
         with pytest.raises(ValueError, match=message):
             read(path)
 
@@ -356,7 +356,7 @@ def test_gray_photographs_of_other_formats_become_rgb(tmp_path):
     eight, sixteen = Image.fromarray(gray), Image.fromarray(gray.astype(np.uint16) * 257)
     for name, image in {"a.tga": Image.merge("LA", [eight, eight]), "b.png": sixteen, "c.pgm": sixteen}.items():
         image.save(tmp_path / name)
-        assert np.array_equal(decode_photograph(tmp_path / name), np.dstack([gray] * 3)), name
+        assert np.array_equal(decode_image(tmp_path / name, turned=True), np.dstack([gray] * 3)), name
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
@@ -365,12 +365,12 @@ def test_photographs_are_turned_as_viewers_show_them(suffix, tmp_path):
     path = tmp_path / f"a{suffix}"
     image, exif = Image.fromarray(photograph()), Image.Exif()
     image.save(path)
-    stored = decode_photograph(path)
+    stored = decode_image(path, turned=True)
     for exif[0x0112] in range(1, 9):  # the EXIF orientation
         image.save(path, exif=exif)
         expected = Image.fromarray(stored)
         expected.getexif().update(exif)
-        assert np.array_equal(decode_photograph(path), ImageOps.exif_transpose(expected)), dict(exif)
+        assert np.array_equal(decode_image(path, turned=True), ImageOps.exif_transpose(expected)), dict(exif)
         if suffix in (".jpg", ".png"):
             assert np.array_equal(decode_image(path), stored)
 
@@ -381,7 +381,7 @@ def test_no_program_is_started_for_an_image(tmp_path, monkeypatch):
         monkeypatch.setattr(EpsImagePlugin, name, lambda *_, **__: pytest.fail("Ghostscript was asked for"))
     Image.new("RGB", (8, 8)).save(tmp_path / "photo.jpg", "EPS")
     with pytest.raises(ValueError, match="photo.jpg: cannot be decoded as an image; expected AVIF, BMP, "):
-        decode_photograph(tmp_path / "photo.jpg")
+        decode_image(tmp_path / "photo.jpg", turned=True)
 
 
 def test_photographs_cut_short_are_named(tmp_path):
@@ -393,5 +393,5 @@ def test_photographs_cut_short_are_named(tmp_path):
         for share in (0, 0.01, 0.5, 0.95):
             path.write_bytes(data[: int(share * len(data))])
             with pytest.raises(ValueError) as error:
-                decode_photograph(path)
+                decode_image(path, turned=True)
             assert str(error.value).startswith(f"{path}: ") and "archive" not in str(error.value)

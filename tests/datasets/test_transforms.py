@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchvision.transforms import v2
 
-from datasets import TrainingTransform, colour_jitter
+from datasets import TrainingTransform
 from datasets.image_transforms import seeded
 from datasets.transforms import at_scale, base_scale, scale_and_crop, scaled
 
@@ -236,7 +237,7 @@ def test_a_pixel_changes_neither_flip_nor_scale():
         assert np.array_equal(free, told)
 
 
-JITTER = colour_jitter(brightness=0.4, contrast=0.7, saturation=1.5, hue=0.2)
+JITTER = v2.ColorJitter(brightness=0.4, contrast=0.7, saturation=1.5, hue=0.2)
 
 
 @pytest.mark.parametrize("size", [(60, 80), (20, 30), (20, 90)], ids=["inside", "padded", "padded above and below"])

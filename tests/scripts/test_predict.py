@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from datasets import vistas
-from datasets.reading import decode_image, decode_photograph
+from datasets.reading import decode_image
 from engine.checkpoint import files as checkpoint
 from engine.prediction import open_network
 from scripts.predict import find_images, predict, result_names
@@ -153,7 +153,7 @@ def test_every_usual_format_is_found(tmp_path):
         Image.fromarray(pixels).save(tmp_path / f"{number:02d}{suffix}", "JPEG" if suffix == ".mpo" else None)
     found = find_images(tmp_path, tmp_path / "out")
     assert [*found] == [*(f"{number:02d}" for number in range(len(formats))), "a"]
-    assert all(decode_photograph(file).shape == (40, 60, 3) for file in found.values())
+    assert all(decode_image(file, turned=True).shape == (40, 60, 3) for file in found.values())
 
 
 def test_the_command_ends_with_1_where_an_image_is_broken_and_names_files_that_are_not_utf_8(trained, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets import centre_crop
+from datasets import fixed_crops
 from datasets.reading import decode_image
 from engine import assemble
 from engine.checkpoint import files as checkpoint
@@ -75,7 +75,7 @@ def test_a_classifier_sees_the_crop_of_an_evaluation_whatever_the_size(size, tmp
     mean, std = (255 * torch.tensor(values)[:, None, None] for values in (config.data.mean, config.data.std))
     trees.picture(tmp_path / "a.png", size)
     image = decode_image(tmp_path / "a.png")
-    crop = centre_crop(64, 48)(torch.from_numpy(image).movedim(2, 0))
+    crop = fixed_crops(64, 48)(torch.from_numpy(image).movedim(2, 0))
     expected = network.double().eval()(((crop - mean) / std).double()[None])[0].softmax(0)
     one, ten = (open_network(tmp_path / "net.pt", Prediction(view=view)) for view in ("center", "ten_crop"))
     assert np.allclose(one.probabilities(image), expected, atol=1e-5) and one.predict(image) == expected.argmax()
