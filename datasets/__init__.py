@@ -11,7 +11,7 @@ from datasets.class_table import ClassTable
 from datasets.classification import ClassificationDataset
 from datasets.coco_stuff import coco_stuff
 from datasets.folder import folder
-from datasets.image_transforms import PaddedCrop, fixed_crops, random_crops
+from datasets.image_transforms import PaddedCrop, colour_jitter, fixed_crops, random_crops
 from datasets.imagenet import image_folder, imagenet
 from datasets.loading import (
     ClassificationCrops,

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def folder_classes(file: Path) -> ClassTable:
     """The classes of a file classes.json.
 
     A class's position is its id. Ids in "ignored" are not trained, nor are the classes that have them. Predictions hold
-    ids, as PNGs with the colours of `shown`. ValueError for a file of another form.
+    ids, as PNGs with the classes' colours, unless these are `alike`. ValueError for a file of another form.
     """
     try:
         content = json.loads(file.read_text("utf-8-sig"))
@@ -79,7 +80,7 @@ def folder_classes(file: Path) -> ClassTable:
         ) from None
     return ClassTable(
         names=names,
-        palette=shown({number: colours.get(number) for number in ids}),
+        palette=told_apart({number: colours.get(number) for number in ids}),
         official_ids=tuple(ids),
         label_ids={**dict.fromkeys(ignored, 255), **{number: train_id for train_id, number in enumerate(ids)}},
         label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
@@ -92,16 +93,27 @@ def folder_classes(file: Path) -> ClassTable:
 
 def alike(colours: Mapping[int, Sequence[int]]) -> set[int]:
     """The classes whose colours nobody could tell from another's: all channels differ by less than 8 levels."""
-    levels = np.array([*colours.values()], np.int16).reshape(-1, 3)
-    near = (np.abs(levels[:, None] - levels) < 8).all(axis=2)
+    near = _near([*colours.values()], [*colours.values()])
     return {number for number, count in zip(colours, near.sum(axis=1), strict=True) if count > 1}
 
 
-def shown(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
-    """A colour per class: its own, or if it has none a distinct one. If two are then `alike`, distinct ones for all."""
-    distinct = distinct_colours(256)
-    chosen = {number: colour or distinct[number] for number, colour in colours.items()}
-    return tuple(distinct[number] for number in colours) if alike(chosen) else tuple(chosen.values())
+def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
+    """A colour per class: its own, unless it has none or one that is `alike`, and then one unlike all others."""
+    own = {number: colour for number, colour in colours.items() if colour is not None}
+    found = {number: own[number] for number in own.keys() - alike(own)}
+    # A colour is near at most one of those on the grid, so enough of them are left.
+    levels = range(20, 256, 32)
+    spare = [*distinct_colours(256), *product(levels, levels, levels)]
+    for number in sorted(colours.keys() - found.keys()):
+        near = _near([spare[number], *spare], [*found.values()]).any(axis=1)
+        found[number] = [spare[number], *spare][int(near.argmin())]
+    return tuple(found[number] for number in colours)
+
+
+def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.ndarray:
+    """Which pairs of colours nobody could tell apart, bool (n, m)."""
+    levels, other_levels = (np.array(each, np.int16).reshape(-1, 3) for each in (some, others))
+    return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
 
 
 def folder_splits(root: str | os.PathLike | None) -> list[str]:

@@ -30,6 +30,13 @@ def random_crops(size: int = 224, resize: int | None = None, flip: float = 0.5) 
     return v2.Compose([*crop, v2.RandomHorizontalFlip(flip), v2.ColorJitter(0.4, 0.4, 0.4), lighting])
 
 
+def colour_jitter(**strengths: float) -> Transform:
+    """torchvision's ColorJitter: brightness, contrast, saturation and hue, in random order."""
+    from torchvision.transforms import v2
+
+    return v2.ColorJitter(**strengths)
+
+
 def fixed_crops(resize: int = 256, size: int = 224, ten: bool = False) -> Transform:
     """An evaluation's input: the middle (3, size, size) of the image with its short side `resize`.
 

@@ -15,9 +15,9 @@ from datasets import (
     ShuffledMinibatches,
     TrainingCrops,
     TrainingTransform,
+    colour_jitter,
     index_classes,
 )
-from datasets.image_transforms import Transform
 from datasets.registry import FOR_SEGMENTATION, ROWS
 from datasets.segmentation import joined
 from datasets.workers import Loader
@@ -162,12 +162,7 @@ def order_of(config: TrainingRun, total_steps: int, world: World, start_step: in
 
 def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed: int) -> TrainingCrops:
     """The augmented crops that a sampler draws from."""
-    strengths, (lowest, highest) = vars(config.colour_jitter), config.scale
-    jitter: Transform | None = None
-    if any(strengths.values()):
-        from torchvision.transforms import v2  # takes as long to import as torch
-
-        jitter = v2.ColorJitter(**strengths)
+    jitter, (lowest, highest) = config.colour_jitter, config.scale
     transform = TrainingTransform(
         config.crop(),
         scale=(lowest, highest),
@@ -175,7 +170,7 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
         base_size=config.base_size,
         fill=config.mean_colour(),
         ignore_index=dataset.ignore_index,
-        colour_jitter=jitter,
+        colour_jitter=colour_jitter(**vars(jitter)) if any(vars(jitter).values()) else None,
         antialias=config.antialias,
     )
     return TrainingCrops(dataset, transform, seed)

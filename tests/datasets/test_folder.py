@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from datasets import ClassTable, folder, image_folder, index_classes, inspect, verify
-from datasets.class_table import distinct_colours
 from datasets.file_list import class_folders
-from datasets.folder import alike, folder_classes, folder_labels, folder_splits, shown
+from datasets.folder import alike, folder_classes, folder_labels, folder_splits, told_apart
 from datasets.reading import decode_image
 from datasets.segmentation import joined
 from scripts.make_classes import make_classes
@@ -496,9 +495,20 @@ def test_a_colour_of_null_is_left_out(tmp_path):
     assert tables[0] == tables[1]
 
 
-def test_classes_are_shown_in_their_colours_unless_two_could_not_be_told_apart():
-    wood, bark, sky = distinct_colours(3)
-    assert shown({0: (1, 2, 3), 1: None, 2: (250, 0, 250)}) == ((1, 2, 3), bark, (250, 0, 250))
-    for given in ((0, 0, 0), (5, 5, 5), (0, 0, 255)), (None, (bark[0], bark[1], bark[2] - 7), bark), (None, None, wood):
-        assert shown(dict(enumerate(given))) == (wood, bark, sky)
-    assert not alike(dict(enumerate(shown(dict.fromkeys(range(64))))))
+@pytest.mark.parametrize(
+    "given",
+    [
+        [(0, 0, 0), (5, 5, 5), (255, 0, 0)],  # two alike, and the first colour of those that replace them
+        [(0, 0, 0), (5, 5, 5), (254, 0, 0), (103, 140, 230)],
+        [None, None, (255, 3, 3), (103, 140, 230), None],
+        [(number // 2, 0, 0) for number in range(254)],
+        [None] * 254,
+    ],
+)
+def test_colours_are_told_apart_and_those_that_can_be_stay(given):
+    shown = told_apart(dict(enumerate(given)))
+    own = [(colour, now) for colour, now in zip(given, shown, strict=True) if colour is not None]
+    assert len(given) == 254 or [colour for colour, now in own if colour == now] == [
+        colour for colour, _ in own if colour not in ((0, 0, 0), (5, 5, 5))
+    ]
+    assert len(shown) == len(given) and not alike(dict(enumerate(shown)))
