@@ -56,7 +56,7 @@ def configured(
             shows = not {*SHOW}.isdisjoint(sys.argv)
             if shows:
                 words = [word for word in words if word != "job"]
-            with errors_for_users():
+            with errors_for_users("start it again" if sweeps else _again(words, schema)):
                 refuse_options(words, schema)
                 if not {*HELP}.isdisjoint(sys.argv):
                     text = about or sys.modules[main.__module__].__doc__ or name
@@ -75,6 +75,14 @@ def configured(
         return run
 
     return decorated
+
+
+def _again(words: list[str], schema: type[Keys]) -> str:
+    """How to go on with a command that was stopped."""
+    if all(entry.name != "resume" for entry in fields(schema)):
+        return "start it again"
+    has_folder = any(word.startswith("run_dir=") for word in words)
+    return "start it again with resume=auto" + ("" if has_folder else " and run_dir=FOLDER, the one that it has named")
 
 
 def composed(name: str, *overrides: str) -> DictConfig:

@@ -48,7 +48,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --help lists them all")
-    # Home folders differ between the machines of a training.
+    # In a training, ~ is kept in keys that ranks and resumed runs compare: home folders differ between machines.
     _expand_home(config, all_keys=not isinstance(config, TrainingRun))
     check_values(config)
     return config

@@ -79,7 +79,7 @@ def _unknown(name: str, value: str, schema: type[Keys]) -> str:
 
 
 def _nearest(name: str, schema: type[Keys]) -> list[str]:
-    """Keys with the same last part; else the one of a word of other tools; else the most alike, of its group first."""
+    """Keys with this last part; else the one that another tool calls so; else the most similar, first in its group."""
     known = [key for key in types_in(schema) if not key.endswith(".name")]
     group, _, last = name.rpartition(".")
     if same := [key for key in known if key.rpartition(".")[2] == last]:

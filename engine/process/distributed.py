@@ -87,7 +87,7 @@ def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool 
     named = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else None
     no_exchange: dict[str, Any] = {named or "broadcast_buffers": False}
     kept_order = fixed_buckets and dist.get_world_size() > 2
-    if kept_order:  # the flag is not for unused parameters, which there are none of, as PyTorch would say
+    if kept_order:  # with this flag DDP keeps its buckets. PyTorch would warn that no parameter is unused
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified in DDP constructor")
     return DistributedDataParallel(
         network,
@@ -132,7 +132,8 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
     Args:
         device: "auto", "cpu" or "cuda"; under torchrun each process takes a CUDA device of its own.
         timeout_seconds: how long a process waits for another before it fails.
-        keys: prefix of the configuration keys device and timeout_seconds, for error messages.
+        keys: prefix of a training's configuration keys device and timeout_seconds, for error messages. Empty: this is
+            an evaluation.
 
     Raises:
         ValueError: see `world_size`; or "cuda" without a CUDA device, or with fewer devices than processes on this
@@ -165,7 +166,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
         raise ConnectionError(
             f"process {rank} of the run lost another process, or waited for it longer than {limit} "
             f"({str(error).strip().splitlines()[0]}). See the message of the process that failed first; start all of "
-            f"them again with resume=auto"
+            f"them again" + (" with resume=auto" if keys else "")
         ) from error
     if started:  # not after an error: other processes may be gone, and notice that this one ends
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Write files to paths that users name. (Files of a run directory are written by engine/checkpoint.)"""
+"""Write files whole or not at all, but for checkpoints, which engine/checkpoint/files.py writes."""
 
 import errno
 import os

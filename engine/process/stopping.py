@@ -32,9 +32,9 @@ class Preempted(BaseException):
 class StopRequest:
     """Context in which a signal asks for a stop: it sets `requested` instead of killing the process.
 
-    Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. The same signal again
-    ends the process, after `ONE_REQUEST_SECONDS`. Under torchrun, its death is a request too. Signals that are ignored
-    stay so (`nohup`, `&`).
+    Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. The same signal ends the
+    process if it comes again, more than `ONE_REQUEST_SECONDS` after the first. The death of a torchrun that started
+    this process is a request too. Signals that are ignored stay so (`nohup`, `&`).
     """
 
     def __init__(self) -> None:
@@ -98,10 +98,10 @@ def _ignore_interrupts() -> None:
 
 
 @contextmanager
-def errors_for_users() -> Iterator[None]:
+def errors_for_users(again: str = "start it again") -> Iterator[None]:
     """Wraps a command: errors that its user can fix become a message and exit status 1; others keep their traceback.
 
-    HYDRA_FULL_ERROR=1 keeps all tracebacks.
+    HYDRA_FULL_ERROR=1 keeps all tracebacks. `again`: how to go on after a stop on request.
     """
     make_printing_safe()
     # Its warning that no CUDA runtime is found means only that code is compiled for the CPU.
@@ -113,7 +113,7 @@ def errors_for_users() -> Iterator[None]:
         sys.exit("interrupted")
     except Preempted as stopped:
         _ignore_interrupts()
-        logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
+        logger.log(logging.INFO if logger.handlers else logging.WARNING, f"{stopped}; exit status {EXIT_CODE}: {again}")
         sys.exit(EXIT_CODE)
     except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
         for_users = isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) and bool(str(error))

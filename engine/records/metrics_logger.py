@@ -28,8 +28,8 @@ class MetricsLogger:
     Args:
         run_dir: for metrics.jsonl and tensorboard/; None on ranks that only keep the counts.
         score: name of the score that selects best.pt.
-        start_step: steps already done; a continued training records them. Records beyond it, left by a run killed
-            after its last checkpoint, are removed.
+        start_step: steps already done. If there are any, metrics.jsonl gets a record that the run was resumed; records
+            of later steps, left by a run killed after its last checkpoint, are removed.
         best: the property `best` at `start_step`; metrics.jsonl may have been lost since.
         config_text: config.yaml, shown in TensorBoard.
     """
@@ -65,7 +65,7 @@ class MetricsLogger:
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
         self.recent: Counter[str] = Counter()  # sums since the last record
         self.all: Counter[str] = Counter()  # sums of this process
-        self.peak_memory_mib = 0.0
+        self.recent_memory_mib = self.peak_memory_mib = 0.0  # largest noted since the last record, and of all records
         self.step_started = time.perf_counter()
 
     def __enter__(self) -> "MetricsLogger":
@@ -77,12 +77,8 @@ class MetricsLogger:
         self.progress.stop()
         # After an error such as a full disk, closing may fail too.
         with suppress(OSError) if exception[0] else nullcontext():
-            self.close()
-
-    def close(self) -> None:
-        """Write what is left, also where no step has begun. Later calls do nothing."""
-        if self.run_dir is not None:
-            self.tensorboard.close()
+            if self.run_dir is not None:
+                self.tensorboard.close()
 
     @property
     def best_step(self) -> int | None:
@@ -117,6 +113,10 @@ class MetricsLogger:
         """Exclude the time since the last step (e.g. an evaluation) from the next."""
         self.step_started = time.perf_counter()
 
+    def note_memory(self, peak_mib: float) -> None:
+        """Note a peak of memory before the device counts it anew: the next record has the largest."""
+        self.recent_memory_mib = max(self.recent_memory_mib, peak_mib)
+
     def data_wait_s(self) -> float:
         """Mean seconds per step, since the last record, that this rank waited for data."""
         return round(self.recent["data_s"] / self.recent["steps"], 6)
@@ -137,6 +137,7 @@ class MetricsLogger:
         data_waits_s = data_waits_s or [self.data_wait_s()]
         recent, self.recent = self.recent, Counter()
         loss, speed = recent["loss"] / recent["steps"], recent["images"] / recent["seconds"]
+        peak_memory_mib, self.recent_memory_mib = max(peak_memory_mib, self.recent_memory_mib), 0.0
         self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)
         if self.run_dir is None:
             return

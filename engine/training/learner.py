@@ -89,12 +89,9 @@ class Learner:
         self.scaler.scale(loss).backward()
 
     def gradient_norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient, a scalar on the network's device; clips to `max_gradient_norm`."""
+        """Euclidean norm of the whole gradient, a scalar on the network's device. Takes the loss scale off."""
         self.scaler.unscale_(self.optimizer)
-        norm = get_total_norm([p.grad for p in self.network.parameters() if p.grad is not None])
-        if self.max_gradient_norm is not None:
-            clip_grads_with_norm_(self.network.parameters(), self.max_gradient_norm, norm)
-        return norm
+        return get_total_norm([p.grad for p in self.network.parameters() if p.grad is not None])
 
     def check(self, loss: float, gradient_norm: float) -> None:
         """Check loss and gradient before a step.
@@ -111,8 +108,12 @@ class Learner:
             raise FloatingPointError(f"the gradient is {gradient_norm}; {self._largest_gradient()}")
 
     def step(self, gradient_norm: float) -> None:
-        """Update the weights, the learning rate and the averaged weights."""
+        """Clip the gradient, which has this norm; update the weights, the learning rate and the averaged weights."""
         if math.isfinite(gradient_norm):
+            if self.max_gradient_norm is not None:
+                parameters = [p for p in self.network.parameters() if p.grad is not None]
+                norm = parameters[0].new_tensor(gradient_norm)
+                clip_grads_with_norm_(parameters, self.max_gradient_norm, norm)
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)  # it would look at the gradients again, and wait for the device

@@ -118,12 +118,15 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
 def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
     """Bytes of tensors on one device in such a step; with trainer.recompute=budget the least in `memory.time`."""
     if config.trainer.recompute == "budget":
-        return room(config, crops, crop_size).least(config.memory.time)
+        return room(config, crops, crop_size, devices).least(config.memory.time)
     return step_memory(config, crops, crop_size, devices).peak
 
 
-def room(config: TrainingRun, crops: int, crop_size: int) -> Room:
-    """The room for activations in the second step of a training, and plans for it."""
+def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> Room:
+    """The room for activations in the second step of a training, and plans for it.
+
+    With several devices and micro-batches, DDP's buckets hold the gradients a second time.
+    """
     with FakeTensors():
         learner, loss, minibatch = fake_step(replace(config, memory=Memory()), crops, crop_size)
         beside, forward = begun(learner, minibatch), learner.forward
@@ -142,7 +145,8 @@ def room(config: TrainingRun, crops: int, crop_size: int) -> Room:
         with MadeTensors() as of_optimizer:
             learner.gradient_norm()
             learner.step(1.0)
-    beside |= {"gradients": sum(parameter.nbytes for parameter in parameters), "loss": of_loss.peak}
+    times = 2 if devices > 1 and learner.accumulation_steps > 1 else 1
+    beside |= {"gradients": times * sum(parameter.nbytes for parameter in parameters), "loss": of_loss.peak}
     plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
     return Room(beside, of_optimizer.peak, list(plans))
 
@@ -152,8 +156,9 @@ def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
 
     If no plan is within them, the least that is possible. Also returns the step's bytes, and the sum as text.
     """
-    step, available = room(config, share_of(config, devices), config.data.crop_size), config.memory.available(devices)
+    available = config.memory.available(devices)
     assert available is not None
+    step = room(config, share_of(config, devices), config.data.crop_size, devices)
     peak, time = step.within(available)
     left = max(available - sum(step.beside.values()), peak + 2**10)
     beside = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.beside.items() if size)

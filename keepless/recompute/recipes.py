@@ -307,8 +307,8 @@ class ByPlan:
         if self.flags and plan is not None and plan.kept is not None:
             if plan.inputs == self.inputs:
                 return plan.kept
-            of = f"; bytes of a step with {size_text(plan.inputs)} of inputs"
-            return [one._replace(why=one.why + of) for one in plan.kept]
+            which_step = f"; bytes of a step with {size_text(plan.inputs)} of inputs"
+            return [one._replace(why=one.why + which_step) for one in plan.kept]
         kept = log.kept(self.why_kept)
         if plan is not None and self.trace is None and self.call + 1 == len(plan.calls):  # it sees more than is kept
             plan.kept, plan.inputs = kept, self.inputs

@@ -1,8 +1,8 @@
 """Record a forward pass so that autograd keeps few of its tensors, and the backward pass computes the others again.
 
-Rule 1. A recording sees every outermost call of a function, as a function mode (those of torch.nn.functional that have
-    no rule are opened: it sees the calls inside), and every tensor that autograd saves, by saved-tensor hooks; most
-    tensors are saved during a call, before it is known whether the call can be repeated.
+Rule 1. A recording is a function mode with saved-tensor hooks: it sees every outermost call of a function, and every
+    tensor that autograd saves. Most tensors are saved during a call, before it is known whether the call can be
+    repeated. If a function of torch.nn.functional has no rule, the recording sees the calls inside of it instead.
 Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (values.py): the tensor itself
     (`Kept`), or a `Recipe`, which is a function of other values. Operations that save one tensor share its value.
 Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (functions.py) whose inputs are available

@@ -107,7 +107,7 @@ def _main(output: Path, inject: Callable | None, entry: str, *overrides: str) ->
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     if inject is not None:
         inject()
-    with errors_for_users():
+    with errors_for_users("start it again with resume=auto"):
         importlib.import_module(entry).train(composed(entry, *overrides), command_line())
 
 

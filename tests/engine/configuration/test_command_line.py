@@ -1,6 +1,7 @@
 """Commands compose what Hydra composes, and --help describes it."""
 
 import importlib
+import logging
 import re
 import sys
 from dataclasses import dataclass, fields, is_dataclass
@@ -11,6 +12,9 @@ import pytest
 from engine.configuration.choices import CONFIGS, choices
 from engine.configuration.command_line import composed
 from engine.configuration.help import sentences
+from engine.process import stopping
+from engine.process.console import logger
+from engine.process.stopping import EXIT_CODE, Preempted
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import groups_of
 from engine.schema.segmentation import SegmentationRun
@@ -90,6 +94,31 @@ def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg=job", "tta.flips=true"])
     with pytest.raises(SystemExit, match="^error: tta.flips=true: there is no such key"):
         main()
+
+
+@pytest.mark.parametrize(
+    "command, function, words, again",
+    [
+        ("scripts.run_table", "run", ["table=table3"], "start it again"),
+        ("train_seg", "train", [], "start it again with resume=auto and run_dir=FOLDER, the one that it has named"),
+        ("train_seg", "train", ["run_dir=runs/a"], "start it again with resume=auto"),
+    ],
+)
+def test_a_stop_says_how_to_go_on_also_where_there_is_no_log(command, function, words, again, monkeypatch, caplog):
+    main = importlib.import_module(command)
+
+    def stop(*_: object) -> None:
+        raise Preempted("stopped")
+
+    monkeypatch.setattr(main, function, stop)
+    monkeypatch.setattr(stopping, "_ignore_interrupts", lambda: None)  # until this process ends
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(sys, "argv", [command, *words])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == EXIT_CODE
+    assert caplog.record_tuples[-1][1:] == (logging.WARNING, f"stopped; exit status 75: {again}")  # Python prints these
 
 
 @dataclass

@@ -109,8 +109,9 @@ def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
         running.pause_ended()
         running.step(loss=3.0, gradient_norm=5.0, images=8, data_s=1.0)
         assert running.data_wait_s() == 0.75
+        running.note_memory(80.0)  # before an evaluation, after which it counts anew
         running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0)
-        values = {"lr": 0.1, "peak_memory_mib": 64.0, "loss": 2.0, "gradient_norm": 3.5, "images_per_second": 4.0}
+        values = {"lr": 0.1, "peak_memory_mib": 80.0, "loss": 2.0, "gradient_norm": 3.5, "images_per_second": 4.0}
         assert records(tmp_path) == [{"kind": "train", "step": 2, "epoch": 0.5, **values, "data_wait_s": [0.75]}]
         running.evaluation(2, 0.5, evaluated())
         assert "4.0 images/s, 38 % of it waiting for data" in "\n".join(

@@ -72,6 +72,10 @@ def test_a_broken_network_or_average_has_no_state_and_a_gradient_that_overflows_
     largest = r"all are finite; the gradient with the largest norm is weight \(2e\+25\)"  # whose square overflows
     with pytest.raises(FloatingPointError, match=f"the gradient is inf; {largest}"):
         learner.check(1.0, learner.gradient_norm().item())
+    learner.network.bias.grad[0] = torch.nan
+    learner.max_gradient_norm = 1.0  # which must not make NaN of all others
+    with pytest.raises(FloatingPointError, match="the gradient is nan; 1 of 2 are not finite, bias first"):
+        learner.check(1.0, learner.gradient_norm().item())
 
 
 @pytest.mark.parametrize("part", ["network", "optimizer", "ema", "scaler"])

@@ -180,6 +180,15 @@ def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():
     assert trace.peak <= needed <= config.memory.available(1) < plain.peak
 
 
+def test_a_budget_leaves_room_for_the_buckets_of_several_devices():
+    """DDP copies the sums of several micro-batches' gradients into them."""
+    run = (*WITHIN, leaving(30, devices=2), "data.crops_per_minibatch=8", "trainer.accumulation_steps=2")
+    config = planned(*run)
+    memory, needed, _ = planner.within_budget(config, devices=2)
+    trace = planner.step_memory(replace(config, memory=memory), 4, 128, devices=2)
+    assert trace.peak <= needed
+
+
 @pytest.mark.slow
 def test_the_most_crops_within_a_budget_are_those_of_its_time():
     run = (*WITHIN, leaving(30), "memory.fit=batch", "data.crops_per_minibatch=4")
