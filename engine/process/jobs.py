@@ -17,9 +17,9 @@ def run_jobs(
 ) -> int:
     """Run the commands {title: command} in `folder`, also after one has failed; return how many failed.
 
-    At the end it prints how many ran, in earlier calls too (`ended_before`), and which failed; they print their errors
-    themselves. A signal that asks for a stop (`ONE_REQUEST_SECONDS`) goes on to the running command, and no other one
-    starts.
+    At the end it prints how many succeeded, how many had finished before this call (`ended_before`), and which failed;
+    they print their errors themselves. A signal that asks for a stop (`ONE_REQUEST_SECONDS`) goes on to the running
+    command, and no other one starts.
 
     Preempted: this process, or a command, was asked to stop.
     """

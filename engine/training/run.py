@@ -225,7 +225,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
 def _agree(
     config: Config, world: World, stop: StopRequest, directory: RunDirectory, train_set: Split, val_set: Split
 ) -> Run[Config, Split]:
-    """Lock the directory and return the run, if all ranks agree on configuration, data and checkpoint."""
+    """Compare the configuration of all ranks, lock the directory, compare data and checkpoint, and return the run."""
     schedule = schedule_of(config, images=len(train_set))
     world.check_equal(configuration.shared(config), "start all of them with the same keys and values")
     with world.first_goes_ahead() as first:
