@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib import color_sequences
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
@@ -113,6 +114,7 @@ def curves(groups: list[Group]) -> Figure:
     for axes, (kind, value, label, style, factor) in zip(
         panels, (("train", "loss", "training loss", "-", 1), best), strict=True
     ):
+        axes.set_prop_cycle(color=color_sequences["tab10" if len(groups) <= 10 else "tab20"])
         for group in groups:
             steps, *values = group.curve(kind, value)
             mean, spread = (factor * np.array(each) for each in values)

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from datasets.synthetic import write_streets
 from eval import evaluate
-from scripts.compare_runs import Comparison, Group, compare
+from scripts.compare_runs import Comparison, Group, compare, curves
 from scripts.compare_runs import report as report_of
 from scripts.reports.runs import Run, differing, found_runs
 from tests.runs import SHORT, composed
@@ -162,6 +162,12 @@ def test_curves_are_means_over_the_steps_that_all_seeds_have():
         run.records = [{"kind": "train", "step": step, "loss": loss} for step, loss in losses.items()]
     steps, means, deviations = Group("", runs).curve("train", "loss")
     assert (steps, means, deviations) == ([2], [3.0], [statistics.stdev([2.0, 4.0])])
+
+
+def test_no_two_curves_of_twelve_runs_have_one_colour():
+    figure = curves([Group(str(number), [Run(CIFAR / "std")]) for number in range(12)])
+    for axes in figure.axes:
+        assert len({line.get_color() for line in axes.lines}) == len(axes.lines) == 12
 
 
 def test_runs_are_found_in_the_order_of_their_numbers(tmp_path):
