@@ -112,7 +112,7 @@ class Learner:
         if math.isfinite(gradient_norm):
             if self.max_gradient_norm is not None:
                 parameters = [p for p in self.network.parameters() if p.grad is not None]
-                norm = parameters[0].new_tensor(gradient_norm)
+                norm = parameters[0].new_full((), gradient_norm)  # new_tensor would wait for the device
                 clip_grads_with_norm_(parameters, self.max_gradient_norm, norm)
             self.optimizer.step()
         else:

@@ -62,8 +62,9 @@ class EagerBackend(Backend):
         """
         u, dy = _u_and_dy(kept, dz)
         weight, ones = kept.gamma * kept.invstd, torch.ones_like(kept.gamma)
+        none = weight.new_empty(0)  # as the operator itself saves in eval mode; CUDA asks for tensors in channels_last
         dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward.default(
-            dy, u, weight, kept.offset, ones, None, None, False, 0.0, [True, True, True]
+            dy, u, weight, kept.offset, ones, none, none, False, 0.0, [True, True, True]
         )
         return dx, dgamma.mul_(_factor(kept)), dbeta
 
