@@ -182,7 +182,7 @@ def test_a_step_on_a_gpu_waits_once(precision):
             train_step(*arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
+    assert len([wait for wait in waits if "called a synchronizing" in str(wait.message)]) == 1
 
 
 def test_a_save_waits_for_the_device_once(tmp_path):

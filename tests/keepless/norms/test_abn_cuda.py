@@ -37,7 +37,7 @@ def test_equals_the_cpu_in_float64(strategy, backend, training, memory_format, d
         reference.bias.uniform_(-0.5, 0.5)
     layer = LAYERS[strategy](32, backend=backend).to("cuda", torch.promote_types(dtype, torch.float32)).train(training)
     layer.load_state_dict(reference.state_dict())
-    x, dz = torch.randn(2, 4, 32, 16, 16, dtype=torch.float64).to(dtype).unbind()  # rounded, so that both sides see the same signs
+    x, dz = torch.randn(2, 4, 32, 16, 16, dtype=torch.float64).to(dtype).unbind()  # both sides see the same signs
     x, dz = (tensor.to(memory_format=memory_format) for tensor in (x, dz))
     expected = gradients(reference, x.double(), dz.double())
     results = gradients(layer, x.to("cuda"), dz.to("cuda"))
