@@ -6,7 +6,7 @@
     python -m scripts.gpu_evidence part=abn measure=false out=DIR   # page and picture from the record, without a GPU
 
 A part is a benchmark of scripts/evidence with certain arguments. DIR/gpu_PART.json is written after each item, and the
-same command adds what is missing. docs/reproducing.md lists the parts in order, with the minutes that they should take.
+same command adds what is missing. docs/results/gpu.md says how many minutes each part takes, and what was measured.
 """
 
 import os

@@ -19,7 +19,7 @@ from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from scripts import plan_memory
 from scripts.compare_runs import Group, compared, report
-from scripts.evidence import counted, layers, loader, loss, networks, reversible, tables, training
+from scripts.evidence import check, counted, fit, layers, loader, loss, networks, ranks, reversible, tables, training
 from scripts.evidence.counted import Cells
 from scripts.reports import papers
 from scripts.reports.frame import BLOCK, RESULTS, Benchmark, calls_text, rows_of, with_blocks
@@ -28,6 +28,7 @@ from scripts.reports.markdown import GIB, mib
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/training")]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, networks, plan_memory, reversible, training)]
+OF_A_GPU = [module.BENCHMARK for module in (check, fit, ranks)]  # their records are in docs/results/gpu
 COMPARISONS = {  # of runs in a folder of docs/results: name of the block
     **{
         f"runs_camvid_{name}": f"camvid/{name}"
@@ -123,8 +124,8 @@ CELLS: dict[str, Callable[[], Cells]] = {
 }
 
 
-def benchmark_text(benchmark: Benchmark, _: str) -> str:
-    return calls_text(benchmark, record(benchmark.name), benchmark.name)
+def benchmark_text(benchmark: Benchmark, name: str, _: str) -> str:
+    return calls_text(benchmark, record(name), name)
 
 
 def table_text(name: str, _: str) -> str:
@@ -134,7 +135,8 @@ def table_text(name: str, _: str) -> str:
 BLOCKS: dict[str, Callable[[str], str]] = {
     **{name: partial(filled, cells) for name, cells in CELLS.items()},
     **{name: partial(comparison, name) for name in COMPARISONS},
-    **{own.name: partial(benchmark_text, own) for own in BENCHMARKS},
+    **{own.name: partial(benchmark_text, own, own.name) for own in BENCHMARKS},
+    **{own.name: partial(benchmark_text, own, f"gpu/{own.name}") for own in OF_A_GPU},
     **{name: partial(table_text, name) for name in (*papers.TABLES, tables.LEFT_OUT)},
 }
 
