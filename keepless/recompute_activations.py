@@ -17,7 +17,7 @@ from .recompute.plans import Budget, Plans, arguments_of, checked
 from .recompute.recording import Recording, is_ours, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
-from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level
+from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level, warn
 
 
 def recompute_activations(
@@ -237,7 +237,7 @@ class _Hooks:
                     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
                     raised = output is None and sys.exc_info()[0] is not None
                     if not outputs and trace.saved and not raised:
-                        warnings.warn(_UNSEEN_OUTPUTS, stacklevel=2)
+                        warn(_UNSEEN_OUTPUTS)
                     trace.watch_backward(outputs, recording.known.start)
 
     def refuse_script(self) -> NoReturn:

@@ -15,6 +15,7 @@ Other files use only these, which extensions of PyTorch rely on: `Tensor._versio
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -84,7 +85,17 @@ address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 # What fake tensors raise where a program asks for their values.
 ASKS_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
+_INNER = frozenset(["keepless", "torch", "contextlib"])  # packages whose lines no warning names
+
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
+
+
+def warn(message: str) -> None:
+    """Warn at the line on the stack that called this package, perhaps through PyTorch's modules."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def backward_runs() -> bool:

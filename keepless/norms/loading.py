@@ -1,8 +1,9 @@
 """Recognise weights of the released `inplace_abn`, whose norms scale by |weight| + eps, while they are loaded."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
+
+from ..torch_internals import warn
 
 CONVERTED = "from_released"  # marks converted norms in a state dict's metadata
 
@@ -20,12 +21,11 @@ def warn_if_released(
     if missing_keys is _LastWarning.missing_keys or not is_released(state_dict, prefix, metadata):
         return
     _LastWarning.missing_keys = missing_keys
-    warnings.warn(
+    warn(
         f"the state dict has no num_batches_tracked for {prefix[:-1] or '(the module itself)'}, like one of the "
         f"released package inplace_abn. The in-place layers there scale by |weight| + eps; here, the scale is weight. "
         f"If the weights come from there, load from_released(state_dict, eps=1e-5) instead. Standard "
-        f"batch normalisation saved before PyTorch 0.4.1 needs no conversion",
-        stacklevel=5 + prefix.count("."),  # the caller of load_state_dict, which calls itself for every level
+        f"batch normalisation saved before PyTorch 0.4.1 needs no conversion"
     )
 
 

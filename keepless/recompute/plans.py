@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ..inputs import check_module, tensors_in
 from ..saved import is_ordinary, size_text
-from ..torch_internals import profiler_runs, tree_map
+from ..torch_internals import profiler_runs, tree_map, warn
 from ..units import UNITS, bytes_of
 from .recipes import ByPlan, Guard
 from .rehearsal import rehearsed_step, traced_step
@@ -26,6 +25,7 @@ from .values import autocast_of
 _MOST = 16  # planned sizes of one kind of inputs; and whole steps that are traced, if the network takes several paths
 _LARGER = 1.5  # a size follows the plan of one that has at most so many times its bytes
 _CLOSE = 0.97  # of the budget: a plan that takes so much is not searched for again
+_BLOCK = 512  # bytes: allocators give no less, so a budget is not missed by fewer
 _NEARLY = 1.05  # times the budget: whether it is missed by no more is said once the step has been traced
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Plans:
         if profiler_runs():  # measuring starts another, which would end it
             if size is None and not self._waits:
                 self._waits = True
-                warnings.warn("a profiler of PyTorch runs: the budget is planned once it has ended", stacklevel=2)
+                warn("a profiler of PyTorch runs: the budget is planned once it has ended")
             return ByPlan([] if size is None else size.plans, guard=Guard(), inputs=sum(given[1]))
         if size is None:
             size = self._added(kind, given)
@@ -174,19 +174,16 @@ class Plans:
         )
         least = int(choice.peak * correction)
         may_be_met = is_rehearsed and least < _NEARLY * asked  # rehearsals estimate what operators take while they run
-        if least > asked and not (may_be_met or self._was_missed):
+        if least > asked + _BLOCK and not (may_be_met or self._was_missed):
             self._was_missed = True
             texts = size_text(asked), size_text(least)
             if texts[0] == texts[1]:
                 texts = f"{asked:,} bytes", f"{least:,} bytes"
-            warnings.warn(
-                f"no plan keeps this step within {texts[0]}: the least is {texts[1]}, which is taken", stacklevel=2
-            )
+            warn(f"no plan keeps this step within {texts[0]}: the least is {texts[1]}, which is taken")
         if step.unseen:
-            warnings.warn(
+            warn(
                 f"the network runs a part of its forward pass under {step.unseen}, which the budget cannot plan: a "
-                f"step may take more than the budget unless that is switched off",
-                stacklevel=2,
+                f"step may take more than the budget unless that is switched off"
             )
         return choice.plan(step)
 

@@ -1,6 +1,5 @@
 """Backends for BN + activation. `eager` is the reference that the others are tested against."""
 
-import warnings
 from functools import cache
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...torch_internals import FakeTensor, dispatch_modes_on
+from ...torch_internals import FakeTensor, dispatch_modes_on, warn
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
 from .fused_shapes import FusedShapes
@@ -81,10 +80,9 @@ def triton_launches(device: torch.device) -> bool:
         kernels.probe(device)
     except Exception as error:  # missing compilers, headers and libraries each raise another one
         reason = str(error).partition("\n")[0]
-        warnings.warn(
+        warn(
             f"Triton cannot launch kernels on {device} ({reason}), so the layers use backend='eager', which is slower: "
-            f"install a C compiler (gcc, or set CC) and Python's headers",
-            stacklevel=2,
+            f"install a C compiler (gcc, or set CC) and Python's headers"
         )
         return False
     return True
