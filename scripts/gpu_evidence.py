@@ -58,7 +58,7 @@ TINY_STEPS: dict[str, Any] = {
     **{"compiler": "aot_eager", "overrides": ["body.base_channels=[8,8,16]", "norm.backend=eager"]},
 }
 PARTS = {  # in the order in which they should be run
-    "check": Part(check.BENCHMARK, [{}], {"only": ["tests/keepless/norms/test_triton.py"]}),
+    "check": Part(check.BENCHMARK, [{}], {"only": ["trainings"]}),
     "host": Part(layers.BENCHMARK, [LAYERS | OF_HOST], TINY_LAYERS | OF_HOST | {"backend": "eager"}),
     "exact": Part(networks.BENCHMARK, [NETWORKS | EXACT | {"images": 8, "image_size": 64}], TINY_NETWORKS | EXACT),
     "abn": Part(layers.BENCHMARK, [LAYERS], TINY_LAYERS),

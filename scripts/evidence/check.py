@@ -1,7 +1,7 @@
 """Run the tests that need a CUDA device, layers first, then trainings, and record their outcomes:
 
 python -m scripts.evidence.check out=FILE.json
-python -m scripts.evidence.check only=[tests/keepless] out=FILE.json
+python -m scripts.evidence.check only=[layers] out=FILE.json
 python -m scripts.evidence.check minutes=8 out=FILE.json
 """
 
@@ -9,41 +9,60 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
 
 from scripts.reports import frame
 from scripts.reports.markdown import Rows
 from scripts.reports.papers import REPOSITORY
 
-OUTCOMES = ("passed", "failed", "error", "skipped")
+PROBLEMS = ("failure", "error", "skipped")  # as pytest's report calls them
 
 
-def items(arguments: frame.Arguments) -> dict[str, tuple[str]]:
-    """A file of tests each."""
+def items(arguments: frame.Arguments) -> dict[str, tuple[list[str]]]:
+    """Files of tests. Each item is one run of pytest, which takes 10 s to start its processes on a card."""
     marked = re.compile(r"NEEDS_CUDA|mark\.gpu")
     found = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if marked.search(path.read_text())]
     names = sorted(path.relative_to(REPOSITORY).as_posix() for path in found)
-    names.sort(key=lambda name: not name.startswith("tests/keepless/"))
-    return {name: (name,) for name in names}
+    layers = [name for name in names if name.startswith("tests/keepless/")]
+    return {"layers": (layers,), "trainings": ([name for name in names if name not in layers],)}
 
 
-def measure(arguments: frame.Arguments, file: str) -> Rows:
-    """Run a file's tests in a process of their own. RuntimeError: pytest itself failed."""
+def measure(arguments: frame.Arguments, files: list[str]) -> Rows:
+    """Run these tests in processes of their own; a row per file. RuntimeError: pytest itself failed.
+
+    {"file", "passed", "failure", "error", "skipped", "s": of all its tests, "problems"}
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", file]
-    if find_spec("xdist") is not None:  # kernels are compiled at the same time
-        command += ["-nauto", "--dist=worksteal"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    last = (done.stdout.strip().splitlines() or [""])[-1]  # such as "3 passed, 1 skipped in 2.51s"
-    if not (took := re.search(r" in ([\d.]+)s", last)):
-        raise RuntimeError((done.stdout + done.stderr).strip()[-300:] or f"pytest ended with {done.returncode}")
-    counts = {name: int(count) for count, name in re.findall(rf"(\d+) ({'|'.join(OUTCOMES)})", last)}
-    row: dict = {"file": file, **{name: counts.get(name, 0) for name in OUTCOMES}, "s": float(took[1])}
-    return [{**row, "problems": [line[:300] for line in done.stdout.splitlines() if re.match("(FAILED|ERROR) ", line)]}]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+        command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]  # which names the files
+        if find_spec("xdist") is not None:  # kernels are compiled at the same time
+            command += ["-nauto", "--dist=worksteal"]
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+        if done.returncode not in (0, 1) or not report.is_file():  # 1: tests have failed
+            raise RuntimeError((done.stdout + done.stderr).strip()[-300:] or f"pytest ended with {done.returncode}")
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    return [_row(file, [case for case in cases if case.get("file") == file]) for file in files]
+
+
+def _row(file: str, cases: list[ElementTree.Element]) -> dict:
+    outcomes = [next((kind for kind in PROBLEMS if case.find(kind) is not None), "passed") for case in cases]
+    counts = {kind: outcomes.count(kind) for kind in ("passed", *PROBLEMS)}
+    failed = [case for case, outcome in zip(cases, outcomes, strict=True) if outcome in ("failure", "error")]
+    why = [f"{case.get('name')}: {_message(case)}"[:300] for case in failed]
+    return {"file": file, **counts, "s": round(sum(float(case.get("time", 0)) for case in cases), 2), "problems": why}
+
+
+def _message(case: ElementTree.Element) -> str:
+    return " ".join(part.get("message", "") for part in case)
 
 
 def about(arguments: dict) -> tuple[str, str]:
-    return "Tests on a GPU", "A process for each core, if pytest-xdist is installed"
+    return "Tests on a GPU", "A process for each core, if pytest-xdist is installed; s: of all processes"
 
 
 BENCHMARK = frame.Benchmark("check", frame.Arguments, items, measure, about)
