@@ -212,3 +212,37 @@ def test_every_step_is_within_the_budget_and_exact(device, with_example):
             assert torch.equal(ours.grad, theirs.grad)
         else:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("budget", [None, 0.7])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_a_captured_graph_replays_a_recomputed_step_with_new_masks(device, budget):
+    def replayed(network: nn.Module) -> list[Tensor]:
+        """Gradients of two replays, after five steps in which plans are made."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(5):
+                network.zero_grad()
+                train(network, x)
+        torch.cuda.current_stream().wait_stream(side)
+        network.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            train(network, x)
+        torch.cuda.manual_seed(5)
+        found = []
+        for _ in range(2):
+            graph.replay()
+            found.append(torch.cat([p.grad.flatten().clone() for p in network.parameters()]))
+        return found
+
+    torch.manual_seed(0)
+    blocks = [(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(256)) for _ in range(6)]
+    plain, x = (
+        nn.Sequential(*(layer for block in blocks for layer in block)).to(device),
+        torch.randn(512, 256).to(device),
+    )
+    expected = replayed(copy.deepcopy(plain))
+    results = replayed(recompute_activations(plain, budget=budget))
+    assert not torch.equal(*expected) and all(map(torch.equal, results, expected))
