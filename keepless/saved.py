@@ -70,6 +70,21 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
+    """The stream that runs the present kernels of a tensor's device; None if it has no streams."""
+    is_on_device = tensor.is_cuda and not isinstance(tensor, FakeTensor)
+    return torch.cuda.current_stream(tensor.device) if is_on_device else None
+
+
+def wait_for(stream: torch.cuda.Stream | None, *tensors: Any) -> None:
+    """Let the present stream read tensors of another one: each operation has its backward pass on its own stream."""
+    if stream is not None and (present := torch.cuda.current_stream(stream.device)) != stream:
+        present.wait_stream(stream)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                tensor.record_stream(present)  # otherwise its memory could be used again too early
+
+
 def size_text(count: int) -> str:
     """Bytes for people, such as 1.50 GiB, 20.0 MiB or 0.5 KiB."""
     for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):

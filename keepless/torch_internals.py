@@ -110,6 +110,11 @@ def profiler_runs() -> bool:
     return getattr(profiler, "_is_profiler_enabled", False) or "ProfilerStep" in steps
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured on the present stream: the host may not wait for the device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def by_present_backends(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of attention that is computed by one of the backends that are enabled now (`sdpa_kernel`)."""
     backends = _attention_backends(with_priority=True)

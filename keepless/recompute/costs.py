@@ -4,7 +4,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
 from ..saved import is_ordinary
-from ..torch_internals import tree_leaves, tree_map, without_dispatch_modes, without_function_modes
+from ..torch_internals import FakeTensor, tree_leaves, tree_map, without_dispatch_modes, without_function_modes
 from .values import autocast_as, autocast_of
 
 _profiler = threading.Lock()  # a process has one; two threads that start it crash
@@ -72,7 +72,7 @@ class MeasuredCall(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        return next((one.device for one in self.arguments if isinstance(one, TensorSpec)), torch.device("cpu"))
+        return device_of(filter(_is_spec, tree_leaves(self.arguments, is_leaf=_is_spec)))
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """The result, and the arguments that need gradients."""
@@ -89,6 +89,12 @@ class MeasuredCall(NamedTuple):
         unnamed = len(given) - len(self.names)
         with autocast_as(self.autocast, self.device.type):
             return self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
+
+
+def device_of(tensors: "Iterable[Tensor | TensorSpec]") -> torch.device:
+    """The first device that runs kernels beside the program; the CPU if there is none, or if tensors are fake."""
+    devices = (one.device for one in tensors if not isinstance(one, FakeTensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _is_spec(one: object) -> bool:
@@ -157,15 +163,22 @@ def peak_bytes(
 
 
 def _on_ones(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """Measure once, outside of all modes; 0 where it does not work on ones, such as a Cholesky decomposition."""
+    """Measure once, outside of all modes; 0 where it does not work on ones, such as a Cholesky decomposition.
 
-    @cache
+    Also 0 if the device has no memory left for it, but then it is measured again the next time.
+    """
+    known: dict[Any, Any] = {}
+
     def measured(*call: Any) -> Any:
-        try:
-            with without_dispatch_modes(), without_function_modes():
-                return measure(*call)
-        except RuntimeError:
-            return 0
+        if call not in known:
+            try:
+                with without_dispatch_modes(), without_function_modes():
+                    known[call] = measure(*call)
+            except torch.OutOfMemoryError:
+                return 0
+            except RuntimeError:
+                known[call] = 0
+        return known[call]
 
     return measured
 
@@ -208,6 +221,9 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: b
         made.append(torch.autograd.grad(result, leaves, gradient, retain_graph=not of_many))
 
     with _measured(call.device):
+        if call.device.type == "cuda":  # cuDNN's search for an algorithm and cuBLAS's workspace are not the call's own
+            run()
+            differentiate()
         if of_many:
             peak = peak_bytes(differentiate, call.device, first=run)
         else:  # the graph stays: the profiler warns of memory that is freed but was allocated before it

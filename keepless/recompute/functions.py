@@ -23,6 +23,7 @@ from ..torch_internals import (
     OpOverloadPacket,
     address,
     declared_results,
+    is_capturing,
     next_node_number,
     node_number,
     written_arguments,
@@ -271,7 +272,12 @@ class RandomState:
 
 
 def random_state(like: Tensor) -> RandomState | None:
-    """The state of the generator of a tensor's device; None for devices whose generator is not known."""
+    """The state of the generator of a tensor's device; None for devices whose generator is not known.
+
+    None too while a CUDA graph is captured: in the backward pass's own graph, it would give other numbers.
+    """
+    if is_capturing():
+        return None
     if like.is_cuda and not isinstance(like, FakeTensor):
         return RandomState(torch.cuda.default_generators[like.device.index])
     return RandomState(torch.default_generator) if like.is_cpu or isinstance(like, FakeTensor) else None

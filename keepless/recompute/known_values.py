@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..inputs import tensors_in
 from ..norms.bn_act import is_node, recompute_output
-from ..saved import ByStorage, Kept, form_of, is_ordinary, view
+from ..saved import ByStorage, Kept, current_stream, form_of, is_ordinary, view
 from ..torch_internals import (
     Hooks,
     address,
@@ -274,8 +274,10 @@ class KnownValues:
 
     def _saved(self, tensor: Tensor, call: Call | None) -> Saved:
         """Autograd saves the value of a tensor."""
-        value = self.value_of(tensor) or self._keep_with_base(tensor)
-        if not value.readers and value.unread:
+        value = self.value_of(tensor)
+        if value is None:
+            value = self._keep_with_base(tensor)
+        elif not value.readers and value.unread:
             self.log.keep(value, tensor)
         base = tensor._base
         if base is not None and (of_base := self.find(base)) is not None and of_base is not value:
@@ -287,7 +289,7 @@ class KnownValues:
         if call is not None and is_replaceable and (self.by_plan or isinstance(value.source, Recipe)):
             call.replaceable += (saved,)
         elif positive is not None and value.positive in (None, positive):
-            saved.reads_signs, value.positive = True, positive
+            saved.reads_signs, value.positive, value.stream = True, positive, current_stream(tensor)
             value.sign_readers += 1
             self.signs.append(weakref.ref(value))
         if self.trace is not None:
@@ -300,8 +302,7 @@ class KnownValues:
         is_base = base is not None and base.numel() == tensor.numel() and self.is_made(base)
         kept = base if base is not None and is_base else tensor
         value = self.keep(kept)
-        if is_base:
-            self.log.keep(value, kept)
+        self.log.keep(value, kept)
         if call is not None and call.row.inside:
             call.inside += (Inside(value, call.saves - 1, is_base),)
         return value if not is_base else self.value_of(tensor) or self.keep(tensor)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..inputs import check_module, tensors_in
 from ..saved import is_ordinary, size_text
-from ..torch_internals import profiler_runs, tree_map, warn
+from ..torch_internals import is_capturing, profiler_runs, tree_map, warn
 from ..units import UNITS, bytes_of
 from .recipes import ByPlan, Guard
 from .rehearsal import rehearsed_step, traced_step
@@ -70,10 +70,11 @@ class Plans:
             self._last.note_last()
         kind, given = _described(module, args, kwargs)
         size = self._followed(self._kinds.get(kind, []), given)
-        if profiler_runs():  # measuring starts another, which would end it
+        if (captures := is_capturing()) or profiler_runs():  # measuring waits for the device, or ends the profiler
             if size is None and not self._waits:
                 self._waits = True
-                warn("a profiler of PyTorch runs: the budget is planned once it has ended")
+                what = "a CUDA graph is captured" if captures else "a profiler of PyTorch runs"
+                warn(f"{what}: the budget is planned once it has ended")
             return ByPlan([] if size is None else size.plans, guard=Guard(), inputs=sum(given[1]))
         if size is None:
             size = self._added(kind, given)

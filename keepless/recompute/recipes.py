@@ -341,7 +341,8 @@ class ByPlan:
             mask = how_to_repeat(known, row.mask, call, result)
         if guard is not None and (way := again or mask) is not None and not _reads_overwritten(call, result):
             computed = (Flag.AGAIN | Flag.MASK) if guard.computes(way, result) else 0
-        is_whole = again is not None and bool(call.inside) and row.mask is None
+        # With gradients as in the forward pass, by which attention also chooses its backend.
+        is_whole = again is not None and row.inside and row.mask is None
         if mask is not None and computed & Flag.MASK:
             draw_inside(mask, call)
         own = None

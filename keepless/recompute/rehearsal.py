@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -33,7 +33,7 @@ from ..torch_internals import (
     with_dispatch_modes_off,
     written_arguments,
 )
-from .costs import seconds_of
+from .costs import device_of, seconds_of
 from .recipes import ByPlan
 from .recording import Recording
 from .step import Step
@@ -284,7 +284,7 @@ def traced_step(
     gradients = [parameter.grad for parameter in parameters]
     buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers() if not _is_expanded(buffer)]
     registered = [(module, dict(module._buffers)) for module in network.modules()]
-    device = next((tensor.device for tensor in [*inputs, *parameters]), torch.device("cpu"))
+    device = device_of([*inputs, *parameters])
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
     trace, seconds = StepTrace(measures or not is_fake), 0.0
 
@@ -303,7 +303,7 @@ def traced_step(
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not is_fake):
+        with nullcontext() if is_fake else _as_before():
             if not is_fake:
                 run(None)  # warms up
                 seconds = seconds_of(lambda: run(None), device)[1]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..norms.backends import triton_launches
-from ..saved import Kept, laid_out
+from ..saved import Kept, current_stream, laid_out, wait_for
 from ..torch_internals import Hooks, dispatch_modes_on, without_function_modes
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
@@ -104,10 +104,10 @@ class ShapeOnly:
 class Signs:
     """Which values of a tensor are positive, in one bit each."""
 
-    __slots__ = ("bits", "like")
+    __slots__ = ("bits", "like", "stream")
 
     def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
-        self.like = ShapeOnly(tensor)
+        self.like, self.stream = ShapeOnly(tensor), current_stream(tensor)
         with torch.no_grad(), without_function_modes():
             self.bits = Kept(pack_signs(tensor.detach(), positive_of), hooks)
 
@@ -118,5 +118,7 @@ class Signs:
     def get(self) -> Tensor:
         """1 where the tensor is positive, otherwise 0."""
         with torch.no_grad(), without_function_modes():
-            tensor = unpack_signs(self.bits.get(), self.like.shape, self.like.stride, self.like.dtype)
+            bits = self.bits.get()
+            wait_for(self.stream, bits)
+            tensor = unpack_signs(bits, self.like.shape, self.like.stride, self.like.dtype)
             return laid_out(tensor, self.like.stride)

@@ -6,7 +6,6 @@ from functools import partial
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..inputs import tensors_in
@@ -23,6 +22,7 @@ from .costs import (
     MeasuredCall,
     backward_temporaries,
     call_of,
+    device_of,
     estimated_seconds,
     forward_seconds,
     forward_temporaries,
@@ -250,9 +250,7 @@ class StepTrace:
                 self.holds(tensor)
             else:
                 self.memory(tensor, outside=True)
-        given = next((one for one in call.args if isinstance(one, Tensor)), None)
-        device = torch.device("cpu") if given is None or isinstance(given, FakeTensor) else given.device
-        self._began = len(self.events)
+        self._began, device = len(self.events), device_of(tensors_in(call.arguments))
         result, self.seconds = seconds_of(lambda: call.function(*call.args, **call.kwargs), device)
         if call.saves and call.row.again is None:
             self._without_rule(call, result)
@@ -382,7 +380,7 @@ class StepTrace:
             events[busy.event] = Event.BUSY, extra + taken
             if busy.value >= 0:
                 value = self.values[busy.value]
-                seconds = forward_seconds(busy.call) if self.measures else value.seconds
+                seconds = (self.measures and forward_seconds(busy.call)) or value.seconds
                 self.values[busy.value] = value._replace(busy=value.busy + taken, seconds=seconds)
         for event, call, stride, besides in self._busy_backward:
             if call.size >= _SMALL:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..saved import ByStorage, Kept, check_version, laid_out
+from ..saved import ByStorage, Kept, check_version, current_stream, laid_out, wait_for
 from ..torch_internals import (
-    FakeTensor,
     Hooks,
     at_end_of_backward,
     backward_runs,
@@ -42,7 +41,7 @@ class Value:
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
         self.version = 0  # of the computed tensor
-        self.stream: torch.cuda.Stream | None = None  # that computes it
+        self.stream: torch.cuda.Stream | None = None  # that computes it, or has made what is read for its signs
 
     @property
     def unread(self) -> bool:
@@ -92,7 +91,9 @@ class Value:
             if not at_end and self.may_be_read():
                 return False
             assert self.positive is not None
-            self.source, self.storage = Signs(kept.get(), self.positive, hooks), 0
+            tensor = kept.get()
+            wait_for(self.stream, tensor)  # a later call, perhaps on another stream, packs what has been freed
+            self.source, self.storage = Signs(tensor, self.positive, hooks), 0
         elif hooks is not None:
             self.source = Kept(kept.get(), hooks)
         return True
@@ -151,21 +152,6 @@ class Value:
     def drop(self) -> None:
         """Forget the computed tensor."""
         self.computed, self.stream, self.reads = None, None, 0
-
-
-def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
-    """The stream that runs the present kernels of a tensor's device; None if it has no streams."""
-    is_on_device = tensor.is_cuda and not isinstance(tensor, FakeTensor)
-    return torch.cuda.current_stream(tensor.device) if is_on_device else None
-
-
-def wait_for(stream: torch.cuda.Stream | None, *tensors: Any) -> None:
-    """Let the present stream read tensors of another one: each operation has its backward pass on its own stream."""
-    if stream is not None and (present := torch.cuda.current_stream(stream.device)) != stream:
-        present.wait_stream(stream)
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.is_cuda:
-                tensor.record_stream(present)  # otherwise its memory could be used again too early
 
 
 def unread_bytes(values: Iterable[Value]) -> int:

@@ -21,13 +21,16 @@ class Environment:
     """
 
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
-        devices = {tensor.device for tensor in tensors}
+        parts = [part for module in modules for part in module.modules()]
+        of_parts = (
+            one for part in parts for one in (*part._parameters.values(), *part._buffers.values()) if one is not None
+        )
+        devices = {tensor.device for tensor in (*tensors, *of_parts)}
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
         ]
         self.cache = torch.is_autocast_cache_enabled()
-        parts = [part for module in modules for part in module.modules()]
         self.cuda = [device for device in devices if device.type == "cuda"]
         if self.cuda and torch.cuda.is_current_stream_capturing():  # a graph has no state of a generator to read
             self.cuda = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..saved import Kept, check_version
+from ..saved import Kept, check_version, current_stream, wait_for
 from ..torch_internals import keeps_graph
 
 
@@ -25,11 +25,12 @@ class _Slot:
         self.metadata = _metadata(tensor)
         self.tensor: Tensor | None = None
         self.version = 0
+        self.stream: torch.cuda.Stream | None = None  # that has filled it
 
     def fill(self, tensor: Tensor) -> None:
         if _metadata(tensor) != self.metadata:
             raise RuntimeError(f"{_CHANGED}: it saved a tensor {_metadata(tensor)}, at first {self.metadata}")
-        self.tensor, self.version = tensor.detach(), tensor._version
+        self.tensor, self.version, self.stream = tensor.detach(), tensor._version, current_stream(tensor)
 
     def take(self) -> Tensor:
         """The tensor; an empty slot repeats its section first. RuntimeError if the repetition was different."""
@@ -39,6 +40,7 @@ class _Slot:
         if tensor is None:
             raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
         check_version(tensor, self.version)
+        wait_for(self.stream, tensor)  # a part that runs on several streams is repeated on the first that asks
         if keeps_graph():
             self.tensor = None  # the next backward pass computes it again
         return tensor

@@ -89,3 +89,24 @@ def test_fake_tensors_are_priced_by_the_rates_of_their_device(monkeypatch):
     assert copied == 2 * 2**21 / 2**23
     assert multiplied == 3 * 2**21 / 2**23 + 2 * 2**30 / 2**23
     assert [type(one) for one in measured] == [Tensor, Tensor] and measured[1].dtype == torch.bfloat16
+
+
+def test_a_measurement_without_memory_is_made_again_later():
+    """Until then the call costs what it took in the step."""
+    sizes = [torch.OutOfMemoryError("CUDA out of memory"), 12]
+
+    def measure(call):
+        found = sizes.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    measured = costs._on_ones(measure)
+    assert [measured("call") for _ in range(3)] == [0, 12, 12] and sizes == []
+
+
+def test_a_call_is_timed_on_the_device_of_tensors_in_lists():
+    on_device, on_cpu = torch.empty(2, 3, device="meta"), torch.empty(2, 3)
+    call = costs.call_of(torch.cat, ([on_device, on_device],), {}, lists=True)
+    assert call.device == on_device.device
+    assert costs.device_of([on_cpu, on_device]) == on_device.device and costs.device_of([]) == on_cpu.device

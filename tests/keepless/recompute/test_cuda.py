@@ -5,15 +5,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keepless import recompute_activations
 from keepless.norms.backends.eager import EagerBackend
-from keepless.recompute import values
+from keepless.recompute import signs, values
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.rules import NotFollowed, dropout_scale
+from keepless.recompute.signs import positive
 from keepless.recompute.values import Again, Recipe, Value
 from keepless.saved import Kept
 from tests.cuda import NEEDS_CUDA
@@ -88,16 +88,35 @@ def test_a_reader_on_another_stream_waits_and_records(monkeypatch):
     assert log == ["first waits for forward", "first records", "second waits for first", "second records"]
 
 
+def test_signs_are_packed_after_the_stream_that_made_the_values_and_read_after_the_one_that_packed(monkeypatch):
+    """What a later call packs may have been made on another stream, and be read on a third."""
+    log: list[str] = []
+    made, packs, reads = (Stream(name, log) for name in ("made", "packs", "reads"))
+    present = [packs]
+    monkeypatch.setattr(signs, "current_stream", lambda tensor: present[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: present[0])
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append(f"{stream.name} records"))
+    with FakeTensorMode(), torch.device("cuda"):
+        value = Value(Kept(torch.empty(4), None))
+        value.readers = value.sign_readers = 1
+        value.positive, value.stream = positive, made
+        value.settle(None, at_end=True)
+        present[0] = reads
+        value.get()
+    assert log == ["packs waits for made", "packs records", "reads waits for packs", "reads records"]
+
+
 class TwoStreams(nn.Module):
     """The second half runs on a side stream, and reads what the first half has made."""
 
-    def __init__(self) -> None:
+    def __init__(self, activation: nn.Module) -> None:
         super().__init__()
+        self.activation = activation
         self.first, self.second = nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3)
         self.third, self.norm = nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.silu(self.norm(self.first(x)))
+        y = self.activation(self.norm(self.first(x)))
         present, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(present)
         with torch.cuda.stream(side):
@@ -115,10 +134,11 @@ def cuda_gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("budget", [None, "1KiB"])
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.ReLU()])
 @on_a_device
-def test_gradients_on_two_streams_are_those_of_the_plain_network(budget, deterministic):
+def test_gradients_on_two_streams_are_those_of_the_plain_network(activation, budget, deterministic):
     torch.manual_seed(0)
-    plain, x = TwoStreams().cuda(), torch.randn(16, 3, 128, 128, device="cuda")
+    plain, x = TwoStreams(activation).cuda(), torch.randn(16, 3, 128, 128, device="cuda")
     expected = cuda_gradients(plain, x)
     prepared = recompute_activations(copy.deepcopy(plain), budget=budget)
     for _ in range(10):

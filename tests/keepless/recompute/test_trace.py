@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keepless import plan, recompute_activations, report
 from keepless.recompute.costs import peak_bytes
+from keepless.recompute.functions import random_state
 from keepless.recompute.rehearsal import traced_step
 from keepless.recompute.simulation import plain_peak
 from keepless.torch_internals import current_function_mode
@@ -297,6 +298,45 @@ def test_a_step_that_is_profiled_is_not_traced():
     assert "aten::erfinv" in {event.name for event in profile.events()} and plans(within) == 0
     assert_like_plain(within, plain)
     assert plans(within) == 1
+
+
+def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
+    """Measuring would wait for the device. Masks that are drawn again might get other numbers, so they are kept."""
+    within, plain = pair()
+    monkeypatch.setattr("keepless.recompute.plans.is_capturing", lambda: True)
+    with pytest.warns(UserWarning, match="a CUDA graph is captured: the budget is planned once it has ended"):
+        assert_like_plain(within, plain)
+    assert plans(within) == 0
+    monkeypatch.undo()
+    for _ in range(3):
+        assert_like_plain(within, plain)
+    assert plans(within) == 1
+    monkeypatch.setattr("keepless.recompute.functions.is_capturing", lambda: True)
+    assert random_state(torch.ones(2)) is None
+
+
+def test_attention_is_computed_again_with_gradients_by_which_it_chooses_its_backend(monkeypatch):
+    modes = []
+
+    def attention(*args, **kwargs):
+        modes.append(torch.is_grad_enabled() and args[0].requires_grad)
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+    monkeypatch.setattr("keepless.recompute.rules.by_present_backends", lambda function: attention)
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(32, 96)
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(*self.project(x).chunk(3, -1)).sin()
+
+    network, x = recompute_activations(nn.Sequential(Heads(), Heads()), budget="1kB"), torch.randn(2, 64, 32)
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(3):
+            network(x).sum().backward()
+    assert modes and all(modes)
 
 
 def test_threads_measure_one_after_the_other():

@@ -83,6 +83,12 @@ def test_dropout_is_refused_while_a_graph_is_captured(capturing):
     Environment(sequence(nn.Dropout(0.5)).eval().blocks, [x])
 
 
+def test_autocast_of_a_device_that_only_the_branches_are_on_is_restored(capturing):
+    with FakeTensorMode(), torch.device("cuda"):
+        blocks = sequence().blocks
+    assert "cuda" in {kind for kind, *_ in Environment(blocks, [torch.empty(2, 8, 6, 6)]).autocast}
+
+
 @pytest.mark.parametrize("device", [ON_CUDA])
 def test_a_captured_graph_replays_a_step(device):
     network, x = sequence().to(device), torch.randn(2, 8, 6, 6, device=device)
