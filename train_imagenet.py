@@ -12,7 +12,6 @@ import engine.process.start  # noqa: F401
 from functools import partial
 
 from omegaconf import DictConfig
-from torch import nn
 
 from engine import assemble
 from engine.configuration import config as configuration
@@ -36,7 +35,7 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
         steps, start_step = run.schedule.total_steps, run.start_step
         minibatches = assemble.classified_crops(config, run.train_set, steps, run.world, start_step)
         evaluate = partial(classify_in_run, run, images)
-        return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluate))
+        return run.conclude(loop.train(run, minibatches, assemble.cross_entropy, evaluate))
 
 
 @configured("train_imagenet", ClassificationRun)

@@ -11,6 +11,7 @@ import torch
 
 from engine import assemble
 from engine.checkpoint import files as checkpoint
+from engine.process import transfers
 from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.transfers import prefetched
@@ -179,3 +180,12 @@ def test_prefetched_minibatches_are_those_of_the_loader():
     minibatches = [{"image": torch.full((1000,), n).pin_memory(), "name": str(n)} for n in range(20)]
     seen = [(each["image"].sum(), each["name"]) for each in prefetched(minibatches, torch.device("cuda"))]
     assert [(total.item(), name) for total, name in seen] == [(1000 * n, str(n)) for n in range(20)]
+
+
+def test_all_copies_of_a_device_take_one_stream(monkeypatch):
+    """Freed memory stays with the stream that it was allocated on: each evaluation's own would keep its images."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: [device])
+    transfers._copying_stream.cache_clear()
+    first, again, other = (transfers._copying_stream(torch.device(name)) for name in ("cuda:0", "cuda:0", "cuda:1"))
+    transfers._copying_stream.cache_clear()
+    assert first is again and other == [torch.device("cuda:1")]

@@ -6,6 +6,7 @@ from engine.assemble.classification import (
     classified_images,
     classified_split,
     classified_splits,
+    cross_entropy,
     evaluated_split,
 )
 from engine.assemble.data import (

@@ -1,6 +1,8 @@
 """Configuration keys -> classification datasets, loaders and networks."""
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from datasets import (
@@ -100,3 +102,11 @@ def classified_images(
     if images is not None and images < len(dataset):
         source = Subset(source, [number * len(dataset) // images for number in range(images)])
     return evaluation_loader(source, config, world, batch_size=batch_size, collate_fn=collated)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over images of logits (N, classes), labels (N,), in float32 at least.
+
+    In 16 bits it has three digits, and the gradient of a scaled float16 loss overflows.
+    """
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from datasets import ClassificationDataset, SegmentationDataset, WholeImages
-from engine.assemble.classification import classification_network, classified_images, evaluated_split
+from engine.assemble.classification import classification_network, classified_images, cross_entropy, evaluated_split
 from engine.assemble.data import dataset as segmentation_dataset
 from engine.assemble.data import evaluation_loader
 from engine.assemble.segmentation import loss, segmentation_network, views
@@ -128,6 +128,6 @@ TASKS = {
         evaluated_split,
         classify,
         lambda crops, _: torch.zeros(crops, dtype=torch.int64),
-        lambda _: nn.CrossEntropyLoss(),
+        lambda _: cross_entropy,
     ),
 }

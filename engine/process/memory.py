@@ -21,6 +21,12 @@ def peak_memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
+def forget_peak(device: torch.device) -> None:
+    """Count the peak of a CUDA device's tensors from now on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed: in CPU memory, OpenCV's too, or on a CUDA device in PyTorch or CUDA's libraries.
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[di
     if device.type != "cuda":
         yield from minibatches
         return
-    stream, under_way = torch.cuda.Stream(device), None
+    stream, under_way = _copying_stream(device), None
     for minibatch in minibatches:
         with torch.cuda.stream(stream):
             copied = {
@@ -25,6 +26,12 @@ def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[di
             yield _arrived(*before)
     if under_way is not None:
         yield _arrived(*under_way)
+
+
+@cache
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all copies: PyTorch's allocator keeps freed memory for the stream that it was allocated on."""
+    return torch.cuda.Stream(device)
 
 
 def _arrived(minibatch: dict, copied: torch.cuda.Event) -> dict:

@@ -20,6 +20,7 @@ from engine.process.forward import Forward
 from engine.process.memory import memory_errors
 from models.segmentation import SegmentationNetwork
 
+_MOST_AT_ONCE = 2**31  # class scores that PyTorch's kernels can interpolate: they count in 32 bits
 _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
 
 
@@ -104,7 +105,8 @@ def _predict(
     height, width = images.shape[-2:]
     own_size = (height, width)
     size = views.size(own_size)
-    if views.at_once(size):
+    values = len(images) * getattr(forward.network, "classes", 1) * math.prod(size)
+    if views.at_once(size) and values < _MOST_AT_ONCE:
         predictions = kept(forward(images, at=size, antialias=views.antialias))
     else:
         predictions = torch.cat([kept(scores) for scores in _scores(forward, images, size, views, progress)], dim=2)

@@ -10,7 +10,7 @@ from torch import Tensor, profiler
 
 from engine.process.console import logger
 from engine.process.distributed import World
-from engine.process.memory import memory_errors, peak_memory_mib
+from engine.process.memory import forget_peak, memory_errors, peak_memory_mib
 from engine.process.stopping import Preempted
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
@@ -59,6 +59,7 @@ def train(
                 loss_value, gradient_norm = train_step(learner, loss, minibatch, minibatch_size, world)
             if step == run.start_step + PLANNED_STEPS:
                 run.share_plans()
+                forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
             asked = run.stop.anywhere(world)
             metrics.step(loss_value, gradient_norm, minibatch_size, waited_s)
             if schedule.logs(step):

@@ -20,7 +20,7 @@ from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
 from engine.process.console import counted, log_to, logger, make_console
 from engine.process.distributed import World, joined
-from engine.process.memory import keep_freed_memory, peak_memory_mib
+from engine.process.memory import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.output_files import write_file
 from engine.process.stopping import StopRequest
 from engine.records.evaluated import Dataset, Evaluated, print_results, write_results
@@ -146,12 +146,11 @@ class Run(Generic[Config, Split]):
     def evaluate(self, step: int, evaluate: Callable[[], Evaluated]) -> Evaluated:
         """Evaluate, record it, and save the network if it is the best so far. Every rank must call it."""
         self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
-        if on_cuda := self.world.device.type == "cuda":
+        if self.world.device.type == "cuda":
             self.metrics.note_memory(peak_memory_mib(self.world.device))
         with varying_sizes():
             evaluated = evaluate()
-        if on_cuda:
-            torch.cuda.reset_peak_memory_stats(self.world.device)  # an evaluation may need more than training
+        forget_peak(self.world.device)  # an evaluation may need more than training
         if evaluated.scores[self.config.score] > self.metrics.best_score:
             self.save(step, best=True)
             self.directory.saved()  # before the record: if killed in between, the run evaluates again

@@ -495,7 +495,7 @@ def _tiling(key: Key, reads: int) -> Tiling:
 @cache
 def _forward_pass(key: Key, activation: str) -> _Pass:
     tiling = _tiling(key, reads=1)
-    return _Pass(tiling, _moments_launch(tiling), _normalise_launch(tiling, activation))
+    return _Pass(tiling, _moments_launch(tiling), _normalise_launch(tiling, activation, tiling.padded_parts))
 
 
 @cache
@@ -508,7 +508,7 @@ def _moments_pass(key: Key) -> _Pass:
 @cache
 def _normalise_alone(key: Key, activation: str) -> tuple[Tiling, Launch]:
     tiling = _tiling(key, reads=1)
-    return tiling, _normalise_launch(tiling, activation)
+    return tiling, _normalise_launch(tiling, activation, parts=1)  # it reads none: not compiled for each number
 
 
 @cache
@@ -523,8 +523,8 @@ def _moments_launch(tiling: Tiling) -> Launch:
     return _launch(_partial_moments_kernel, tiling, {"FOLD": tiling.fold})
 
 
-def _normalise_launch(tiling: Tiling, activation: str) -> Launch:
-    return _launch(_normalise_kernel, tiling, {"ACTIVATION": activation, "PARTS": tiling.padded_parts})
+def _normalise_launch(tiling: Tiling, activation: str, parts: int) -> Launch:
+    return _launch(_normalise_kernel, tiling, {"ACTIVATION": activation, "PARTS": parts})
 
 
 def _launch(kernel: Any, tiling: Tiling, constants: dict[str, Any], per_part: bool = True) -> Launch:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from datasets.transforms import scaled
 from engine.schema.segmentation import SegmentationRun
+from engine.segmentation import inference
 from engine.segmentation.inference import Views, predict, resized_region, windows_along
 from keepless import ABN
 from models.bodies import ResNeXt
@@ -168,6 +170,14 @@ def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
         expected = network(inputs.contiguous(memory_format=torch.channels_last)).argmax(dim=1).byte()
     expected = F.interpolate(expected[None], images.shape[-2:], mode="nearest-exact")[0]
     assert torch.equal(predictions, expected)
+
+
+def test_more_scores_than_kernels_count_are_made_a_few_rows_at_a_time(monkeypatch):
+    network, images = small_network(), pictures(61, 64)
+    expected = predicted(network, images, None)
+    monkeypatch.setattr("engine.segmentation.inference._MOST_AT_ONCE", 5 * 61 * 64)
+    monkeypatch.setattr(inference, "_rows", Mock(wraps=inference._rows))
+    assert torch.equal(predicted(network, images, None), expected) and inference._rows.called
 
 
 @pytest.mark.parametrize(

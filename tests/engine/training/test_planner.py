@@ -11,6 +11,7 @@ from datasets import cityscapes
 from engine.schema.memory import Memory, deductions, device_memory
 from engine.schema.segmentation import SegmentationRun
 from engine.training import planner
+from keepless.recompute import costs
 from keepless.saved import size_text
 from scripts import plan_memory
 from tests import runs, trees
@@ -178,6 +179,12 @@ def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():
     # The step that trains with it, with its loss and its optimiser, keeps to the whole.
     trace = planner.step_memory(replace(config, memory=memory), 4, 128)
     assert trace.peak <= needed <= config.memory.available(1) < plain.peak
+
+
+def test_ranks_choose_by_the_same_times(monkeypatch):
+    monkeypatch.setattr(costs, "seconds_again", lambda *_: pytest.fail("each rank measures other times"))
+    costs._rates.cache_clear()
+    assert planner.room(planned(*WITHIN, leaving(30)), 4, 128, devices=2).plans
 
 
 def test_a_budget_leaves_room_for_the_buckets_of_several_devices():
