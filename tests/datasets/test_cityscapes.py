@@ -46,13 +46,3 @@ def test_reads_the_official_layout(cityscapes_root):
     expected = np.vectorize(lambda value: official_labels_by_id[value].trainId)(raw)
     assert np.array_equal(train[0].label, expected) and train[0].label.dtype == np.uint8
     assert len(cityscapes(cityscapes_root, "val")) == 2
-
-
-def test_predictions_are_regular_ids_in_files_that_the_official_script_finds(cityscapes_root):
-    dataset = cityscapes(cityscapes_root, "val")
-    train_ids = np.arange(19, dtype=np.uint8).reshape(1, 19)
-    official = dataset.table.official(train_ids)
-    assert official.dtype == np.uint8 and official.tolist() == [list(dataset.table.official_ids)]
-    assert np.array_equal(dataset.table.train_ids(official), train_ids)
-    assert dataset.table.official(np.full((1, 1), 255, np.uint8)).tolist() == [[0]]
-    assert dataset.files[0].name == "frankfurt_000000_000019"  # the official script looks for NAME*.png

@@ -178,19 +178,12 @@ def test_a_change_of_the_files_changes_their_hashes(root, change):
     assert after.files.fingerprint([1]) != before.files.fingerprint([1])
 
 
-@pytest.mark.parametrize(
-    "damage, complaint",
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:-20]), "the JPEG file is truncated"),
-        (lambda path: [path.unlink(), path.symlink_to("nowhere")], "cannot be read"),
-    ],
-)
-def test_damaged_files_are_found_before_and_while_training(root, damage, complaint):
+def test_damaged_files_are_found_before_and_while_training(root):
     path = root / "train" / WNIDS[1] / f"{WNIDS[1]}_0.JPEG"
-    damage(path)
-    for _ in range(2):  # failure is not remembered
-        with pytest.raises(ValueError, match=r"imagenet, split 'train': 1 problem\(s\) in 6 images") as error:
-            verify(imagenet(root, "train"), workers=0)
-        assert f"{path}: {complaint}" in str(error.value) and "Restore the file" in str(error.value)
-    with pytest.raises(ValueError, match=f"^{path}: {complaint}"):
+    path.unlink()
+    path.symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"imagenet, split 'train': 1 problem\(s\) in 6 images") as error:
+        verify(imagenet(root, "train"), workers=0)
+    assert f"{path}: cannot be read" in str(error.value) and "Restore the file" in str(error.value)
+    with pytest.raises(ValueError, match=f"^{path}: cannot be read"):
         imagenet(root, "train").image(2)

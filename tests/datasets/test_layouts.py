@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from datasets import SegmentationDataset, camvid, index_classes, inspect, verify
+from datasets import SegmentationDataset, camvid, verify
 from datasets.registry import FOR_SEGMENTATION
 from tests import trees
 
@@ -47,21 +47,6 @@ def test_a_folder_of_any_name_is_read_and_never_written(kind, root):
         for folder in folders:
             os.chmod(folder, 0o755)
     assert trees.contents(root) == before
-
-
-def test_file_names_that_are_not_utf_8(tmp_path):
-    """Archives made on other systems hold them; Python reads their bytes as surrogates, which UTF-8 does not encode."""
-    root = trees.camvid_folders(tmp_path / os.fsdecode(b"donn\xe9es"))
-    for kind, suffix in (("images", ".jpg"), ("labels", ".png")):
-        folder = root / "train" / kind
-        (folder / f"0001TP_000002{suffix}").rename(folder / os.fsdecode(b"caf\xe9" + suffix.encode()))
-    dataset = camvid(root, "train")
-    assert dataset.files[-1].name.encode(errors="surrogateescape") == b"caf\xe9"
-    verify(dataset, workers=0)
-    assert len(index_classes(dataset, tmp_path, workers=0)) == len(list(dataset)) == 6
-    dataset.files[-1].image.write_bytes(b"")
-    (problem,) = inspect(dataset, workers=2).problems
-    assert problem.message.startswith(f"{dataset.files[-1].image}: the file is empty")
 
 
 def test_a_test_split_may_have_no_labels_and_there_are_no_other_splits(root, kind):
