@@ -11,7 +11,7 @@ from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
 from engine.training import setup
 from engine.training.learner import Learner, WeightAverage
-from tests.engine.learners import forward_of, learner_of
+from tests.engine.learners import forward_of
 from tests.runs import one_epoch, run_config, same
 
 
@@ -91,53 +91,6 @@ def test_a_state_of_another_network_is_refused():
     state["network"]["weight"] = torch.zeros(3, 2)
     with pytest.raises(ValueError, match="it does not fit this run: .*Linear:[^$]*size mismatch for weight"):
         small_learner().load_state_dict(state)
-
-
-def trained(kind: str) -> Learner:
-    """After two steps with a norm; "full" and "adamw" with warm-up, averaged weights and a scaled loss."""
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    made: torch.optim.Optimizer = torch.optim.SGD(network.named_parameters(), lr=0.1, momentum=0.9 * (kind == "full"))
-    if kind == "adamw":
-        made = torch.optim.AdamW(network.named_parameters(), lr=0.1)
-    learner = learner_of(network, average=None if kind == "plain" else WeightAverage(network, decay=0.9))
-    parts = [torch.optim.lr_scheduler.LinearLR(made), torch.optim.lr_scheduler.PolynomialLR(made, total_iters=10)]
-    learner.optimizer, learner.scheduler = made, parts[1]
-    if kind != "plain":
-        learner.scheduler = torch.optim.lr_scheduler.SequentialLR(made, parts, milestones=[5])
-        learner.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for _ in range(2):
-        learner.backward(network(torch.randn(3, 2)).square().mean())
-        learner.gradient_norm()
-        learner.step(1.0)
-        learner.optimizer.zero_grad()
-    return learner
-
-
-@functools.cache
-def saved(kind: str) -> dict:
-    return trained(kind).state_dict(2)
-
-
-def assert_same(given: object, wanted: object) -> None:
-    if isinstance(wanted, dict):
-        assert given.keys() == wanted.keys()
-        given, wanted = list(given.values()), list(wanted.values())
-    if isinstance(wanted, (list, tuple)):
-        assert len(given) == len(wanted)
-        for pair in zip(given, wanted, strict=True):
-            assert_same(*pair)
-    elif isinstance(wanted, torch.Tensor):
-        assert given.dtype == wanted.dtype and torch.equal(given, wanted)
-    else:
-        assert given == wanted
-
-
-@pytest.mark.parametrize("kind", ["plain", "full", "adamw"])
-def test_every_state_continues(kind):
-    learner = trained(kind)
-    learner.load_state_dict(saved(kind))
-    assert_same(learner.state_dict(2), saved(kind))
 
 
 def test_wrong_gradients_of_compiled_bfloat16_are_refused(monkeypatch):
