@@ -16,16 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import (
-    SegmentationDataset,
-    camvid,
-    cityscapes,
-    imagenet,
-    index_classes,
-    inspect,
-    reading_errors,
-    verify,
-)
+from datasets import SegmentationDataset, camvid, cityscapes, imagenet, index_classes, inspect, reading_errors, verify
 from datasets.registry import FOR_SEGMENTATION
 from tests import trees
 from tests.datasets import classification_trees

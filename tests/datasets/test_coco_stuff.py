@@ -49,19 +49,6 @@ def test_both_label_archives_give_the_same_labels(tmp_path, other_class):
             assert np.array_equal(a.label, expected)
 
 
-@pytest.mark.parametrize("other_class", [False, True])
-def test_scores_tell_other_from_unlabelled_whether_it_is_trained_or_not(coco_root, other_class):
-    for archive in ("pixel maps", "stuffthingmaps"):
-        dataset = coco_stuff(coco_root, "val", other_class=other_class)
-        assert dataset.files[0].label.parent.name == {"pixel maps": "stuff_val2017_pixelmaps"}.get(archive, "val2017")
-        (_, scored, _), instances = dataset.scored(0)
-        _, ids = trees.pair(trees.COCO_IDS["val"][0], [0, 1, 17, 91, *range(92, 183)], trees.COCO_SIZES[0])
-        assert np.array_equal(scored, np.select([ids == 0, ids < 92], [255, 91], ids.astype(int) - 92))
-        assert np.array_equal(dataset[0].label, scored if other_class else np.where(scored == 91, 255, scored))
-        assert instances is None and (dataset.table.scored[91], len(dataset.table.counted)) == ("other", 91)
-        shutil.rmtree(coco_root / "annotations" / "stuff_val2017_pixelmaps", ignore_errors=True)
-
-
 def test_labels_of_one_archive_in_the_place_of_the_other_are_refused(coco_root):
     """Read with the other table, every class would shift by one."""
     pixel_maps = coco_root / "annotations" / "stuff_val2017_pixelmaps"
