@@ -135,19 +135,6 @@ def test_the_kind_of_body_in_a_checkpoint_is_said(tmp_path):
         initialise_from(network(), tmp_path / "net.pt", CLASSES)
 
 
-def test_the_keys_of_init_are_what_is_loaded(file, trained, monkeypatch):
-    monkeypatch.setenv("HOME", str(file.parent))
-    for part, new in (("body", {"head", "cls"}), ("network", set())):
-        config = run_config('init.weights="~/last.pt"', f"init.part={part}")
-        tuned = network()
-        report = initialise(config, tuned, CLASSES)
-        assert same(tuned.body.state_dict(), trained.body.state_dict())
-        assert {name.split(".")[0] for name in report.new} == new
-    config = run_config(f"init.weights={file}", "norm=package")
-    with pytest.raises(ValueError, match="last.pt with norm=package.*give norm=inplace"):
-        initialise(config, network(), CLASSES)
-
-
 @pytest.mark.parametrize(
     "prefix, inside, taken, zipped",
     [
@@ -284,21 +271,6 @@ def test_a_released_file_in_one_step(tmp_path, scale):
     assert (tuned.body.bn_out.weight < 0).any()
 
 
-def test_a_released_segmentation_network_starts_training_on_other_classes(tmp_path):
-    path, _ = released_files.small_vistas(tmp_path / "vistas.pth.tar")
-    channels = str([list(c) for c in released_files.WIDER["widths"]]).replace(" ", "")
-    overrides = (
-        *("body=wider_resnet38_a2", "body.structure=[1,1,2,1,1,1]", f"body.channels={channels}"),
-        *("body.stem_channels=4", "head=deeplabv3", "head.hidden_channels=4", "head.out_channels=6"),
-    )
-    tuned, report = tuned_from(path, *overrides, format="released", scale="released")
-    assert report.skipped == dict.fromkeys(("cls.weight", "cls.bias"), "for 65 classes: expected 3")
-    assert {name.partition(".")[0] for name in report.matched} == {"body", "head"}
-    again, report = tuned_from(path, *overrides, format="released", scale="released", part="body", seed=3)
-    assert same(again.body.state_dict(), tuned.body.state_dict())
-    assert {name.partition(".")[0] for name in report.new if "num_batches" not in name} == {"head", "cls"}
-
-
 @pytest.mark.parametrize("activation, mean, warned", [("relu", "null", False), ("leaky_relu", "[0.5,0.5,0.5]", True)])
 def test_a_resnet_of_torchvision(tmp_path, activation, mean, warned):
     torch.save(torchvision.models.resnet18(weights=None).state_dict(), tmp_path / "net.pth")
@@ -413,11 +385,6 @@ def test_a_classifier_from_any_checkpoint(tmp_path, trained):
     unnamed, report = tuned(tmp_path / "net.pt", ("a", "b", "c"))
     assert same(unnamed.state_dict(), source.state_dict()) and not report.skipped and remark in str(report)
     assert remark not in str(tuned(tmp_path / "net.pt", ("a", "b"))[1])
-
-    part = {name: tensor for name, tensor in source.state_dict().items() if "mod4" not in name}
-    checkpoint.save(tmp_path / "part.pt", {**state, "classes": list(CLASSES), "network": part})
-    with pytest.raises(ValueError, match="mod4.block1.* is not in the file"):
-        tuned(tmp_path / "part.pt", CLASSES)
 
     write(tmp_path / "seg.pt", trained, "norm=std")
     config = classification_config("body=resnext_tiny")
