@@ -1,26 +1,14 @@
-"""Body + head + classifier: published parameter counts, logits at the input's size."""
+"""Body + head + classifier: logits at the input's size."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.bodies import resnext101, resnext152, wider_resnet38_a2
+from models.bodies import resnext101
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
-from tests.bodies import parameters, small_segmentation
-
-PAPERS = [(resnext101, 19, 56_393_299), (resnext152, 19, 71_650_899), (wider_resnet38_a2, 91, 135_833_755)]
-
-
-@pytest.mark.parametrize("build, classes, expected", PAPERS)
-def test_parameter_counts_and_logits_of_the_papers_networks(build, classes, expected):
-    with torch.device("meta"):
-        body = build(output_stride=8)
-        network = SegmentationNetwork(body, DeepLabV3(body.out_channels), classes)
-        assert parameters(network) == expected
-        assert network(torch.empty(2, 3, 65, 97)).shape == (2, classes, 9, 13)  # losses interpolate
-        assert network.eval()(torch.empty(2, 3, 65, 97)).shape == (2, classes, 65, 97)
+from tests.bodies import small_segmentation
 
 
 @pytest.mark.parametrize("size", [None, (50, 31)])
