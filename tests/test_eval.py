@@ -1,12 +1,8 @@
-"""Evaluating a checkpoint: the training's numbers again, official encodings, the official Cityscapes script."""
+"""Evaluating a checkpoint: what an evaluation changes, official encodings, the official Cityscapes script."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from functools import reduce
 from operator import getitem
@@ -26,8 +22,9 @@ from engine.schema.evaluation import Evaluation
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
 from tests import trees
+from tests.faults.runs import last_of
 from tests.official import cityscapes_script
-from tests.runs import REPOSITORY, SHORT, composed, run_config
+from tests.runs import SHORT, composed, run_config
 from train_seg import train
 
 
@@ -53,30 +50,16 @@ def run_dir(streets, tmp_path_factory) -> Path:
     return path
 
 
-def last(run_dir: Path) -> Path:
-    return run_dir / "checkpoints" / "last.pt"
-
-
 def evaluate_run(run_dir: Path, *overrides: str) -> dict:
     return evaluate(composed("eval", f"checkpoint={run_dir}", "workers=0", "device=cpu", *overrides))
 
 
 def changed(run_dir: Path, path: Path, **parts) -> Path:
     """A copy of the checkpoint with these parts."""
-    state = checkpoint.load(last(run_dir))
+    state = checkpoint.load(last_of(run_dir))
     del state["format"]
     checkpoint.save(path, {**state, **parts})
     return path
-
-
-def test_gives_the_numbers_of_the_training(run_dir, tmp_path):
-    trained = json.loads((run_dir / "results.json").read_text())
-    results = evaluate_run(run_dir, f"results={tmp_path / 'again.json'}")
-    assert results["confusion_matrix"] == trained["confusion_matrix"]
-    assert results["miou"] == trained["miou"] and results["images"] == 6
-    assert json.loads((tmp_path / "again.json").read_text()) == results
-    picture = cv2.imread(str(run_dir / "results_confusion.png"))  # empty in tests
-    assert picture.shape[:2] == (4.8 * 120, 6.4 * 120)  # dots per inch
 
 
 def test_other_evaluations_have_results_of_their_own():
@@ -138,30 +121,6 @@ def _needs_too_much(*_) -> torch.Tensor:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-_LARGE = """
-import sys
-import torch
-from engine.process.memory import peak_memory_mib
-from eval import evaluate
-from tests.runs import composed
-results = evaluate(composed("eval", *sys.argv[1:]))
-print(sum(map(sum, results["confusion_matrix"])), peak_memory_mib(torch.device("cpu")) / 2**10)
-"""
-
-
-@pytest.mark.slow
-def test_20_megapixels_in_six_views_take_less_than_3_gib(run_dir, tmp_path):
-    """The whole process, with PyTorch, the picture and its scores."""
-    image, label = trees.pair(0, [7, 8, 11, 26], size=(3888, 5184))
-    trees.write(tmp_path / "leftImg8bit/val/ulm/ulm_000000_000019_leftImg8bit.png", image)
-    trees.write(tmp_path / "gtFine/val/ulm/ulm_000000_000019_gtFine_labelIds.png", label)
-    options = (f"checkpoint={last(run_dir)}", "workers=0", "device=cpu", f"data.root={tmp_path}", "window.size=1024")
-    command = [sys.executable, "-c", _LARGE, *options, "tta.scales=[0.7,1,1.2]", "tta.flip=true"]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200)
-    pixels, peak_gib = map(float, ended.stdout.split()[-2:])
-    assert pixels == 3888 * 5184 and peak_gib < 3
-
-
 @pytest.mark.parametrize(
     "override, message",
     [
@@ -206,7 +165,7 @@ def test_predictions_are_official_and_score_the_same_in_the_official_script(run_
         label = cv2.imread(str(entry.label), cv2.IMREAD_UNCHANGED)
         trees.write(entry.label.with_name(f"{entry.name}_gtFine_instanceIds.png"), trees.instance_ids(label))
     # After a short training the network predicts no cars or people; this classifier nothing else.
-    network = checkpoint.load(last(run_dir))["network"]
+    network = checkpoint.load(last_of(run_dir))["network"]
     torch.manual_seed(0)
     network["cls.weight"].normal_()
     network["cls.bias"].fill_(-1e4)[[11, 13]] = 0
@@ -236,23 +195,13 @@ def test_predictions_are_official_and_score_the_same_in_the_official_script(run_
     assert np.abs(picture[:, width : 2 * width] - expected).max() <= 1
 
 
-def _killed(self, index):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _hangs(self, index):
     time.sleep(1000)
 
 
-@pytest.mark.parametrize(
-    ("fault", "seconds", "error", "message"),
-    [
-        (_killed, 60, ChildProcessError, r"a process that reads images died: .* use fewer workers\.$"),
-        (_hangs, 1, TimeoutError, r"no data came for timeout_seconds=1 seconds: .* raise timeout_seconds\.$"),
-    ],
-)
-def test_a_lost_worker_is_a_message(run_dir, monkeypatch, fault, seconds, error, message):
-    monkeypatch.setattr(WholeImages, "__getitem__", fault)
-    with pytest.raises(error, match=f"^{message}") as raised:
-        evaluate_run(run_dir, "workers=1", f"timeout_seconds={seconds}")
-    assert "data." not in str(raised.value) and "resume" not in str(raised.value)
+def test_a_stuck_worker_is_a_message(run_dir, monkeypatch):
+    """With keys of this command; tests/datasets/test_workers.py has the other faults."""
+    monkeypatch.setattr(WholeImages, "__getitem__", _hangs)
+    message = r"^no data came for timeout_seconds=1 seconds: .* raise timeout_seconds\.$"
+    with pytest.raises(TimeoutError, match=message):
+        evaluate_run(run_dir, "workers=1", "timeout_seconds=1")

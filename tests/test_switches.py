@@ -135,19 +135,6 @@ def test_compiled_by_inductor_it_trains_the_same(tmp_path, double, norm, recompu
     assert difference(state["network"], expected) < 1e-9
 
 
-def test_the_average_is_kept_and_evaluated(tmp_path):
-    """With the running statistics of the trained network."""
-    state = trained(tmp_path, "trainer.ema_decay=0.5", "trainer.evaluate_images=null")
-    assert state["ema"].keys() == state["network"].keys() and state["ema_updates"] == STEPS
-    assert not torch.equal(state["ema"]["cls.weight"], state["network"]["cls.weight"])
-    (name, *_) = (name for name in state["ema"] if name.endswith("running_var"))
-    assert torch.equal(state["ema"][name], state["network"][name])
-    results = json.loads((tmp_path / "results.json").read_text())
-    last = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
-    again = evaluate(composed("eval", last, "workers=0", "device=cpu", f"results={tmp_path / 'again.json'}"))
-    assert again["confusion_matrix"] == results["confusion_matrix"], "the saved weights must be the scored ones"
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_deterministic_runs_are_equal_and_evaluated_with_the_arithmetic_of_the_training(tmp_path, plain, device):
     """On CPUs runs are equal without the switches too; there the test checks that PyTorch gets the settings."""

@@ -33,7 +33,7 @@ from keepless import ABN
 from keepless.reversible import checks
 from models.bodies import resnext101
 from tests.datasets import classification_trees
-from tests.faults.runs import before_call, steps_of
+from tests.faults.runs import before_call, last_of, steps_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
 from tests.runs import NARROW_A2, SHORT_SHAPES, classification_config, composed, same
@@ -45,10 +45,6 @@ IMAGES = importlib.import_module("datasets.shapes").IMAGES  # the package export
 
 def train_shapes(run_dir: Path, *overrides: str) -> dict:
     return train(composed("train_imagenet", *SHORT_SHAPES, f"run_dir={run_dir}", *overrides))
-
-
-def last(run_dir: Path) -> Path:
-    return run_dir / "checkpoints" / "last.pt"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +64,7 @@ def test_it_learns_and_leaves_a_run_directory(trained):
     assert json.loads((run_dir / "results.json").read_text()) == results
     assert 0.75 < results["top1"] <= results["top5"] <= 1
     assert (results["dataset"], results["split"], results["images"]) == ("shapes", "train", 40)
-    state = checkpoint.load(last(run_dir))
+    state = checkpoint.load(last_of(run_dir))
     assert state["task"] == "classification" and not {"palette", "mean_image"} & state.keys()
     assert len(results["accuracy"]) == 8 and sum(map(sum, results["confusion_matrix"])) == 40
     right = sum(row[label] for label, row in enumerate(results["confusion_matrix"]))
@@ -95,9 +91,9 @@ def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path):
         patch.setattr(MetricsLogger, "step", MetricsLogger.step)  # put back at the end
         before_call(MetricsLogger, "step", 10, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         train_shapes(stopped, *options)
-    assert checkpoint.load(last(stopped))["step"] == 11
+    assert checkpoint.load(last_of(stopped))["step"] == 11
     train_shapes(stopped, *options, "resume=auto")
-    states = [checkpoint.load(last(run_dir)) for run_dir in (whole, stopped)]
+    states = [checkpoint.load(last_of(run_dir)) for run_dir in (whole, stopped)]
     assert [state["step"] for state in states] == [18, 18]
     assert same(states[0]["network"], states[1]["network"]) and same(states[0]["ema"], states[1]["ema"])
     assert steps_of(whole) == steps_of(stopped) == list(range(1, 19))
@@ -116,7 +112,7 @@ def test_minibatches_that_begin_again_are_noticed(tmp_path, monkeypatch):
 def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained):
     found = []
     for batch_size in (1000, 50):
-        options = (f"checkpoint={last(trained[0])}", "data.split=val", "workers=0", f"batch_size={batch_size}")
+        options = (f"checkpoint={last_of(trained[0])}", "data.split=val", "workers=0", f"batch_size={batch_size}")
         with host_reads() as reads:
             evaluate(composed("eval", *options))
         found.append(sorted(reads))
@@ -125,7 +121,7 @@ def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained)
 
 def trained_and_evaluated_by_a_rank(rank: int, run_dir: str) -> dict:
     train_shapes(Path(run_dir), "trainer.steps=3", "trainer.ema_decay=0.5", "norm.sync=true")
-    options = (f"checkpoint={last(Path(run_dir))}", "workers=0", f"results={run_dir}/together.json")
+    options = (f"checkpoint={last_of(Path(run_dir))}", "workers=0", f"results={run_dir}/together.json")
     return evaluate(composed("eval", *options))
 
 
@@ -136,7 +132,7 @@ def test_two_processes_train_and_evaluate_together(tmp_path):
     together = pair.run(trained_and_evaluated_by_a_rank, str(tmp_path))
     pair.stop()
     assert not any(isinstance(result, Exception) for result in together), together
-    alone = evaluate(composed("eval", f"checkpoint={last(tmp_path)}", "workers=0"))
+    alone = evaluate(composed("eval", f"checkpoint={last_of(tmp_path)}", "workers=0"))
     assert alone["images"] == sum(map(sum, alone["confusion_matrix"])) == 1000
     assert all(result["confusion_matrix"] == alone["confusion_matrix"] for result in together)
 
@@ -165,7 +161,7 @@ def test_switches_and_bodies_train(tmp_path, overrides, monkeypatch):
     short = [option for option in SHORT_SHAPES if not option.startswith("body")]
     assert train(composed("train_imagenet", *short, *options))["images"] == 24
     assert [count > 0 for count in checked] == [overrides[0] == "body=revnet_tiny"] * 2 + [False]
-    scaler = checkpoint.load(last(tmp_path)).get("scaler", {"scale": 0.0})
+    scaler = checkpoint.load(last_of(tmp_path)).get("scaler", {"scale": 0.0})
     assert (scaler["scale"] > 1) == ("trainer.precision=float16" in overrides)
 
 
@@ -205,7 +201,7 @@ def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
         shown = minibatch["image"].contiguous(memory_format=torch.channels_last)
         F.cross_entropy(plain(shown), minibatch["label"]).backward()
         optimizer.step()
-    trained = checkpoint.load(last(tmp_path / "run"))
+    trained = checkpoint.load(last_of(tmp_path / "run"))
     torch.testing.assert_close(trained["mean_image"], mean)
     states = zip(initial, trained["network"].values(), plain.state_dict().values(), strict=True)
     for name, (before, ours, theirs) in zip(trained["network"], states, strict=True):
@@ -247,12 +243,12 @@ def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(
     data = ("data=cifar10", f"data.root={root}", "data.crops_per_minibatch=10", "trainer.evaluate_images=null")
     steps = ("trainer.epochs=null", "trainer.steps=4", "trainer.evaluate_every_epochs=null", "trainer.device=cpu")
     trained = train(composed("train_imagenet", *data, *REVERSIBLE, *steps, *MEAN_IMAGE, f"run_dir={tmp_path / 'run'}"))
-    state = checkpoint.load(last(tmp_path / "run"))
+    state = checkpoint.load(last_of(tmp_path / "run"))
     train_set, test_set = (cifar10(root, split) for split in ("train", "test"))
     assert np.array_equal(state["mean_image"].numpy(), train_set.pixels.mean(axis=0, dtype=np.float64))
     classification_trees.cifar_zip(root, splits=("test",))
     options = ("workers=0", "device=cpu", "results=" + str(tmp_path / "again.json"))
-    again = evaluate(composed("eval", f"checkpoint={last(tmp_path / 'run')}", *options))
+    again = evaluate(composed("eval", f"checkpoint={last_of(tmp_path / 'run')}", *options))
     assert again["confusion_matrix"] == trained["confusion_matrix"] and again["images"] == 10
 
     config = configuration.of_checkpoint(state, ClassificationRun, "it")
@@ -292,7 +288,7 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
     data = ("data=imagenet", f"data.root={root}", "data.crop_size=32", "data.resize=36", "data.workers=0")
     short = ("trainer.steps=2", "trainer.evaluate_images=null", "data.crops_per_minibatch=2", "trainer.ema_decay=0.5")
     train_shapes(tmp_path / "run", *data, *short)
-    file = last(tmp_path / "run")
+    file = last_of(tmp_path / "run")
     options = (f"checkpoint={file}", "workers=0", "device=cpu")
     add, seen = Counts.add, []
     monkeypatch.setattr(Counts, "add", lambda counts, *given: seen.append(given[0]) or add(counts, *given))
