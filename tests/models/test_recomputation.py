@@ -91,10 +91,7 @@ BODIES_WITH_NORMS = list(zip(BODIES, cycle(["std", "inplace", "nn.BatchNorm2d"])
 SLOW = [pytest.param(*case, choice, marks=pytest.mark.slow) for choice in FORGETTING for case in BODIES_WITH_NORMS]
 
 
-@pytest.mark.parametrize(
-    "name, norm, recompute",
-    [*COMPILED, *SLOW],
-)
+@pytest.mark.parametrize("name, norm, recompute", [*COMPILED, *SLOW])
 def test_compiled_as_one_graph_they_are_too(name, norm, recompute):
     assert_equal_steps(step(name, norm, recompute, compiled=True), step(name, norm, "none"))
 
