@@ -53,12 +53,8 @@ def _row(file: str, cases: list[ElementTree.Element]) -> dict:
     outcomes = [next((kind for kind in PROBLEMS if case.find(kind) is not None), "passed") for case in cases]
     counts = {kind: outcomes.count(kind) for kind in ("passed", *PROBLEMS)}
     failed = [case for case, outcome in zip(cases, outcomes, strict=True) if outcome in ("failure", "error")]
-    why = [f"{case.get('name')}: {_message(case)}"[:300] for case in failed]
+    why = [f"{case.get('name')}: {' '.join(part.get('message', '') for part in case)}"[:300] for case in failed]
     return {"file": file, **counts, "s": round(sum(float(case.get("time", 0)) for case in cases), 2), "problems": why}
-
-
-def _message(case: ElementTree.Element) -> str:
-    return " ".join(part.get("message", "") for part in case)
 
 
 def about(arguments: dict) -> tuple[str, str]:
