@@ -24,12 +24,10 @@ from keepless.norms.bn_act import norm_and_activation
 from keepless.recompute import plans as planning
 from keepless.recompute.costs import operations_of, peak_bytes
 from keepless.recompute.functions import TABLE
-from keepless.recompute.plans import Plans
-from keepless.recompute.recipes import ByPlan
 from keepless.recompute.rehearsal import traced_step
 from keepless.recompute.search import Choice, frontier, pareto
 from keepless.recompute.simulation import plain_peak, simulate
-from keepless.recompute.step import Event, Flag, Kind, Plan, Save, Step, StepValue
+from keepless.recompute.step import Event, Kind, Save, Step, StepValue
 from keepless.recompute.trace import StepTrace
 from tests.keepless.recompute.ahead import Ahead, gradients
 from tests.keepless.recompute.ahead import step as train
@@ -347,17 +345,6 @@ def test_layers_that_overwrite_their_input_are_not_repeated():
         assert (norm_and_activation in [function for function, *_ in traced.calls]) is not overwrites
 
 
-class Fixed(Plans):
-    """Plans that are given."""
-
-    def __init__(self, plan: Plan):
-        plan.kept = ()  # known: calls may run without hooks
-        self.policy = lambda: ByPlan([plan])
-
-    def of_pass(self, module, args, kwargs):
-        return self.policy()
-
-
 def random_step(seed: int) -> Step:
     """A forward pass of up to 12 values, each of which reads some of those before it, and its backward pass."""
     draw = random.Random(seed)
@@ -646,39 +633,6 @@ def test_products_of_transposed_inputs_are_equal_to_the_bit(multiply, frozen):
         assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
 
 
-def test_long_chains_need_no_recursion():
-    def forward(w: Tensor) -> Tensor:
-        x = w * 1.0
-        for _ in range(2000):
-            x = (x * 0.999).sin()
-        return x
-
-    class Long(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return forward(self.w + x)
-
-    x = torch.zeros(7, dtype=torch.float64)
-    step, _ = traced_step(Long(), (x,), {})
-    network = recompute_activations(Long(), budget=1.0)
-    (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
-    hooks.plans = Fixed(Plan(step.calls, bytes([Flag.AGAIN]) * len(step.calls)))
-    assert_equal(train(network, x), train(Long(), x))
-
-
-def test_a_report_says_why_something_is_kept():
-    torch.manual_seed(0)
-    network, x = recompute_activations(Mixed(), budget=0.6), torch.randn(4, 3, 16, 16)
-    for _ in range(3):
-        train(network, x)
-    reasons = {line.why for line in report(network).lines}
-    assert reasons == {"planned", "cannot be computed again"}
-    assert "why" in str(report(network))
-
-
 def test_a_report_lists_what_a_linear_layer_saves_through_a_view():
     """Of inputs with three dimensions it saves a view with two."""
     parts = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(3)]
@@ -713,7 +667,7 @@ def test_a_report_calls_planned_what_another_budget_computes_again():
         assert found == {("input", "cannot be computed again")} | {
             (name, "planned") for name in ("Tanh", "Sigmoid", "Softmax", "Exp", "Mul")
         }
-    assert repr(report(network)) == str(report(network))  # in a notebook
+    assert "why" in str(report(network)) and repr(report(network)) == str(report(network))  # in a notebook
 
 
 def test_a_report_says_of_which_size_its_bytes_are():
@@ -737,32 +691,6 @@ def test_a_network_without_backward_passes_is_not_traced_for_ever(monkeypatch):
     for _ in range(30):
         network(x)
     assert 0 < len(traces) <= 16
-
-
-class Product(nn.Module):
-    """Einsum takes a list of tensors. Without einsum's result, `a` would be needed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.last = nn.Parameter(torch.randn(64, 64)), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        a = x * self.weight
-        return a, self.last(F.gelu(torch.einsum("ij,jk->ik", [a, x]))).sin()
-
-
-def test_a_call_with_a_list_of_tensors_is_not_repeated():
-    torch.manual_seed(0)
-    network, x = recompute_activations(Product(), budget="1KiB"), torch.randn(64, 64)
-    gradients: list[Tensor] = []
-    for change in (False, False, False, True):  # the last two are planned, as tightly as possible
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            a, y = network(x)
-        if change:
-            a.mul_(-1)
-        gradients += torch.autograd.grad(y.sum(), network.weight)
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 @pytest.mark.parametrize(

@@ -497,12 +497,6 @@ def test_running_statistics_may_move_before_the_backward_pass(norm):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AdaptiveMaxPool2d(2)], ids=str)
-def test_empty_minibatches_are_pooled(pool):
-    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), pool, nn.Conv2d(4, 2, 1))
-    assert_same(*([*torch.autograd.grad(n(IMAGES[:0]).sum(), n.parameters())] for n in both(network)))
-
-
 class WritesOverWhatItSaved(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -523,27 +517,6 @@ def test_a_backward_function_that_writes_over_a_saved_tensor_is_found_out():
         output = WritesOverWhatItSaved.apply(y) * 2 + first
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-class Watched(nn.Sequential):
-    """Marks a detached copy, and looks at a value that is then overwritten."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, norm, last = self
-        y = F.silu(norm(first(x)))
-        self.mean = y.abs().mean().item()
-        if self.overwrites:
-            y *= 0.5
-        output = last(y)
-        self.map = y.detach().requires_grad_()
-        return output
-
-
-@pytest.mark.parametrize("overwrites", [False, True])
-def test_what_nobody_differentiates_is_no_reason_for_an_error(overwrites):
-    watched = Watched(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1))
-    watched.overwrites = overwrites
-    assert_same(*(gradients(network, IMAGES) for network in both(watched)))
 
 
 class MadeElsewhere(nn.Module):
