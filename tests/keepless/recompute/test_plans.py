@@ -147,6 +147,32 @@ def dropping() -> nn.Module:
     return layers.to(memory_format=torch.channels_last)
 
 
+class Beside(nn.Module):
+    """Layers without gradient, whose tensors come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.teacher = nn.Linear(32, 32), nn.Linear(32, 256).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        with torch.no_grad():
+            weights = self.teacher(x)
+            scale = weights.square().mean()
+        return x * scale
+
+
+class LastStep(nn.Module):
+    """What a recurrent network says at last."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU]):
+        super().__init__()
+        self.layer = kind(16, 16, 2, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.tanh())[0][-1].square().mean()
+
+
 OWN = {
     "I": (InPlaceABN, {"variant": "I"}),
     "II": (InPlaceABN, {"variant": "II", "learn_scale": False}),
@@ -185,6 +211,9 @@ CASES = {
     "chain": (Chain, (2, 4, 24, 24)),
     "signs": (pooled, (4, 3, 32, 32)),
     "checkpointed": (checkpointed, (4, 3, 32, 32)),
+    "beside": (Beside, (64, 4, 32)),
+    "LSTM": (partial(LastStep, nn.LSTM), (12, 16, 16)),  # it makes a few nodes, a GRU several for each step in time
+    "GRU": (partial(LastStep, nn.GRU), (12, 16, 16)),
 }
 
 
