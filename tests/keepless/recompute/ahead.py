@@ -33,6 +33,16 @@ def step(network: nn.Module, x: Tensor, plan: Plan | None = None) -> list[Tensor
     return [output.detach(), *gradients, *(buffer.clone() for buffer in network.buffers())]
 
 
+def plans_of(network: nn.Module) -> Plans:
+    """The plans of a network that has been given a budget."""
+    (hooks,) = {hook.__self__ for hook in network._forward_hooks.values() if hasattr(hook, "__self__")}
+    return hooks.plans
+
+
+def planned_sizes(network: nn.Module) -> list:
+    return [size for sizes in plans_of(network)._kinds.values() for size in sizes]
+
+
 class Ahead(Plans):
     """Plans that are made before a pass, outside the profiler that measures it."""
 
