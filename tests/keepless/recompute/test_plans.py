@@ -631,35 +631,6 @@ def test_under_autocast_a_plan_computes_in_the_same_precision():
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
-class Transposed(nn.Module):
-    """Multiplies transposed inputs, as vision transformers do: pixels are rows, but lie in memory as columns."""
-
-    def __init__(self, multiply) -> None:
-        super().__init__()
-        self.layers, self.multiply = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), multiply
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.gelu(self.multiply(layer, x.transpose(1, 2))).transpose(1, 2).contiguous()
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:no plan keeps")
-@pytest.mark.parametrize("multiply", [lambda layer, x: layer(x), lambda layer, x: x @ layer.weight])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_products_of_transposed_inputs_are_equal_to_the_bit(multiply, frozen):
-    """PyTorch multiplies them in another way where weights need no gradient."""
-    torch.manual_seed(0)
-    plain, x = Transposed(multiply), torch.randn(2, 8, 64)
-    for layer in plain.layers[1:]:
-        layer.requires_grad_(not frozen)
-    within = recompute_activations(copy.deepcopy(plain), budget="1KiB")
-    for network in (plain, within):
-        network(x).square().mean().backward()
-    for ours, theirs in zip(within.parameters(), plain.parameters(), strict=True):
-        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
-
-
 def test_a_report_lists_what_a_linear_layer_saves_through_a_view():
     """Of inputs with three dimensions it saves a view with two."""
     parts = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(3)]

@@ -3,6 +3,8 @@
 import copy
 import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -52,7 +54,8 @@ def gradients(network: nn.Module, x: Tensor = X) -> list[Tensor]:
     output = network(x)
     loss = output.values() if output.is_nested and output.layout == torch.jagged else output
     loss = loss.to_padded_tensor(0.0) if loss.is_nested else loss
-    return list(torch.autograd.grad(loss.square().mean(), list(network.parameters())))
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    return list(torch.autograd.grad(loss.square().mean(), trained, materialize_grads=True))
 
 
 def assert_like_plain(within: nn.Module, plain: nn.Module, x: Tensor = X) -> None:
@@ -60,30 +63,31 @@ def assert_like_plain(within: nn.Module, plain: nn.Module, x: Tensor = X) -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("error, fails_in", [(ValueError, 1), (ValueError, 2), (KeyboardInterrupt, 2)])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_traced_step_that_raises_is_traced_again(error, at_once):
+def test_a_step_that_raises_is_planned_and_traced_again(error, fails_in, at_once):
     """Also if it raises before it calls a function, or is ended by Ctrl-C, after which modules call no hooks.
 
-    Nothing is said about outputs, which there are none of.
+    The rehearsal of the first raises, too. Nothing is said about outputs, which there are none of.
     """
 
     def call(number: int) -> None:
-        if number == 2:
+        if number == fails_in:
             raise error
 
     within, plain = pair(call=call)
     if at_once:
         for network in (within, plain):
             network.first.register_forward_pre_hook(lambda layer, args, n=network: call(n.calls))
-    for network in (within, plain):
-        gradients(network)
-        with pytest.raises(error), warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            network(X)
-        assert not said
-    for _ in range(3):
-        assert_like_plain(within, plain)
+    for number in (1, 2, 3, 4, 5):
+        if number != fails_in:
+            assert_like_plain(within, plain)
+            continue
+        for network in (within, plain):
+            with pytest.raises(error), warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                network(X)
+            assert not said
     assert plans(within) == 1
 
 
@@ -124,6 +128,27 @@ class Experts(nn.Module):
         return torch.cat([expert(part) for expert, part in parts])
 
 
+class Transposed(nn.Module):
+    """Multiplies transposed inputs, as vision transformers do: pixels are rows, but lie in memory as columns.
+
+    PyTorch multiplies them in another way where weights need no gradient.
+    """
+
+    def __init__(self, multiply: Callable[[nn.Linear, Tensor], Tensor], frozen: bool) -> None:
+        super().__init__()
+        self.layers, self.multiply = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), multiply
+        self.layers[1:].requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(self.multiply(layer, x.transpose(1, 2))).transpose(1, 2).contiguous()
+        return x
+
+
+def weighted(layer: nn.Linear, x: Tensor) -> Tensor:
+    return x @ layer.weight
+
+
 class KernelPerImage(nn.Module):
     """Predicts a kernel for each image. `overwrites`: inside the transform, what a concatenation was made of."""
 
@@ -143,9 +168,14 @@ class KernelPerImage(nn.Module):
 
 
 IMAGES = torch.linspace(-1, 1, 3 * 3 * 8 * 8, dtype=torch.float64).sin().view(3, 3, 8, 8)
+ROWS = torch.linspace(-1, 1, 2 * 8 * 64).sin().view(2, 8, 64)
 UNUSUAL = {
     "calls that return their argument": (lambda: nn.Sequential(*(Casts() for _ in range(4))), X.float()),
     "autocast inside": (InsideAutocast, X.float()),
+    "transposed inputs of layers": (partial(Transposed, nn.Linear.__call__, False), ROWS),
+    "transposed inputs of frozen layers": (partial(Transposed, nn.Linear.__call__, True), ROWS),
+    "transposed inputs of products": (partial(Transposed, weighted, False), ROWS),
+    "transposed inputs of frozen products": (partial(Transposed, weighted, True), ROWS),
     "an expert without rows": (lambda: Experts().double(), X),
     "vmap inside": (lambda: KernelPerImage(False).double(), IMAGES),
     "vmap inside that overwrites": (lambda: KernelPerImage(True).double(), IMAGES),
