@@ -587,40 +587,6 @@ def test_other_shapes_and_paths_have_plans_of_their_own():
     assert not any(isinstance(one, StepTrace) for one in gc.get_objects())  # nothing of the traced steps is left
 
 
-def test_what_composes_composes_under_a_plan():
-    torch.manual_seed(0)
-    plain, x = Chain(4).double(), torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
-    within = recompute_activations(copy.deepcopy(plain), budget=0.5)
-    for network in (plain, within):
-        for _ in range(3):
-            train(network, x)
-    found = []
-    for network in (plain, within):
-        y = network(x)
-        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        second = torch.autograd.grad(first.square().sum(), x, retain_graph=True)
-        part = torch.autograd.grad(y[0].sum(), network.layers[2].weight, retain_graph=True)
-        sizes = network(x) + network(2 * x)  # two forward passes before a backward pass
-        both = torch.autograd.grad(sizes.sum(), list(network.parameters()))
-        outside = torch.autograd.grad(checkpoint(network, x, use_reentrant=False).square().sum(), x)
-        found.append([y, first, *second, *part, *both, *outside])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_a_reentrant_checkpoint_repeats_a_planned_pass():
-    """It repeats the forward pass inside of a backward pass."""
-    torch.manual_seed(0)
-    plain, x = Chain(4).double(), torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
-    within = recompute_activations(copy.deepcopy(plain), budget=0.5)
-    for _ in range(4):
-        for network in (plain, within):
-            network.zero_grad()
-            checkpoint(network, x, use_reentrant=True).square().sum().backward()
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), within.parameters(), strict=True))
-    assert "planned" in {line.why for line in report(within).lines}
-
-
 def test_under_autocast_a_plan_computes_in_the_same_precision():
     torch.manual_seed(0)
     plain, x = Mixed(), torch.randn(4, 3, 16, 16)

@@ -17,7 +17,6 @@ from keepless.recompute.costs import peak_bytes
 from keepless.recompute.functions import random_state
 from keepless.recompute.rehearsal import traced_step
 from keepless.recompute.simulation import plain_peak
-from keepless.torch_internals import current_function_mode
 from tests.keepless.recompute.ahead import planned_sizes, step
 
 
@@ -264,22 +263,6 @@ def test_networks_inside_a_step_that_fits_as_it_is_are_not_recorded():
         assert_like_plain(within, plain)
     with pytest.raises(ValueError, match="nothing to report"):
         report(within[0])
-
-
-def test_ctrl_c_ends_a_step_that_fits_as_it_is():
-    def call(number: int) -> None:
-        if number == 4:
-            raise KeyboardInterrupt
-
-    within, plain = pair(call=call)
-    for number in range(1, 7):
-        if number == 4:
-            with pytest.raises(KeyboardInterrupt):
-                within(X)
-            plain.calls += 1
-        else:
-            assert_like_plain(within, plain)
-    assert current_function_mode() is None and plans(within) == 1
 
 
 def test_forward_passes_without_a_backward_pass_take_no_traces():

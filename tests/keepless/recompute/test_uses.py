@@ -86,6 +86,12 @@ def planned(plain: nn.Module, images: Tensor = IMAGES, budget: float = 0.5) -> t
     return prepared, plain
 
 
+@pytest.fixture(params=["rules", "budget"])
+def ruled_or_planned(request) -> tuple[nn.Module, nn.Module]:
+    """Prepared and plain, without a budget and with one."""
+    return both(small()) if request.param == "rules" else planned(small())
+
+
 @pytest.fixture(params=["standard", "budget", *CHECKPOINTED])
 def any_networks(request, networks) -> tuple[nn.Module, nn.Module]:
     """Prepared and plain; of checkpointed layers nothing but their outputs is computed again."""
@@ -151,9 +157,9 @@ def test_a_graph_can_be_used_twice_and_in_parts(any_networks):
         assert_same(list(torch.autograd.grad(loss, parameters[part], retain_graph=retain)), expected[part])
 
 
-def test_two_forward_passes_before_a_backward_pass_and_a_module_used_twice(networks):
+def test_two_forward_passes_before_a_backward_pass_and_a_module_used_twice(ruled_or_planned):
     results = []
-    for network in networks:
+    for network in ruled_or_planned:
         twice = network[3](network[1](network[1](network[0](IMAGES)))).mean()
         loss = loss_of(network, IMAGES) + loss_of(network, 2 * IMAGES) + twice
         results.append(list(torch.autograd.grad(loss, network.parameters())))
@@ -176,9 +182,9 @@ def test_a_graph_freed_in_part_still_gives_the_other_part():
     assert_same(*results)
 
 
-def test_second_derivatives(networks):
+def test_second_derivatives(ruled_or_planned):
     results = []
-    for network in networks:
+    for network in ruled_or_planned:
         network[1].norm1.eval(), network[2].norm1.eval()
         x = IMAGES.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss_of(network, x), x, create_graph=True)
@@ -213,19 +219,21 @@ class Inside(nn.Sequential):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_outside_save_their_bytes_and_may_be_inside(networks, use_reentrant):
+def test_checkpoints_outside_save_their_bytes_and_may_be_inside(ruled_or_planned, use_reentrant):
+    """A reentrant one repeats the forward pass inside of a backward pass. The second step within a budget is traced."""
     results, kept = [], []
-    for network in networks:
+    for network in ruled_or_planned:
 
         def loss(n=network) -> Tensor:
             x = IMAGES.clone().requires_grad_()
             return checkpoint(n, x, use_reentrant=use_reentrant).square().mean()
 
-        results.append(backward(network, loss()))
+        results.append([gradient for _ in range(4) for gradient in backward(network, loss())])
         kept.append(kept_bytes(network, loss, []))
     assert_same(*results)
     assert kept[0] == kept[1]
-    inside = Inside(*networks[1])
+    assert "no plan" not in {line.why for line in report(ruled_or_planned[0]).lines}
+    inside = Inside(*ruled_or_planned[1])
     inside.use_reentrant = use_reentrant
     assert_same(*(backward(network, loss_of(network, IMAGES)) for network in both(inside)))
 
@@ -268,33 +276,34 @@ def test_a_failing_forward_pass_closes_the_recording(any_networks):
 
 
 class Interrupted(nn.Sequential):
-    """Raises in its second forward pass, as Ctrl-C does, and is then repaired."""
+    """Raises in its fourth forward pass, as Ctrl-C does, and is then repaired."""
 
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         self.calls += 1
-        if self.calls == 2:
+        if self.calls == 4:
             raise KeyboardInterrupt
         return y
 
 
-@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("options", [{}, {"checkpointed_only": True}, {"budget": 1.0}, {"budget": "1GiB"}], ids=str)
 @pytest.mark.parametrize("nested", [False, True])
-def test_ctrl_c_ends_the_recording(nested, only):
-    """Also while a notebook holds the traceback, which holds all variables."""
+def test_ctrl_c_ends_the_recording(nested, options):
+    """Also while a notebook holds the traceback, which holds all variables; and in a step that fits as it is."""
     network = Interrupted(nn.Conv2d(3, 4, 1), CheckpointedABN(4), nn.SiLU(), nn.Conv2d(4, 2, 1)).double()
     plain = copy.deepcopy(network)
-    network = recompute_activations(nn.Sequential(network) if nested else network, checkpointed_only=only)
-    network(IMAGES)
+    network = recompute_activations(nn.Sequential(network) if nested else network, **options)
+    for _ in range(3):
+        gradients(network, IMAGES)
     with pytest.raises(KeyboardInterrupt) as traceback:
         network(IMAGES)
     w = torch.ones(3, requires_grad=True)
     y = w.sigmoid()
     alive = weakref.ref(y)
     loss = y.sin().sum()
-    assert only or current_hooks() is None
+    assert "checkpointed_only" in options or current_hooks() is None
     assert torch.autograd.grad(loss, w)[0] is not None
     del y, loss
     assert alive() is None
