@@ -22,41 +22,6 @@ from keepless.saved import kept_bytes
 ERROR = "modified by an inplace operation"
 
 
-class Annealed(nn.Module):
-    """Activations whose options are tensors, which change after the forward pass."""
-
-    def __init__(self, activation: Callable[..., Tensor], by_name: str | None):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
-        self.register_buffer("option", torch.tensor(0.1))
-        self.activation, self.by_name = activation, by_name
-
-    def forward(self, x: Tensor) -> Tensor:
-        options = {} if self.by_name is None else {self.by_name: self.option}
-        x = self.norm(self.first(x))
-        return self.last(self.activation(x, **options) if options else self.activation(x, self.option))
-
-
-@pytest.mark.parametrize(
-    "activation, by_name",
-    [(F.leaky_relu, None), (F.leaky_relu, "negative_slope"), (F.elu, None), (F.celu, "alpha")],
-)
-def test_options_that_are_tensors_may_change(activation, by_name):
-    def run(network: Annealed) -> Tensor:
-        loss = network(torch.linspace(-2, 2, 30).view(5, 6)).square().sum()
-        network.option *= 0.5
-        return loss
-
-    assert_right_or_refused(Annealed(activation, by_name), run, right=True)
-
-
-@pytest.mark.parametrize("options", [((0.5, 2.0), {}), ((0.5, 2.0, 3.0), {}), ((), {"scale": 2.0})], ids=str)
-def test_more_options_than_the_function_that_is_called_again_has(options):
-    args, named = options
-    network = Annealed(lambda x, _: F.elu_(x, *args, **named), None)
-    assert_right_or_refused(network, lambda n: n(torch.linspace(-2, 2, 30).view(5, 6)).square().sum(), right=True)
-
-
 class Joined(nn.Module):
     """Concatenates a value f with another one and, where `write` says so, writes over f."""
 

@@ -297,6 +297,18 @@ def _change_list(x: Tensor) -> Tensor:
     return y
 
 
+def _change_option(activation: Callable[..., Tensor], name: str | None = None) -> Callable[[Tensor], Tensor]:
+    """Of an activation: a tensor, given by name or not, which changes after the call."""
+
+    def function(x: Tensor) -> Tensor:
+        option, y = torch.tensor(0.1), x * 1
+        y = (activation(y, option) if name is None else activation(y, **{name: option})).sin()
+        option *= 0.5
+        return y
+
+    return function
+
+
 def _add_another_dtype(x: Tensor) -> Tensor:
     y = F.silu(x.bfloat16())
     y += x.float()  # stays bfloat16
@@ -333,6 +345,17 @@ def _graph(layout: str) -> Callable[[Tensor], Tensor]:
     return function
 
 
+# Options of activations that a recipe cannot give again.
+OPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slope that changes": _change_option(F.leaky_relu),
+    "slope by name that changes": _change_option(F.leaky_relu, "negative_slope"),
+    "alpha that changes": _change_option(F.elu),
+    "alpha by name that changes": _change_option(F.celu, "alpha"),
+    # Options that the function which is called again does not have.
+    "elu_ with a scale": lambda x: F.elu_(x * 1, 0.5, 2.0).sin(),
+    "elu_ with both scales": lambda x: F.elu_(x * 1, 0.5, 2.0, 3.0).sin(),
+    "elu_ with a scale by name": lambda x: F.elu_(x * 1, scale=2.0).sin(),
+}
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "parts of a concatenation": _lends,
     "alias of a part": _lends_to_an_alias,
@@ -349,6 +372,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: F.silu(x[:, :1]).expand(2, 5, 6, 6).sin(),
     "padded": lambda x: F.pad(F.silu(x), (1, 1)).sin(),
     "padded by a list that changes later": _change_list,
+    **OPTIONS,
     "upsampled": _upsampled,
     "cast": lambda x: F.silu(x).to(torch.float32).sin().double(),
     "sum in place of two dtypes": _add_another_dtype,
@@ -380,6 +404,7 @@ TENSORS_KEPT = {
 }
 TENSORS_KEPT |= {"checkpoint inside": 1, "other hooks inside": 1, "view changed": 1, "relu over a view": 2}
 TENSORS_KEPT |= {"normalised": 3, "upsampled": 1, "inference tensor": 1, "batched": 3, "einsum of a list": 2}
+TENSORS_KEPT |= dict.fromkeys(OPTIONS, 1)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

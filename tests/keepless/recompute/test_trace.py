@@ -265,15 +265,6 @@ def test_networks_inside_a_step_that_fits_as_it_is_are_not_recorded():
         report(within[0])
 
 
-def test_forward_passes_without_a_backward_pass_take_no_traces():
-    within, plain = pair()
-    for _ in range(20):
-        within(X)
-    for _ in range(2):
-        assert_like_plain(within, plain)
-    assert plans(within) == 1
-
-
 def test_a_step_that_is_profiled_is_not_traced():
     """One profiler inside another would end it, and in its warm-up crash the process."""
     within, plain = pair()
