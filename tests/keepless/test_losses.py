@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keepless import losses, recompute_activations, upsampled_cross_entropy
+from keepless import losses, upsampled_cross_entropy
 from keepless.recompute.costs import peak_bytes
 from keepless.torch_internals import FakeTensorMode
 from tests.loss_cases import plain, sample, value_and_gradient
@@ -102,21 +102,6 @@ def test_a_compiled_program_calls_it():
 
     found = value_and_gradient(lambda x, _: torch.compile(step, backend="aot_eager")(x), logits, labels)
     torch.testing.assert_close(found, value_and_gradient(lambda x, _: step(x), logits, labels))
-
-
-def test_a_recorded_network_may_compute_its_own_loss():
-    class WithLoss(torch.nn.Sequential):
-        def forward(self, images, labels):
-            return upsampled_cross_entropy(super().forward(images), labels)
-
-    torch.manual_seed(0)
-    network = WithLoss(torch.nn.Conv2d(3, 8, 3, stride=4), torch.nn.ReLU(), torch.nn.Conv2d(8, 5, 1))
-    images, labels = torch.randn(2, 3, 29, 33), sample()[1]
-    expected = torch.autograd.grad(network(images, labels), list(network.parameters()))
-    recompute_activations(network)
-    torch.testing.assert_close(
-        torch.autograd.grad(network(images, labels), list(network.parameters())), expected, rtol=0, atol=0
-    )
 
 
 def test_fake_tensors_pass():

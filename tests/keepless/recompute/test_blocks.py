@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from keepless import recompute_activations
+from keepless import InPlaceABN, recompute_activations
 from keepless.saved import kept_bytes, saved_for_backward
 
 C, TOKENS = 4, (2, 16, 8)  # channels; (N, sequence, values)
@@ -242,11 +242,17 @@ def convolved_under_autocast(a: Tensor, b: Tensor) -> Tensor:
 
 
 VALUES = 2 * C * 8 * 8  # of a part
+NORM = InPlaceABN(2 * C)  # keeps its output and three vectors
 JOINS = {  # what plain and prepared networks keep, in values, if no part is written over
     "mean of a concatenation": (lambda a, b: torch.cat([a, b], 1).mean((2, 3), keepdim=True), 2 * 2 * C, 2 * 2 * C),
     "slice of a concatenation": (lambda a, b: (torch.cat([a, b], 1) * 2)[:, C // 2 : -C // 2] * 2, VALUES, VALUES),
     "mean of a stack": (lambda a, b: torch.stack([a, b]).mean(0), VALUES, VALUES),
     "concatenation under autocast": (convolved_under_autocast, VALUES + C + 2 * 64, VALUES + C + 2 * 64),
+    "in-place norm of a concatenation": (  # as in DeepLabV3's head
+        lambda a, b: NORM(torch.cat([a, b], 1)),
+        2 * VALUES + 3 * 2 * C,
+        2 * VALUES + 3 * 2 * C,
+    ),
     "upsampled": (lambda a, b: F.interpolate(a, scale_factor=2.0), 4 * VALUES, VALUES),
     "slice of an upsampled one": (
         lambda a, b: F.interpolate(a, scale_factor=2.0)[..., :4, :4] * 1,

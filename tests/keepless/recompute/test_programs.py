@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from keepless import CheckpointedABN, recompute_activations
+from keepless import CheckpointedABN, recompute_activations, upsampled_cross_entropy
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
 from keepless.recompute.step import Flag, Plan
@@ -380,6 +380,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu over a parameter's view": lambda x: F.relu(x.reshape(2, -1)).sin() + F.relu(x.flatten(1)).cos(),
     "relu over a view": lambda x: _relu_over_a_view(F.silu(x)),
     "einsum of a list": _change_a_factor,
+    "loss by tiles": lambda x: upsampled_cross_entropy(F.silu(x), torch.ones(2, 12, 12, dtype=torch.uint8)),
     "looks and marks": _look_and_mark,
     "looks, overwrites and marks": partial(_look_and_mark, overwrites=True),
     "max-pooling of nothing": lambda x: F.max_pool2d(x[:0].relu(), 2).sum(),
@@ -403,7 +404,14 @@ TENSORS_KEPT = {
     "conjugate": 4,
 }
 TENSORS_KEPT |= {"checkpoint inside": 1, "other hooks inside": 1, "view changed": 1, "relu over a view": 2}
-TENSORS_KEPT |= {"normalised": 3, "upsampled": 1, "inference tensor": 1, "batched": 3, "einsum of a list": 2}
+TENSORS_KEPT |= {
+    "normalised": 3,
+    "upsampled": 1,
+    "inference tensor": 1,
+    "batched": 3,
+    "einsum of a list": 2,
+    "loss by tiles": 1,
+}
 TENSORS_KEPT |= dict.fromkeys(OPTIONS, 1)
 
 

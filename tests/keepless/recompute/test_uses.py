@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from keepless import CheckpointedABN, InPlaceABN, recompute_activations, recomputing, report, undo
+from keepless import CheckpointedABN, recompute_activations, recomputing, report, undo
 from keepless.recompute.recording import Recording
 from keepless.saved import kept_bytes
 from keepless.torch_internals import current_hooks
@@ -197,19 +197,6 @@ def backward(network: nn.Module, loss: Tensor) -> list[Tensor]:
     network.zero_grad()
     loss.backward()
     return [parameter.grad for parameter in network.parameters()]
-
-
-class Head(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, norm = self
-        return norm(torch.cat([first(x), second(x)], dim=1)).sum()
-
-
-def test_the_parts_of_a_concatenation_that_is_written_over_are_not_kept():
-    """As in DeepLabV3's head, whose first in-place norm takes the concatenated branches."""
-    head = Head(nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), InPlaceABN(16))
-    prepared, plain = (kept_bytes(network, lambda n=network: n(IMAGES), [IMAGES]) for network in both(head))
-    assert prepared == plain
 
 
 class Inside(nn.Sequential):
