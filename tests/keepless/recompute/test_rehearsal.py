@@ -186,6 +186,13 @@ def test_a_network_that_cannot_be_rehearsed_keeps_little_at_first():
     assert all(map(torch.equal, gradients(within, x), gradients(plain, x)))
 
 
+def test_an_example_that_cannot_be_rehearsed_is_said_and_leaves_the_network_alone():
+    network = Layers(4, asked)
+    with pytest.raises(ValueError, match="on fake tensors like the example raises DataDep.*; give an example that"):
+        recompute_activations(network, budget=0.5, example=torch.randn(2, 32))
+    assert not network._forward_hooks and not network._forward_pre_hooks
+
+
 def test_a_network_that_communicates_is_not_rehearsed(tmp_path):
     """Others may not rehearse now, and would wait."""
 
