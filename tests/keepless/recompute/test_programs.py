@@ -383,8 +383,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "loss by tiles": lambda x: upsampled_cross_entropy(F.silu(x), torch.ones(2, 12, 12, dtype=torch.uint8)),
     "looks and marks": _look_and_mark,
     "looks, overwrites and marks": partial(_look_and_mark, overwrites=True),
-    "max-pooling of nothing": lambda x: F.max_pool2d(x[:0].relu(), 2).sum(),
-    "adaptive max-pooling of nothing": lambda x: F.adaptive_max_pool2d(x[:0].relu(), 2).sum(),
     # `F.normalize` calls itself with out=None: nothing is written over.
     "normalised": lambda x: x.sin() * F.normalize(x, dim=1),
     "inference tensor": _join_an_inference_tensor,

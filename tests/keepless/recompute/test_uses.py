@@ -493,6 +493,12 @@ def test_running_statistics_may_move_before_the_backward_pass(norm):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AdaptiveMaxPool2d(2)], ids=str)
+def test_empty_minibatches_are_pooled(pool):
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), pool, nn.Conv2d(4, 2, 1))
+    assert_same(*([*torch.autograd.grad(n(IMAGES[:0]).sum(), n.parameters())] for n in both(network)))
+
+
 class WritesOverWhatItSaved(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
