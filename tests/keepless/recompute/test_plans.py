@@ -573,6 +573,8 @@ def test_under_autocast_a_plan_computes_in_the_same_precision():
         with torch.autocast("cpu", torch.bfloat16):
             found = [train(network, x) for network in (within, plain)]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    assert_equal(train(within, x), train(plain, x))
+    assert len(planned_sizes(within)) == 2  # without autocast, other bytes are kept
 
 
 def test_a_report_lists_what_a_linear_layer_saves_through_a_view():
