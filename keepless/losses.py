@@ -32,7 +32,7 @@ def upsampled_cross_entropy(
     as a whole: beside some values per pixel, there are two tiles of about 1 MiB on a CPU, and of 64 MiB elsewhere. The
     gradient of the logits is computed in the forward pass and kept, in at least float32, until the backward pass.
     `torch.compile` leaves the loss as it is, between two graphs. Logits are interpolated by matrix products, which TF32
-    rounds where it is allowed (`torch.backends.cuda.matmul`): by up to 0.0005 of the largest logit.
+    rounds where it is allowed (`torch.backends.cuda.matmul`), by about a thousandth of the largest logit.
 
     With logits at the resolution of the labels, this is a tiled cross-entropy.
 

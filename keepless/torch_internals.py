@@ -93,7 +93,7 @@ _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 def warn(message: str) -> None:
     """Warn at the line on the stack that called this package, perhaps through PyTorch's modules."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _INNER:
+    while frame.f_back is not None and (frame.f_globals.get("__name__") or "").split(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 

@@ -55,11 +55,12 @@ def train(
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr = learner.optimizer.param_groups[0]["lr"]
             first = step <= run.start_step + CHECKED_STEPS
+            if step == run.start_step + PLANNED_STEPS + 1:
+                forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
             with _errors_of(step, minibatch, run), checking_repetitions() if first else nullcontext():
                 loss_value, gradient_norm = train_step(learner, loss, minibatch, minibatch_size, world)
             if step == run.start_step + PLANNED_STEPS:
                 run.share_plans()
-                forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
             asked = run.stop.anywhere(world)
             metrics.step(loss_value, gradient_norm, minibatch_size, waited_s)
             if schedule.logs(step):

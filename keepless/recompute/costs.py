@@ -163,9 +163,9 @@ def peak_bytes(
 
 
 def _on_ones(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """Measure once, outside of all modes; 0 where it does not work on ones, such as a Cholesky decomposition.
+    """Measure once, outside of all modes; None where it does not work on ones, such as a Cholesky decomposition.
 
-    Also 0 if the device has no memory left for it, but then it is measured again the next time.
+    None too if it raises torch.OutOfMemoryError, but then it is measured again the next time.
     """
     known: dict[Any, Any] = {}
 
@@ -175,9 +175,9 @@ def _on_ones(measure: Callable[..., Any]) -> Callable[..., Any]:
                 with without_dispatch_modes(), without_function_modes():
                     known[call] = measure(*call)
             except torch.OutOfMemoryError:
-                return 0
+                return None
             except RuntimeError:
-                known[call] = 0
+                known[call] = None
         return known[call]
 
     return measured
@@ -224,6 +224,7 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: b
         if call.device.type == "cuda":  # cuDNN's search for an algorithm and cuBLAS's workspace are not the call's own
             run()
             differentiate()
+            made.clear()
         if of_many:
             peak = peak_bytes(differentiate, call.device, first=run)
         else:  # the graph stays: the profiler warns of memory that is freed but was allocated before it

@@ -305,7 +305,12 @@ class KnownValues:
         self.log.keep(value, kept)
         if call is not None and call.row.inside:
             call.inside += (Inside(value, call.saves - 1, is_base),)
-        return value if not is_base else self.value_of(tensor) or self.keep(tensor)
+        if is_base and (found := self.value_of(tensor)) is not None:
+            return found
+        if is_base:  # a view that cannot be made again, such as a conjugate
+            value = self.keep(tensor)
+            self.log.keep(value, tensor)
+        return value
 
     def settle_gone(self) -> None:
         """Forget tensors that have been freed, and settle their values that are read for signs: see `Value.settle`."""

@@ -73,8 +73,8 @@ class Plans:
         if (captures := is_capturing()) or profiler_runs():  # measuring waits for the device, or ends the profiler
             if size is None and not self._waits:
                 self._waits = True
-                what = "a CUDA graph is captured" if captures else "a profiler of PyTorch runs"
-                warn(f"{what}: the budget is planned once it has ended")
+                cure = "a CUDA graph is captured without a plan: run three steps before the capture"
+                warn(cure if captures else "a profiler of PyTorch runs: the budget is planned once it has ended")
             return ByPlan([] if size is None else size.plans, guard=Guard(), inputs=sum(given[1]))
         if size is None:
             size = self._added(kind, given)

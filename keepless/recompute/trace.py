@@ -375,18 +375,19 @@ class StepTrace:
         for busy in self._busy:
             if busy.call.size < _SMALL:
                 continue
-            taken = forward_temporaries(busy.call)
+            taken = forward_temporaries(busy.call) or 0
             _, extra = events[busy.event]
             events[busy.event] = Event.BUSY, extra + taken
             if busy.value >= 0:
                 value = self.values[busy.value]
-                seconds = (self.measures and forward_seconds(busy.call)) or value.seconds
+                seconds = forward_seconds(busy.call) if self.measures else None
+                seconds = value.seconds if seconds is None else seconds
                 self.values[busy.value] = value._replace(busy=value.busy + taken, seconds=seconds)
         for event, call, stride, besides in self._busy_backward:
             if call.size >= _SMALL:
-                events[event] = Event.BUSY, besides + backward_temporaries(call, stride, besides > 0)
+                events[event] = Event.BUSY, besides + (backward_temporaries(call, stride, besides > 0) or 0)
         for drawn, number in self._drawn:
-            self.values[number] = self.values[number]._replace(seconds=forward_seconds(drawn))
+            self.values[number] = self.values[number]._replace(seconds=forward_seconds(drawn) or 0.0)
         values, saved = in_order(self.values, self.saved)
         return Step(values, self.memories, saved, events, self.forward, self.calls, self.unseen)
 

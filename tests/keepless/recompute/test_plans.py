@@ -589,6 +589,24 @@ def test_a_report_lists_what_a_linear_layer_saves_through_a_view():
     ]
 
 
+class Conjugates(nn.Module):
+    """A product saves a conjugate, which is a view that cannot be made again."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.vector = (nn.Parameter(torch.randn(*shape, 8, dtype=torch.cfloat)) for shape in ((8,), ()))
+
+    def forward(self, x):
+        return ((x @ self.matrix).conj() * self.vector).abs()
+
+
+def test_a_report_lists_views_that_cannot_be_made_again():
+    network, x = recompute_activations(Conjugates()), torch.randn(4, 8, dtype=torch.cfloat)
+    network(x).sum().backward()
+    found = {(line.made_by, line.kept_for): line.bytes for line in report(network).lines}
+    assert found[("Conj", "mul")] == found[("input", "matmul")] == x.nbytes
+
+
 class SavesResults(nn.Sequential):
     """Activations that save their own results; of the images and the dropout's mask there is no recipe."""
 

@@ -289,7 +289,7 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
     """Measuring would wait for the device. Masks that are drawn again might get other numbers, so they are kept."""
     within, plain = pair()
     monkeypatch.setattr("keepless.recompute.plans.is_capturing", lambda: True)
-    with pytest.warns(UserWarning, match="a CUDA graph is captured: the budget is planned once it has ended"):
+    with pytest.warns(UserWarning, match="a CUDA graph is captured without a plan: run three steps before"):
         assert_like_plain(within, plain)
     assert plans(within) == 0
     monkeypatch.undo()
