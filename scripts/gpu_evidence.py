@@ -1,7 +1,6 @@
 """Measure on a CUDA device what the documents claim of one, in parts of at most eight minutes:
 
-    python -m scripts.gpu_evidence part=check|host|exact|abn|networks|steps|fit|train|ranks out=DIR [only=[…]]
-    python -m scripts.gpu_evidence part=train camvid=DIR out=DIR
+    python -m scripts.gpu_evidence part=check|host|exact|abn|networks|steps|fit|train|ranks out=DIR [camvid=DIR]
     python -m scripts.gpu_evidence part=abn rehearse=true out=DIR   # on a CPU, to see that every line runs
     python -m scripts.gpu_evidence part=abn measure=false out=DIR   # page and picture from the record, without a GPU
 

@@ -43,6 +43,7 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import planner
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
+from keepless.recompute.costs import times_of
 from keepless.saved import size_text
 from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table
@@ -149,7 +150,8 @@ def measure(arguments: PlanArguments, part: str, *what: str) -> Rows:
         "one_device": on_one_device,
         "claims": lambda network: [claim_of(network)],
     }
-    return [{"part": part, **row} for row in planners[part](*what)]
+    with times_of("meta"):  # on every machine the same
+        return [{"part": part, **row} for row in planners[part](*what)]
 
 
 def planned(experiment: str) -> dict:

@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +33,7 @@ from engine.training.setup import learner_of
 from engine.training.trace import FakeTensors, Trace, begun, traced
 from keepless.fit.made_tensors import MadeTensors
 from keepless.fit.sizes import largest
-from keepless.recompute.costs import stood_for
+from keepless.recompute.costs import times_of
 from keepless.recompute.plans import plan
 from keepless.saved import size_text
 
@@ -129,7 +128,8 @@ def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> R
 
     With several devices and micro-batches, DDP's buckets hold the gradients a second time.
     """
-    with FakeTensors(), _same_times(devices):
+    alike = times_of("meta") if devices > 1 else nullcontext()  # ranks that measure would choose differently
+    with FakeTensors(), alike:
         learner, loss, minibatch = fake_step(replace(config, memory=Memory()), crops, crop_size)
         beside, forward = begun(learner, minibatch), learner.forward
         images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
@@ -151,16 +151,6 @@ def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> R
     beside |= {"gradients": times * sum(parameter.nbytes for parameter in parameters), "loss": of_loss.peak}
     plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
     return Room(beside, of_optimizer.peak, list(plans))
-
-
-@contextmanager
-def _same_times(devices: int) -> Iterator[None]:
-    """With several devices, operators take what they take on a typical card: ranks that measure choose differently."""
-    before = stood_for.set(torch.device("meta") if devices > 1 else stood_for.get())
-    try:
-        yield
-    finally:
-        stood_for.reset(before)
 
 
 def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:

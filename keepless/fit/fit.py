@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..inputs import check_has_forward, check_module
-from ..recompute.costs import stood_for
+from ..recompute.costs import times_of
 from ..recompute.plans import arguments_of
 from ..recompute.rehearsal import on_fakes
 from ..saved import size_text
@@ -86,7 +86,6 @@ def fit(
     if time is not None and (grow is None or time < 1):
         raise ValueError(f"time={time} with grow={grow!r}: expected at least 1.0, with grow='batch' or 'size'")
     available, longest = bytes_for_tensors(device), math.inf if grow is None else time or _TIME
-    stands_for = stood_for.set(torch.device("cuda"))
 
     def counted(copied: nn.Module, *given: Any) -> Fit:
         with torch.enable_grad():
@@ -96,14 +95,13 @@ def fit(
         return Fit(device, available, steps.weights, steps.gradients, steps.states, ways, line)
 
     try:
-        return on_fakes(counted, network, *arguments_of(example))
+        with times_of("cuda"):
+            return on_fakes(counted, network, *arguments_of(example))
     except ASKS_FOR_VALUES as error:
         raise ValueError(
             f"the network asks for values of tensors ({error}), which a step on fake tensors does not have: leave out "
             f"what reads them, such as x.item(), x[mask] or `if x.sum() > 0`; keepless.plan runs real steps"
         ) from error
-    finally:
-        stood_for.reset(stands_for)
 
 
 def _line(steps: Steps, ways: list[Way], device: int | str) -> str:

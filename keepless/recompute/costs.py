@@ -319,13 +319,22 @@ def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], re
     return seconds_for(moved, operations_of(function, arguments, result), result)
 
 
-# The device whose time calls on fake tensors take; None: the tensors' own.
-stood_for: ContextVar[torch.device | None] = ContextVar("stood_for", default=None)
+_stands_for: ContextVar[torch.device | None] = ContextVar("stands_for", default=None)
+
+
+@contextmanager
+def times_of(device: str | None) -> Iterator[None]:
+    """Context in which calls on fake tensors take the time of a device: "meta" is a typical card, None their own."""
+    before = _stands_for.set(None if device is None else torch.device(device))
+    try:
+        yield
+    finally:
+        _stands_for.reset(before)
 
 
 def seconds_for(moved: int, operations: int, result: Tensor) -> float:
     """For so many bytes and operations, on the device of a result."""
-    rates = _rates(stood_for.get() or result.device, result.dtype)
+    rates = _rates(_stands_for.get() or result.device, result.dtype)
     return moved / rates.bytes + operations / rates.operations
 
 

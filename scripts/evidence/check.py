@@ -2,7 +2,6 @@
 
 python -m scripts.evidence.check out=FILE.json
 python -m scripts.evidence.check only=[layers] out=FILE.json
-python -m scripts.evidence.check minutes=8 out=FILE.json
 """
 
 import os
