@@ -49,7 +49,7 @@ def test_every_method_is_measured_beside_the_plain_network_and_plans_beside_thei
             assert row["kept_bytes"] < 0.9 * rows[name, PLAIN]["kept_bytes"] and "deviation" in row
     plans = sum("planned_bytes" in row for row in rows.values())
     assert plans >= 4 and (SMALL, IN_TIME_OF_BLOCKS) in rows
-    assert f"- {plans} plans: measured peaks are within " in text and "- With the peak of the checkpoints, a" in text
+    assert f"- {plans} plans: measured peaks are at most " in text and "- With the peak of the checkpoints, a" in text
     assert "| recompute_activations | 2 |" in text and "| compiled | 1 |" in text
 
 
