@@ -175,7 +175,7 @@ def _of_plans(networks: Networks) -> Iterator[str]:
         return
     over = max(row["peak_bytes"] / max(row["budget"] or 0, row["planned_bytes"]) - 1 for row in plans)
     most = max(row["deviation"] for row in plans)
-    exact = f"measured peaks are at most {over:.1%} above their budgets, the largest deviation of a gradient is {most:g}"
+    exact = f"measured peaks are at most {over:.1%} above budgets, the largest deviation of a gradient is {most:g}"
     yield f"- {len(plans)} plans: {exact}."
     for asked, rival in ((AS_BLOCKS, BLOCKS), (AS_COMPILED, BUDGET)):
         own = {name: rows for name, rows in networks.items() if asked in rows}
