@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_internals import is_capturing
+
 # This process's numbers of values per channel that were checked together with the other ranks', by process group.
 _CHECKED: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
@@ -51,7 +53,7 @@ def gathered_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessG
     # PyTorch 2.13 renamed it.
     all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     all_gather(gathered.view(-1), own, group=group)
-    if not torch.compiler.is_compiling() and not (mean.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not torch.compiler.is_compiling() and not (mean.is_cuda and is_capturing()):
         checked = _CHECKED.setdefault(group, set())
         if count not in checked:
             _check_counts(gathered[:, -1].tolist())

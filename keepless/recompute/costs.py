@@ -72,7 +72,7 @@ class MeasuredCall(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        return device_of(filter(_is_spec, tree_leaves(self.arguments, is_leaf=_is_spec)))
+        return computing_device(filter(_is_spec, tree_leaves(self.arguments, is_leaf=_is_spec)))
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """The result, and the arguments that need gradients."""
@@ -91,8 +91,8 @@ class MeasuredCall(NamedTuple):
             return self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
 
 
-def device_of(tensors: "Iterable[Tensor | TensorSpec]") -> torch.device:
-    """The first device that runs kernels beside the program; the CPU if there is none, or if tensors are fake."""
+def computing_device(tensors: "Iterable[Tensor | TensorSpec]") -> torch.device:
+    """The first device of real tensors that is not the CPU; the CPU if there is none."""
     devices = (one.device for one in tensors if not isinstance(one, FakeTensor))
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
@@ -323,9 +323,9 @@ _stands_for: ContextVar[torch.device | None] = ContextVar("stands_for", default=
 
 
 @contextmanager
-def times_of(device: str | None) -> Iterator[None]:
-    """Context in which calls on fake tensors take the time of a device: "meta" is a typical card, None their own."""
-    before = _stands_for.set(None if device is None else torch.device(device))
+def times_of(device: str) -> Iterator[None]:
+    """Context in which calls on fake tensors take the time of this device, not of their own; "meta": a typical card."""
+    before = _stands_for.set(torch.device(device))
     try:
         yield
     finally:

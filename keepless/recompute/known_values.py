@@ -305,12 +305,13 @@ class KnownValues:
         self.log.keep(value, kept)
         if call is not None and call.row.inside:
             call.inside += (Inside(value, call.saves - 1, is_base),)
-        if is_base and (found := self.value_of(tensor)) is not None:
-            return found
-        if is_base:  # a view that cannot be made again, such as a conjugate
-            value = self.keep(tensor)
-            self.log.keep(value, tensor)
-        return value
+        if not is_base:
+            return value
+        found = self.value_of(tensor)
+        if found is None:  # a view that cannot be made again, such as a conjugate
+            found = self.keep(tensor)
+            self.log.keep(found, tensor)
+        return found
 
     def settle_gone(self) -> None:
         """Forget tensors that have been freed, and settle their values that are read for signs: see `Value.settle`."""

@@ -33,7 +33,7 @@ from ..torch_internals import (
     with_dispatch_modes_off,
     written_arguments,
 )
-from .costs import device_of, seconds_of
+from .costs import computing_device, seconds_of
 from .recipes import ByPlan
 from .recording import Recording
 from .step import Step
@@ -284,7 +284,7 @@ def traced_step(
     gradients = [parameter.grad for parameter in parameters]
     buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers() if not _is_expanded(buffer)]
     registered = [(module, dict(module._buffers)) for module in network.modules()]
-    device = device_of([*inputs, *parameters])
+    device = computing_device([*inputs, *parameters])
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
     trace, seconds = StepTrace(measures or not is_fake), 0.0
 

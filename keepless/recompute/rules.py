@@ -24,6 +24,7 @@ from ..torch_internals import (
     OpOverloadPacket,
     by_present_backends,
     dropped_share,
+    is_capturing,
     packed_by,
     without_dispatch_modes,
     without_function_modes,
@@ -372,9 +373,8 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
     if type(node).__name__ == "MulBackward0":
         return Again(torch.mul, [find(x), *_saved(node, "other")], fresh=True)
     if type(node).__name__ == "NativeDropoutBackward0" and (share := dropped_share(node)) is not None:
-        scale = (
-            1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, x.dtype == torch.float64, share)
-        )
+        double = x.dtype == torch.float64
+        scale = 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, double, share)
         return Again(_masked, [find(x), *_saved(node, "result1"), scale], fresh=True)
     raise NotFollowed
 
@@ -385,7 +385,7 @@ def dropout_scale(device: torch.device, double: bool, share: float) -> float:
 
     NotFollowed where nothing can be measured: while a CUDA graph is captured, or if all values are dropped.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and is_capturing():
         raise NotFollowed
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), without_function_modes(), without_dispatch_modes(), torch.random.fork_rng(devices):

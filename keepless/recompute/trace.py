@@ -22,7 +22,7 @@ from .costs import (
     MeasuredCall,
     backward_temporaries,
     call_of,
-    device_of,
+    computing_device,
     estimated_seconds,
     forward_seconds,
     forward_temporaries,
@@ -250,7 +250,7 @@ class StepTrace:
                 self.holds(tensor)
             else:
                 self.memory(tensor, outside=True)
-        self._began, device = len(self.events), device_of(tensors_in(call.arguments))
+        self._began, device = len(self.events), computing_device(tensors_in(call.arguments))
         result, self.seconds = seconds_of(lambda: call.function(*call.args, **call.kwargs), device)
         if call.saves and call.row.again is None:
             self._without_rule(call, result)

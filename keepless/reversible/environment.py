@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..torch_internals import without_dispatch_modes
+from ..torch_internals import is_capturing, without_dispatch_modes
 from .state import State
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -22,17 +22,15 @@ class Environment:
 
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
         parts = [part for module in modules for part in module.modules()]
-        of_parts = (
-            one for part in parts for one in (*part._parameters.values(), *part._buffers.values()) if one is not None
-        )
-        devices = {tensor.device for tensor in (*tensors, *of_parts)}
+        own = (one for module in modules for one in (*module.parameters(), *module.buffers()))
+        devices = {tensor.device for tensor in (*tensors, *own)}
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
         ]
         self.cache = torch.is_autocast_cache_enabled()
         self.cuda = [device for device in devices if device.type == "cuda"]
-        if self.cuda and torch.cuda.is_current_stream_capturing():  # a graph has no state of a generator to read
+        if self.cuda and is_capturing():  # a graph has no state of a generator to read
             self.cuda = []
             if preserve_rng_state:
                 _refuse_random(parts)

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..norms.inplace_abn import OWN_LAYERS
 from ..norms.statistics import BATCH_NORMS, has_running_statistics
 from ..saved import check_version
-from ..torch_internals import FakeTensor
+from ..torch_internals import FakeTensor, is_capturing
 
 Values = tuple[Tensor, ...]
 
@@ -235,5 +235,4 @@ def _buffers_swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
 
 def is_unknown(tensor: Tensor) -> bool:
     """Whether its values cannot be read: it is fake, or a CUDA graph is captured."""
-    capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    return capturing or tensor.is_meta or isinstance(tensor, FakeTensor)
+    return (tensor.is_cuda and is_capturing()) or tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -21,7 +21,7 @@ PROBLEMS = ("failure", "error", "skipped")  # as pytest's report calls them
 
 
 def items(arguments: frame.Arguments) -> dict[str, tuple[list[str]]]:
-    """Files of tests. Each item is one run of pytest, which takes 10 s to start its processes on a card."""
+    """Files of tests. Each item is one run of pytest, whose processes take long to start."""
     marked = re.compile(r"NEEDS_CUDA|mark\.gpu")
     found = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if marked.search(path.read_text())]
     names = sorted(path.relative_to(REPOSITORY).as_posix() for path in found)

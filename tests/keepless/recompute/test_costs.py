@@ -109,4 +109,6 @@ def test_a_call_is_timed_on_the_device_of_tensors_in_lists():
     on_device, on_cpu = torch.empty(2, 3, device="meta"), torch.empty(2, 3)
     call = costs.call_of(torch.cat, ([on_device, on_device],), {}, lists=True)
     assert call.device == on_device.device
-    assert costs.device_of([on_cpu, on_device]) == on_device.device and costs.device_of([]) == on_cpu.device
+    assert (
+        costs.computing_device([on_cpu, on_device]) == on_device.device and costs.computing_device([]) == on_cpu.device
+    )

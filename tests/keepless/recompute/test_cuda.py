@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keepless import recompute_activations
 from keepless.norms.backends.eager import EagerBackend
-from keepless.recompute import signs, values
+from keepless.recompute import rules, signs, values
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.rules import NotFollowed, dropout_scale
 from keepless.recompute.signs import positive
@@ -196,7 +196,7 @@ def test_the_scale_of_dropout_is_the_kernel_s_own(device):
 def test_a_mask_is_not_used_where_its_scale_cannot_be_measured(monkeypatch):
     with pytest.raises(NotFollowed):
         dropout_scale(torch.device("cpu"), False, 1.0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(rules, "is_capturing", lambda: True)
     with pytest.raises(NotFollowed):
         dropout_scale(torch.device("cuda", 0), False, 0.123)
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from keepless import AdditiveCoupling, InPlaceABN, ReversibleSequence
+from keepless.reversible import checks, environment, state
 from keepless.reversible.environment import Environment
 from keepless.torch_internals import FakeTensorMode
 from tests.cuda import NEEDS_CUDA
@@ -60,7 +61,8 @@ def capturing(monkeypatch):
     def refused(*arguments):
         raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for module in (checks, environment, state):
+        monkeypatch.setattr(module, "is_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", refused)
     monkeypatch.setattr(torch.cuda, "set_rng_state", refused)
 
@@ -68,9 +70,9 @@ def capturing(monkeypatch):
 def test_the_state_of_a_generator_is_left_alone_while_a_graph_is_captured(capturing):
     with FakeTensorMode():
         x = torch.empty(2, 8, 6, 6, device="cuda")
-    environment = Environment(sequence().blocks, [x])
-    environment.forward_pass_ended(inverts=False)
-    with environment.restored():
+    surroundings = Environment(sequence().blocks, [x])
+    surroundings.forward_pass_ended(inverts=False)
+    with surroundings.restored():
         pass
 
 
