@@ -100,24 +100,28 @@ class Boundary:
 
 
 class Inputs(NamedTuple):
-    """The dtypes and strides of a step's inputs, and which of them required a gradient."""
+    """The dtypes and strides of a step's inputs, which of them required a gradient, and which were leaves."""
 
     dtypes: tuple[torch.dtype, ...]
     strides: tuple[tuple[int, ...], ...]
     require_grad: tuple[bool, ...]
+    are_leaves: tuple[bool, ...]
 
     def __call__(self, values: Values, any_layout: int | None = None) -> Values:
-        """New leaves that require gradients as the inputs did, so that a repetition saves the same tensors.
+        """New tensors that require gradients as the inputs did, so that a repetition saves the same tensors.
 
         They also get the strides of the inputs, because some operators (`F.linear`) choose by strides which tensors
-        they save. The one of number `any_layout` keeps its own, because no branch reads it.
+        they save. The one of number `any_layout` keeps its own, because no branch reads it. Views stand for inputs that
+        were no leaves, which a prepared branch (`recompute_activations`) would keep instead of what it computes.
         """
-        leaves = []
-        for number, (tensor, strides, needed) in enumerate(zip(values, self.strides, self.require_grad, strict=True)):
+        again = []
+        inputs = zip(values, self.strides, self.require_grad, self.are_leaves, strict=True)
+        for number, (tensor, strides, needed, is_leaf) in enumerate(inputs):
             if number != any_layout and tensor.stride() != strides:
                 tensor = _laid_out(tensor, strides)
-            leaves.append(tensor.detach().requires_grad_(needed))
-        return tuple(leaves)
+            leaf = tensor.detach().requires_grad_(needed)
+            again.append(leaf if is_leaf else leaf.view_as(leaf))
+        return tuple(again)
 
 
 def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -198,7 +202,7 @@ class Step:
         preserve_rng_state: bool,
     ):
         self.move = move
-        self.inputs = Inputs(*zip(*((x.dtype, x.stride(), x.requires_grad) for x in inputs), strict=True))
+        self.inputs = Inputs(*zip(*((x.dtype, x.stride(), x.requires_grad, x.is_leaf) for x in inputs), strict=True))
         self.environment = Environment(modules, inputs, preserve_rng_state)
         self.section = Section()
         self.checksum = Checksum(modules)
