@@ -124,7 +124,7 @@ class RunDirectory:
                 left = checkpoint.what_is_left(self.path, self.last, self.previous)
                 raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
             file = error.filename if isinstance(error.filename, (str, bytes)) else ""
-            if not Path(os.fsdecode(file)).is_relative_to(self.path):
+            if not file or not Path(os.fsdecode(file)).is_relative_to(self.path):
                 raise  # checkpoint.save has worded it
             what = f"{os.fsdecode(file)}: {error.strerror}. Give another run_dir, or make this one writable"
             raise OSError(f"run_dir={self.path} cannot be used: {what}") from error

@@ -172,6 +172,8 @@ def test_an_error_in_a_run_says_which_checkpoint_is_good(tmp_path, config):
 
     says(full, f"^run_dir={tmp_path} cannot be written to: No space left on device. .* free there; there is no earlier")
     says(FileNotFoundError("gone"), "^gone$")
+    with pytest.raises(TimeoutError, match="^no data came$"), RunDirectory(".").in_use(config):  # of no file
+        raise TimeoutError("no data came")
     run_in(tmp_path, config, 1, 2)
     full.filename = str(run.results)  # as engine.process.output_files names it
     says(full, f"^run_dir={tmp_path} cannot be written to: No space")
