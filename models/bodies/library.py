@@ -77,9 +77,9 @@ class LibraryBody(Body):
             self.order = tuple(layers)
             self.classifier, self.rounds_up = None, True
             channels, self.output_stride = self._dilate(torch.zeros(1, 3, SIDE, SIDE), output_stride, title)
-            with torch.no_grad():
-                odd = self.eval()(torch.zeros(1, 3, SIDE - 1, SIDE - 1))
-            self.rounds_up = odd.shape[2] == SIDE // self.output_stride
+            with torch.no_grad():  # one pixel more leaves a remainder at every stride
+                odd = self.eval()(torch.zeros(1, 3, SIDE + 1, SIDE + 1))
+            self.rounds_up = odd.shape[2] == SIDE // self.output_stride + 1
             ends = (f"ends with {last}; without {', '.join(self.left_out)}",) if last is not None else ()
             self.remarks = ends + _exchange_activations(self, norm_act) + _exchange_norms(self.train(), norm_act)
             self.add_classifier(channels, classes)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine import assemble
 from keepless import ABN, CheckpointedABN, InPlaceABN
-from models.bodies import timm_body, torchvision_body
+from models.bodies import LibraryBody, timm_body, torchvision_body
 from models.checkpoints.published import IMAGENET
 from models.checkpoints.torchvision_names import from_library
 from models.recomputation import RECOMPUTE, choose_recomputation
@@ -118,6 +118,14 @@ def check_dilation(build, output_strides: tuple[int, ...], first: int = 0) -> No
 def test_a_dilated_network_has_the_strided_one_s_features(name):
     """ConvNeXt's 2x2 convolutions read the cells around, so the strided network's cells are between others."""
     check_dilation(partial(torchvision_body, network=name), (8, 16), first=int(name.startswith("convnext")))
+
+
+@torch.no_grad()
+def test_no_pixel_is_dropped_whichever_stride_rounds_down():
+    """In torchvision's DenseNets a later one does, the transitions', and the stem's does not."""
+    layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "transition": nn.AvgPool2d(2)}
+    body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
+    assert body.output_stride == 4 and body(torch.zeros(1, 3, 66, 63)).shape[2:] == (17, 16)
 
 
 NUMBERED = [
