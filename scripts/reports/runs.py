@@ -228,7 +228,7 @@ def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None)
             found = [path for path in found if not path.resolve().is_relative_to(hidden)]
         if not found:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
-        own: dict[str, Run] = {}  # by records
+        own: dict[str, Run] = {}  # by configuration and records: two ways of recomputing may train equally
         for path in sorted(found, key=_with_numbers):
             if not (path / "results.json").is_file():
                 records = path / "metrics.jsonl"
@@ -241,8 +241,8 @@ def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None)
                 reason = " ".join(f"{type(error).__name__}: {error}".replace(f"{path}", path.name).split())
                 left_out[path] = f"it cannot be read ({printable(reason)[:LONGEST_TEXT]})"
                 continue
-            if own.setdefault(run.metrics, run).copied and not run.copied:
-                own[run.metrics] = run
+            if own.setdefault(key := f"{run.results['config']}{run.metrics}", run).copied and not run.copied:
+                own[key] = run
         runs += own.values()
     return runs, left_out
 

@@ -109,6 +109,17 @@ def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
     assert columns(again) == columns(page) and cells[1] in again  # seeds are in the order of their folders' names
 
 
+def test_runs_that_train_equally_are_all_compared(tmp_path):
+    """Recomputed activations change neither losses nor scores, but memory and time, which the report compares."""
+    for recompute in ("none", "activations"):
+        copied(tmp_path / f"recompute_{recompute}", trainer={"recompute": recompute})
+    for _ in range(2):  # the second time with their copies, which do not count
+        runs, _ = found_runs([tmp_path])
+        assert [run.name for run in runs] == ["recompute_activations", "recompute_none"]
+        for run in runs:
+            run.write(tmp_path / "report" / run.name)
+
+
 def test_a_report_beside_the_runs_does_not_replace_them(tmp_path):
     run = copied(tmp_path / "mine", run_dir="somewhere")  # no copy
     before = (run / "results.json").read_text()
