@@ -31,7 +31,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import configuration_in
 from engine.process.console import make_console
-from engine.process.output_files import writable_folder
+from engine.process.output_files import writable_file
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import ClassUniformSampler
 from engine.schema.keys import key
@@ -71,15 +71,13 @@ def convert(values: DictConfig) -> list[str]:
     """Convert as configured (`Conversion`). Returns the printed lines. ValueError if the input does not allow it."""
     options = configuration.typed(values, Conversion)
     source, output = checkpoint.file_of(options.input), Path(options.output)
-    if output.is_dir() or (output.exists() and source.exists() and output.samefile(source)):
-        raise ValueError(f"output={output} is {'a folder' if output.is_dir() else 'the input'}: give another file")
     name = f"input={source}"
     content = released.read(source, name, checkpoint.advice_if_damaged(source))
     ours = initial_weights.is_ours(content)
     for key_name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
         if ours and given is not None:
             raise ValueError(f"{key_name}={given} has no effect on {name}, a checkpoint of ours: leave it out")
-    writable_folder("output", output.parent)
+    writable_file("output", output, source)
     if ours and options.format == "checkpoint":
         lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
     elif ours:

@@ -33,7 +33,7 @@ from engine.prediction.export import exported, largest_difference
 from engine.prediction.opening import Opened, opened
 from engine.prediction.predictors import Segmenter
 from engine.process.console import make_console
-from engine.process.output_files import writable_folder, write_file
+from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.evaluation import Prediction
 from engine.schema.keys import key
@@ -64,11 +64,9 @@ def export(values: DictConfig) -> dict:
     options = configuration.typed(values, Export)
     output = Path(options.output)
     source = checkpoint.file_of(options.checkpoint)
-    if output.is_dir() or (output.exists() and source.exists() and output.samefile(source)):
-        raise ValueError(f"output={output} is {'a folder' if output.is_dir() else 'the input'}: give another file")
     found = opened(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
     about = metadata(found, options)
-    writable_folder("output", output.parent)
+    writable_file("output", output, source)
     precision = getattr(torch, options.precision)
     program = exported(found.network, options.size, precision, options.argmax)
     content = onnx_model(program, about, options.size) if options.format == "onnx" else exported_program(program, about)

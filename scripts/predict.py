@@ -32,7 +32,7 @@ from engine.configuration.command_line import configured
 from engine.prediction.opening import opened
 from engine.prediction.predictors import Segmenter
 from engine.process.console import counting, log_to, logger, make_console, progress_bar, tracked
-from engine.process.output_files import check_outside, writable_folder, write_array, write_file, write_png
+from engine.process.output_files import check_outside, writable_file, write_array, write_file, write_png
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
 from scripts.reports.predictions import Page
@@ -61,7 +61,9 @@ def predict(values: DictConfig) -> list[Path]:
     with reading_errors(config.data.timeout_seconds):
         check_outside("output", output, filter(is_labelled, (output.resolve(), *output.resolve().parents)))
         images = find_images(source, output)
-        writable_folder("output", output)
+        writable_file("output", output / TABLE)
+        if options.report:
+            writable_file("report", Path(options.report))
         if isinstance(network, Segmenter):
             write_classes(output / CLASSES, network)
         with progress_bar(console) as progress, counting(progress, "windows") as windows:

@@ -24,6 +24,13 @@ def writable_folder(key: str, folder: Path) -> Path:
     return folder
 
 
+def writable_file(key: str, file: Path, source: Path | None = None) -> None:
+    """Create a file's folder if needed. ValueError, naming `key`: not writable, or `file` is a folder or `source`."""
+    if file.is_dir() or (source is not None and file.exists() and source.exists() and file.samefile(source)):
+        raise ValueError(f"{key}={file} is {'a folder' if file.is_dir() else 'the input'}: give another file")
+    writable_folder(key, file.parent)
+
+
 def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
     """Raise ValueError, naming `key`, if a folder is or lies in one of the folders `images` of a dataset."""
     for place in images:

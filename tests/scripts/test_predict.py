@@ -211,4 +211,7 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
         with pytest.raises(ValueError, match=re.escape(message)):
             run(trained, tmp_path / "data/images", tmp_path / "out", override)
         assert relative_files(tmp_path) == before
+    with pytest.raises(ValueError, match=f"^report={tmp_path} is a folder: give another file"):
+        run(trained, tmp_path / "data/images", tmp_path / "out", f"report={tmp_path}")
+    assert not (tmp_path / "out" / "ids").exists()
     assert run(trained, tmp_path / "data" / "images", tmp_path / "data" / "predicted")
