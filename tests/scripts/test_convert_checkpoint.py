@@ -100,6 +100,14 @@ def test_to_standard_norms(vistas, tmp_path):
         assert same(without_counts(torch.load(tmp_path / "std.pth", weights_only=True)), without_counts(made))
 
 
+def test_norms_of_another_library_s_network_keep_their_eps_in_what_is_printed(tmp_path):
+    config = classification_config("body=torchvision", "body.network=mobilenet_v3_small", "norm=std")
+    state = {"task": "classification", "step": 2, "config": cfg.plain(config), "network": {}, "classes": list(CLASSES)}
+    checkpoint.save(tmp_path / "last.pt", state)
+    printed = run(tmp_path, tmp_path / "std.pth", "format=standard_bn")
+    assert "eps=1e-05 and relu (in the body mobilenet_v3_small's own eps, and this for its ReLUs alone), but" in printed
+
+
 def test_what_cannot_be_converted_is_named(vistas, tmp_path):
     path, _ = files.small_resnext(tmp_path / "net.pth.tar")
     bare = files.write_classifier(tmp_path / "body.pth.tar", without_counts(small_resnext().state_dict()))
