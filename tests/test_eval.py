@@ -141,11 +141,13 @@ def test_wrong_values_are_refused(run_dir, override, message):
 
 
 def test_the_images_of_a_dataset_are_no_place_for_pictures(run_dir, streets):
-    """The next training would find images without labels."""
-    images = cityscapes(streets, "val").files[0].image.parent
+    """The next training would find images without labels. Where labels are called like images, they would be gone."""
+    images, labels = (path.parent for path in cityscapes(streets, "val").files[0][1:3])
     for key in ("overlays", "predictions"):
         with pytest.raises(ValueError, match=f"{key}=.* lies in {images}, the images of a dataset"):
             evaluate_run(run_dir, f"{key}={images / 'new'}")
+        with pytest.raises(ValueError, match=f"^{key}={labels} holds labels of the dataset, which would be replaced"):
+            evaluate_run(run_dir, f"{key}={labels}")
     assert not (images / "new").exists()
 
 

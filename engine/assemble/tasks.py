@@ -84,13 +84,16 @@ def classify(
 
 
 def _writable(key: str, path: str | None, dataset: SegmentationDataset) -> Path | None:
-    """The folder for pictures. ValueError: it is not writable, or its files would become images of the dataset."""
+    """The folder for pictures. ValueError: it is not writable, or they would become images or replace labels."""
     if path is None:
         return None
     folder = Path(path).resolve()
     # Names are paths below the folder of images.
     images = {file.image.parents[file.name.count("/")] for file in dataset.files if file.image is not None}
     check_outside(key, folder, images)
+    labels = {file.label.parents[file.name.count("/")] for file in dataset.files if file.label is not None}
+    if folder in {place.resolve() for place in labels}:
+        raise ValueError(f"{key}={folder} holds labels of the dataset, which would be replaced: give another folder")
     return writable_folder(key, folder)
 
 
