@@ -209,9 +209,15 @@ def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path
 
 
 def _folders(root: Path, name: str) -> Iterator[Path]:
-    """`root` and all folders below it, sorted, that have a folder `name`; what lies in that does not count."""
-    for folder, inside, _ in os.walk(root):
-        inside[:] = sorted(each for each in inside if not is_hidden(each))
+    """`root` and all folders below it, sorted, that have a folder `name`; what lies in that does not count.
+
+    Links count as folders, as where splits are read, but no folder twice: links may lead in a circle.
+    """
+    seen: set[str] = set()
+    for folder, inside, _ in os.walk(root, followlinks=True):
+        is_new = (real := os.path.realpath(folder)) not in seen
+        seen.add(real)
+        inside[:] = sorted(each for each in inside if is_new and not is_hidden(each))
         if name in inside:
             inside.remove(name)
             yield Path(folder)

@@ -381,6 +381,18 @@ def test_folders_of_systems_are_no_part_of_the_data(root):
     assert class_folders(root / "train/images") == ("a", "b")
 
 
+def test_splits_may_be_links(root):
+    """Of which one leads in a circle."""
+    linked = root.parent / "linked"
+    linked.mkdir()
+    for split in ("train", "val", "test"):
+        (linked / split).symlink_to(root / split)
+    (linked / "train/again").symlink_to(linked)
+    assert [len(labels) for labels in folder_labels(linked)] == [len(labels) for labels in folder_labels(root)]
+    assert len(folder_labels(linked)[0]) == 8 and made(linked)["classes"]
+    assert names(folder(linked, "train")) == names(folder(root, "train"))
+
+
 def test_a_folder_with_the_name_of_an_image_is_named(root):
     (root / "train/images/0.jpg").mkdir()
     with pytest.raises(ValueError, match=f"^{root}/train/images/0.jpg is a folder with an image's name: rename it"):
