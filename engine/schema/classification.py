@@ -12,6 +12,7 @@ from engine.schema.training import Trainer, TrainingRun
 
 @dataclass
 class ClassificationData(Data):
+    train_split: str = "train"  # the split that is trained on
     flip: float = key(0.5, least=0, most=1)  # probability that a training crop is mirrored
 
 

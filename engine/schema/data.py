@@ -15,7 +15,7 @@ from models.checkpoints.published import IMAGENET, Normalisation
 class Data:
     name: str = MISSING
     root: str | None = key(None, per_machine=True)  # the dataset's folder; null: the cache folder (synthetic only)
-    train_split: str = "train"  # the split that is trained on
+    train_split: Any = key("train", names=True)  # the split, or a list of splits, to train on
     val_split: str = "val"  # the split that is evaluated
     crop_size: int = key(MISSING, above=0, most=MOST_PIXELS)  # pixels, square unless there is data.crop_aspect
     # The paper's number: global, over all processes and accumulation steps.
@@ -66,7 +66,6 @@ class ColourJitter:
 
 @dataclass
 class SegmentationData(Data):
-    train_split: Any = key("train", names=True)  # the split, or a list of splits, to train on
     crop_aspect: float = key(1.0, above=0)  # width of a crop over its height, which is crop_size
     # Longest side in pixels at scale 1, in training and evaluation; null: the image's own size. IoU is always counted
     # at the label's own size.

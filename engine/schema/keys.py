@@ -102,7 +102,7 @@ def groups_of(schema: type[Keys]) -> dict[str, Mapping[str, type[Keys]]]:
 
 @cache
 def types_in(schema: type[Keys], prefix: str = "") -> dict[str, Any]:
-    """{key: its type}, of a schema, its groups, and all their alternatives."""
+    """{key: its type}, of a schema, its groups, and all their alternatives; Any where these differ."""
     found: dict[str, Any] = {}
     hints, groups = get_type_hints(schema), groups_of(schema)
     for entry in fields(schema):
@@ -110,7 +110,7 @@ def types_in(schema: type[Keys], prefix: str = "") -> dict[str, Any]:
         of_entry = groups.get(entry.name, {"": hints[entry.name]}).values()
         below = [types_in(each, f"{name}.") for each in of_entry if isinstance(each, type) and is_dataclass(each)]
         for each in below:
-            found |= each
+            found |= {key: kind if found.get(key, kind) == kind else Any for key, kind in each.items()}
         if entry.name in groups or not below:
             found[name] = hints[entry.name]
     return found

@@ -7,6 +7,7 @@ import pytest
 from datasets import camvid, minibatches_per_epoch
 from engine import assemble
 from engine.configuration import config as configuration
+from engine.configuration.texts import as_typed
 from engine.process.console import make_console
 from engine.process.distributed import World
 from scripts.browse_data import BrowseData, browse, sheet, training_crops
@@ -54,6 +55,13 @@ def test_shows_the_crops_of_a_training(tmp_path, data, options):
 def test_classification_has_no_class_uniform_sampling():
     with pytest.raises(ValueError, match="sampler=class_uniform is for segmentation"):
         configuration.typed(composed("browse_data", "data=cifar10", "sampler=class_uniform", "out=x"), BrowseData)
+
+
+def test_shows_the_crops_of_several_splits(tmp_path):
+    """As they are typed, also where the keys of classification name one split."""
+    root = trees.camvid_folders(tmp_path / "data")
+    typed = as_typed("data.train_split=[train,val]", BrowseData)
+    assert browse(composed("browse_data", "data=camvid", f"data.root={root}", *CROPS, typed, f"out={tmp_path}"))
 
 
 def test_writes_pages_of_eight_and_the_legend_names_what_occurs(tmp_path):
