@@ -33,7 +33,6 @@ from engine.prediction.opening import configuration_in
 from engine.process.console import make_console
 from engine.process.output_files import writable_file
 from engine.schema.classification import ClassificationRun
-from engine.schema.data import ClassUniformSampler
 from engine.schema.keys import key
 from engine.schema.network import StandardNorm
 from engine.schema.segmentation import SegmentationRun
@@ -105,7 +104,7 @@ def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
     """Write the parts of our checkpoint that an evaluation needs. Returns lines that describe the file."""
     config = configuration_in(state, f"input={source}")
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
-    if isinstance(config, SegmentationRun) and isinstance(config.sampler, ClassUniformSampler):
+    if isinstance(config, SegmentationRun):
         config.sampler.folder = None
     parts = {name: state[name] for name in (*checkpoint.NEEDED, *checkpoint.OPTIONAL) if name in state}
     parts |= {"config": configuration.plain(config), "network": state.get("ema", state["network"])}

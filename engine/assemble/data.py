@@ -134,8 +134,7 @@ def class_index(
     is_drawn = isinstance(config.sampler, ClassUniformSampler)
     if not is_drawn and config.loss.class_weights != "frequency":
         return None
-    sampler = config.sampler if isinstance(config.sampler, ClassUniformSampler) else ClassUniformSampler()
-    read = partial(index_classes, dataset, sampler.folder, progress=progress, folder_key="sampler.folder")
+    read = partial(index_classes, dataset, config.sampler.folder, progress=progress, folder_key="sampler.folder")
     with world.first_goes_ahead() as first:
         index = read() if first else None
     index = read() if index is None else index  # built again where its folder is of another machine

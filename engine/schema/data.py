@@ -108,6 +108,7 @@ class Sampler:
     """How training crops are drawn: the image, and the part of it."""
 
     name: str = MISSING
+    folder: str | None = key(None, per_machine=True)  # folder of the class index; null: the cache folder
 
 
 @dataclass
@@ -119,7 +120,6 @@ class UniformSampler(Sampler):
 class ClassUniformSampler(Sampler):
     name: str = "class_uniform"
     fraction: float = key(1.0, above=0, most=1)  # share of an epoch's crops drawn by class; the rest by image
-    folder: str | None = key(None, per_machine=True)  # folder of the class index; null: the cache folder
 
 
 _WITH_OPTIONS = {"coco_stuff": CocoStuffData, "folder": FolderData}
