@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from engine.schema.keys import Keys, quoted, types_in
 
 AS_IT_IS = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
-PLAIN_LIST = re.compile(r"""\[([^][{}"']*)\]""")
+PLAIN_LIST, WORD = re.compile(r"""\[([^][{}"']*)\]"""), re.compile(r"[\w.+-]+")
 INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\()[{}:=, \t]")
 
 
@@ -25,7 +25,7 @@ def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
     kind, is_path = types_in(schema).get(given.lstrip("+")), os.path.exists(value)
     if (listed := PLAIN_LIST.fullmatch(value)) and (kind is Any or "list[str]" in str(kind)):
         return f"{given}=[{','.join(map(_for_hydra, listed[1].split(',')))}]"
-    if kind not in (str, str | None) and not (kind is Any and is_path):
+    if kind not in (str, str | None) and not (kind is Any and (is_path or WORD.fullmatch(value))):
         return word
     texts = [value]
     if sweeps and not is_path and re.search(r"[,(]", value):

@@ -50,6 +50,11 @@ def test_a_path_that_exists_needs_no_quotes_of_hydra(tmp_path, monkeypatch):
     assert typed(values, Comparison).runs == "norm=std,optim.lr=0.1"
 
 
+@pytest.mark.parametrize("name", ["2024_01", "1.10", "007", "true", "inf"])
+def test_a_name_where_a_list_may_stand_is_read_as_typed(name):
+    assert run_config("data=folder", f"data.train_split={name}", f"data.val_split={name}").data.train_split == name
+
+
 def test_interpolations_in_texts_are_hydra_s():
     assert composed("train_seg", "run_dir=${seed}/1.10").run_dir == "0/1.10"
     assert composed("train_seg", "run_dir=${seed} (1)").run_dir == "0 (1)"
