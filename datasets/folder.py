@@ -129,7 +129,7 @@ def folder_splits(root: str | os.PathLike | None) -> list[str]:
 def folder(root: str | os.PathLike | None, split: str, palettes: str = "equal", keys: str = "") -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
-    The list is `root`/`split`.txt. Images and labels are paired by their paths below the two folders; the split "test"
+    The list is `root`/`split`.txt. Images and labels are paired by their paths below the two folders; a split "test"
     may have no labels. Labels are PNGs of ids, or in the classes' colours, on the images as viewers show them: EXIF
     orientation counts. `palettes`: "equal" refuses labels whose palettes give an id different colours, "any" does not
     compare them. `keys`: prefix of option names in messages.
@@ -139,12 +139,13 @@ def folder(root: str | os.PathLike | None, split: str, palettes: str = "equal", 
     own = _below(root, split)
     above = root if (root / "images").is_dir() and not (own / "images").is_dir() else own
     images = _LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True)
-    without = split == WITHHELD and not (above / "labels").is_dir()
+    is_test = own.name == WITHHELD
+    without = is_test and not (above / "labels").is_dir()
     labels = {} if without else _LAYOUT.files(root, above / "labels", PHOTOGRAPHS, deep=True)
     if above == root:
         chosen = _on_list(root, own, images)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
-    if split == WITHHELD and not labels:
+    if is_test and not labels:
         files = [Files(name, path) for name, path in images.items()]
     else:
         fix = "add the labels, under the names of their images, or take the images out"

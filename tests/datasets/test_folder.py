@@ -95,6 +95,7 @@ def test_splits_that_are_joined_hold_all_images_of_each(root):
     assert folder_splits(above) == [
         f"{name}/{split}" for name in ("boards", "other") for split in ("test", "train", "val")
     ]
+    assert not folder(above, "boards/test").has_labels
     far = joined([folder(above, "boards/train"), folder(above, "other/val")])
     assert names(far) == names(both) and far.split == "boards/train+other/val"
     other = folder(other, "val")
