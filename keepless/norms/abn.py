@@ -15,6 +15,7 @@ from ..torch_internals import NormBase, backward_runs, without_function_modes
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
 from .backends.eager import EagerBackend
+from .backends.interface import floored
 from .bn_act import (
     BatchNormActivation,
     NormArguments,
@@ -166,7 +167,11 @@ class ABN(NormBase):
         strategy = self.strategy()
         activation = Activation(self.activation, self.activation_param)
         weight, bias, running_mean, running_var = own
-        if group is None and (strategy is None or not x.numel() or (not use_batch and _is_inference(strategy, x))):
+        if group is None and (
+            strategy is None or not x.numel() or _is_recorded() or (not use_batch and _is_inference(strategy, x))
+        ):
+            if use_batch and strategy is not None and strategy.gamma_floor and weight is not None:
+                weight = weight + (floored(weight, strategy.gamma_floor) - weight).detach()  # dL/dweight = dL/dgamma
             x = x.contiguous() if is_misread(x) else x
             y = F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, momentum, self.eps)
             return activate_(activation, y)
@@ -231,14 +236,17 @@ class ABN(NormBase):
         return f"{super().extra_repr()}, {activation}, {own}"
 
 
-def _is_inference(strategy: Strategy, x: Tensor) -> bool:
-    """Whether nothing has to be kept and the backend is eager: PyTorch's operators then need no node of ours.
+def _is_recorded() -> bool:
+    """Whether `torch.jit.trace`, `torch.export` or an ONNX export records a graph.
 
-    So it is while `torch.jit.trace`, `torch.export` or an ONNX export records a graph: it cannot hold such a node, or
-    would hold the sizes that decide how a fused kernel reads its input.
+    It cannot hold a node of ours, so its gradients would be lost, and would hold the sizes that decide how a fused
+    kernel reads its input.
     """
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        return True
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def _is_inference(strategy: Strategy, x: Tensor) -> bool:
+    """Whether nothing has to be kept and the backend is eager: PyTorch's operators then need no node of ours."""
     if torch.is_grad_enabled() or strategy.overwrite_input or torch.compiler.is_compiling():
         return False
     return isinstance(backend_for(strategy.backend, x), EagerBackend)

@@ -1,5 +1,6 @@
 """Which backend computes a layer, and that a layer computes the same with each."""
 
+import copy
 import warnings
 from functools import cache
 from types import SimpleNamespace
@@ -109,3 +110,17 @@ def test_export_with_dynamic_sizes_and_channels_last():
     x, other = (torch.randn(shape).to(memory_format=torch.channels_last) for shape in ((2, 4, 8, 8), (3, 4, 5, 7)))
     exported = torch.export.export(layer, (x,), dynamic_shapes=({0: dynamic, 2: dynamic, 3: dynamic},))
     torch.testing.assert_close(exported.module()(other), layer(other))
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "inplace"])
+def test_an_exported_training_has_the_gradients_and_statistics_of_the_layer(name):
+    layer, x = STRATEGIES[name](3).double(), torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([-2.0, 1e-7, 0.5]))  # one below the floor of in-place layers
+    exported = torch.export.export(copy.deepcopy(layer), (x,)).module()
+    found = []
+    for one in (layer, exported):
+        for _ in range(2):
+            loss = one(x).pow(3).sum()
+        found.append([*torch.autograd.grad(loss, [x, one.weight, one.bias]), one.running_mean, one.running_var])
+    torch.testing.assert_close(found[1], found[0])
