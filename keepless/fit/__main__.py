@@ -61,7 +61,7 @@ def _made(name: str) -> tuple[nn.Module, Any]:
     try:
         with torch.device("meta"):
             made = function()
-    except RuntimeError:  # what meta tensors raise where their values are needed
+    except (RuntimeError, TypeError):  # what meta tensors raise where their values are needed; the latter for NumPy
         made = function()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]

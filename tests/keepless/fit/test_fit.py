@@ -254,6 +254,8 @@ def example():
     return network, torch.zeros(2**16, 64, dtype=torch.bfloat16)
 def asks():
     return torch.nn.Linear(2, int(torch.ones(1).item())), (torch.zeros(3, 2),)
+def asks_by_numpy():
+    return torch.nn.Linear(2, int(torch.ones(1).numpy()[0])), (torch.zeros(3, 2),)
 def alone():
     return torch.nn.Linear(2, 2)
 """
@@ -287,8 +289,9 @@ def test_the_search_says_what_it_tries_and_finds(module, caplog):
     assert any(line.startswith("within a budget: trying ") for line in said)
 
 
-def test_functions_that_need_values_are_called_without_meta(module, capsys):
-    assert command.main(["my_networks:asks", "--device", "2GiB", "--autocast", "bfloat16"]).weights == 12
+@pytest.mark.parametrize("name", ["asks", "asks_by_numpy"])
+def test_functions_that_need_values_are_called_without_meta(module, name):
+    assert command.main([f"my_networks:{name}", "--device", "2GiB", "--autocast", "bfloat16"]).weights == 12
 
 
 @pytest.mark.parametrize(
