@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..conversion.activated import hand_over
 from ..inputs import Network, tensors_in
 from ..saved import is_ordinary
 from ..torch_internals import (
@@ -92,7 +93,8 @@ def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any,
         memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
         packages = ("torch",) if module is network else ("torch", "keepless")  # not our own for this pass
         for hooks in (getattr(module, name) for name in _HOOKS):
-            memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if _package(hook) in packages)
+            kept = ((key, one) for key, one in hooks.items() if one is hand_over or _package(one) in packages)
+            memo[id(hooks)] = type(hooks)(kept)
     watch = _Watch([*network.parameters(), *network.buffers()], memo.values())
     copied: list[Any] = []
     try:
@@ -346,7 +348,7 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """The step of a network with these arguments, as far as its calls and its memory go.
 
     It runs on fake tensors and a copy of the network, under the modes of the caller, such as autocast. Users' hooks are
-    left out, because they may count or log; those of PyTorch, such as spectral norms, are copied.
+    left out, because they may count or log; those of PyTorch, such as spectral norms, and of `to_inplace` are copied.
 
     Raises what `on_fakes` raises, such as whatever the network raises when it asks for values of fake tensors; and
     RuntimeError if it has an LSTM, which saves other tensors on fake ones.

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import InPlaceABN, recompute_activations
+from keepless.conversion.activated import MergedActivation, hand_over
+from keepless.norms.backends.activations import Activation
 from keepless.recompute import plans
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.rehearsal import LeftBehind, backward_starts, rehearsed_step
@@ -146,6 +148,17 @@ def test_the_backward_pass_starts_from_losses_and_not_from_what_they_are_compute
     assert backward_starts([loss, logits]) == [loss]
     found = backward_starts([logits, loss, features, penalty])
     assert [id(one) for one in found] == [id(loss), id(features), id(penalty)]
+
+
+def test_norms_that_to_inplace_merged_with_an_activation_are_rehearsed_as_they_run():
+    with torch.device("meta"):
+        x, convolution = torch.randn(2, 3, 8, 8), nn.Conv2d(3, 3, 3)
+        own = nn.Sequential(convolution, InPlaceABN(3), convolution)
+        merged = nn.Sequential(convolution, InPlaceABN(3), MergedActivation(nn.ReLU(inplace=True)), convolution)
+    merged[1].register_forward_hook(hand_over)
+    merged[2].included = (Activation("leaky_relu", 0.01),)
+    steps = [rehearsed_step(network, (x,), {}) for network in (own, merged)]
+    assert steps[0].memories == steps[1].memories
 
 
 def test_a_network_on_the_meta_device_is_rehearsed_as_one_of_the_cpu():
