@@ -1,4 +1,4 @@
-"""Build objects from configuration keys. Only the entries, `training` and `prediction` use both."""
+"""Build objects from configuration keys. Besides, only the entries, `training` and `prediction` handle both."""
 
 from engine.assemble.classification import (
     classification_network,

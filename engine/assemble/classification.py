@@ -29,7 +29,7 @@ from models.recomputation import choose_recomputation
 
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
-    """The training and the validation split, minus the former's mean image if asked. ValueError: `classified_split`."""
+    """Training and validation split, minus the former's mean image if configured. ValueError: `classified_split`."""
     train_set = classified_split(config, config.train_split, "data.train_split")
     val_set = classified_split(config, config.val_split, "data.val_split")
     assert train_set.classes == val_set.classes, "each dataset compares its splits"
@@ -40,13 +40,13 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 
 
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
-    """One split. ValueError if the dataset has no such split, or files are missing; `key` is the config key of it."""
+    """One split. ValueError, naming its config key `key`, if the dataset has no such split or files are missing."""
     with root_named(config, f"{key}={split}: "):
         return FOR_CLASSIFICATION[config.name].make(config.root, split, **options_of(config))
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
-    """One split as the network of a checkpoint with the content `state` saw its images in training.
+    """One split, minus the mean image in the checkpoint content `state` if the training subtracted one.
 
     ValueError: see `classified_split`.
     """
@@ -92,9 +92,9 @@ def classified_images(
     batch_size: int,
     ten: bool = False,
 ) -> Loader:
-    """This rank's share of a split as an evaluation sees it.
+    """This rank's share of a split, for evaluation.
 
-    With `images`, of as many spread evenly over the split, because files are in the order of their classes.
+    `images`: evaluate only so many, spread evenly over the split because files are sorted by class.
     """
     source: Dataset = ImagesInMemory(dataset)
     if isinstance(config, ImageNetData):
@@ -105,8 +105,8 @@ def classified_images(
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over images of logits (N, classes), labels (N,), in float32 at least.
+    """Mean cross-entropy of logits (N, classes) and labels (N,), in at least float32.
 
-    In 16 bits it has three digits, and the gradient of a scaled float16 loss overflows.
+    In 16 bits the loss has three digits, and the gradient of a scaled float16 loss overflows.
     """
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)

@@ -39,7 +39,7 @@ def dataset(
     """One split of the dataset, or several as one; its files are paired and counted but not yet read.
 
     `key`: the config key of `split`, for messages.
-    Synthetic images that do not exist yet are drawn only if `draw`: a checkpoint's folder is not to be written to.
+    `draw`: draw missing synthetic images; not for a checkpoint, whose data folder must not be written to.
 
     ValueError: the dataset has no such split, or files are missing.
     """
@@ -58,7 +58,7 @@ def dataset(
 
 
 def options_of(config: Data) -> dict[str, Any]:
-    """The keys that only this dataset has, and their prefix. Its function takes them as arguments of the same names."""
+    """The keys that only this dataset has, and their prefix `keys`, as arguments of the dataset's function."""
     shared = {entry.name for kind in (SegmentationData, ImageNetData, SmallImagesData) for entry in fields(kind)}
     options = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in shared}
     return {**options, "keys": "data."} if options else {}
@@ -66,7 +66,7 @@ def options_of(config: Data) -> dict[str, Any]:
 
 @contextmanager
 def root_named(config: Data, split: str = "") -> Iterator[None]:
-    """Context whose ValueErrors start with `split` and the key of the folder, with its value."""
+    """Context that puts `split` and data.root, with its value, before the messages of ValueErrors."""
     try:
         yield
     except ValueError as error:
@@ -75,7 +75,7 @@ def root_named(config: Data, split: str = "") -> Iterator[None]:
 
 
 def official_images(config: Data) -> dict[str, int | None]:
-    """The official number of images in each split of the dataset; None for the splits of the user's own images."""
+    """The official number of images in each split of the dataset; None for splits of the user's own images."""
     with root_named(config):
         return ROWS[config.name].count_images(config.root, **options_of(config))
 
@@ -92,7 +92,7 @@ def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, Segm
 
 
 def labelled_dataset(config: SegmentationData, key: str, split: str | list[str]) -> SegmentationDataset:
-    """As `dataset`, but ValueError if the split's labels are withheld. `key` is the config key of `split`."""
+    """Like `dataset`, but ValueError if the split's labels are withheld. `key` is the config key of `split`."""
     built = dataset(config, split, key=key, draw=True)
     if not built.has_labels:
         raise ValueError(
@@ -137,7 +137,7 @@ def class_index(
     read = partial(index_classes, dataset, config.sampler.folder, progress=progress, folder_key="sampler.folder")
     with world.first_goes_ahead() as first:
         index = read() if first else None
-    index = read() if index is None else index  # built again where its folder is of another machine
+    index = read() if index is None else index  # built again if machines do not share the folder
     absent = index.absent()
     if is_drawn and absent and world.first:
         logger.warning(

@@ -37,7 +37,7 @@ _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
 def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Module]:
     """Return a function: channels -> norm and activation.
 
-    `eager`: whatever the configured backend is, compile nothing.
+    `eager`: compile nothing, whatever backend is configured.
     ValueError: the released package is chosen but not installed.
     """
     if isinstance(config, schema.ReleasedNorm):
@@ -54,7 +54,7 @@ def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0
 
 
 def options_of(config: schema.Norm | schema.Body | schema.Head, *others: str) -> dict[str, Any]:
-    """The keys of a layer or network, which are arguments of the same names, except `others`."""
+    """The keys of a layer or network, except `others`, as arguments of the same names."""
     return {name: value for name, value in vars(config).items() if name not in others}
 
 
@@ -70,7 +70,7 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
 
 
 def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
-    """Set this process's TF32 and determinism. `fixed_sizes`: search for the fastest convolutions of each size."""
+    """Set this process's TF32 and determinism. `fixed_sizes`: cuDNN searches the fastest convolutions per size."""
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32
     if config.deterministic:
@@ -83,7 +83,7 @@ def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
 
 @contextmanager
 def varying_sizes() -> Iterator[None]:
-    """Context for images of many sizes: no search for the fastest convolutions, which is repeated for each size."""
+    """Context for images of many sizes: cuDNN does not search, which it would repeat for each size."""
     before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
         yield

@@ -14,9 +14,9 @@ from keepless.torch_internals import scaler_skips_steps
 
 
 def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> Optimizer:
-    """SGD or AdamW over all parameters. Checkpoints hold the names.
+    """SGD or AdamW over all parameters, with their names, which checkpoints hold.
 
-    head: first parts of the names of the modules whose learning rate is `head_lr_factor` times the body's.
+    head: top-level modules whose learning rate is `head_lr_factor` times the body's.
     """
     groups = _parameter_groups(config, network, head)
     common: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay, fused=config.fused)
@@ -26,7 +26,7 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     else:
         assert isinstance(config, schema.SGD), config
         made = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-    # Otherwise weights would not change for infinite gradients, but the momentum could start from uninitialised memory.
+    # Otherwise infinite gradients would leave weights unchanged, but momentum could start from uninitialised memory.
     scaler_skips_steps(made)
     return made
 
@@ -49,7 +49,7 @@ def lr_schedule(
 ) -> LRScheduler:
     """The learning rate of every step, advanced after each.
 
-    ValueError: the warm-up is as long as the run. (A run for `smoke` goes without.)
+    ValueError: the warm-up is as long as the run. (With `smoke` it is then left out.)
     """
     warmup = in_steps(config.warmup_epochs, config.warmup_steps, schedule.steps_per_epoch) or 0
     if smoke and warmup >= schedule.total_steps:

@@ -23,7 +23,7 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
     """The network of a released file: its configuration, the other parts of its checkpoint, its architecture.
 
     The checkpoint is of step 0, and its classes are numbers, because the file does not name them.
-    ValueError, which names the file `name`: it has no classifier, or is not of one network of the release.
+    ValueError, naming the file `name`: it has no classifier, or is not a network of the release.
     """
     tensors, norm = file.converted(), "std" if file.scale == "raw" else "inplace"
     architecture, segments = recognised(body_of(tensors)), "cls.weight" in tensors
@@ -36,7 +36,7 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
     else:
         raise ValueError(f"{name} has no classifier: load it with init.weights and init.format=released")
     network = network_of(config, count)
-    load_by_name(network, tensors, source=name, name=name, advice="It is not of one network of the release")
+    load_by_name(network, tensors, source=name, name=name, advice="It is not a network of the release")
     state = {
         "task": config.task,
         "step": 0,

@@ -1,4 +1,4 @@
-"""The tasks: how a split is evaluated, and what eval.py, the planner and the papers' tables need to know of each."""
+"""The tasks: how a split is evaluated, and what eval.py, the planner and the papers' tables need from each."""
 
 from collections.abc import Callable
 from dataclasses import replace

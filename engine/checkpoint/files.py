@@ -1,4 +1,4 @@
-"""Checkpoint files: all that a run needs to resume and an evaluation to start, as tensors in plain containers."""
+"""Checkpoint files: all that resuming or evaluating a run needs, as tensors in plain containers."""
 
 import os
 import shutil
@@ -17,14 +17,14 @@ from models.checkpoints import torch_files
 FORMAT = "inplace-abn/2"
 RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
 NEEDED = ("task", "step", "config", "classes", "network")
-# With classes of pixels (twice), if `classes` are mere numbers because the checkpoint was converted from a file without
-# names, and if a mean image was subtracted from the images.
+# palette, label_ids: segmentation. unnamed_classes: `classes` are numbers, because a converted file had no names.
+# mean_image: was subtracted from the images.
 OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
 
 
 class OtherFormat(ValueError):
-    """A file is intact, but of another program, or of another version of this one."""
+    """The file is intact, but was written by another program or another version of this one."""
 
 
 def file_of(given: str) -> Path:
@@ -51,7 +51,7 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
 
 
 def write_alone(path: Path, content: dict) -> None:
-    """Write any content to `path`, complete or not at all. Other files stay, even partial ones of a running training.
+    """Write any content to `path`, completely or not at all. Other files stay, even a running training's partial ones.
 
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
@@ -88,7 +88,7 @@ def _write(path: Path, content: dict) -> None:
 
 
 def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
-    """Rename a complete file to `path`. `previous` is replaced last: until then it may be the only good one."""
+    """Rename a complete file to `path`. `previous` is replaced last: until then it may be the only good file."""
     link = None
     if previous is not None and path.exists():
         link = previous.with_name(previous.name + ".partial")
@@ -137,7 +137,7 @@ def last_good(*paths: Path | None) -> tuple[Path, int] | None:
 
 
 def load(path: Path) -> dict:
-    """Read one of our checkpoints onto the CPU. It cannot run code (`weights_only`), and every byte is checked.
+    """Read one of our checkpoints onto the CPU. The file cannot run code (`weights_only`), and every byte is checked.
 
     ValueError: the file does not exist, is damaged, or is not a checkpoint of this project.
     """
@@ -160,7 +160,7 @@ def checked(state: object, path: Path) -> dict:
 
 
 def read(path: Path) -> object:
-    """Read any file written by torch.save onto the CPU. Like `load`, it cannot run code.
+    """Read any file written by torch.save onto the CPU. As with `load`, the file cannot run code.
 
     ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
     """

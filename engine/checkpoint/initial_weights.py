@@ -32,16 +32,16 @@ class Weights(NamedTuple):
     released_eps: float | None = None  # of released norms, whose scale is |weight| + eps
     remarks: tuple[str, ...] = ()  # for the report
     norm: Norm | None = None  # of the network; None: the file does not say
-    activation: str | None = None  # of the norms in training; None: unknown, or the remarks speak of it
+    activation: str | None = None  # of the norms in training; None: unknown, or stated in the remarks
     normalisation: Normalisation | None = None  # of the images in training; None: unknown
     body: str = ""  # its kind, such as " (a resnext)", if the file says so
 
     def converted(self) -> Mapping[str, Tensor]:
-        """The tensors with scales as our norms have them."""
+        """The tensors, with scales in the form that our norms use."""
         return self.tensors if self.released_eps is None else from_released(self.tensors, self.released_eps)
 
     def differences(self, config: TrainingRun) -> Iterator[str]:
-        """How a run's activation and normalisation differ from those of the training, in sentences."""
+        """Sentences on how a run's activation and normalisation differ from those the weights were trained with."""
         if self.activation not in (None, config.norm.activation):
             yield (
                 f"norm.activation={config.norm.activation}: the weights were trained with {self.activation}, so this "
@@ -103,7 +103,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
 
 
 def of_checkpoint(content: object, path: Path, name: str) -> Weights:
-    """The weights in the content of a checkpoint of this project, averaged if it has such; `name` is for messages."""
+    """The weights in the content of our checkpoint, averaged ones if present; `name` is for messages."""
     if not is_ours(content):
         raise ValueError(
             f"{name} is not a checkpoint of this project: give init.format=standard_bn if it is a state dict with "
@@ -171,7 +171,7 @@ def is_ours(content: object) -> bool:
 
 
 def _other_classes(trained: list[str] | None, classes: list[str]) -> str | None:
-    """Why not to load a classifier of as many classes; None if they have the same names."""
+    """Why not to load a classifier of the same number of classes; None if their names agree."""
     for there, here in zip(trained or (), classes, strict=False):
         if there != here:
             return f"for other classes, such as {there} in place of {here}"

@@ -25,7 +25,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def new_run_path(dataset: str, norm: str, overrides: Sequence[str]) -> str:
-    """The folder of a run if none is given: TensorBoard lists runs by folder. Microseconds tell them apart."""
+    """A run's default folder, whose name TensorBoard lists. Microseconds make it unique."""
     parts = ["runs", f"{dataset}-{norm}", *([named_after(overrides)] if overrides else [])]
     return "/".join([*parts, f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"])
 
@@ -34,7 +34,7 @@ class RunDirectory:
     """Paths of a run's files below `path`; saves and loads its checkpoints.
 
     Attributes:
-        notice: for the log, why `checkpoint_to_resume` did not return the last checkpoint; None if it did.
+        notice: for the log, why `checkpoint_to_resume` did not return the last checkpoint, or that data have changed.
     """
 
     def __init__(self, path: str):
@@ -70,7 +70,7 @@ class RunDirectory:
         self._last_is_good = True
 
     def saved(self, wait: bool = True) -> None:
-        """Raise the error of `start_saving`. Waits until the thread is done, or returns at once if it is not."""
+        """Raise the error of the last save. Wait for it, or without `wait` return at once if it is not done."""
         if self._saving is not None and (wait or self._saving.done()):
             saving, self._saving = self._saving, None
             saving.result()
@@ -106,7 +106,7 @@ class RunDirectory:
 
     @contextmanager
     def in_use(self, config: TrainingRun) -> Iterator[None]:
-        """Re-raise errors of a run with the last good checkpoint and advice."""
+        """Context that adds the last good checkpoint and advice to a run's errors."""
         try:
             try:
                 yield
@@ -135,8 +135,8 @@ class RunDirectory:
     def checkpoint_to_resume(self, config: TrainingRun, total_steps: int, files: dict[str, list[str]]) -> dict | None:
         """The state to resume from; None for a new run.
 
-        If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so, as it does for data
-        files of another size than before. `files`: {split: [hash of names, of sizes, of the labels' numbering]}.
+        If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so. `notice` also reports
+        data files whose size has changed. `files`: {split: [hash of names, of sizes, of the labels' numbering]}.
 
         ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged, or its
         configuration or its data differ.
@@ -149,7 +149,7 @@ class RunDirectory:
         state = self._newest_good()
         if not {*checkpoint.OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
             advice = config.new_run_advice(self.last)
-            raise self._error(f" has the weights alone of a run, which cannot continue: {advice}")
+            raise self._error(f" has only a run's weights, which cannot be resumed: {advice}")
         before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
@@ -164,7 +164,7 @@ class RunDirectory:
     def _check_nothing_is_lost(self, resume: str | None) -> None:
         """ValueError if a new run would overwrite the files of a run whose last checkpoints are gone.
 
-        Records alone are no loss for resume=auto: the run died before its first checkpoint.
+        With resume=auto, records alone may be overwritten: the run died before its first checkpoint.
         """
         left = [path.name for path in (self.best, self.results, self.metrics) if os.path.lexists(path)]
         if resume is None and left:
@@ -174,12 +174,12 @@ class RunDirectory:
             raise self._error(f" cannot be continued: {gone}. {self._restore()}")
 
     def _restore(self) -> str:
-        """Advice without a good last checkpoint."""
+        """Advice if neither of the last checkpoints is good."""
         copy = f", copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
         return f"Restore one of the two{copy}, or {_ANOTHER}"
 
     def _check_files(self, before: dict, now: dict[str, list[str]]) -> None:
-        """ValueError if files have other names, or labels another numbering, than before; a notice of other sizes."""
+        """ValueError if file names or the labels' numbering have changed; a notice if sizes have."""
         for split, (names, sizes, numbering) in now.items():
             names_before, sizes_before, numbering_before = before.get(split, ("", "", ""))
             if names != names_before or numbering != numbering_before:

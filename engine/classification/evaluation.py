@@ -18,7 +18,7 @@ from engine.process.transfers import prefetched
 from engine.records.confusion_picture import confusion_picture
 from engine.records.evaluated import Evaluated
 
-DRAWN_CLASSES = 100  # most classes of which a table and a confusion matrix can be read
+DRAWN_CLASSES = 100  # most classes for which a table and a confusion matrix are legible
 
 
 def class_logits(forward: Forward, images: Tensor) -> Tensor:
@@ -40,11 +40,11 @@ def evaluate_split(
 ) -> Evaluated:
     """Evaluate a split: the share of images whose class has the highest logit (top1), or one of the five highest.
 
-    Details: the top-1 accuracy of each class, None without images, and up to `DRAWN_CLASSES` the confusion matrix
-    (K, K), rows are labels. The host waits for a GPU only once, for the counts.
+    Details: each class's top-1 accuracy (None without images), and with up to `DRAWN_CLASSES` classes the confusion
+    matrix (K, K), whose rows are labels. The host waits for a GPU only once, for the counts.
 
     Args:
-        images: this rank's share of `dataset`. Scores are over the images of all ranks.
+        images: this rank's share of `dataset`. Scores cover the images of all ranks.
         memory_advice: appended to the message of a MemoryError.
 
     MemoryError: the device does not have enough memory.
@@ -86,7 +86,7 @@ def evaluate_split(
 class Counts:
     """Counts of predictions, on the device.
 
-    of_classes: int64 (3, K), of each class the images, those whose highest logit is right, and those with the class
+    of_classes: int64 (3, K): each class's images, those whose highest logit is right, and those with the right class
         among the five highest.
     confusion: int64 (K, K), rows are labels; None above `DRAWN_CLASSES`.
     """
@@ -107,7 +107,7 @@ class Counts:
 
 
 def accuracy_table(scores: dict, accuracy: dict) -> Table:
-    """The accuracies in percent, of each class too unless there are many."""
+    """The accuracies in percent, with a row for each class unless there are many."""
     listed = accuracy if len(accuracy) <= DRAWN_CLASSES else {}
     rows = ([name, "–" if share is None else f"{100 * share:.2f}"] for name, share in listed.items())
     table = table_of(["class", "accuracy %"], rows)

@@ -1,4 +1,4 @@
-"""The groups of a command, and which of their choices in configs/ fit it."""
+"""The groups of a command, and which choices in configs/ fit them."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ def groups_in(command: str) -> list[str]:
 
 
 def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
-    """The choices of a group that fit the schema: their files use alternatives of its groups only."""
+    """The choices of a group that fit the schema: their files use only alternatives of its groups."""
     folder, groups = configs / group, groups_of(schema)
     names = sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
     return [
@@ -32,7 +32,7 @@ def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
 
 
 def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterator[tuple[str, str]]:
-    """(group, alternative) of every schema that a choice uses, directly or by other choices that can be found."""
+    """(group, alternative) of every schema that a choice uses, directly or through other choices with a file."""
     file = configs / group / f"{choice}.yaml"
     for entry in _defaults(file) if file.is_file() else ():
         if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
@@ -50,13 +50,13 @@ def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterato
 
 @cache
 def _defaults(file: Path) -> list:
-    """The defaults list of a choice's file. Many choices share others, so each file is read once."""
+    """The defaults list of a choice's file. Choices share files, so each is read once."""
     content = OmegaConf.to_container(OmegaConf.load(file))
     return content.get("defaults", []) if isinstance(content, dict) else []
 
 
 def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
-    """The error for a choice that does not exist, which names the nearest ones."""
+    """The error for a choice that does not exist; it names the nearest ones."""
     meant = WORDS.get(choice.lower().replace("_", ""))
     nearest = sorted(difflib.get_close_matches(choice, known, n=5, cutoff=0), key=lambda name: name != meant)
     are = "is" if len(nearest) == 1 else "are"

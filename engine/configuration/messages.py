@@ -1,4 +1,4 @@
-"""What is wrong with a command, in a line that names the fix."""
+"""Messages about a wrong command: one line that names the fix."""
 
 import difflib
 import re
@@ -18,7 +18,7 @@ QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
 
 @contextmanager
 def explained(command: str, schema: type[Keys], words: Sequence[str]) -> Iterator[None]:
-    """Context that turns what Hydra and OmegaConf find wrong with a command's overrides into a ValueError of a line."""
+    """Context that turns Hydra's and OmegaConf's errors about a command's overrides into a one-line ValueError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -26,7 +26,7 @@ def explained(command: str, schema: type[Keys], words: Sequence[str]) -> Iterato
 
 
 def refuse_options(words: Sequence[str], schema: type[Keys]) -> None:
-    """Raise ValueError for words with dashes, and for options of Hydra, which only composes the configuration here."""
+    """Raise ValueError for words with dashes, and for Hydra's options: here Hydra only composes the configuration."""
     for word in words:
         if OF_TORCHRUN.match(word):
             raise ValueError(f"{word} is an option of torchrun: give it before the program, as in torchrun {word} …")
@@ -79,7 +79,7 @@ def _unknown(name: str, value: str, schema: type[Keys]) -> str:
 
 
 def _nearest(name: str, schema: type[Keys]) -> list[str]:
-    """Keys with this last part; else the one that another tool calls so; else the most similar, first in its group."""
+    """Keys with this last part; else our key for another tool's name; else the most similar, first in its group."""
     known = [key for key in types_in(schema) if not key.endswith(".name")]
     group, _, last = name.rpartition(".")
     if same := [key for key in known if key.rpartition(".")[2] == last]:

@@ -1,4 +1,4 @@
-"""Sweeps: with -m, a command runs once for every combination of the values that its keys have."""
+"""Sweeps: with -m, a command runs once for every combination of its keys' values."""
 
 import itertools
 import shlex
@@ -27,11 +27,11 @@ class Job(NamedTuple):
 
 
 def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool) -> None:
-    """Run a sweep's jobs one after the other, each in a process of its own, which leaves nothing behind for the next.
+    """Run a sweep's jobs one after the other, each in its own process.
 
     A job's run directory is named after its own overrides. It lies in the folder `run_dir`, by default
-    multirun/COMMAND,OVERRIDES with those that all jobs share. The same sweep started again skips jobs that have ended
-    and continues the others.
+    multirun/COMMAND,OVERRIDES, with the overrides that all jobs share. If the same sweep is started again, it skips
+    jobs that have ended and continues the others.
 
     Args:
         arguments: of the command, without -m.
@@ -39,7 +39,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
         has_run_dir: whether the command writes a run directory.
 
     Raises:
-        ValueError: no key has several values, or a job's arguments are wrong; nothing has run then.
+        ValueError: no key has several values, or a job's arguments are wrong; no job has run.
         Preempted: see `run_jobs`.
         SystemExit: a job has failed.
     """
@@ -74,7 +74,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
 def jobs_of(
     arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool
 ) -> tuple[Path | None, list[Job]]:
-    """The sweep's folder and its jobs, in order: the last key's values change first."""
+    """The sweep's folder and its jobs; the last key's values change fastest."""
     shared, values, given_folder = _parsed(arguments, has_run_dir)
     owns = [
         [f"{key}={value}" for key, value in zip(values, chosen, strict=True)]

@@ -1,4 +1,4 @@
-"""Texts on the command line as they were typed: Hydra reads run_dir=1.10 as the number 1.1, and ~/data not at all."""
+"""Keep texts on the command line as typed: Hydra reads run_dir=1.10 as the number 1.1, and cannot read ~/data."""
 
 import os
 import re
@@ -16,10 +16,10 @@ INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\
 
 
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
-    """An argument; the value of a key that holds a text is quoted where Hydra would change or refuse it.
+    """An argument; a text value that Hydra would change or refuse is quoted.
 
-    Quotes, null, interpolations and escapes such as \\, mean what they mean to Hydra; so do mappings, lists of
-    lists and, in sweeps (-m), functions. There, commas separate the values of several jobs, unless a path has them.
+    Quotes, null, interpolations and escapes such as \\, keep Hydra's meaning; so do mappings, lists of lists and, in
+    sweeps (-m), functions. In sweeps commas separate the values of several jobs, unless they belong to a path.
     """
     given, equals, value = word.partition("=")
     kind, is_path = types_in(schema).get(given.lstrip("+")), os.path.exists(value)

@@ -1,4 +1,4 @@
-"""Trained networks: opened from their files, to predict images here or to be exported."""
+"""Open trained networks from their files, to predict images or to export them."""
 
 from engine.prediction.opening import open_network, trained_forward
 

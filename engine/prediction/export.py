@@ -1,8 +1,8 @@
-"""Networks without this code: programs of `torch.export`.
+"""Networks as `torch.export` programs, which run without this code.
 
-`torch.export` follows one example, with symbols for its sizes. What the example decided becomes an assertion in the
-program. Those about equality only say how memory lies, or how PyTorch rounded a size: `exported` takes them out. So
-that no other one is lost, `largest_difference` compares the program with the network at other sizes.
+`torch.export` traces one example, with symbols for its sizes. Whatever the example decided becomes an assertion in the
+program. Equality assertions only concern memory layout, or how PyTorch rounded a size, so `exported` removes them. To
+catch any that mattered, `largest_difference` compares the program with the network at other sizes.
 """
 
 import copy
@@ -24,7 +24,7 @@ _OTHERS = (1, 97, 131), (3, 64, 40)  # odd and even
 class FromLevels(nn.Module):
     """The network to export: levels of 0 to 255, float32 (N, 3, H, W) RGB -> float32 logits.
 
-    With `argmax`, the classes instead: int64, (N, H, W), or (N,) of whole images. `dtype`: of everything but the norms.
+    With `argmax`, classes instead: int64 (N, H, W), or (N,) for classifiers. `dtype`: of everything except norms.
     """
 
     mean: Tensor
@@ -56,7 +56,7 @@ def exported(
     dtype: torch.dtype | None = None,
     argmax: bool = False,
 ) -> ExportedProgram:
-    """The program of a network, see `FromLevels`, for any N, H and W, or for one `size` (H, W), in `dtype` or its own.
+    """The program of a network (see `FromLevels`), for any N, H, W or for one `size` (H, W), in `dtype` or its own.
 
     ValueError: the network cannot be exported, or not for all sizes.
     """
@@ -99,7 +99,7 @@ def largest_difference(
 ) -> float:
     """How far `run` is from the network on random images, of several sizes or of `size`.
 
-    The largest difference of logits, as a share of the largest logit; or of classes, the share that differs.
+    For logits: the largest difference, relative to the largest logit. For classes: the share that differs.
     """
     worst = 0.0
     for count, height, width in _OTHERS if size is None else ((1, *size), (3, *size)):

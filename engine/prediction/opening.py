@@ -1,4 +1,4 @@
-"""Open trained networks: for an evaluation on its dataset, or to predict any images."""
+"""Open trained networks, to evaluate them on their dataset or to predict any images."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ def trained_forward(
     """Build the forward pass of a checkpoint's network, in eval mode. ValueError: see `files.load_network`.
 
     `config`: the checkpoint's, perhaps changed by the command. `state`: content of the checkpoint `path`. `classes`:
-    the network must have been trained on these.
+    those that the network must have been trained on.
     """
     if config.compiles_norms(device.type):
         logger.info("the first image may take half a minute, as code is compiled")
@@ -49,12 +49,12 @@ class Opened(NamedTuple):
 
 
 def open_network(checkpoint: str | Path, options: Prediction | None = None) -> Segmenter | Classifier:
-    """Open a trained network to predict any images. Its norms are PyTorch's, which compute the same.
+    """Open a trained network to predict any images. Its norms become PyTorch's, which compute the same.
 
     Args:
         checkpoint: a file of this project, or a run directory, whose last checkpoint is taken.
         options: how it predicts, e.g. `Prediction(device="cpu", window=Window(size=1024))` of
-            `engine.schema.evaluation`; by default whole images, as an evaluation, on CUDA if there is a device.
+            `engine.schema.evaluation`; by default whole images, as in an evaluation, on CUDA if there is a device.
 
     ValueError: the file cannot be read or is of another kind, or the options do not fit the network.
     """
@@ -62,7 +62,7 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
 
 
 def opened(checkpoint: str | Path, options: Prediction) -> Opened:
-    """`open_network`, and what else is known. The configuration has the values that `options` override."""
+    """Like `open_network`, with configuration and checkpoint content. `options` override the configuration."""
     path = files.file_of(str(checkpoint))
     state, source = files.load(path), f"checkpoint {path}"
     config = configuration_in(state, source)
@@ -85,10 +85,10 @@ def configuration_in(state: dict, source: str) -> TrainingRun:
 
 
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:
-    """Add to the network of a checkpoint with the content `state` what it needs to see images as an evaluation does."""
+    """A predictor that gives the network images as an evaluation does. `state`: content of its checkpoint."""
     classes, advice = state["classes"], config.evaluation_memory_advice
     if isinstance(config, SegmentationRun):
-        ids = state.get("label_ids", range(len(classes)))  # files of others have no labels
+        ids = state.get("label_ids", range(len(classes)))  # converted files have no label ids
         return Segmenter(forward, classes, advice, state["palette"], ids, assemble.views(options, config.data))
     data = config.data
     if isinstance(data, ImageNetData):

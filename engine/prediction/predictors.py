@@ -1,4 +1,4 @@
-"""Trained networks that predict images as people have them. `engine.prediction.open_network` makes them."""
+"""Trained networks that predict image files, arrays or Pillow images. `engine.prediction.open_network` makes them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from engine.segmentation import inference
 
 Picture = np.ndarray | Image.Image | str | Path
 Progress = Callable[[int, int], None]
-TRIMMED_EVERY = 8  # images of other sizes; each time takes a few milliseconds
+TRIMMED_EVERY = 8  # changes of image size; trimming takes a few milliseconds
 
 
 class Predictor(nn.Module):
@@ -46,7 +46,7 @@ class Predictor(nn.Module):
         return replace(self._made, mean=self.mean, std=self.std)
 
     def forward(self, images: Tensor) -> Tensor:
-        """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> logits, in float32 or as wide as the module."""
+        """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> logits, float32, or float64 if the module is."""
         logits = self.passes(images)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -55,7 +55,7 @@ class Segmenter(Predictor):
     """Segments images: logits (N, classes, H, W).
 
     `palette`: uint8 (classes, 3) RGB. `label_ids`: uint8 (classes,), the ids in labels. `views`: the scales, windows
-    and mirror images in which the network sees them.
+    and flips of each image that the network sees.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class Classifier(Predictor):
         return int(self.probabilities(image).argmax())
 
     def probabilities(self, image: Picture) -> np.ndarray:
-        """The probability of every class, float32 (classes,), of the mean logits of the crops."""
+        """The probability of every class, float32 (classes,), from the crops' mean logits."""
         shown = self.view(_planes(pixels_of(image)))[None]  # (1, 3, h, w) or (1, 10, 3, h, w)
         with memory_errors(f"while an image was classified. {self.memory_advice}"), torch.inference_mode():
             return class_logits(self.passes, shown)[0].softmax(dim=0).cpu().numpy()
 
 
 def pixels_of(image: Picture) -> np.ndarray:
-    """uint8 (H, W, 3) RGB of an array (H, W, 3) or (H, W), a Pillow image, or a file, turned as its EXIF data say.
+    """uint8 (H, W, 3) RGB of an array (H, W, 3) or (H, W), a Pillow image, or a file, rotated by its EXIF orientation.
 
-    ValueError: the file cannot be read, or the array or image has pixels that are not of 8 bits.
+    ValueError: the file cannot be read, or the array or image does not have 8-bit pixels.
     """
     if isinstance(image, (str, Path)):
         return decode_image(Path(image), turned=True)

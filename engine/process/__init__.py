@@ -1,1 +1,1 @@
-"""What every command's process has: ranks, memory, signals, console, files."""
+"""What every command's process needs: ranks, memory, signals, console, files."""

@@ -48,7 +48,7 @@ class _Forgiving(FileIO):
 def make_printing_safe() -> None:
     """Keep a lost terminal, or a character that it cannot show, from stopping the program.
 
-    Such characters are escaped, as in file names that are not UTF-8.
+    Such characters, e.g. in file names that are not UTF-8, are escaped.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -69,7 +69,7 @@ def make_console(rank: int = 0) -> Console:
 
 
 def printable(text: str) -> str:
-    """Escape what UTF-8 cannot encode, as in file names from other systems."""
+    """Escape what UTF-8 cannot encode, e.g. in file names from other systems."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -52,14 +52,14 @@ class World:
 
     @contextmanager
     def first_goes_ahead(self) -> Iterator[bool]:
-        """Context at whose end all ranks wait for rank 0, however long it takes; yields whether this is rank 0.
+        """Context that makes all ranks wait at its end for rank 0, however long; yields whether this is rank 0.
 
         If rank 0 fails, the others fail too.
         """
         if self.size == 1:
             yield True
             return
-        # It connects all: they fail at once if rank 0 dies.
+        # Its connections make the others fail at once if rank 0 dies.
         patient: Any = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         yield self.first
         dist.barrier(patient)
@@ -78,16 +78,16 @@ class World:
 
 
 def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool = False) -> DistributedDataParallel:
-    """The network on `device` with gradients averaged over all ranks; buffers stay (`World.share_buffers`).
+    """The network on `device`, with gradients averaged over ranks but buffers not shared (`World.share_buffers`).
 
     `fixed_buckets`: gradients are summed in the same order in all steps. Otherwise DDP rebuilds its buckets after the
     first step; over three or more ranks, a resumed run would then round differently. (A sum of two has one order.)
     """
-    # PyTorch 2.13 renamed it.
+    # PyTorch 2.13 renamed broadcast_buffers.
     named = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel).parameters else None
     no_exchange: dict[str, Any] = {named or "broadcast_buffers": False}
     kept_order = fixed_buckets and dist.get_world_size() > 2
-    if kept_order:  # with this flag DDP keeps its buckets. PyTorch would warn that no parameter is unused
+    if kept_order:  # find_unused_parameters keeps DDP's buckets, and would warn that no parameter is unused
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified in DDP constructor")
     return DistributedDataParallel(
         network,
@@ -130,7 +130,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
     """Join the process group and yield this process's world. An initialised process group is used as it is.
 
     Args:
-        device: "auto", "cpu" or "cuda"; under torchrun each process takes a CUDA device of its own.
+        device: "auto", "cpu" or "cuda"; under torchrun each process takes its own CUDA device.
         timeout_seconds: how long a process waits for another before it fails.
         keys: prefix of a training's configuration keys device and timeout_seconds, for error messages. Empty: this is
             an evaluation.
@@ -138,7 +138,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
     Raises:
         ValueError: see `world_size`; or "cuda" without a CUDA device, or with fewer devices than processes on this
             machine.
-        ConnectionError: another process ended, or was not there within the timeout.
+        ConnectionError: another process ended, or did not respond within the timeout.
     """
     own = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0, f"{keys}device")
     if own.type == "cuda":
@@ -168,7 +168,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
             f"({str(error).strip().splitlines()[0]}). See the message of the process that failed first; start all of "
             f"them again" + (" with resume=auto" if keys else "")
         ) from error
-    if started:  # not after an error: other processes may be gone, and notice that this one ends
+    if started:  # not after an error: other processes may be gone; the rest notice that this one ends
         dist.destroy_process_group()
 
 

@@ -25,8 +25,8 @@ class Forward:
     ) -> Tensor:
         """Logits of RGB images (N, 3, H, W) with values 0-255, on any device.
 
-        Images are moved to the network's device in their own dtype, usually uint8, and resized to `at`, (H, W), unless
-        it is None: bilinear, and with `antialias` smoothed where they shrink, as Pillow does. `options` go to the
+        Images move to the network's device in their own dtype, usually uint8. If `at` is given, they are resized to
+        this (H, W) bilinearly; with `antialias`, images that shrink are smoothed like Pillow's. `options` go to the
         network.
         """
         inputs = self.normalised(images)

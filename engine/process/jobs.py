@@ -15,13 +15,13 @@ from engine.process.stopping import EXIT_CODE, ONE_REQUEST_SECONDS, Preempted
 def run_jobs(
     jobs: Mapping[str, list[str]], console: Console, *, ended_before: int = 0, folder: Path | None = None
 ) -> int:
-    """Run the commands {title: command} in `folder`, also after one has failed; return how many failed.
+    """Run all commands {title: command} in `folder`, even if some fail; return how many failed.
 
-    At the end it prints how many succeeded, how many had finished before this call (`ended_before`), and which failed;
-    they print their errors themselves. A signal that asks for a stop (`ONE_REQUEST_SECONDS`) goes on to the running
-    command, and no other one starts.
+    The last lines say how many succeeded, how many had finished before this call (`ended_before`), and which failed;
+    commands print their own errors. A stop signal (`ONE_REQUEST_SECONDS`) is passed on to the running command, and no
+    other command starts.
 
-    Preempted: this process, or a command, was asked to stop.
+    Preempted: this process or a command was asked to stop.
     """
     failed: dict[str, str] = {}
     running: list[subprocess.Popen] = []
@@ -41,7 +41,7 @@ def run_jobs(
             with subprocess.Popen(
                 command,
                 cwd=folder,
-                preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # it saves and ends
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # on which it saves and ends
             ) as job:
                 running[:] = [job]
                 if stopped:  # while it started
@@ -64,9 +64,9 @@ def run_jobs(
 
 
 def has_ended(run_dir: Path, words: Sequence[str], processes: int = 1) -> bool:
-    """Whether this very command, `python WORDS`, has left results of that many processes in its run directory.
+    """Whether this exact command, `python WORDS`, on that many processes has left results in its run directory.
 
-    `words`: as typed, which is how the run writes them into its config.yaml.
+    `words`: as typed, because the run writes them into its config.yaml that way.
     """
     config, command = run_dir / "config.yaml", shlex.join(["python", *words])
     if not ((run_dir / "results.json").is_file() and config.is_file()):

@@ -17,20 +17,20 @@ def peak_memory_mib(device: torch.device) -> float:
     with suppress(OSError):  # no /proc, or one without this line
         if peak := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
             return int(peak[1]) / 2**10
-    # Counts the process that started this one too, if that had more.
+    # Also counts the parent process, if that used more.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def forget_peak(device: torch.device) -> None:
-    """Count the peak of a CUDA device's tensors from now on."""
+    """Reset the peak of a CUDA device's tensors."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: in CPU memory, OpenCV's too, or on a CUDA device in PyTorch or CUDA's libraries.
+    """Whether an allocation failed, on the CPU (also in OpenCV) or on a CUDA device (in PyTorch or CUDA's libraries).
 
-    A convolution of cuDNN without memory for its workspace says only that it has found no engine or algorithm.
+    If cuDNN cannot allocate a convolution's workspace, it only reports that it found no engine or algorithm.
     """
     of_memory = ("out of memory", "insufficient memory", "can't allocate memory", "alloc_failed", "allocation_failed")
     of_cudnn = ("unable to find an engine", "unable to find a valid cudnn algorithm")
@@ -53,7 +53,7 @@ def memory_errors(where: str) -> Iterator[None]:
 def return_freed_memory() -> None:
     """Give freed memory back to the system (glibc only).
 
-    Otherwise the heap grows by gaps that nothing fits into again: by 300 KiB for each image of a new size.
+    Otherwise the heap fragments and grows, by 300 KiB for each image of a new size.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

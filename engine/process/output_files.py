@@ -1,4 +1,4 @@
-"""Write files whole or not at all, but for checkpoints, which engine/checkpoint/files.py writes."""
+"""Write all files except checkpoints (engine/checkpoint/files.py); errors name the file."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ def writable_file(key: str, file: Path, source: Path | None = None) -> None:
 
 
 def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
-    """Raise ValueError, naming `key`, if a folder is or lies in one of the folders `images` of a dataset."""
+    """Raise ValueError, naming `key`, if a folder is or lies in one of a dataset's image folders, `images`."""
     for place in images:
         if place.resolve() in (folder.resolve(), *folder.resolve().parents):
             raise ValueError(
@@ -42,12 +42,12 @@ def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8; creates the folder. OSError, which names the file."""
+    """Write a file, text as UTF-8, and create its folder. OSError names the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-    except OSError as error:  # of a full or failing disk, it names no file
+    except OSError as error:  # it names no file if the disk is full or fails
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -59,7 +59,7 @@ def replace_file(path: Path, content: str) -> None:
 
 
 def write_figure(path: Path, figure: Figure, dpi: int, few_colours: bool = False) -> None:
-    """Write a figure as a PNG, like `write_file`. With `few_colours`, as charts have, in a third of the bytes."""
+    """Write a figure as a PNG, like `write_file`. `few_colours`, for charts, saves two thirds of the bytes."""
     encoded = BytesIO()
     figure.savefig(encoded, dpi=dpi)
     if few_colours:

@@ -14,4 +14,4 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 sys.excepthook = _say
-os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever draws windows here
+os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend is set

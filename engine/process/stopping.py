@@ -1,4 +1,4 @@
-"""How commands end: on request, by Ctrl-C or a scheduler's SIGTERM or SIGUSR1; or with an error, as a message."""
+"""How commands end: on a stop request (Ctrl-C, or a scheduler's SIGTERM or SIGUSR1), or with an error message."""
 
 import json
 import logging
@@ -20,8 +20,8 @@ from engine.process.distributed import World, launched
 from engine.process.memory import is_out_of_memory
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
-# Signals that ask for a stop, and for how many seconds the same signal is still the same request: Slurm and torchrun
-# may both pass one on, and torchrun repeats Ctrl-C at once.
+# Stop signals, and for how many seconds a repeated signal counts as the same request: Slurm and torchrun
+# may both pass it on, and torchrun repeats Ctrl-C at once.
 ONE_REQUEST_SECONDS: dict[int, float] = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 1.0}
 
 
@@ -32,9 +32,9 @@ class Preempted(BaseException):
 class StopRequest:
     """Context in which a signal asks for a stop: it sets `requested` instead of killing the process.
 
-    Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. The same signal ends the
-    process if it comes again, more than `ONE_REQUEST_SECONDS` after the first. The death of a torchrun that started
-    this process is a request too. Signals that are ignored stay so (`nohup`, `&`).
+    Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. A signal that comes
+    again, more than `ONE_REQUEST_SECONDS` after the first, kills the process. The death of the torchrun that started
+    this process is also a request. Ignored signals stay ignored (`nohup`, `&`).
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
     HYDRA_FULL_ERROR=1 keeps all tracebacks. `again`: how to go on after a stop on request.
     """
     make_printing_safe()
-    # Its warning that no CUDA runtime is found means only that code is compiled for the CPU.
+    # Its warning that it finds no CUDA runtime only means that code is compiled for the CPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         yield

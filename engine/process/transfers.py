@@ -1,4 +1,4 @@
-"""Copies from the host to the device and back, made while the host goes on."""
+"""Asynchronous copies between host and device."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[di
 
 @cache
 def _copying_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all copies: PyTorch's allocator keeps freed memory for the stream that it was allocated on."""
+    """One stream for all copies: PyTorch's allocator keeps freed memory for the stream that allocated it."""
     return torch.cuda.Stream(device)
 
 
@@ -44,9 +44,9 @@ def _arrived(minibatch: dict, copied: torch.cuda.Event) -> dict:
 
 
 class HostCopy:
-    """A copy, on the CPU, of all tensors in nested dictionaries, lists and tuples, as they are now.
+    """A CPU copy of all tensors in nested dictionaries, lists and tuples, with their present values.
 
-    Copies from a device are only started: `wait` returns them, in any thread.
+    Copies from a device only start here; `wait`, in any thread, returns them when they are complete.
     """
 
     def __init__(self, state: Any):

@@ -22,7 +22,7 @@ Dataset = SegmentationDataset | ClassificationDataset  # a split of either task
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores and pictures of one evaluation. `table` and `confusion` draw those of a run's end, or of eval.py."""
+    """Scores and pictures of one evaluation. `table` and `confusion` are drawn only at a run's end and by eval.py."""
 
     scores: dict  # for metrics.jsonl and results.json
     summary: str  # one line for the log

@@ -82,7 +82,7 @@ class MetricsLogger:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best evaluation, the first of equals; None if there is none yet, or all are NaN."""
+        """The step of the best evaluation, the earliest if several tie; None if there is none yet, or all are NaN."""
         known = [step for step, score in self.scores.items() if not math.isnan(score)]
         return max(known, key=self.scores.__getitem__, default=None)
 
@@ -99,7 +99,7 @@ class MetricsLogger:
     def step(self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0) -> None:
         """Count one training step, timed from the last call of `step` or `pause_ended`.
 
-        `data_s`: how long this rank waited in it for its minibatch.
+        `data_s`: seconds that this rank waited for its minibatch.
         """
         now = time.perf_counter()
         step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images, data_s=data_s)
@@ -114,7 +114,7 @@ class MetricsLogger:
         self.step_started = time.perf_counter()
 
     def note_memory(self, peak_mib: float) -> None:
-        """Note a peak of memory before the device counts it anew: the next record has the largest."""
+        """Note a memory peak before the device resets it; the next record holds the largest."""
         self.recent_memory_mib = max(self.recent_memory_mib, peak_mib)
 
     def data_wait_s(self) -> float:

@@ -1,11 +1,11 @@
-"""The trainings by task, and words of other tools for some keys."""
+"""The training schemas by task, and other tools' names for some keys."""
 
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 
 RUNS: dict[str, type[TrainingRun]] = {run.task: run for run in (SegmentationRun, ClassificationRun)}
-# Words that differ only a little from our keys are found without a table.
+# Names that differ only a little from our keys need no entry.
 SYNONYMS = {
     **dict.fromkeys(("backbone", "model"), ("body",)),
     **dict.fromkeys(("checkpoint", "ckpt", "pretrained"), ("checkpoint", "init.weights")),

@@ -20,19 +20,19 @@ class Data:
     crop_size: int = key(MISSING, above=0, most=MOST_PIXELS)  # pixels, square unless there is data.crop_aspect
     # The paper's number: global, over all processes and accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0, most=1_000_000)
-    # Mean of each colour channel, from 0 to 1: images are normalised by mean and std. null: as the weights that timm
-    # publishes for its network expect, else ImageNet's.
+    # Mean of each colour channel, from 0 to 1: images are normalised by mean and std. null: with body=timm what the
+    # network's published weights expect, else ImageNet's.
     mean: list[float] | None = key(None, least=0, most=1, entries=("red", "green", "blue"))
     # Standard deviation of each colour channel; null: as for mean.
     std: list[float] | None = key(None, above=0, most=1, entries=("red", "green", "blue"))
     workers: int = key(2, least=0, most=MOST_WORKERS, per_machine=True)  # processes that read and augment images
     # Check every file before the first step, unless unchanged since the last check.
     verify: bool = key(True, per_machine=True)
-    # The run stops if its workers deliver nothing in this time; with data.workers=0 nothing limits a read.
+    # The run stops if its workers deliver nothing in this time; with data.workers=0 reads have no limit.
     timeout_seconds: int = key(300, above=0, most=MOST_SECONDS, per_machine=True)
 
     def crop(self, size: int | None = None) -> tuple[int, int]:
-        """(height, width) of a crop, or of one with another data.crop_size."""
+        """(height, width) of a crop; `size` replaces data.crop_size."""
         return size or self.crop_size, size or self.crop_size
 
     def normalisation(self) -> Normalisation:
@@ -99,7 +99,7 @@ class CocoStuffData(SegmentationData):
 
 @dataclass
 class FolderData(SegmentationData):
-    # Refuse labels whose palettes give the same id different colours, or let the ids count whatever their colours.
+    # equal: refuse labels whose palettes give the same id different colours; any: use only the ids.
     palettes: str = key("equal", one_of=("equal", "any"))
 
 

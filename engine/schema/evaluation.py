@@ -41,7 +41,7 @@ class Window:
 
     # Side in pixels, a multiple of body.output_stride; null: whole images.
     size: int | None = key(None, above=0, task=SEGMENTATION)
-    # The smallest fraction of a side that neighbours have in common.
+    # The smallest fraction of a side by which neighbours overlap.
     overlap: float = key(OVERLAP, least=0, most=0.9, task=SEGMENTATION)
 
     def check(self) -> None:
@@ -96,7 +96,7 @@ class Evaluation(TrainedNetwork):
     overlays: str | None = key(None, task=SEGMENTATION)  # folder for pictures: image | ground truth | prediction
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0, most=MOST_WORKERS)  # processes that read
-    # Images classified at once; null: as in training, with ten crops of each a tenth.
+    # Images classified at once; null: as in training, or a tenth of that with view=ten_crop.
     batch_size: int | None = key(None, above=0, task=CLASSIFICATION)
 
     def apply_to(self, config: TrainingRun) -> None:
@@ -107,7 +107,7 @@ class Evaluation(TrainedNetwork):
             self._swap_activation(config)
 
     def _swap_activation(self, config: TrainingRun) -> None:
-        """In evaluation every norm but the package's is the standard one of the same weights, with any activation."""
+        """In evaluation every norm but norm=package equals the standard norm of its weights, with any activation."""
         norm = config.norm
         if isinstance(norm, ReleasedNorm):
             raise ValueError(
@@ -122,8 +122,8 @@ class Evaluation(TrainedNetwork):
     def default_results_file(self, config: TrainingRun, step: int, total_steps: int) -> Path:
         """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs.
 
-        So does the name for a run that has not ended: its last checkpoint is of `step`, before `total_steps`. With
-        `trainer.evaluate_images`, results.json holds the scores of those images alone.
+        One of them says that the run has not ended: its last checkpoint is of `step`, before `total_steps`. With
+        `trainer.evaluate_images`, results.json holds the scores of those images only.
         """
         path, data, smooth, pooling = Path(self.checkpoint), config.data, self.data.antialias, self.head.pooling_size
         words = [
@@ -151,7 +151,7 @@ class Evaluation(TrainedNetwork):
 
 
 def changed(value: object, usual: object, word: str = "{}") -> list[str]:
-    """The word, with the value in it, for a key that is given and not as usual."""
+    """The word, with the value filled in, if a key is given and differs from its usual value."""
     return [] if value in (None, usual) else [word.format(value)]
 
 
@@ -169,7 +169,7 @@ class Prediction(TrainedNetwork):
     def apply_to(self, config: TrainingRun) -> None:
         super().apply_to(config)
         if isinstance(config.norm, OurNorm):
-            config.norm.backend = "eager"  # others compile code for every size of an image
+            config.norm.backend = "eager"  # the others compile code for every image size
 
 
 def resolved(path: str | None) -> Path | None:

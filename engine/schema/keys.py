@@ -15,7 +15,7 @@ from omegaconf import MISSING
 from keepless.torch_internals import tree_leaves
 
 LONGEST_NAME = 255  # bytes, of Linux's filesystems
-# More is a mistake, or is never done.
+# Larger values are mistakes.
 MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, MOST_NUMBERS = 65_536, 1_000_000, 1_024, 1_000
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def key(
         entries: names of the list's entries, which fix its length.
         names: the value is a name or a list of different names.
         free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
-        per_machine: ranks may have different values too.
+        per_machine: ranks may also have different values.
         task: the only task that has the key, see `refuse_other_tasks`.
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries, "names": names}
@@ -126,7 +126,7 @@ def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any)
 def check_values(config: Keys, prefix: str = "") -> None:
     """Check every value against its bounds, then each dataclass by its method `check`, if it has one.
 
-    Where the word false is a choice, False, as Hydra and YAML spell it too, becomes it.
+    If a key has the choice "false", the boolean that Hydra and YAML make of it becomes the word again.
 
     ValueError: names the key, its value and the expected values.
     """

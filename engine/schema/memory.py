@@ -12,9 +12,9 @@ MOST_BYTES = 2**50
 
 @dataclass
 class Memory:
-    """The memory of each device. A step's tensors get what `deductions` leave, as `keepless.fit` takes them off.
+    """The memory of each device. A step's tensors get what `deductions` leave; `keepless.fit` subtracts the same.
 
-    These are calibrated, not measured: the largest with which every row of the paper's Table 3 still fits its four
+    They are calibrated, not measured: the largest with which every row of the paper's Table 3 still fits its four
     devices of 12 GB. docs/results/memory_plan.md compares the planner's choices with the table.
     """
 
@@ -23,9 +23,9 @@ class Memory:
     # Choose by memory.budget: the most crops of data.crop_size (batch; the paper's FIXED CROP), or the largest
     # crop with data.crops_per_minibatch (crop; the paper's FIXED BATCH). A resumed run keeps its first choice.
     fit: str | None = key(None, one_of=("batch", "crop"), free_on_resume=True)
-    # With trainer.recompute=budget, fit allows a step this time (estimated), relative to keeping all activations.
+    # With trainer.recompute=budget, the most time (estimated) that fit allows, relative to keeping all activations.
     time: float = key(1.15, least=1, free_on_resume=True)
-    # With trainer.recompute=budget, memory of the forward and backward pass, beside weights, momentum, gradients,
+    # With trainer.recompute=budget, memory of the forward and backward pass, without weights, momentum, gradients,
     # images and loss; null: what memory.budget leaves.
     activations: str | None = key(None, free_on_resume=True)
 
@@ -36,7 +36,7 @@ class Memory:
             raise ValueError(
                 f"memory.activations={self.activations} with memory.budget={self.budget}: give one of them"
             )
-        self.activation_bytes()  # it may be wrong
+        self.activation_bytes()  # raises if it is wrong
         devices = self.gpus or 1
         available = self.available(devices)
         if available is not None and available <= 0:
@@ -61,12 +61,12 @@ class Memory:
 
 
 def device_memory(tensors: int, devices: int = 1) -> int:
-    """Bytes of memory that each of some devices needs for `tensors` bytes of tensors."""
+    """Bytes of memory that each of `devices` needs for `tensors` bytes of tensors."""
     return round(tensors / (1 - FRAGMENTATION)) + _reserved(devices)
 
 
 def deductions(devices: int) -> str:
-    """What is taken off a device's memory, as text."""
+    """What is subtracted from a device's memory, as text."""
     nccl = f"{NCCL} for NCCL, " if devices > 1 else ""
     return f"{CONTEXT} for CUDA, {nccl}{WORKSPACE} for convolutions and {FRAGMENTATION:.0%} of the rest"
 

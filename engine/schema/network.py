@@ -99,7 +99,7 @@ class Body:
 class StemmedBody(Body):
     """A stem (mod1), then four stages (mod2 … mod5), or three with the CIFAR stem."""
 
-    output_stride: int = key(8, one_of=(2, 4, 8, 16, 32))  # at most so many pixels per feature cell
+    output_stride: int = key(8, one_of=(2, 4, 8, 16, 32))  # at most this many pixels per feature cell
     structure: list[int] = key(MISSING, above=0, most=MOST_BLOCKS)  # blocks or layers per stage
     stem_channels: int = key(64, above=0, most=MOST_CHANNELS)  # channels after the stem
     stem: str = key(MISSING, one_of=tuple(STEM_STRIDES))  # three 3x3 convolutions, one 7x7, or cifar: one of stride 1
@@ -137,7 +137,7 @@ class DenseNetBody(StemmedBody):
     structure: list[int] = key([6, 12, 64, 48], above=0, most=MOST_BLOCKS)
     growth: int = key(32, above=0, most=MOST_CHANNELS)  # channels that each layer adds
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
-    stem_norm: bool = False  # a norm behind the stem's last convolution, as in DenseNet's paper
+    stem_norm: bool = False  # a norm after the stem's last convolution, as in DenseNet's paper
 
 
 @dataclass
@@ -148,7 +148,7 @@ class RevNetBody(StemmedBody):
     stem_channels: int = key(MISSING, above=0, most=MOST_CHANNELS)  # channels after the stem
     stem: str = key("cifar", one_of=tuple(STEM_STRIDES))
     reversible: bool = True  # false: a pre-activation ResNet
-    keep_activations: bool = False  # of a reversible body: compute the same from stored activations
+    keep_activations: bool = False  # for a reversible body: compute the same from stored activations
 
     def is_reversible(self) -> bool:
         return self.reversible
@@ -177,7 +177,7 @@ class WiderResNetBody(Body):
 class TorchvisionBody(Body):
     name: str = "torchvision"
     network: str = MISSING  # its name there, such as resnet50, regnet_y_400mf or convnext_tiny
-    last: str | None = None  # its last part that is used, such as layer3, features.13 or blocks.4; null: all
+    last: str | None = None  # the last part that is used, such as layer3, features.13 or blocks.4; null: all
     # A file of its weights, or published: the library's own, downloaded. Short for init.weights and init.format.
     weights: str | None = None
 

@@ -12,13 +12,13 @@ class Optim:
     """Options of every optimiser."""
 
     name: str = MISSING
-    lr: float = key(MISSING, above=0)  # learning rate: the highest, which lr_schedule lowers
+    lr: float = key(MISSING, above=0)  # the highest learning rate, which lr_schedule lowers
     weight_decay: float = key(1e-4, least=0)  # strength of weight decay
     # What decays: all parameters (in-place ABN), or only the weights of convolutions and linear layers (RevNet).
     decay: str = key("all", one_of=("all", "weights"))
     head_lr_factor: float = key(1.0, above=0)  # learning rate of head and classifier, relative to the body's
-    max_gradient_norm: float | None = key(None, above=0)  # clip gradients to it; null: never
-    fused: bool = True  # one pass over each parameter
+    max_gradient_norm: float | None = key(None, above=0)  # clip the gradient to this norm; null: never
+    fused: bool = True  # fused kernels, which pass over each parameter once
 
 
 @dataclass
@@ -45,12 +45,12 @@ class AdamW(Optim):
 
 @dataclass
 class LRSchedule:
-    """The learning rate of every step, from optim.lr on."""
+    """The learning rate of every step, starting from optim.lr."""
 
     name: str = MISSING
-    # Epochs in which the rate first rises linearly from lr / 100 to lr; or give warmup_steps.
+    # Epochs of warm-up, in which the rate rises linearly from lr / 100 to lr; or give warmup_steps.
     warmup_epochs: int | None = key(None, above=0)
-    warmup_steps: int | None = key(None, above=0)  # steps in which the rate rises; or give warmup_epochs
+    warmup_steps: int | None = key(None, above=0)  # steps of warm-up; or give warmup_epochs
 
     def check(self) -> None:
         _check_one_of("warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)

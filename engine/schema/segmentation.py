@@ -17,7 +17,7 @@ class Loss:
     name: str = MISSING
     # frequency: a pixel weighs 1 / (classes x its class's share of the training pixels), which is 1 on average.
     class_weights: str = key("none", one_of=("none", "frequency"))
-    # auto: upsample the logits and compute their loss a tile at a time; false: all at once, in three copies of them.
+    # auto: upsample the logits and compute their loss a tile at a time; false: all at once, with three full copies.
     tiles: str = key("auto", one_of=("auto", "false"))
 
 

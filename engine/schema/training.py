@@ -17,7 +17,7 @@ from models.recomputation import RECOMPUTE
 
 DEVICES = ("auto", "cpu", "cuda")
 LIBRARIES = ("torchvision", "timm")
-OF_OTHERS = (  # for messages about a file that is no checkpoint
+OF_OTHERS = (  # for messages about a file that is not a checkpoint
     "if it is of the in-place ABN release, scripts.convert_checkpoint makes a checkpoint of it; a training starts from "
     "its weights with init.weights=FILE and init.format=standard_bn, released, torchvision or timm"
 )
@@ -33,7 +33,7 @@ class Trainer:
     evaluate_every_epochs: int | None = key(None, above=0, free_on_resume=True)
     # The same in steps.
     evaluate_every_steps: int | None = key(None, above=0, free_on_resume=True)
-    # Evaluate only N images, even at the end: the first, or in classification some of every class; null: all.
+    # Evaluate only N images, even at the end: the first, or in classification spread over the split; null: all.
     evaluate_images: int | None = key(None, above=0, free_on_resume=True)
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)  # write checkpoints/last.pt this often
     log_every_steps: int = key(20, above=0, free_on_resume=True)  # record loss and speed this often
@@ -41,16 +41,16 @@ class Trainer:
     precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
     tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
     channels_last: bool = True  # memory format of activations; false: contiguous
-    # activations: see `recompute_activations`; budget: compute as many activations again as memory.budget requires.
-    # Checkpointing of the body's blocks: keep each block's input (blocks), or every sqrt(L)-th of L inputs (sqrt),
-    # and compute the rest again in the backward pass.
+    # activations: see `recompute_activations`; budget: recompute as many activations as memory.budget requires;
+    # blocks, sqrt: checkpoint the body's blocks, i.e. keep each block's input, or every sqrt(L)-th of L inputs,
+    # and recompute the rest in the backward pass.
     recompute: str = key("none", one_of=(*RECOMPUTE, "budget"), free_on_resume=True)
-    compile: bool = False  # the training's forward and backward pass by torch.compile, as one graph
+    compile: bool = False  # in training, compile forward and backward pass by torch.compile, as one graph
     deterministic: bool = False  # deterministic algorithms only: repeated runs give equal weights
     accumulation_steps: int = key(1, above=0)  # micro-batches per minibatch in each process
     # Decay per step of the weights' exponential moving average, which is then evaluated; null: no average.
     ema_decay: float | None = key(None, above=0, most=1)
-    smoke: bool = False  # only to see whether it runs: eager norms, for which nothing compiles, and no long warm-up
+    smoke: bool = False  # only test whether it runs: eager norms, so that nothing compiles, and no long warm-up
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
     # How long one process waits for another.
     timeout_seconds: int = key(1800, above=0, most=MOST_SECONDS, per_machine=True)
@@ -63,11 +63,11 @@ class Init:
     # A checkpoint of this project, its run directory, or a file of init.format. published: with body=torchvision or
     # body=timm, the library's own weights, downloaded once.
     weights: str | None = None
-    # Of a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names (or below
+    # For a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names (or below
     # the key "state_dict", and with "module." before each); released: a checkpoint of the in-place ABN release;
     # torchvision, timm: of body=torchvision or body=timm; or a ResNet, ResNeXt-50 or DenseNet for our bodies.
     format: str | None = key(None, one_of=("standard_bn", "released", *LIBRARIES))
-    # Of a released file: norms scale by |weight| + eps (released) or by weight (raw). null: known by the file's md5.
+    # In a released file, norms scale by |weight| + eps (released) or by weight (raw). null: known by the file's md5.
     scale: str | None = key(None, one_of=SCALES)
     part: str = key("network", one_of=("network", "body"))  # body: head and classifier start from random weights
 

@@ -34,14 +34,14 @@ def evaluate_split(
 ) -> Evaluated:
     """Evaluate a split with `all_scores`. Details: the views, and the confusion matrix (K, K) of the K trained classes.
 
-    The host does not wait for a GPU until the last image is predicted: meanwhile it reads the next images.
+    The host waits for a GPU only after the last image; meanwhile it reads the next images.
 
     Args:
-        images: this rank's share of `dataset`, one per minibatch, of any size. Scores are over the images of all ranks.
+        images: this rank's share of `dataset`, one per minibatch, of any size. Scores cover the images of all ranks.
             Images without labels are predicted but not counted.
         memory_advice: see `predict`.
-        on_prediction: called with every minibatch and its predictions, uint8 (N, H, W), both on the device. Each image
-            that it reads there makes the host wait.
+        on_prediction: called with every minibatch and its predictions, uint8 (N, H, W), both on the device. If it
+            reads an image there, the host waits.
 
     MemoryError: see `predict`.
     """

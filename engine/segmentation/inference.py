@@ -20,7 +20,7 @@ from engine.process.forward import Forward
 from engine.process.memory import memory_errors
 from models.segmentation import SegmentationNetwork
 
-_MOST_AT_ONCE = 2**31  # class scores that PyTorch's kernels can interpolate: they count in 32 bits
+_MOST_AT_ONCE = 2**31  # class scores that PyTorch's kernels can interpolate, as they use 32-bit indices
 _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
 
 
@@ -50,7 +50,7 @@ class Views:
         return len(self.scales) * (1 + self.flip)
 
     def record(self) -> dict:
-        """The fields for results.json, without base_size and antialias, which its configuration has."""
+        """The fields for results.json, without base_size and antialias, which are in its configuration."""
         return {"window": self.window, "overlap": self.overlap, "scales": list(self.scales), "flip": self.flip}
 
 
@@ -100,7 +100,7 @@ def _predict(
     progress: Callable[[int, int], None],
     kept: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """`kept` of the scores of all pixels: (N, classes, rows, W) -> (N, channels, rows, W); nearest at other sizes."""
+    """Apply `kept`, (N, classes, rows, W) -> (N, channels, rows, W), to all scores; resize to the images (nearest)."""
     forward.network.eval()
     height, width = images.shape[-2:]
     own_size = (height, width)
@@ -116,7 +116,7 @@ def _predict(
 def _scores(
     forward: Forward, images: Tensor, size: tuple[int, int], views: Views, progress: Callable[[int, int], None]
 ) -> Iterator[Tensor]:
-    """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or of several views the sum of softmaxes."""
+    """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
     images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
     own_size, stride = (images.shape[-2], images.shape[-1]), _resolution(forward)[1]
@@ -205,7 +205,7 @@ def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Te
 
 
 def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: range, antialias: bool) -> Tensor:
-    """A region of `F.interpolate(images, size, mode="bilinear", antialias=antialias)`, float32, without the rest.
+    """Compute only a region of `F.interpolate(images, size, mode="bilinear", antialias=antialias)`, float32.
 
     images: (N, C, H, W) of any dtype. If they already have that size, their pixels are returned in their own dtype.
     """
@@ -238,7 +238,7 @@ class _Taps:
 
 def _taps(original: int, resized: int, part: range, like: Tensor, antialias: bool = False) -> _Taps:
     """The taps of the pixels `part` when F.interpolate resizes an axis from `original` to `resized` pixels."""
-    # On the host, which needs the first and the last; to read them from the device would wait for it.
+    # On the host, which needs `first` and `last`: reading them from the device would wait for it.
     step = original / resized
     reach = max(1.0, step) if antialias else 1.0  # weights fall linearly to 0 at this distance
     positions = (np.arange(part.start, part.stop, dtype=np.float32) + 0.5) * step - 0.5

@@ -53,7 +53,7 @@ def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: in
     """Add pixels to the cells of a confusion matrix, int64 (classes^2 + 1, lanes); the last cell counts ignored pixels.
 
     A cell's count is the sum of its lanes. Neighbouring columns of an image, often of one class, count in different
-    lanes, because a GPU adds to a single counter one pixel after the other. (A CPU is not slower with several.)
+    lanes, because a GPU adds pixels to a single counter one by one. (Several lanes do not slow down a CPU.)
 
     predictions and labels: the same shape, integer dtypes. Memory and time do not grow with the number of classes, even
     with deterministic algorithms (where torchmetrics compares every pixel with every cell of the matrix).
@@ -134,7 +134,7 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
 
 
 def cityscapes_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
-    """Compute what `evalPixelLevelSemanticLabeling` of cityscapesscripts reports beside the IoU of classes.
+    """Compute what `evalPixelLevelSemanticLabeling` of cityscapesscripts reports besides the IoU of classes.
 
     Within a category, confusing two classes is no error. iIoU = iTP / (iTP + FP + iFN): iTP and iFN are pixels inside
     instances (not groups), weighted by the class's average instance size over the size of this instance, so all

@@ -1,1 +1,1 @@
-"""A training run: its plan in memory, its steps, its end."""
+"""A training run: its planned memory, its steps, its end."""

@@ -51,7 +51,7 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
 
 
 def classify_in_run(run: Run[ClassificationRun, ClassificationDataset], loader: DataLoader) -> Evaluated:
-    """As `segment_in_run`; norms are measured on two images."""
+    """Like `segment_in_run`; norms are measured on two images."""
     world, learner = run.world, run.learner
     evaluated = classification.evaluate_split(
         learner.evaluated,

@@ -23,8 +23,8 @@ SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, 
 class WeightAverage:
     """An average of the weights of `network`, updated after every step.
 
-    PyTorch's AveragedModel makes the host wait for the device at every update, and copies all buffers each time.
-    `module` is a copy of the network with the averaged weights, and gets the network's buffers from `take_buffers`.
+    Used instead of PyTorch's AveragedModel, which waits for the device and copies all buffers at every update.
+    `module` is a copy of the network with the averaged weights; `take_buffers` gives it the network's buffers.
     """
 
     def __init__(self, network: nn.Module, decay: float):
@@ -89,7 +89,7 @@ class Learner:
         self.scaler.scale(loss).backward()
 
     def gradient_norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient, a scalar on the network's device. Takes the loss scale off."""
+        """Unscale the gradient; return its Euclidean norm over all parameters, a scalar on the network's device."""
         self.scaler.unscale_(self.optimizer)
         return get_total_norm([p.grad for p in self.network.parameters() if p.grad is not None])
 
@@ -116,7 +116,7 @@ class Learner:
                 clip_grads_with_norm_(parameters, self.max_gradient_norm, norm)
             self.optimizer.step()
         else:
-            self.scaler.step(self.optimizer)  # it would look at the gradients again, and wait for the device
+            self.scaler.step(self.optimizer)  # not above, as it would read the gradients again and wait for the device
         self.scaler.update()
         # float16 may skip the first optimiser steps. (In float16 only, as catch_warnings makes Python repeat warnings.)
         with _schedule_alone() if self.scaler.is_enabled() else nullcontext():
@@ -155,7 +155,7 @@ class Learner:
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse of `state_dict`; the step gives the learning rates. Every rank must call it.
+        """The inverse of `state_dict`; learning rates follow from the step. Every rank must call it.
 
         ValueError: `state` does not match this learner.
         """

@@ -1,4 +1,4 @@
-"""The memory of a training step, and the minibatch that fits into a device, without a device."""
+"""Plan the memory of a training step, and the minibatch that fits, without a device."""
 
 import os
 import re
@@ -58,7 +58,7 @@ class Room:
         return sum(self.beside.values()) + max(peak, self.optimizer)
 
     def least(self, time: float) -> int:
-        """The least bytes of a step that takes at most so much time."""
+        """The fewest bytes of a step that takes at most `time`."""
         return self.needed(min((peak for peak, of_plan in self.plans if of_plan <= time), default=self.plans[0][0]))
 
     def within(self, available: int) -> tuple[int, float]:
@@ -103,7 +103,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     plain = forward(config, nn.Identity(), torch.device("cpu")).through(network)
     uncompiled = replace(config, trainer=replace(config.trainer, compile=False), lr_schedule=Poly())
     learner = learner_of(uncompiled, plain, _STEPS, World())
-    learner.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would look at the gradients
+    learner.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read the gradients' values
     for group in learner.optimizer.param_groups:
         group["foreach"] = True
     size = config.data.crop(crop_size)
@@ -117,7 +117,7 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
 
 
 def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
-    """Bytes of tensors on one device in such a step; with trainer.recompute=budget the least in `memory.time`."""
+    """Bytes of tensors on one device in such a step; with trainer.recompute=budget the fewest within `memory.time`."""
     if config.trainer.recompute == "budget":
         return room(config, crops, crop_size, devices).least(config.memory.time)
     return step_memory(config, crops, crop_size, devices).peak
@@ -128,7 +128,7 @@ def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> R
 
     With several devices and micro-batches, DDP's buckets hold the gradients a second time.
     """
-    alike = times_of("meta") if devices > 1 else nullcontext()  # ranks that measure would choose differently
+    alike = times_of("meta") if devices > 1 else nullcontext()  # measured times would differ between ranks
     with FakeTensors(), alike:
         learner, loss, minibatch = fake_step(replace(config, memory=Memory()), crops, crop_size)
         beside, forward = begun(learner, minibatch), learner.forward
@@ -154,9 +154,9 @@ def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> R
 
 
 def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
-    """For trainer.recompute=budget: the keys with the bytes in `memory.activations` that `memory.budget` leaves.
+    """For trainer.recompute=budget: keys whose `memory.activations` are the bytes that `memory.budget` leaves.
 
-    If no plan is within them, the least that is possible. Also returns the step's bytes, and the sum as text.
+    If no plan fits, they are those of the lowest peak. Also returns the step's bytes, and the sum as text.
     """
     available = config.memory.available(devices)
     assert available is not None
@@ -177,7 +177,7 @@ def share_of(config: TrainingRun, devices: int) -> int:
 
 
 def fitting(config: Config, devices: int, images: int | None = None) -> Config:
-    """A copy with the minibatch or the crop that `memory.fit` chooses by `memory.budget`.
+    """A copy with the minibatch or crop size that `memory.fit` chooses for `memory.budget`.
 
     `images`: of the training split, which a minibatch must not exceed; None: the published number.
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
@@ -211,7 +211,7 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
 
 
 def fitted(config: Config) -> Config:
-    """The configuration to train, in which `memory.fit` has become plain numbers. A resumed run has them already.
+    """The configuration to train, with `memory.fit` turned into plain numbers. A resumed run already has them.
 
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """

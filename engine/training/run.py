@@ -93,7 +93,7 @@ class Run(Generic[Config, Split]):
             ) from error
 
     def share_plans(self) -> None:
-        """Let all ranks follow the plans of rank 0, as the times that they measure differ. Every rank must call it."""
+        """Make all ranks follow rank 0's plans, because ranks measure different times. Every rank must call it."""
         if self.config.trainer.recompute == "budget":
             share_plans(self.learner.network)
 
@@ -114,9 +114,9 @@ class Run(Generic[Config, Split]):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
 
     def save(self, step: int, best: bool = False) -> None:
-        """Start to write the last checkpoint, or the `best`. Every rank must call it.
+        """Start writing the last checkpoint, or the `best`. Every rank must call it.
 
-        Raises OSError if the one before it cannot be written, and FloatingPointError if a weight is not finite.
+        Raises OSError if the previous one could not be written, and FloatingPointError if a weight is not finite.
         """
         if not best and self.schedule.scores(step):  # the saved network is the scored one
             self.learner.prepare_evaluation(self.world)
@@ -144,7 +144,7 @@ class Run(Generic[Config, Split]):
         return about
 
     def evaluate(self, step: int, evaluate: Callable[[], Evaluated]) -> Evaluated:
-        """Evaluate, record it, and save the network if it is the best so far. Every rank must call it."""
+        """Evaluate, record the scores, and save the network if it is the best so far. Every rank must call it."""
         self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
         if self.world.device.type == "cuda":
             self.metrics.note_memory(peak_memory_mib(self.world.device))
@@ -190,7 +190,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
 
     Raises:
         ValueError: configuration, data and run directory do not fit each other, or differ between ranks.
-        OSError: a checkpoint cannot be written, the data does not come in time, or another rank is lost.
+        OSError: a checkpoint cannot be written, data do not arrive in time, or another rank is lost.
     """
     data, trainer = config.data, config.trainer
     with (

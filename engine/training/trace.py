@@ -61,7 +61,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
             places.append("optimizer")
             learner.gradient_norm()
             learner.step(1.0)
-        # In a pass of its own: hooks that look at saved tensors keep some of them for longer.
+        # In a separate pass: hooks on saved tensors keep some of them for longer.
         inputs = [minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label")]
         kept = kept_bytes(network, lambda: loss(learner.forward(inputs[0]), inputs[1]), inputs)
     changes, parameters = made.changes, bytes_of_tensors(network.parameters())
@@ -73,7 +73,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
 
 
 def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
-    """Take an optimiser step, which makes the momentum. Returns the bytes that are there between two steps."""
+    """Take an optimiser step, which creates the momentum; return the bytes held between steps."""
     network = learner.network
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -103,7 +103,7 @@ def _at_peak(
 
 
 def _copied_at_once(changes: list[Change], gradients: Set[int | None]) -> list[Change]:
-    """The changes if each gradient is freed before the next tensor is made that is not one."""
+    """The changes if DDP copies each gradient at once: it is freed before the next other tensor is made."""
     found: list[Change] = []
     copied: list[Change] = []
     for change in changes:

@@ -333,7 +333,7 @@ def test_a_checkpoint_of_another_task_or_length_or_of_weights_alone_is_refused(t
         run.checkpoint_to_resume(config, total_steps=9, files={})
     for part in ("total_steps", "data"):
         save(run, {name: value for name, value in state_of(1, config).items() if name != part})
-        with pytest.raises(ValueError, match="has the weights alone of a run, which cannot continue: .*init.weights="):
+        with pytest.raises(ValueError, match="has only a run's weights, which cannot be resumed: .*init.weights="):
             resumed(run, config)
 
 
