@@ -5,8 +5,8 @@
     python -m scripts.browse_data experiment=table3/cityscapes_resnext101_std data.root=DIR out=DIR epoch=5
 
 Takes the keys of train_seg.py or train_imagenet.py (data=image_folder, seed=…) and writes contact sheets of the first
-crops of an epoch, in the run's order, continuing into the next epochs if needed: in segmentation beside their labels,
-whose ignored pixels show the plain image, in classification above their class.
+crops of an epoch, in the run's order, continuing into later epochs if needed. Segmentation shows labels beside the
+crops (ignored pixels show the plain image), classification the class in the title.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ class BrowseData(SegmentationRun):
 
 
 def browse(values: DictConfig) -> list[Path]:
-    """Write the sheets and return their files. Raises ValueError for data or keys that do not fit."""
+    """Write the sheets and return their files. ValueError: data or keys do not fit."""
     config, console, written = configuration.typed(values, BrowseData), make_console(), list[Path]()
     with reading_errors(config.data.timeout_seconds, keys="data."):
         data, place = config.data, "data.train_split"

@@ -4,10 +4,10 @@
     python -m scripts.compare_runs runs=[RUN_DIR,OTHER_RUN] out=OUT "title=Two norms"
     python -m scripts.compare_runs runs=[FOLDER,docs/results/camvid/norms] out=OUT
 
-`runs` are run directories, or folders that hold some at any depth. All have the same task. Runs that differ in their
-seed alone share a column: mean ± standard deviation. Columns are named after folders, or after the keys that differ if
-folders are dates. Writes OUT.md (commands, scores, hardware, runs that have not ended), OUT.png (curves), and the files
-of each run that these are made from into OUT/RUN/. Given as `runs`, these folders make the same report again.
+`runs` are run directories, or folders that hold some at any depth, all of one task. Runs that differ only in their seed
+share a column: mean ± standard deviation. Columns are named after folders or, if folders are dates, after the keys that
+differ. Writes OUT.md (commands, scores, hardware, runs that have not ended) and OUT.png (curves), and copies the files
+of each run that they are made from to OUT/RUN/. Given as `runs`, these folders make the same report again.
 """
 
 import os
@@ -46,11 +46,11 @@ class Group(NamedTuple):
     runs: list[Run]
 
     def training(self, name: str) -> float:
-        """The mean over the runs of what is known of their trainings."""
+        """The mean of a training's fact over the runs."""
         return statistics.mean(run.training[name] for run in self.runs)
 
     def percent(self, score: str, of_class: str = "") -> tuple[float | None, float | None]:
-        """Mean and standard deviation of a score over the runs that have it; None for none, or a single one."""
+        """Mean and standard deviation of a score over the runs that have it; None without a run, or with only one."""
         found = (run.percent.get((score, of_class)) for run in self.runs)
         values = [value for value in found if value is not None]
         deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -61,7 +61,7 @@ class Group(NamedTuple):
         return "–" if mean is None else f"{mean:.2f}" + (f" ± {deviation:.2f}" if deviation is not None else "")
 
     def curve(self, kind: str, key: str) -> tuple[list[int], list[float], list[float]]:
-        """Steps that all runs have in their "train" or "val" records, and their mean and deviation (empty for one)."""
+        """Steps in the "train" or "val" records of all runs, their mean, and deviation (empty for a single run)."""
         curves = [dict(zip(*run.curve(kind, key), strict=True)) for run in self.runs]
         steps = [step for step in curves[0] if all(curve.get(step) is not None for curve in curves)]
         values = [[curve[step] for curve in curves] for step in steps]
@@ -128,7 +128,7 @@ def curves(groups: list[Group]) -> Figure:
 
 
 def named_groups(runs: Sequence[Run]) -> list[Group]:
-    """Group runs by configuration. Runs whose folders have equal names, or dates, are named after their group."""
+    """Group runs by configuration. Runs whose folder names are equal, or dates, are named after their group."""
     groups = by_configuration(runs)
     titles = titles_of(groups)
     named = len({run.name for run in runs}) == len(runs) and not any(DATE.fullmatch(run.name) for run in runs)
@@ -139,7 +139,7 @@ def named_groups(runs: Sequence[Run]) -> list[Group]:
 
 
 def compared(folders: list[str], out: Path | None = None) -> tuple[list[Group], dict[Path, str]]:
-    """Groups of the runs in folders, except for copies below `out`; and the runs that are left out, with the reason.
+    """Groups of the runs in folders, except copies below `out`; and the runs that are left out, with the reason.
 
     ValueError: no run has ended, or they are of several tasks.
     """

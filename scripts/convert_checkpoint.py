@@ -1,4 +1,4 @@
-"""Convert a released checkpoint to one of this project, or keep the weights of a checkpoint alone:
+"""Convert a released checkpoint to one of this project, or keep only the weights of a checkpoint:
 
     python -m scripts.convert_checkpoint input=FILE output=FILE [scale=released|raw]
     python -m scripts.convert_checkpoint input=FILE output=FILE [classes=FILE | data.root=DIR]
@@ -6,12 +6,12 @@
     python -m scripts.convert_checkpoint input=RUN_DIR output=FILE
 
 The first two make a checkpoint that eval.py, scripts.predict and init.weights read like any other. The network is
-recognised from the file. A file says neither its scale, which is known for the authors' files alone, nor its classes:
-without classes or data.root they are called 0, 1, 2, …, and an evaluation then compares only their number. With them it
-compares the names: for ImageNet they are the names of the class folders (n01440764, …) in sorted order. The third
-command writes the weights of either kind as a state dict for networks with standard batch normalisation under the same
-names. It does not hold the norms' eps and activation: the command prints them. The last makes a checkpoint to give
-away: the (averaged) weights, classes and configuration of a run, without its optimiser, random states and folders.
+recognised from the file. A file states neither its scale, which is known only for the authors' files, nor its classes.
+Without classes or data.root, classes are called 0, 1, 2, …, and an evaluation compares only their number. Otherwise it
+compares names: for ImageNet the names of the class folders (n01440764, …) in sorted order. The third command writes the
+weights of either kind of input as a state dict for networks with standard batch normalisation and the same names. It
+lacks the norms' eps and activation, so the command prints them. The last makes a checkpoint to share: the (averaged)
+weights, classes and configuration of a run, without its optimiser, random states and folders.
 """
 
 from collections import Counter
@@ -56,7 +56,7 @@ class Conversion:
     format: str = key("checkpoint", one_of=("checkpoint", "standard_bn"))  # of the output
     # Whether the norms of a released file scale by |weight| + eps (released) or by weight (raw).
     scale: str | None = key(None, one_of=released.SCALES)
-    classes: str | None = None  # file with their names, one a line; of Vistas also its config_v1.2.json
+    classes: str | None = None  # file with the classes' names, one per line; for Vistas also its config_v1.2.json
     data: ConversionData = field(default_factory=ConversionData)
 
     def check(self) -> None:
@@ -67,7 +67,7 @@ class Conversion:
 
 
 def convert(values: DictConfig) -> list[str]:
-    """Convert as configured (`Conversion`). Returns the printed lines. ValueError if the input does not allow it."""
+    """Convert as configured (`Conversion`); return the printed lines. ValueError if the input does not allow it."""
     options = configuration.typed(values, Conversion)
     source, output = checkpoint.file_of(options.input), Path(options.output)
     name = f"input={source}"
@@ -136,7 +136,7 @@ def _write_checkpoint(options: Conversion, file: released.ReleasedWeights, sourc
 def _classes(
     options: Conversion, config: SegmentationRun | ClassificationRun, count: int
 ) -> tuple[list[str], Colours, list[int]]:
-    """Names, colours and the labels' ids; the last two mean nothing in classification."""
+    """Names, colours and label ids of the classes; the last two mean nothing in classification."""
     given, colours, ids = "", list(distinct_colours(count)), list(range(count))
     names = [str(number) for number in range(count)]
     if options.data.root is not None:

@@ -1,13 +1,13 @@
-"""Write a trained network as a file that needs nothing of this repository:
+"""Write a trained network as a file that needs nothing from this repository:
 
     python -m scripts.export checkpoint=RUN_DIR output=FILE.pt2
     python -m scripts.export checkpoint=FILE.pt output=FILE.onnx format=onnx argmax=true
     python -m scripts.export checkpoint=FILE.pt output=FILE.pt2 precision=float16
 
 The program (exported, onnx) takes float32 RGB images (N, 3, H, W) with levels of 0 to 255, any N, H and W, and returns
-float32 logits (N, classes, H, W); of a classifier (N, classes). Normalisation is inside. Before it is written, it is
-compared with the network at other sizes than it was made with.
-Classes, colours and what an evaluation does to images before (data.base_size, crops) are in the file as JSON:
+float32 logits (N, classes, H, W), or (N, classes) for a classifier. Normalisation is included. Before it is written, it
+is compared with the network at sizes other than it was made with.
+Classes, colours and how an evaluation resizes and crops images (data.base_size, crops) are in the file as JSON:
 
     extra = {"network.json": ""}
     network = torch.export.load("FILE.pt2", extra_files=extra).module()
@@ -60,7 +60,7 @@ class Export:
 
 
 def export(values: DictConfig) -> dict:
-    """Export as configured (`Export`). Returns the metadata. ValueError: the network cannot be exported so."""
+    """Export as configured (`Export`); return the metadata. ValueError: the network cannot be exported this way."""
     options = configuration.typed(values, Export)
     output = Path(options.output)
     source = checkpoint.file_of(options.checkpoint)
@@ -89,7 +89,7 @@ def export(values: DictConfig) -> dict:
 
 
 def metadata(found: Opened, options: Export) -> str:
-    """What a reader of the file has to know, as JSON."""
+    """What a user of the file needs to know, as JSON."""
     network, config, state = found
     mean, std = (values.flatten().tolist() if values.numel() == 3 else None for values in (network.mean, network.std))
     plain, data = configuration.plain(config), config.data
@@ -102,9 +102,9 @@ def metadata(found: Opened, options: Export) -> str:
         "output": "classes" if options.argmax else "logits",
         "precision": options.precision,
         "input": {"dtype": "float32", "shape": ["N", 3, *(options.size or "HW")], "colours": "RGB", "levels": [0, 255]},
-        # Inside: (image - mean) / std. Without mean: the mean image of the training images.
+        # Included: (image - mean) / std. Without mean: the mean image of the training images.
         "normalisation": {"mean": mean, "std": std},
-        # What an evaluation does to images before.
+        # How an evaluation resizes and crops images first.
         "sizes": {name: getattr(data, name) for name in SIZES if hasattr(data, name)},
         "network": {part: plain[part] for part in ("body", "head", "norm") if part in plain},
         "step": state["step"],

@@ -1,7 +1,7 @@
-"""Measure on a CUDA device what the documents claim of one, in parts of at most eight minutes:
+"""Measure on a CUDA device what the documents claim about it, in parts of at most eight minutes:
 
     python -m scripts.gpu_evidence part=check|host|exact|abn|networks|steps|fit|train|ranks out=DIR [camvid=DIR]
-    python -m scripts.gpu_evidence part=abn rehearse=true out=DIR   # on a CPU, to see that every line runs
+    python -m scripts.gpu_evidence part=abn rehearse=true out=DIR   # on a CPU, to check that every line runs
     python -m scripts.gpu_evidence part=abn measure=false out=DIR   # page and picture from the record, without a GPU
 
 A part is a benchmark of scripts/evidence with certain arguments. DIR/gpu_PART.json is written after each item, and the
@@ -82,8 +82,8 @@ class GpuArguments:
     part: str = key(MISSING, one_of=tuple(PARTS))  # check, host, exact, abn, networks, steps, fit, train or ranks
     only: list[str] = field(default_factory=list)  # items of the part, or what their names begin with up to a slash
     camvid: str | None = None  # folder of CamVid, which part=train needs
-    minutes: float = key(7.8, above=0)  # after which the item that is measured is stopped
-    rehearse: bool = False  # on a CPU, on tiny tensors: every line runs, and nothing is measured
+    minutes: float = key(7.8, above=0)  # after which the item being measured is stopped
+    rehearse: bool = False  # run every line on a CPU with tiny tensors; nothing is measured
 
 
 def run(values: DictConfig) -> Path:

@@ -5,10 +5,10 @@
     python -m scripts.make_classes data.root=DIR data.timeout_seconds=3600    # a slow disk
 
 Reads all labels below DIR that have an image. Classes are the ids up to the largest, or the colours of RGB labels and
-of masks in black and white; RGB labels whose channels are equal and small hold ids, unless gray=colours. `ignored` is
-no class, nor are ids below the largest that occur nowhere. Palettes give ids their colours. The classes are called
-class_0, class_1, …: change their names in the file before you train. Prints the pixels of every id, which show strays,
-and what looks odd.
+of black-and-white masks; RGB labels whose channels are equal and small hold ids, unless gray=colours. `ignored` is not
+a class, nor are ids below the largest that never occur. Palettes give ids their colours. The classes are called
+class_0, class_1, …: rename them in the file before you train. Prints the number of pixels of every id, which reveals
+strays, and whatever looks odd.
 """
 
 import json
@@ -45,7 +45,7 @@ BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colour
 @dataclass
 class MakeClasses:
     data: FolderData = group({"folder": FolderData})  # only root, palettes and timeout_seconds matter
-    ignored: int | None = key(255, least=0, most=255)  # the id that is no class, and does not count; null: none
+    ignored: int | None = key(255, least=0, most=255)  # the id that is not a class and does not count; null: none
     # What RGB labels with three equal channels hold; null: ids if the levels are small or have few gaps, else colours.
     gray: str | None = key(None, one_of=("ids", "colours"))
     workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
@@ -61,23 +61,23 @@ class Held:
     palettes: Palettes = field(default_factory=Palettes)
 
     def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
-        """Count what is of one kind as another, under the `value` of each entry."""
+        """Count entries of one kind as another, under the `value` of each."""
         for of in (self.pixels, self.labels):
             for entry, count in of.pop(kind, Counter()).items():
                 of[to][value(entry)] += count
 
 
 def make_classes(values: DictConfig) -> Path:
-    """Write the file and return it; print the pixels of every id, how many labels hold it, and what looks odd.
+    """Write the file and return it; print each id's pixels, how many labels hold it, and what looks odd.
 
-    ValueError: the file is there, labels cannot be read or are not all of one kind, or the number of classes is wrong.
+    ValueError: the file exists, labels cannot be read or are not all of one kind, or the number of classes is wrong.
     """
     config = configuration.typed(values, MakeClasses)
     with assemble.root_named(config.data):
         labels, alone = folder_labels(config.data.root)
     root = f"data.root={config.data.root}"
     file = Path(str(config.data.root)) / CLASSES
-    if os.path.lexists(file):  # also a link to nowhere
+    if os.path.lexists(file):  # also a dangling link
         raise ValueError(f"{root}: {file} is there already; to make it again, move it away")
     console = make_console()
     with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
@@ -122,7 +122,7 @@ def read_labels(labels: list[Path], workers: int | None, console: Console) -> He
 
 
 def settle_kind(held: Held, ignored: list[int], gray: str | None) -> list[str]:
-    """Decide whether gray values are ids or colours, unless `gray` does; return what to say about it.
+    """Decide whether gray values are ids or colours, unless `gray` does; return notes about it.
 
     ValueError: `gray` is given, but no label has gray values in RGB.
     """
@@ -150,7 +150,7 @@ def settle_kind(held: Held, ignored: list[int], gray: str | None) -> list[str]:
 def check_number(
     root: str, kind: str, pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]
 ) -> None:
-    """ValueError unless the number of classes can be trained, and looks like one."""
+    """ValueError if the number of classes cannot be trained, or looks wrong."""
     smoothed = kind != COLOURS and has_smoothed_edges(pixels)
     if smoothed or len(ids) not in TRAINED:
         without = f", not counting {', '.join(map(str, ignored))}, which is ignored" if ignored else ""
@@ -175,7 +175,7 @@ def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignore
 
 
 def has_large_gaps(ids: Set[int]) -> bool:
-    """Whether the largest is far up and far more ids below it are missing than there are."""
+    """Whether the largest id is high and far more ids below it are missing than present."""
     return max(ids) >= 64 and max(ids) + 1 > len(ids) + max(8, 3 * len(ids))
 
 
@@ -193,7 +193,7 @@ def has_smoothed_edges(pixels: Counter[int]) -> bool:
 
 
 def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
-    """The file's text: the ids with their colours, except colours that several ids have. `ignored` are called void."""
+    """The file's text: the ids with their colours, except colours that several ids share. `ignored` are called void."""
     several = [colour for colour, count in Counter(ids.values()).items() if count > 1]
     colours = {number: colour for number, colour in ids.items() if colour and colour not in several}
     classes = [
@@ -208,7 +208,7 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
 
 @restorable("Labels are 8-bit PNGs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
 def contents(path: Path) -> tuple[str, dict[int, int], dict[int, tuple[int, ...]]]:
-    """A label's kind; {id or 0xRRGGBB: pixels}; and the known colours of these."""
+    """A label's kind; {id or 0xRRGGBB: pixels}; and their known colours."""
     file = read(path)
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)

@@ -6,18 +6,18 @@
     python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std
     python -m scripts.plan_memory table=table3 out=FILE.json   # or all; see below
 
-Prints the tensors on one device at the peak of a step, the pass in which it falls, and the bytes that the backward pass
-needs.
+Prints the tensors on one device at the peak of a step, the pass in which the peak occurs, and the bytes kept for the
+backward pass.
 memory.fit also finds, for standard, checkpointed and in-place norms, the largest minibatch within memory.budget: the
 most crops of data.crop_size (batch; the paper's FIXED CROP) or the largest data.crops_per_minibatch crops (crop; its
-FIXED BATCH). With trainer.recompute=budget, a step computes as many activations again as the budget requires, and
-memory.fit allows it memory.time, relative to a step that keeps them all (estimated).
+FIXED BATCH). With trainer.recompute=budget, a step recomputes as many activations as the budget requires, and
+memory.fit allows a step memory.time times the estimated time of one that keeps them all.
 The keys are train_seg.py's, or train_imagenet.py's for one of its experiments. Traces run on fake tensors.
 
-table=… plans all experiments of a folder of configs/experiment (all: of each) into a record and its page. Of Table 3
-also the columns fixed crop and fixed batch as the planner fills them, beside the paper's, on which the deductions from
-a device's memory are calibrated; of Tables 3 and 4 the memory with which each minibatch fits on one device; of RevNet
-its claims. Steps of tables have the paper's loss, with logits of full resolution (loss.tiles=false).
+table=… plans all experiments of a folder of configs/experiment (all: of each) into a record and its page. For Table 3
+it also fills the columns fixed crop and fixed batch, beside the paper's, on which the deductions from a device's
+memory are calibrated; for Tables 3 and 4, the memory in which each minibatch fits on one device; for RevNet, its
+claims. Steps of tables have the paper's loss, with full-resolution logits (loss.tiles=false).
 """
 
 import re
@@ -50,7 +50,7 @@ from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table
 
 
 def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun]:
-    """Print the plan; return what fits by norm. ValueError: a key is wrong, or the step exceeds the budget."""
+    """Print the plan; return what fits, by norm. ValueError: a key is wrong, or the step exceeds the budget."""
     config, console = configuration.typed(values, schema), make_console()
     devices = config.memory.gpus or 1
     config.check_shares(devices)
@@ -90,7 +90,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun
 
 
 def fits(config: TrainingRun, devices: int) -> dict[str, TrainingRun]:
-    """{norm: the configuration with the largest minibatch that fits}, without norms that lack the activation."""
+    """{norm: the configuration with the largest minibatch that fits}; norms without the activation are left out."""
     found = {}
     for norm in ("std", "checkpoint", "inplace"):
         if norm != "inplace" or config.norm.activation in INVERTIBLE_ACTIVATIONS:
@@ -150,7 +150,7 @@ def measure(arguments: PlanArguments, part: str, *what: str) -> Rows:
         "one_device": on_one_device,
         "claims": lambda network: [claim_of(network)],
     }
-    with times_of("meta"):  # on every machine the same
+    with times_of("meta"):  # the same on every machine
         return [{"part": part, **row} for row in planners[part](*what)]
 
 
@@ -166,7 +166,7 @@ def planned(experiment: str) -> dict:
 
 
 def in_full(config: TrainingRun) -> TrainingRun:
-    """The configuration with the paper's loss, on logits of the labels' resolution; classifiers are unchanged."""
+    """The configuration with the paper's loss, on logits at label resolution; classifiers are unchanged."""
     if isinstance(config, SegmentationRun):
         return replace(config, loss=replace(config.loss, tiles="false"))
     return config
@@ -191,7 +191,7 @@ def experiment_of(column: str, fit: str, norm: str) -> str:
 
 
 def on_one_device(name: str, network: str) -> Iterator[dict]:
-    """The minibatch of an experiment as a whole on one device."""
+    """An experiment's whole minibatch on one device."""
     config = papers.configured_as(name)
     crops, size = config.data.crops_per_minibatch, config.data.crop_size
     for combination, changed in combinations(config).items():
@@ -206,7 +206,7 @@ def claim_of(network: str) -> dict:
 
 
 def as_norm(name: str, norm: Norm) -> Norm:
-    """A norm of another name with the same options, as far as it has them."""
+    """The norm called `name`, with the same options as far as it has them."""
     options = {entry.name: getattr(norm, entry.name) for entry in fields(norm) if entry.name != "name"}
     known = {entry.name for entry in fields(NORMS[name])}
     return NORMS[name](**{option: value for option, value in options.items() if option in known})
@@ -215,7 +215,7 @@ def as_norm(name: str, norm: Norm) -> Norm:
 def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
     """The configuration with each combination of norm, recomputation, precision and reversible body.
 
-    Small networks get no reversible body: RevNet-104 would need more than they do.
+    Small networks get no reversible body, because RevNet-104 would need more memory than they do.
     """
     changes = [("std", "none", config.body, "standard norms"), ("inplace", "none", config.body, "in-place norms")]
     if not config.body.is_reversible():
@@ -258,7 +258,7 @@ def about(arguments: dict) -> tuple[str, str]:
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
-    """What they say of the numbers stands at the end of the page."""
+    """The page's last section discusses the numbers."""
     experiments, fits = (frame.rows_of(call, part) for part in ("experiments", "fits"))
     if fits:
         standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}

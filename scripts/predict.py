@@ -1,14 +1,14 @@
-"""Predict images from a checkpoint alone:
+"""Predict images; only a checkpoint is needed:
 
     python -m scripts.predict checkpoint=RUN_DIR input=IMAGE_OR_DIR output=DIR
     python -m scripts.predict checkpoint=FILE.pt input=DIR output=DIR window.size=1024
     python -m scripts.predict checkpoint=CLASSIFIER.pt input="Straße 1" output=DIR top_k=3 report=FILE.html
 
-Reads the usual formats of photographs, and turns them as their EXIF orientation says. Segmentation writes three PNGs
+Reads the usual photograph formats and rotates by EXIF orientation. Segmentation writes three PNGs
 per image, at its size: ids/NAME.png (the labels' own ids; classes.json lists them), colour/NAME.png and
 overlays/NAME.png, and with probabilities=true probabilities/NAME.npy. Classification writes predictions.csv, the
-likeliest classes of each image. report=FILE.html also writes a page to look at: every image, its overlay, and each
-class's share. window.size=PIXELS bounds the memory for large images, as in eval.py.
+likeliest classes of each image. report=FILE.html also writes a page: every image, its overlay, and each
+class's share. window.size=PIXELS limits the memory for large images, as in eval.py.
 """
 
 import csv
@@ -46,8 +46,8 @@ def predict(values: DictConfig) -> list[Path]:
     Returns each image's file of ids; for a classifier the table.
 
     Raises:
-        ValueError: the checkpoint or the input cannot be used; or some images are unreadable. In that case it names
-            them after predicting the others.
+        ValueError: the checkpoint or the input cannot be used; or some images are unreadable, which are named after
+            the others have been predicted.
     """
     options = configuration.typed(values, Prediction)
     console, source, output = make_console(), Path(options.input), Path(options.output)
@@ -118,7 +118,7 @@ def segment(
 
 
 def likeliest(probabilities: np.ndarray, classes: Sequence[str], count: int) -> list[str]:
-    """[class, probability, …] of the `count` likeliest classes, the first first."""
+    """[class, probability, …] of the `count` likeliest classes, most likely first."""
     ranked = np.argsort(-probabilities, kind="stable")[:count]
     return [text for number in ranked for text in (classes[number], f"{probabilities[number]:.6f}")]
 
@@ -133,16 +133,16 @@ def write_table(path: Path, rows: list[list[str]]) -> None:
 
 
 def is_labelled(folder: Path) -> bool:
-    """Whether a folder has the images of a dataset of own images: it is called so, and labels lie beside it."""
+    """Whether a folder holds the images of a user's dataset: it is called images, with labels beside it."""
     return folder.name == "images" and (folder.parent / "labels").is_dir()
 
 
 def find_images(source: Path, output: Path) -> dict[str, Path]:
     """Find one image, or all in a folder and its subfolders: {result name: image file}, sorted.
 
-    A name is the path in the folder without the suffix; images that differ only in the suffix keep theirs. Files whose
-    suffix is no image format's are skipped, which is logged. Hidden files and earlier predictions in `output` are left
-    out. Raises ValueError if there is no image.
+    A name is the path in the folder without the suffix; images that differ only in the suffix keep theirs. Files
+    without an image suffix are skipped, which is logged. Hidden files and earlier predictions in `output` are left
+    out. ValueError: there is no image.
     """
     if source.is_file():
         return {source.stem: source}
@@ -156,7 +156,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
         if ours.isdisjoint([path.resolve(), *path.resolve().parents])
     )
     suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in PHOTOGRAPHS}
-    suffixes.add(".mpo")  # of JPEGs, in which Pillow does not register it
+    suffixes.add(".mpo")  # JPEGs too, although Pillow registers them as another format
     images = [path for path in files if path.suffix.lower() in suffixes]
     skipped = [str(path.relative_to(source)) for path in files if path.suffix.lower() not in suffixes]
     if skipped:

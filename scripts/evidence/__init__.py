@@ -1,1 +1,1 @@
-"""Benchmarks: one frame, and a file for each thing that is measured."""
+"""Benchmarks: a file for each question, on one frame."""

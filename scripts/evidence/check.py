@@ -21,7 +21,7 @@ PROBLEMS = ("failure", "error", "skipped")  # as pytest's report calls them
 
 
 def items(arguments: frame.Arguments) -> dict[str, tuple[list[str]]]:
-    """Files of tests. Each item is one run of pytest, whose processes take long to start."""
+    """Test files. Each item is one run of pytest, because its processes take long to start."""
     marked = re.compile(r"NEEDS_CUDA|mark\.gpu")
     found = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if marked.search(path.read_text())]
     names = sorted(path.relative_to(REPOSITORY).as_posix() for path in found)
@@ -30,7 +30,7 @@ def items(arguments: frame.Arguments) -> dict[str, tuple[list[str]]]:
 
 
 def measure(arguments: frame.Arguments, files: list[str]) -> Rows:
-    """Run these tests in processes of their own; a row per file. RuntimeError: pytest itself failed.
+    """Run these tests in separate processes; a row per file. RuntimeError: pytest itself failed.
 
     {"file", "passed", "failure", "error", "skipped", "s": of all its tests, "problems"}
     """
@@ -46,7 +46,7 @@ def measure(arguments: frame.Arguments, files: list[str]) -> Rows:
             raise RuntimeError((done.stdout + done.stderr).strip()[-300:] or f"pytest ended with {done.returncode}")
         cases: dict[str, list[ElementTree.Element]] = {file: [] for file in files}
         for case in ElementTree.parse(report).iter("testcase"):
-            cases.setdefault(str(case.get("file", case.get("name"))), []).append(case)  # the name: it was not imported
+            cases.setdefault(str(case.get("file", case.get("name"))), []).append(case)  # only a name: import failed
     return [_row(file, own) for file, own in cases.items()]
 
 

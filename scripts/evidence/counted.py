@@ -1,7 +1,7 @@
-"""Tables of docs/memory.md and of docs/results/memory_plan.md, counted now and written by `scripts.evidence.documents`.
+"""Tables of docs/memory.md and docs/results/memory_plan.md, counted when `scripts.evidence.documents` writes them.
 
-They show what each strategy of the paper's Figure 2 keeps in whole networks of the release; checkpointed blocks; and
-the ranges in which activations can be inverted. Networks run on fake tensors, which needs little time and memory.
+They show what each strategy of the paper's Figure 2 keeps in whole networks of the release, what checkpointed blocks
+keep, and in which ranges activations can be inverted. Networks run on fake tensors: little time and memory.
 """
 
 import math
@@ -62,7 +62,7 @@ def segmentation_network(
 
 
 def _loss_of(network: nn.Module, crops: int, side: int) -> Callable[[], Tensor]:
-    """The loss of upsampled logits of square images, as the paper's networks have it."""
+    """The loss on upsampled logits of square images, as in the paper."""
     images, labels = torch.zeros(crops, 3, side, side), torch.zeros(crops, side, side, dtype=torch.long)
     return lambda: F.cross_entropy(F.interpolate(network(images), labels.shape[1:], mode="bilinear"), labels)
 
@@ -80,7 +80,7 @@ def cost(
             result.backward()
         network.zero_grad()
         loss = _loss_of(network, crops, side)
-        operations = operations_of(lambda: loss().backward())  # by itself, because counting keeps tensors
+        operations = operations_of(lambda: loss().backward())  # separately, because counting keeps tensors
     return Cost(round(kept / (crops * side**2)), round(made.peak / (crops * side**2)), operations)
 
 

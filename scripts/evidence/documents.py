@@ -2,7 +2,7 @@
 
     python -m scripts.evidence.documents
 
-A table, or a few words in a line, stands between `<!-- NAME start -->` and `<!-- NAME end -->`. Numbers come from the
+Each table or phrase is between `<!-- NAME start -->` and `<!-- NAME end -->`. Numbers come from the
 records in docs/results, or are counted now, on fake tensors. Other words in tables are written by hand and stay.
 """
 
@@ -47,7 +47,7 @@ def written(text: str, only: Callable[[str], bool] = lambda name: True) -> str:
 
 
 def filled(make: Callable[[], Cells], table: str) -> str:
-    """A table with the cells made after the names of their rows. ValueError: the table has no such row."""
+    """A table whose cells after the rows' names are made again. ValueError: the table has no such row."""
     cells = make()
     titles, rule, *lines = table.splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -69,7 +69,7 @@ def record(name: str) -> dict:
 
 
 def comparison(name: str, before: str) -> str:
-    """What `scripts.compare_runs` says of the runs, by the command in the block."""
+    """What `scripts.compare_runs` reports for the command in the block."""
     command = re.search(r"(?m)^python -m scripts.compare_runs .*$", before)
     assert command is not None, name
     runs, _, title = (word.partition("=")[2] for word in shlex.split(command[0])[3:])
@@ -79,7 +79,7 @@ def comparison(name: str, before: str) -> str:
 
 
 def results_cells() -> Cells:
-    """What the usual way takes or reaches, and what the way of this project does."""
+    """Cost or score of the usual method, and of this project's."""
     kept = counted.kept("ResNeXt-101")
     switches = training.measured_with(record("training"), "norms")
     both = switches["norm=std"], switches[training.DEFAULT]

@@ -4,7 +4,7 @@
     python -m scripts.evidence.equal_memory device=cuda camvid=DIR only=[standard] out=FILE.json
     python -m scripts.evidence.equal_memory steps=2 seeds=[0] out=FILE.json
 
-Without camvid, on drawn scenes. With `steps`, a few steps of tiny crops: nothing is learned.
+Without camvid, it trains on drawn scenes. `steps` takes a few steps on tiny crops, which learn nothing.
 """
 
 import tempfile

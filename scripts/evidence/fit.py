@@ -1,11 +1,11 @@
-"""The largest minibatch that really fits into a CUDA device, beside the plan:
+"""The largest minibatch that really fits into a CUDA device, compared with the plan:
 
     python -m scripts.evidence.fit out=FILE.json
     python -m scripts.evidence.fit only=[resnext101/std/12GiB] out=FILE.json
     python -m scripts.evidence.fit limits=[24GiB] out=FILE.json
 
-Networks of Table 3 on 512x512 crops, three float32 steps; and RevNet's claims on images of 224x224. A device of 12GiB
-is a limit of PyTorch's allocator, less CUDA's context.
+Networks of Table 3 on 512x512 crops, three float32 steps, and RevNet's claims on 224x224 images. A 12GiB device
+is emulated by a limit on PyTorch's allocator, less CUDA's context.
 """
 
 import gc
@@ -39,7 +39,7 @@ TINY = {  # smaller networks of the same kind
 class FitArguments(frame.DeviceArguments):
     device: str = "cuda"
     limits: list[str] = field(default_factory=lambda: ["12GiB", "card"])
-    tiny: bool = False  # tiny networks of `TINY`, and no limit: to see that every line runs, also on a CPU
+    tiny: bool = False  # tiny networks of `TINY`, and no limit: a rehearsal of every line, also on a CPU
 
 
 def items(arguments: FitArguments) -> dict[str, tuple]:
@@ -51,7 +51,7 @@ def items(arguments: FitArguments) -> dict[str, tuple]:
 
 
 class Trained:
-    """A training of random images, whose number changes."""
+    """A training on random images; their number may change from step to step."""
 
     def __init__(self, arguments: FitArguments, network: str, norm: str):
         table3 = (f"table3/cityscapes_{network}_std", "data=synthetic", "data.base_size=512", "data.crop_size=512")
@@ -105,7 +105,7 @@ def measure(arguments: FitArguments, network: str, norm: str, limit: str) -> Row
 
 
 def _limited(limit: str, trained: Trained) -> int:
-    """Limit this process to what a device of `limit` would leave beside CUDA's context; return the bytes left."""
+    """Limit this process to what a device of `limit` would leave after CUDA's context; return the bytes left."""
     trained.steps_peak(FEWEST, 0)  # loads the libraries
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()

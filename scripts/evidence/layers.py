@@ -36,7 +36,7 @@ from scripts.reports.measuring import LAYOUTS, Step, compiled, timed
 
 BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HOST_SIZE = (2, 64, 4, 4)  # 8 KiB: computing takes next to nothing, so that the time is the host's
+HOST_SIZE = (2, 64, 4, 4)  # 8 KiB: computing takes almost no time, so the time is the host's
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
 
@@ -123,7 +123,7 @@ def released_norm(channels: int) -> nn.Module:
 
 
 def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
-    """The strategies of a cell. The released package computes in float32 alone."""
+    """The strategies of a cell. The released package computes only in float32."""
     own, is_host = arguments.backend, cell.group in HOST
     chosen = [Strategy(STANDARD, batch_norm_leaky_relu if is_host else ABN, "eager")]
     chosen += [Strategy(name, partial(STRATEGIES[norm][2], backend=own), own) for norm, name in OURS.items()]
@@ -131,7 +131,7 @@ def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
         return chosen
     if arguments.compiler and (cell.device == "cpu" or (cell.layout, cell.dtype) in COMPILED_ON_CUDA):
         chosen.append(Strategy(COMPILED, batch_norm_leaky_relu, arguments.compiler, 1.0))
-        if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z
+        if cell.group != "bn_act":  # alone, BN + ACT has no consumer that would keep z
             chosen.append(Strategy(BUDGET, batch_norm_leaky_relu, arguments.compiler, 0.5))
     if cell.dtype == "float32" and find_spec("inplace_abn"):
         chosen.append(Strategy(PACKAGE, released_norm, "released", overwrites=True))
@@ -178,7 +178,7 @@ def measure(arguments: LayersArguments, cell: Cell) -> Rows:
 
 
 def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dict, Step]:
-    """Everything but times, and the step to time, compiled and warmed up: the gradients of x and of all parameters."""
+    """Everything but times; and the step to time, warmed up, which computes gradients of x and all parameters."""
     block = cell.block(strategy.norm_act)
     forward: Callable[[Tensor], Tensor] = block
     backend = strategy.backend
@@ -188,7 +188,7 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dic
         forward = compiled(block, backend, strategy.budget)
 
     def output(owned: bool = False) -> Tensor:
-        """An owned input is held by nothing else, as in a network, so it is freed as soon as it is not needed."""
+        """An owned input has no other reference, as in a network, so it is freed as soon as it is not needed."""
         return forward(x.clone() if owned or strategy.overwrites else x)
 
     def step(owned: bool = False) -> object:
@@ -292,7 +292,7 @@ COLUMNS: Columns = [
 def pictures(call: dict) -> dict[str, Figure]:
     """Figure 4: a panel for each layout and dtype, bars for each shape, labelled with the ratio to standard.
 
-    There is none without CONV1 … CONV4, as if only host time was measured.
+    There is none without CONV1 … CONV4, e.g. if only host time was measured.
     """
     cells = cells_in(call)
     kinds = by_kind(of_group("bn_act_conv", cells) or of_group("bn_act", cells))

@@ -1,10 +1,10 @@
-"""Measure training crops beside a pipeline that resizes whole images and then crops them:
+"""Measure training crops against a pipeline that resizes whole images and then crops them:
 
     python -m scripts.evidence.loader out=FILE.json
     python -m scripts.evidence.loader rounds=5 out=FILE.json
     python -m scripts.evidence.loader only=[PNG,JPEG] out=FILE.json
 
-The files are drawn. In a round, both pipelines read the same files and make the same crop.
+The images are synthetic. In each round, both pipelines read the same files and make the same crop.
 """
 
 import statistics
@@ -119,14 +119,14 @@ def ours(crops: TrainingCrops, key: Key) -> Crop:
 
 
 def read_label(file: Path | None) -> np.ndarray:
-    """The ids of a label. OpenCV would return the colours of a palette PNG."""
+    """The ids of a label. OpenCV would return a palette PNG's colours."""
     assert file is not None
     with Image.open(file) as image:
         return np.array(image)
 
 
 def opencv(crops: TrainingCrops, key: Key) -> Crop:
-    """Zeros around the image become black, and ignored in the label."""
+    """Padding is black in the image, and ignored in the label."""
     _, image_file, label_file, _ = crops.dataset.files[key[1]]
     image = cv2.imread(str(image_file))
     assert image is not None

@@ -1,10 +1,10 @@
-"""Peak and time of the segmentation loss: tiles beside whole upsampled logits, plain and compiled:
+"""Peak memory and time of the segmentation loss: tiles against whole upsampled logits, plain and compiled:
 
     python -m scripts.evidence.loss out=FILE.json
     python -m scripts.evidence.loss crop_size=128 rounds=3 classes=[19] out=FILE.json
     python -m scripts.evidence.loss device=cuda crops=8 crop_size=512 out=FILE.json
 
-A loss and its gradient with respect to logits at the network's resolution, in one thread on a CPU.
+Measures a loss and its gradient with respect to logits at the network's resolution; on a CPU in one thread.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def ways_of(name: str) -> dict[str, Way]:
     def way(loss: Way) -> Way:
         return lambda logits, labels: torch.autograd.grad(loss(logits, labels), logits)[0]
 
-    torch.compiler.reset()  # it compiles a function for a few shapes at most
+    torch.compiler.reset()  # it compiles a function for only a few shapes
     fused = torch.compile(whole, fullgraph=True, dynamic=False)
     return {TILES: way(tiled), PLAIN: way(whole), COMPILED: way(fused)}
 
@@ -125,7 +125,7 @@ def pictures(call: dict) -> dict[str, Figure]:
 
 
 def way_text(record: dict, way: str) -> str:
-    """MiB and ms of a way, of the bootstrapped loss with most classes."""
+    """MiB and ms of one way to compute the bootstrapped loss with the most classes."""
     rows = md.grouped(frame.rows_of(record["calls"][0]), ["case"], "way")[case_of(182, 8, BOOTSTRAPPED)]
     return f"{mib(rows[way]['peak_bytes'], 0)}; {md.median_ms(rows[way]):.0f}"
 

@@ -1,4 +1,4 @@
-"""Methods to train a network in less memory, and how near to the plain network's gradients they come."""
+"""Methods to train a network in less memory, and how close their gradients are to the plain network's."""
 
 import copy
 from collections.abc import Callable
@@ -40,12 +40,12 @@ class Trained(nn.Module):
 
 
 def mean_squares(outputs: object) -> Tensor:
-    """A loss for whatever a network returns: the mean squares of its outputs, added."""
+    """A loss for any network: the sum of its outputs' mean squares."""
     return torch.stack([output.square().mean() for output in tree_leaves(outputs)]).sum()
 
 
 def training_step(network: nn.Module, inputs: Tensor, precision: str) -> None:
-    """Forward and backward pass. Gradients are there before, and zeroed."""
+    """Forward and backward pass. Gradients already exist, and are zeroed first."""
     network.zero_grad(set_to_none=False)
     with autocast(inputs.device.type, precision):
         loss = network(inputs)
@@ -68,7 +68,7 @@ def forward_of(network: nn.Module, method: str, compiler: str | None = None) -> 
 
 
 def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A block that keeps its inputs alone. They are passed one by one, so that those in lists are counted as kept."""
+    """A block that keeps only its inputs. They are passed one by one, so that those in lists also count as kept."""
     leaves, structure = tree_flatten((args, kwargs))
 
     def run(*leaves: Any) -> Any:
@@ -91,7 +91,7 @@ def methods_of(name: str, network: nn.Module, device: str, compiler: str | None)
 
 
 def gradients_of(network: nn.Module, inputs: Tensor, precision: str) -> Tensor:
-    """The gradients of all trained parameters, as one vector; always with the same random numbers."""
+    """The gradients of all trained parameters as one vector, always with the same random numbers."""
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     torch.manual_seed(0)
     with autocast(inputs.device.type, precision):
@@ -100,7 +100,7 @@ def gradients_of(network: nn.Module, inputs: Tensor, precision: str) -> Tensor:
 
 
 def deviation(gradients: Tensor, reference: Tensor) -> float:
-    """The largest, relative to the largest gradient of the reference."""
+    """The largest difference, relative to the reference's largest gradient."""
     return ((gradients - reference).abs().max() / reference.abs().max()).item()
 
 
@@ -109,7 +109,7 @@ def in_float64(network: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
 
 
 class Compared:
-    """The steps of one network by several methods: what is counted of each, and why some have none."""
+    """The steps of one network by several methods: the counts of each, and why some failed."""
 
     def __init__(self, name: str, precision: str, plain: nn.Module, inputs: Tensor, exact: bool = False):
         self.common = {"network": name, "precision": precision}
@@ -133,12 +133,12 @@ class Compared:
             if method in METHODS and method != ON_CPU:
                 with autocast(device, self.precision):
                     row["kept_bytes"] = kept_bytes(network.network, partial(network.run, self.inputs), [self.inputs])
-            if method not in (COMPILED, BUDGET):  # plain once more differs by what is not recomputation
+            if method not in (COMPILED, BUDGET):  # a second plain run shows the noise
                 gradients = gradients_of(network, self.inputs, self.precision)
                 row["deviation"] = deviation(gradients, self.reference)
                 row |= {} if self.precise is None else {"error": deviation(gradients.double(), self.precise)}
             self.rows[method], self.steps[method] = row, step
-        except Exception as error:  # e.g. out of memory, or of the compiler: the others can still be measured
+        except Exception as error:  # e.g. out of memory, or the compiler's: the others can still be measured
             if method == PLAIN:  # nothing to compare with
                 raise
             self.failed.append({**self.common, "method": method, "reason": reason(error)})

@@ -1,4 +1,4 @@
-"""Measure `recompute_activations` on known networks, with byte budgets and without, beside other ways to less memory:
+"""Measure `recompute_activations` on known networks, with and without byte budgets, against other memory savers:
 
     python -m scripts.evidence.networks [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
@@ -29,14 +29,14 @@ from scripts.reports.measuring import PRECISIONS, autocast, timed
 
 AS_BLOCKS, IN_TIME_OF_BLOCKS, AS_COMPILED = "peak of the checkpoints", "time of the checkpoints", "peak of the compiler"
 LEAST = "the least"
-TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the plain peak, among which plans within a time are
-HOST = 0.04  # of a plain step: estimate of Python's own overhead of a plan
+TRIED = [number / 40 for number in range(39, 1, -1)]  # shares of the plain peak to try for plans within a time
+HOST = 0.04  # of a plain step's time: estimate of a plan's overhead in Python
 
 
 @dataclass
 class NetworksArguments(frame.TimedArguments):
     rounds: int = key(5, above=0)  # each measures every network and method once
-    images: int = key(8, least=2)  # per step; some norms have one value per image; an eighth as many texts
+    images: int = key(8, least=2)  # per step (an eighth as many texts); some norms have one value per image
     image_size: int = key(224, above=0)  # pixels
     precisions: list[str] = key(["float32"], one_of=(FLOAT64, *PRECISIONS))  # bfloat16 is autocast
     shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the plain network's peak: budgets
@@ -72,7 +72,7 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
 
 
 def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.Module) -> None:
-    """Add the network within shares of its peak, within the rivals' peaks, and in the checkpoints' time."""
+    """Add the network with budgets: shares of its peak, the rivals' peaks, and the checkpoints' time."""
     inputs, rows = compared.inputs, compared.rows
     asked: dict[str, float | int] = {f"{share:.0%} of plain": share for share in arguments.shares}
     rivals = {AS_BLOCKS: BLOCKS, AS_COMPILED: BUDGET}
@@ -90,7 +90,7 @@ def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.M
             continue  # no plan reaches this share
         trained = Trained(copy.deepcopy(plain))
         recompute_activations(trained, budget=max(budget, planned.least))
-        # What a plan takes in a limit of time is its peak, which then is the budget.
+        # The budget for a limit of time is the peak of the plan.
         peak = next((row.peak for row in planned.rows if budget in (row.budget, row.peak)), planned.least)
         compared.add(label, trained, budget=budget if budget >= planned.least else None, planned_bytes=peak)
 
@@ -132,7 +132,7 @@ def sections(call: dict, picture: str) -> Iterator[str]:
 
 
 def _of_errors(rows: Rows) -> Iterator[str]:
-    """How far gradients are from float64, relative to how far the plain network's are, by precision."""
+    """By precision: the gradients' distance from float64, relative to the plain network's."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if row["method"] != PLAIN and "error" in row and row["precision"] != FLOAT64:
@@ -169,7 +169,7 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _of_plans(networks: Networks) -> Iterator[str]:
-    """How exact plans are, and where they are ahead of checkpoints and of the compiler, or behind."""
+    """How exact plans are, and where they win or lose against checkpoints and the compiler."""
     plans = [row for rows in networks.values() for row in rows.values() if "planned_bytes" in row]
     if not plans:
         return

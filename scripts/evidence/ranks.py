@@ -1,11 +1,11 @@
-"""Train in two processes, connected by gloo on one CUDA device, by nccl on two:
+"""Train in two processes, connected by gloo on one CUDA device, or by nccl on two:
 
     python -m scripts.evidence.ranks device=cuda out=FILE.json
     python -m scripts.evidence.ranks device=cuda only=[gloo] out=FILE.json
     python -m scripts.evidence.ranks small=true out=FILE.json
 
-Deviations of gradients, relative to the largest: of a synchronised norm on half of a batch from one process with the
-whole, and of recomputed networks from the plain ones in the same group. With gloo both processes share a device.
+Measures deviations of gradients, relative to the largest: a synchronised norm on half of the batch against one process
+with all of it, and recomputed networks against plain ones in the same group. With gloo both processes share a device.
 """
 
 import tempfile
@@ -90,7 +90,7 @@ class Rank:
         return {"method": "in-place II", "deviation": deviation(half, whole[:, part])}
 
     def trainings(self, what: str) -> Iterator[dict]:
-        """Three steps with each method; deviations are of the gradients from the plain network's."""
+        """Three steps with each method, and how far gradients deviate from the plain network's."""
         reference: Tensor | None = None
         for method, prepare in METHODS.items():
             try:
@@ -104,7 +104,7 @@ class Rank:
             yield {"method": method, "deviation": deviation(gradients, reference)}
 
     def gradients(self, what: str, prepare: Callable[[nn.Module], Any]) -> Tensor:
-        """Those of the third step."""
+        """The gradients of the third step."""
         name = "squeezenet1_1" if self.arguments.small and what == "ddp" else WRAPPED[what]
         network, inputs = made(name, self.device, 8, 64 if self.arguments.small else 224)
         if what == "ddp":

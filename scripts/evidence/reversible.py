@@ -1,4 +1,4 @@
-"""Measure memory and time of reversible networks, beside stored activations and checkpointing:
+"""Measure memory and time of reversible networks, against stored activations and checkpointing:
 
     python -m scripts.evidence.reversible out=FILE.json
     python -m scripts.evidence.reversible rounds=3 images=50 only=[budget,depths] out=FILE.json
@@ -75,7 +75,7 @@ def loss_of(forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor)
 
 
 def step_of(network: nn.Module, forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> None:
-    """Forward and backward pass. Gradients of the step before live until the loss is there."""
+    """Forward and backward pass. The previous step's gradients live until the loss is computed."""
     loss = loss_of(forward, images, labels)
     network.zero_grad()
     loss.backward()
@@ -107,7 +107,7 @@ def _segments(length: int, units: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def _recursive(units: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Keeps the input of each half, in every half again: O(log L) memory, O(L log L) operations."""
+    """Keep the input of each half, recursively: O(log L) memory, O(L log L) operations."""
     if len(units) == 1:
         return units[0](x)
     middle = len(units) // 2

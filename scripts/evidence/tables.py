@@ -4,11 +4,11 @@
     python -m scripts.evidence.tables runs=[docs/results,runs/tables] out=docs/results
     python -m scripts.evidence.tables plan=docs/results/memory_plan.json
 
-`runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, each
+`runs`: one or several folders with run directories at any depth. Writes the tables into OUT/README.md, each
 between <!-- TABLE start --> and <!-- TABLE end -->. A run counts for an experiment if it has the same configuration,
 apart from precision, compilation and memory format, which are printed beside its score; other runs are listed with the
-keys that they changed. `plan`, a record of scripts.plan_memory table=all, gives the planned memory. For curves, compare
-the runs with scripts.compare_runs.
+keys that they changed. `plan`, a record of scripts.plan_memory table=all, gives the planned memory. For curves, use
+scripts.compare_runs.
 """
 
 import itertools
@@ -47,12 +47,12 @@ class Row(NamedTuple):
 
     experiment: str
     runs: dict[str, list[Run]]  # with its configuration, by the keys in `papers.SPEED` that they changed
-    others: list[tuple[Run, list[str]]]  # started as it, with changed keys
+    others: list[tuple[Run, list[str]]]  # started from this experiment, with changed keys
     planned: int | None  # bytes on each device
 
 
 def write(values: DictConfig) -> Path:
-    """Write the page; return its path. Raises ValueError for folders without runs, or runs that do not go together."""
+    """Write the page; return its path. ValueError: folders have no runs, or runs that do not go together."""
     arguments = configuration.typed(values, Tables)
     out = Path(arguments.out)
     page = out / "README.md"
@@ -105,8 +105,8 @@ def planned_memory(file: Path) -> dict[str, int]:
 def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
     """The rows of each table, one per experiment.
 
-    A row has the runs with its configuration. A run that is in no row is listed with the experiment that it was started
-    as, and with the keys that differ.
+    A row has the runs with its configuration. A run in no row is listed under the experiment that it was started from,
+    with the keys that differ.
 
     ValueError: two runs of a row have other classes.
     """

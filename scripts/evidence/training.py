@@ -4,7 +4,7 @@
     python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json
     python -m scripts.evidence.training parts=[memory] device=cuda out=FILE.json
 
-`parts` chooses groups of switches; memory and memory_bfloat16 have every way to take less.
+`parts` chooses groups of switches; memory and memory_bfloat16 have every way to save memory.
 """
 
 import itertools
@@ -83,7 +83,7 @@ GROUPS = {
         Switch((STANDARD,)),
         Switch((STANDARD, COMPILE)),
     ),
-    **{  # every way to take less, beside standard norms; the compiled ones take minutes to compile
+    **{  # every way to save memory, and standard norms; the compiled ones take minutes to compile
         group: tuple(
             switch._replace(overrides=(*switch.overrides, *precision), title=" ".join((switch.name, *precision)))
             for switch in (
@@ -196,7 +196,7 @@ class TrainingArguments(frame.TimedArguments):
 
 
 def items(arguments: TrainingArguments) -> dict[str, tuple]:
-    """Each start of all switches; on CUDA one switch after the other needs the device."""
+    """Each start of all switches; on CUDA each switch is an item, because it needs the whole device."""
     found: dict[str, tuple] = {}
     switches = {switch.name: switch for part in arguments.parts for switch in GROUPS[part]}
     for start in range(1, 1 + arguments.starts):
@@ -206,9 +206,9 @@ def items(arguments: TrainingArguments) -> dict[str, tuple]:
 
 
 def measure(arguments: TrainingArguments, start: int, switches: tuple[Switch, ...]) -> Rows:
-    """Time the steps of a process for each switch in rounds. A row of each, with the reason if it cannot run here.
+    """Time steps in rounds, with a process for each switch. A row for each, with the reason if it cannot run here.
 
-    Raises if the default fails, with which the others are compared.
+    Raises if the default fails, because the others are compared with it.
     """
     synthetic(None, "train")  # written once, before the processes ask for it
     names, common = [each.name for each in switches], arguments.words()
@@ -260,7 +260,7 @@ def switches_of(call: dict) -> dict[str, Starts]:
 
 
 def default_of(found: dict[str, Starts], name: str) -> str:
-    """What a switch is compared with: the default, in the precision in which the group has one."""
+    """What a switch is compared with: the default, in the switch's precision if the group has one."""
     return next((own for own in found if own.startswith(f"{DEFAULT} ") and own.split()[1] in name), DEFAULT)
 
 

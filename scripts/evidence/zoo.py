@@ -1,4 +1,4 @@
-"""The networks that `networks` measures: of torchvision, timm and segmentation_models_pytorch, and a language model."""
+"""The networks that `networks` measures, from torchvision, timm and segmentation_models_pytorch; a language model."""
 
 import importlib
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def build(name: str, size: int) -> nn.Module:
 def made(name: str, device: str, images: int, size: int) -> tuple[nn.Module, Tensor]:
     """A network with random weights on the device, and a minibatch: images (N, 3, size, size), or texts for `DECODER`.
 
-    Weights that start from zero would make all gradients before them zero, so they are random as well.
+    Weights that start at zero would make all gradients before them zero, so they are random too.
     """
     torch.manual_seed(0)
     if name == DECODER:

@@ -1,4 +1,4 @@
-"""The style of all pages' charts, and groups of bars."""
+"""The chart style of all pages, and groups of bars."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ def bars(
     texts: Mapping[str, Sequence[str]],
     **labels: Any,
 ) -> None:
-    """A group of bars for each of `names`: {label: their heights}, NaN for none; and {label: texts above them}."""
+    """Draw a group of bars for each of `names`: {label: heights}, NaN for none; and {label: texts above them}."""
     places, width = np.arange(len(names)), 0.84 / len(shown)
     for number, (label, heights) in enumerate(shown.items()):
         middles = places + (number - (len(shown) - 1) / 2) * width

@@ -44,7 +44,7 @@ class Arguments:
     """Arguments of every benchmark."""
 
     out: str = MISSING  # FILE.json; the page and its pictures are written beside it
-    measure: bool = True  # false: make the page again from FILE.json
+    measure: bool = True  # false: only rewrite the page from FILE.json
     only: list[str] = field(default_factory=list)  # items, or what their names begin with up to a slash; empty: all
     minutes: float | None = key(None, above=0)  # after which the item being measured is stopped; null: never
 
@@ -64,17 +64,17 @@ class TimedArguments(DeviceArguments):
 
 
 class Benchmark(NamedTuple):
-    """A question. The module of `measure` has it as BENCHMARK, and docs/results/NAME.md has its answer."""
+    """A question to measure. The module of `measure` has it as BENCHMARK; docs/results/NAME.md has the answer."""
 
     name: str
     schema: type[Any]  # of its arguments
     items: Callable[[Any], Mapping[str, tuple]]  # arguments -> {name: what `measure` takes after them}
     measure: Callable[..., Rows]  # a row with "reason" says what could not be measured
     about: Callable[[dict], tuple[str, str]]  # arguments -> title of the part, and the conditions in words
-    # Of a call's part of the page, whose pictures have this name; by default a table of its rows.
+    # (call, name of its pictures) -> sections of its part of the page; by default a table of its rows.
     sections: Callable[[dict, str], Iterable[str]] = lambda call, _: listed(without_reasons(rows_of(call)))
     pictures: Callable[[dict], Mapping[str, Figure]] = lambda call: {}  # of a call, by the end of their files' names
-    apart: bool = False  # each item has a process to itself
+    apart: bool = False  # each item runs in its own process
     program: str = ""  # empty: scripts.evidence.NAME
 
 
@@ -94,7 +94,7 @@ arguments is added. FILE.md beside it is docs/results/NAME.md with this record's
 
 
 def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "") -> Path:
-    """Measure what is missing, and write the page. `called`: the command, if it is another than the benchmark's own.
+    """Measure what is missing, and write the page. `called`: the command, if it is not the benchmark's own.
 
     ValueError: an argument is impossible, or there is no record to make a page of.
     """
@@ -122,7 +122,7 @@ def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, cal
 
 
 def with_blocks(document: str, blocks: Mapping[str, str]) -> str:
-    """A document with new text in some of its blocks; what begins on a line of its own also ends so."""
+    """A document with new text in some of its blocks; text that begins on its own line also ends on its own line."""
 
     def block(found: re.Match) -> str:
         name, mark, before = found.groups()
@@ -158,7 +158,7 @@ def rows_of(call: dict, part: str | None = None) -> Rows:
 
 
 def named(row: dict) -> str:
-    """What a row is of, in words."""
+    """What a row is about, in words."""
     return ", ".join(str(value) for name, value in row.items() if name != "reason" and not isinstance(value, list))
 
 
@@ -200,7 +200,7 @@ def measured(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, call
             except Exception as error:  # the other items can still be measured
                 left[name] = "stopped" if isinstance(error, BrokenProcessPool) else reason(error)
             if benchmark.apart or name in left:
-                stack.close()  # its memory is free then
+                stack.close()  # frees its memory
                 process = None
             commits = [*(call["environment"]["commit"] or "").split(", "), environment["commit"]]
             call["environment"]["commit"] = ", ".join(dict.fromkeys(filter(None, commits))) or None

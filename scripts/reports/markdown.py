@@ -18,7 +18,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
 
 
 def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
-    """A table of rows, from a list of columns; those without any text after the first `left` are left out."""
+    """A table of rows, from a list of columns; empty columns after the first `left` are left out."""
 
     def texts(row: Any) -> list[str]:
         return [text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown]
@@ -45,7 +45,7 @@ def section(title: str, *paragraphs: str, level: int = 3) -> str:
 
 
 def conditions(environment: dict) -> str:
-    """Hardware, threads if they are known, versions and commit."""
+    """Hardware, threads if known, versions and commit."""
     count = environment.get("threads")
     threads = "" if count is None else f", {count} thread" + "s" * (count > 1)
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
@@ -69,14 +69,14 @@ class Ratio(NamedTuple):
 
 
 def ratio_of(ours: Sequence[float], others: Sequence[float]) -> Ratio:
-    """The ratios of our times to others' within each round."""
+    """The ratios of our times to the others', round by round."""
     ratios = [own / other for own, other in zip(ours, others, strict=True)]
     lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Ratio(statistics.median(ratios), lower, upper)
 
 
 def without_reasons(rows: Iterable[dict]) -> Rows:
-    """The rows of what could be measured."""
+    """The rows that could be measured."""
     return [row for row in rows if "reason" not in row]
 
 
@@ -112,5 +112,5 @@ def time_ratio(rows: Mapping[str, dict], ours: str, others: str) -> Ratio:
 
 
 def longer(ratios: Mapping[str, float]) -> str:
-    """Where we take longer than another: the names with a ratio above 1, {name: ratio of our time to the other's}."""
+    """Where we take longer: the names with a ratio above 1. `ratios`: {name: our time / the other's}."""
     return ", ".join(f"{name} ({ratio:.2f})" for name, ratio in ratios.items() if round(ratio, 2) > 1) or "none"

@@ -1,4 +1,4 @@
-"""Measure time, peak memory and operations of steps in turns; run one compiled, or in a process of its own."""
+"""Measure time, peak memory and operations of steps in turns; compile one, or run it in its own process."""
 
 import functools
 import multiprocessing
@@ -43,7 +43,7 @@ def milliseconds(step: Step, repeats: int, device: str) -> float:
 
 
 def timed(steps: Mapping[str, Step], rounds: int, device: str, sample_ms: float = 0) -> dict[str, list[float]]:
-    """Milliseconds of each step in interleaved rounds, after one step of each; means over about `sample_ms`."""
+    """Milliseconds of each step in interleaved rounds, after one step of each; means over about `sample_ms` each."""
     timers: dict[str, Callable[[], float]] = {}
     for name, step in steps.items():
         repeats = max(1, round(sample_ms / milliseconds(step, 1, device)))

@@ -25,10 +25,10 @@ TABLES = {  # folders of configs/experiment
     "camvid": "CamVid, not in the papers",
     "cifar10": "CIFAR-10 in few steps, not in the papers",
 }
-# Keys in which two runs of one training may differ: its random numbers, the file that it starts from, and how its
+# Keys in which two runs of one training may differ: random numbers, the file to start from, and how the
 # minibatch is computed, which `changed_keys` judges.
 FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
-# Keys that change how fast a training is and how it rounds, but not its recipe: a row may differ in them, and says so.
+# Keys that change a training's speed and rounding but not its recipe: a row may differ in them, and says so.
 SPEED = ("trainer.precision", "trainer.channels_last", "trainer.compile")
 WEIGHTS = "init.weights=FILE"  # in commands of experiments that start from a trained body
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
@@ -71,7 +71,7 @@ def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
 
 
 def header(experiment: str) -> str:
-    """The comment on top of an experiment's file."""
+    """The comment at the top of an experiment's file."""
     text = (CONFIGS / "experiment" / f"{experiment}.yaml").read_text()
     return text[: text.index("defaults:")]
 
@@ -111,7 +111,7 @@ def published(experiment: str) -> list[Published]:
 
 
 def training_of(config: TrainingRun) -> dict[str, object]:
-    """The keys, with their values, that distinguish one training, or its score, from another and have an effect."""
+    """The keys, with values, that have an effect and distinguish one training, or its score, from another."""
     without_effect = {"data.antialias"} if getattr(config.data, "never_shrinks", False) else set()
     keys = {**configuration.fixed(config), "trainer.evaluate_images": config.trainer.evaluate_images}
     return {name: value for name, value in keys.items() if name not in {*FREE, *without_effect}}
@@ -120,7 +120,7 @@ def training_of(config: TrainingRun) -> dict[str, object]:
 def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[str]:
     """key=value of every key, without `SPEED`, in which a run differs from its experiment.
 
-    Processes and micro-batches count if norms see other crops at a time than on the devices of the experiment's header.
+    Processes and micro-batches count if norms see another number of crops than on the devices of the header.
     """
     changed = [f"{name}={value}" for name, value in differing(config, experiment).items() if name not in SPEED]
     if WEIGHTS in command_of(experiment) and config.init.weights is None:

@@ -1,4 +1,4 @@
-"""A page of predictions in one HTML file: every image beside its overlay and legend, or its likeliest classes."""
+"""A page of predictions in one HTML file: every image with its overlay and legend, or its likeliest classes."""
 
 from base64 import b64encode
 from collections.abc import Iterable, Sequence

@@ -20,11 +20,11 @@ from engine.process.output_files import write_file
 from engine.schema.keys import named_after
 from scripts.reports.markdown import conditions
 
-_FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys whose values are of one machine
+_FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys with paths on one machine
 
 DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(\.\d+)?")
 MOST_POINTS = 250  # of a curve in a copy of a run
-LONGEST_TEXT = 500  # characters, of what a page quotes from a file
+LONGEST_TEXT = 500  # characters that a page quotes from a file
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 OF_A_RUN = ("run_dir", "resume", "seed")  # keys in which runs of one configuration differ
 
@@ -51,9 +51,9 @@ class Run:
 
     Attributes:
         copied: whether a comparison wrote the files.
-        training: its speed, minutes and peak of the memory, as its metrics have them, which are then `thinned`.
+        training: its speed, minutes and peak memory, from its metrics, which are then `thinned`.
         typed: its configuration.
-        experiment: the one that it was started as, if any.
+        experiment: the one that it was started from, if any.
         classes: their names.
         keys: the configuration's keys without `OF_A_RUN`, paths and devices; the processes, the images evaluated.
     """
@@ -84,7 +84,7 @@ class Run:
             scored = [record[key] for key in ("loss", self.scores.best) if record.get(key) is not None]
             if not _are_numbers(*map(record.get, needed), *scored):
                 raise ValueError(f"a record of step {record['step']} in its metrics.jsonl lacks a number")
-        # Evaluated again on another device, or in other minibatches, a few pixels get other classes.
+        # If it was evaluated again on another device or in other minibatches, a few pixels differ.
         if abs(self.records[-1].get(self.scores.best, math.inf) - self.results[self.scores.best]) > 1e-3:
             raise ValueError("its last record is not the evaluation in its results.json, so it has not ended")
         self.training = self.results.setdefault("training", self._training() if logged else {})
@@ -119,7 +119,7 @@ class Run:
         return {"images_per_second": statistics.median(speeds), "minutes": seconds / 60, "peak_memory_mib": peak}
 
     def interruptions(self) -> list[int]:
-        """The steps after which the run was stopped and continued. A killed run had gone further."""
+        """The steps after which the run was stopped and continued. (A killed run had taken more steps.)"""
         return [record["step"] for record in self.records if record["kind"] == "resumed"]
 
     def on_gpu(self) -> bool:
@@ -146,7 +146,7 @@ class Run:
 
 
 def thinned(records: list[dict], best: str) -> list[dict]:
-    """What curves show: at most `MOST_POINTS` records of the training, evaluations, and where it was continued."""
+    """The records for curves: at most `MOST_POINTS` of the training, all evaluations, and resumptions."""
     train = [record for record in records if record["kind"] == "train"]
     every = max(1, -(-len(train) // MOST_POINTS))
     left_out = {record["step"] for number, record in enumerate(train, 1) if number % every}
