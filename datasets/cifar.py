@@ -29,7 +29,7 @@ def cifar10(root: str | os.PathLike | None, split: str) -> ClassificationDataset
 
 
 def cifar100(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
-    """CIFAR-100: split "train" (50,000 images) or "test" (10,000), 100 fine classes. Otherwise as `cifar10`."""
+    """CIFAR-100: split "train" (50,000 images) or "test" (10,000), 100 fine classes. Otherwise like `cifar10`."""
     return _cifar("CIFAR100", 100, root, split)
 
 
@@ -54,7 +54,7 @@ or  DIR/*.zip    a zip file of train/CLASS/*.png, test/CLASS/*.png (or JPEG), 32
         files = [root / reader.base_folder / file for file, _ in (reader.train_list, reader.test_list)[split == "test"]]
         try:
             stored = reader(root, train=split == "train")
-        except (RuntimeError, OSError):  # it compares the checksums of all files before it reads one
+        except (RuntimeError, OSError):  # it verifies the checksums of all files before it reads one
             raise layout.error(
                 f"{layout.name}: a file in {root / reader.base_folder} is missing or damaged", root
             ) from None

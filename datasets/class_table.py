@@ -14,9 +14,9 @@ _ILLEGAL = 254  # in lookup tables: a raw value that label files must not contai
 class Palettes:
     """Compares the palettes of label files, which may give the same number to different classes.
 
-    An id's first colour counts: the one in `expected`, {id: RGB}, if it is there, else the one in the first file that
-    holds the id. `conflict` is a message that names the first file with another colour, and where the first colour
-    comes from; None if there is no such file.
+    An id's first colour is the reference: its colour in `expected`, {id: RGB}, if any, else in the first file that
+    holds the id. `conflict` is a message that names the first file with another colour, and the source of the first
+    colour; None if there is no such file.
     """
 
     def __init__(self, expected: Mapping[int, tuple[int, ...]] | None = None) -> None:
@@ -26,7 +26,7 @@ class Palettes:
         self._first = {number: ("the dataset's list of classes", colour) for number, colour in known}
 
     def add(self, path: Path, colours: Mapping[int, tuple[int, ...]]) -> None:
-        """See a file's colours of the ids that it holds."""
+        """Compare a file's colours for the ids that it holds."""
         for number, colour in colours.items():
             first, expected = self._first.setdefault(number, (str(path), colour))
             if self.conflict is None and colour != expected:
@@ -47,7 +47,7 @@ class ClassTable:
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
     label file may contain to a train id or to `ignore_index`; any other raw value is an error. `label_colours`,
     {0xRRGGBB: raw value}, is for label files in colours, `label_palette`, {raw value: RGB}, for known palettes.
-    `absent`: classes that no image shows, as is known. `ignored`: raw values of classes that are ignored on purpose;
+    `absent`: classes known to be in no image. `ignored`: raw values of classes that are ignored on purpose;
     `ignored_by`: the list that ignores the others. Official prediction files hold `official_void` for ignored pixels,
     and carry the palette if `coloured_predictions` is set.
 
@@ -112,11 +112,11 @@ class ClassTable:
         return self._mapped(raw, self._to_train)
 
     def scored_ids(self, raw: np.ndarray) -> np.ndarray:
-        """As `train_ids`, but positions in `scored`: train ids for trained classes, the other classes after them."""
+        """Like `train_ids`, but positions in `scored`: train ids for trained classes, the other classes after them."""
         return self._mapped(raw, self._to_scored)
 
     def known(self, raw: np.ndarray) -> np.ndarray:
-        """Raw label values, uint8 (H, W). Raises UnknownIds for values outside the table."""
+        """Return raw label values, uint8 (H, W), as they are. Raises UnknownIds for values outside the table."""
         self.train_ids(raw)
         return raw
 
@@ -132,7 +132,7 @@ class ClassTable:
         names = [name for number, name in enumerate(self.names) if not classes[number] and name not in self.absent]
         if held and names:
             found.append(f"no {images} shows {', '.join(names)}: check the labels and the classes")
-            low = held - {self.ignore_index}  # train ids: most of them, and perhaps one more for what is no class
+            low = held - {self.ignore_index}  # train ids: most of them, and perhaps one more for void
             if self.benchmark and max(low, default=0) <= last <= max(ids) and low - {*ids} and 2 * len(low) >= last:
                 found[-1] += f". They hold {ranges(held)}, which look like train ids; expected {ranges(ids)}"
         ignored = sorted(held - {*ids, *self.ignored})

@@ -17,7 +17,7 @@ class ClassificationDataset(Dataset):
 
     `name`: the dataset, e.g. "imagenet". `classes`: names of the classes. `labels`: the class of every image, int64
     (images,). `files`: one per image, unless all images are in memory: then `pixels` are uint8 (images, 3, H, W) RGB,
-    and `names` their names. `mean_image`: see `minus`. `turned`: EXIF orientation counts.
+    and `names` their names. `mean_image`: see `minus`. `turned`: EXIF orientation is applied.
     """
 
     palette = None  # classes have no colours

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Folders that systems put beside images: network disks' thumbnails and bins, macOS' and Linux' own.
+# Folders that network disks, macOS, Windows and Linux put beside images.
 _OF_SYSTEMS = {"@eadir", "#recycle", "#snapshot", "$recycle.bin", "system volume information", "__macosx", "lost+found"}
 
 
@@ -20,7 +20,7 @@ class FileList:
 
     `names`: paths below `root`, encoded by `os.fsencode`, numpy's S type (n,). `sizes`: bytes, int64 (n,). `times`: of
     the last modification, in ns since 1970, int64 (n,). They are arrays because a million Python strings would take
-    more memory, and every worker would soon have a copy of its own.
+    more memory, and every worker would soon have its own copy.
     """
 
     root: Path
@@ -59,7 +59,7 @@ def composed(name: str) -> str:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder does not count: its name starts with a dot, or it is a system's own folder."""
+    """Whether a file or folder is ignored: its name starts with a dot, or it is a system's own folder."""
     return name.startswith(".") or name.lower() in _OF_SYSTEMS
 
 
@@ -100,7 +100,7 @@ def _files(folder: Path, name: str, suffixes: tuple[str, ...]) -> list[tuple[str
 def _size_and_time(file: Path | os.DirEntry) -> tuple[int, int]:
     try:
         stat = file.stat()
-    except OSError:  # e.g. a link to nowhere; reading it will say so
+    except OSError:  # e.g. a dangling link; reading it will say so
         return 0, 0
     return stat.st_size, stat.st_mtime_ns
 

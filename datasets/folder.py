@@ -92,16 +92,16 @@ def folder_classes(file: Path) -> ClassTable:
 
 
 def alike(colours: Mapping[int, Sequence[int]]) -> set[int]:
-    """The classes whose colours nobody could tell from another's: all channels differ by less than 8 levels."""
+    """The classes whose colours cannot be told from another's: all channels differ by less than 8 levels."""
     near = _near([*colours.values()], [*colours.values()])
     return {number for number, count in zip(colours, near.sum(axis=1), strict=True) if count > 1}
 
 
 def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
-    """A colour per class: its own, unless it has none or one that is `alike`, and then one unlike all others."""
+    """A colour per class: its own or, if it has none or one that is `alike`, a colour unlike all others."""
     own = {number: colour for number, colour in colours.items() if colour is not None}
     found = {number: own[number] for number in own.keys() - alike(own)}
-    # A colour is near at most one of those on the grid, so enough of them are left.
+    # Each colour is near at most one colour of the grid, so enough of these are left.
     levels = range(20, 256, 32)
     spare = [*distinct_colours(256), *product(levels, levels, levels)]
     for number in sorted(colours.keys() - found.keys()):
@@ -111,7 +111,7 @@ def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
 
 
 def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.ndarray:
-    """Which pairs of colours nobody could tell apart, bool (n, m)."""
+    """Which pairs of colours cannot be told apart, bool (n, m)."""
     levels, other_levels = (np.array(each, np.int16).reshape(-1, 3) for each in (some, others))
     return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
 
@@ -195,7 +195,7 @@ def _below(root: Path, split: str) -> Path:
 def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path]]:
     """All label files in a folder, of every split: those that have an image, and those that have none.
 
-    Where there is no folder of images beside the labels, all count.
+    If there is no folder of images beside the labels, all of them count as having one.
     """
     root = _LAYOUT.top(root)
     found: tuple[list[Path], list[Path]] = ([], [])
@@ -210,9 +210,9 @@ def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path
 
 
 def _folders(root: Path, name: str) -> Iterator[Path]:
-    """`root` and all folders below it, sorted, that have a folder `name`; what lies in that does not count.
+    """`root` and all folders below it, sorted, that have a folder `name`; folders inside `name` do not count.
 
-    Links count as folders, as where splits are read, but no folder twice: links may lead in a circle.
+    Links are followed, as for splits, but no folder is visited twice: links may form a circle.
     """
     seen: set[str] = set()
     for folder, inside, _ in os.walk(root, followlinks=True):
@@ -225,7 +225,7 @@ def _folders(root: Path, name: str) -> Iterator[Path]:
 
 
 def _on_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
-    """The names on the list of a split, which may have the images' suffixes. `own`: the folder that it might have."""
+    """The names on a split's list, where they may have suffixes. `own`: the split's folder, if it had one."""
     file = Path(f"{own}.txt")
     if not file.is_file():
         raise _LAYOUT.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
@@ -239,7 +239,7 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
 def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Window) -> np.ndarray:
     """A label's ids, uint8 (H, W). `ids` is {0xRRGGBB: id}.
 
-    `levels`, uint8 (256,), has the id of each value of a gray file: a value that is no id may be a class's colour.
+    `levels`, uint8 (256,), has the id of each value in a gray file: a value that is not an id may be a class's colour.
     """
     raw = decode_mask(file, window)
     if raw.dtype == np.uint8:

@@ -18,10 +18,10 @@ Transform = Callable[[Tensor], Tensor]  # random ones draw from torch's global g
 
 
 def random_crops(size: int = 224, resize: int | None = None, flip: float = 0.5) -> Transform:
-    """A training's input: a random crop (3, size, size), mirrored with probability `flip`, in other colours.
+    """Training input: a random crop (3, size, size), mirrored with probability `flip`, with changed colours.
 
-    `resize`: the crop is of the image with its short side that long, as in the paper (section 4.1). None: Inception's
-    crops (Szegedy et al. 2015), of the released networks; see torchvision's RandomResizedCrop. Colours are changed by
+    `resize`: resize the short side to this length before cropping, as in the paper (section 4.1). None: Inception's
+    crops (Szegedy et al. 2015), as in the release; see torchvision's RandomResizedCrop. Colours are changed by
     torchvision's ColorJitter of 0.4 and by `lighting`.
     """
     from torchvision.transforms import v2  # takes as long to import as torch, and few runs need it
@@ -38,9 +38,9 @@ def colour_jitter(**strengths: float) -> Transform:
 
 
 def fixed_crops(resize: int = 256, size: int = 224, ten: bool = False) -> Transform:
-    """An evaluation's input: the middle (3, size, size) of the image with its short side `resize`.
+    """Evaluation input: the centre crop (3, size, size) of the image with its short side resized to `resize`.
 
-    `ten`: the crops in the corners and the middle, then those of its mirror image: (10, 3, size, size).
+    `ten`: the corner and centre crops, then those of the mirror image: (10, 3, size, size).
     """
     from torchvision.transforms import v2
 
@@ -48,10 +48,10 @@ def fixed_crops(resize: int = 256, size: int = 224, ten: bool = False) -> Transf
 
 
 def lighting(image: Tensor, strength: float = 0.1) -> Tensor:
-    """AlexNet's change of the light's colour (Krizhevsky et al. 2012): adds the same random RGB shift to all pixels.
+    """AlexNet's lighting noise (Krizhevsky et al. 2012): adds the same random RGB shift to all pixels.
 
-    The shift is a sum of ImageNet's colour components, each times its eigenvalue and a normal number of standard
-    deviation `strength`. Sums are rounded to whole levels and cut off at 0 and 255.
+    The shift is a sum of ImageNet's principal colours, each times its eigenvalue and a normal number of standard
+    deviation `strength`. Results are rounded to whole levels and clipped to 0 and 255.
     """
     shift = 255 * _EIGENVECTORS @ (_EIGENVALUES * torch.randn(3) * strength)
     return (image + shift[:, None, None]).round_().clamp_(0, 255).to(torch.uint8)

@@ -23,7 +23,7 @@ _LAYOUT = Layout(
     name="imagenet",
     splits=("train", "val"),
     tree=_TREE,
-    source="unpack ILSVRC2012_img_train.tar, the archive of each class in it into a folder of its own, and the "
+    source="unpack ILSVRC2012_img_train.tar, each class's archive in it into its own folder, and the "
     "validation images into folders of the same names",
 )
 _OWN = Layout(
@@ -40,7 +40,7 @@ DIR/val/CLASS/*           the same classes
 def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
     """The class folders in `root`/`split`: split "train" (1,281,167 images) or "val" (50,000).
 
-    A label is the position of the folder's name among the sorted names. All splits that are there must have the same
+    A label is the position of the folder's name among the sorted names. All existing splits must have the same
     classes; a folder may be empty.
     ValueError if the split is unknown, a folder or all images are missing, the splits have different classes, or images
     lie outside the class folders.
@@ -49,9 +49,9 @@ def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDatase
 
 
 def image_folder(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
-    """As `imagenet`, for other images: split "train", "val" or "test", seen as viewers show them.
+    """Like `imagenet`, for other images: split "train", "val" or "test", with EXIF orientation applied.
 
-    ValueError also if there is one class alone.
+    ValueError also if there is only one class.
     """
     dataset = _in_folders(_OWN, root, split, PHOTOGRAPHS)
     if len(dataset.classes) == 1:
@@ -63,7 +63,7 @@ def image_folder(root: str | os.PathLike | None, split: str) -> ClassificationDa
 
 
 def own_splits(root: str | os.PathLike | None) -> list[str]:
-    """The splits of `image_folder` that are there."""
+    """The splits of `image_folder` that exist."""
     top = _OWN.top(root)
     return [split for split in _OWN.splits if (top / split).is_dir()]
 
@@ -96,7 +96,7 @@ def _check_flat(layout: Layout, root: Path, folder: Path, has_classes: bool, suf
         beside = "beside" if has_classes else "without"
         raise layout.error(
             f"{layout.name}: {folder} holds {len(names)} images {beside} class folders, such as {min(names)}; expected "
-            "images in class folders alone",
+            "images only in class folders",
             root,
             fix=_SORT_FLAT if layout is _LAYOUT else None,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from datasets.file_list import composed, is_hidden
 from datasets.segmentation import Files
 
-# Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is no image.
+# Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image.
 PHOTOGRAPHS = tuple(".png .jpg .jpeg .bmp .jfif .tif .tiff .webp .avif .gif .heic .heif".split())
 
 
@@ -52,7 +52,7 @@ class Layout:
     ) -> dict[str, Path]:
         """`list_files` of a folder below `root`. ValueError if it is missing.
 
-        `images_of`: the split whose images they are, of which it must have some. `deep`: see `list_files`.
+        `images_of`: the split whose images they are, if there must be some. `deep`: see `list_files`.
         """
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root)
@@ -120,7 +120,7 @@ def _named(folder: Path, suffixes: Sequence[str], deep: bool) -> Iterator[tuple[
 
 
 def read_list(file: Path, of: str) -> list[str]:
-    """The lines of a text file, stripped, without empty ones. ValueError if there are none, or it is no text."""
+    """The lines of a text file, stripped, without empty ones. ValueError if there are none, or it is not text."""
     try:
         lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
     except (OSError, ValueError) as error:

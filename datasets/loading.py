@@ -126,7 +126,7 @@ def _channels_first(image: np.ndarray) -> torch.Tensor:
 
 @dataclass(eq=False)
 class CropsInMemory(_Items):
-    """Augmented crops of images in memory. As `ClassificationCrops`, but augmented by the minibatch."""
+    """Augmented crops of images in memory. Like `ClassificationCrops`, but augmented a minibatch at a time."""
 
     dataset: ClassificationDataset
     transform: PaddedCrop

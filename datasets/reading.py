@@ -13,8 +13,8 @@ from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageErr
 from datasets import file_formats as formats
 
 _MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
-_NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all of them sooner than Pillow decodes these
-# Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file's name is.
+_NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow decodes this many
+# Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file is called.
 PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # from Pillow, for damaged files
@@ -67,10 +67,10 @@ def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
 def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool = False) -> np.ndarray:
     """Decode a PNG or JPEG to uint8 (H, W, 3) RGB. Unreadable if the file is missing, truncated or of another kind.
 
-    Gray values count for all three channels, of 16 bits the higher eight, and alpha is left out. `turned`: read all
-    formats of `PHOTOGRAPHS` (the first frame or page), and turn the image as its EXIF orientation says, as viewers do.
-    Otherwise the orientation is ignored, because published labels match the pixels as stored. Rows far below `window`
-    are neither decoded nor checked.
+    Gray is copied to three channels, 16-bit values keep their upper eight bits, and alpha is dropped. `turned`: read
+    all formats of `PHOTOGRAPHS` (the first frame or page), and rotate by EXIF orientation, as viewers do. Otherwise
+    the orientation is ignored, because published labels match the pixels as stored. Rows far below `window` are
+    neither decoded nor checked.
     """
     path, data = stored = file if isinstance(file, Stored) else read(file, photograph=turned)
     if turned and not stored.has_end_mark:
@@ -108,7 +108,7 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     """Decode a label of the user's own images, (H, W): uint8 ids, or int32 0xRRGGBB if it holds colours.
 
     Reads what `decode_label` does, PNGs with one bit per pixel (ids 0 and 1), RGB, and both with opaque alpha.
-    ValueError if the file holds anything else, or has an EXIF orientation: its image would be turned, but not it.
+    ValueError if the file holds anything else, or has an EXIF orientation, which is applied to images only.
     """
     stored = _stored(file)
     if b"eXIf" in stored.data and _orientation(BytesIO(stored.data)) > 1:
@@ -186,7 +186,7 @@ def _is_misread(tags: Mapping[int, Any]) -> bool:
 def read_size(path: Path, turned: bool = False) -> tuple[int, int]:
     """(width, height) of an image, from its header. Unreadable if the file is missing, truncated or of another kind.
 
-    Unreadable also above Pillow's limit, 178 megapixels: only a damaged header claims that many. Damage behind the
+    Unreadable also above Pillow's limit, 178 megapixels: only a damaged header claims that many. Damage after the
     header goes unnoticed until decoding. `turned`: see `decode_image`; files without an end mark are decoded.
     """
     try:
@@ -248,7 +248,7 @@ def _stored(file: Path | Stored) -> Stored:
 
 
 def checked_png(file: Path | Stored) -> Stored:
-    """A label file, read if it is not yet, with right checksums: not all decoders verify them."""
+    """A label file, read if it is not yet, with verified checksums: not all decoders verify them."""
     path, data = stored = _stored(file)
     if not data.startswith(formats.PNG):
         raise Unreadable(f"{path}: is a JPEG, which changes values; expected a PNG.")
@@ -276,7 +276,7 @@ def _check_complete(path: Path, head: bytes, tail: bytes, read: Callable[[], byt
     else:
         raise Unreadable(f"{path}: is neither PNG nor JPEG (starts with {head[:4]!r}); expected one of them.")
     if not complete:
-        raise Unreadable(f"{path}: the {what} file is truncated; expected an end mark behind its pixels.")
+        raise Unreadable(f"{path}: the {what} file is truncated; expected an end mark after its pixels.")
 
 
 def _decode(data: bytes, flags: int) -> np.ndarray | None:

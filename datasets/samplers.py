@@ -11,7 +11,7 @@ from datasets.loading import Draw
 
 
 def minibatches_per_epoch(images: int, crops_per_minibatch: int) -> int:
-    """Full minibatches in one pass over `images`. Where they do not fill one, each is drawn more than once."""
+    """Full minibatches in one pass over `images`; one if they do not fill it, and images then repeat."""
     return max(1, images // crops_per_minibatch)
 
 

@@ -64,7 +64,7 @@ class SegmentationDataset(Dataset):
 
     `name`: the dataset, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` returns the raw values
     in a window of a label file, uint8 (H, W), `decode_instances` the instances in a file, as in `scored`. `turned`: see
-    `decode_image`; so are the user's own images. Reading checks the files: a ValueError names the file, the problem,
+    `decode_image`; true for the user's own images. Reading checks the files: a ValueError names the file, the problem,
     the expected content and the fix. `label_fix` is the fix for wrong labels that no archive can restore; labels whose
     palettes differ are refused if there is a `palette_fix`.
     """
@@ -153,7 +153,7 @@ class SegmentationDataset(Dataset):
             decode: Callable[[Window], np.ndarray] = restorable()(partial(decode_image, image, turned=self.turned))
             if image.has_end_mark:
                 size = image.size(self.turned)
-            else:  # without parts that can be decoded alone
+            else:  # no part can be decoded alone
                 decode = (pixels := decode(EVERYTHING)).__getitem__
                 size = pixels.shape[1::-1]
             label = self._stored_label(index)
@@ -172,7 +172,7 @@ class SegmentationDataset(Dataset):
         return self._decode_label(self._stored_label(index), self.table.train_ids)
 
     def raw_label(self, index: int) -> np.ndarray:
-        """As `read_label`, but the values in the file."""
+        """Like `read_label`, but the values in the file."""
         return self._decode_label(self._stored_label(index), self.table.known)
 
     @restorable()

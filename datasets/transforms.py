@@ -19,7 +19,7 @@ from datasets.image_transforms import Transform, seeded
 
 
 class Pixels(Protocol):
-    """An array, or a file that decodes what is sliced from it."""
+    """An array, or a file that decodes only the slice that is read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -180,7 +180,7 @@ def scale_and_crop(
 def _averaged(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Means of blocks of (height, width) pixels: uint8 (H, W, 3) -> (ceil(H / height), ceil(W / width), 3).
 
-    Blocks that the image's end cuts are filled with its last pixels.
+    Blocks that reach beyond the image are filled with its last pixels.
     """
     if height == width == 1:
         return image

@@ -66,12 +66,12 @@ class Inspection:
 
     @property
     def by_class(self) -> np.ndarray:
-        """Pixels of each train id, and at 255 of no class, int64 (256,); zeros in a classification."""
+        """Pixels of each train id, with unclassified pixels at 255, int64 (256,); zeros for classification."""
         table = self.dataset.table if isinstance(self.dataset, SegmentationDataset) else None
         return np.zeros(256, np.int64) if table is None else table.by_class(np.array(self.values))
 
     def doubts(self, images: str) -> list[str]:
-        """What may be wrong with the labels of `images`, such as "training image", where every file is right."""
+        """What may be wrong with labels although every file is intact. `images`: e.g. "training image"."""
         if isinstance(self.dataset, ClassificationDataset):
             absent = [name for name, count in zip(self.dataset.classes, self.holding, strict=True) if not count]
             return [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(absent)
@@ -136,7 +136,7 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
-    """The first messages and the number of the others; an ending that the messages share comes once, last."""
+    """The first messages and the number of others; an ending that the messages share is written once, last."""
     shown = messages[:_SHOWN]
     ending = os.path.commonprefix([message[::-1] for message in shown])[::-1].partition(". ")[2]
     ending *= len(shown) > 1
@@ -193,7 +193,7 @@ def _looked(dataset: Split, index: int, size_of: Callable[[Path], tuple[int, int
 
 
 def _inspected(dataset: Split, index: int) -> Found:
-    """As `_looked`, with all pixels decoded."""
+    """Like `_looked`, with all pixels decoded."""
     try:
         with _printed_by_decoders():  # hidden: a bad label also raises an error
             return _looked(dataset, index, partial(_decoded_size, turned=dataset.turned))

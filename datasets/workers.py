@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 Progress = Callable[[int, int], None] | None  # called with (done, total) after each item
 
-_SECONDS_TO_DIE = 5  # longer only in a system call that cannot be interrupted
+_SECONDS_TO_DIE = 5  # it takes longer only in an uninterruptible system call
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _limit: tuple[float, str] = (0, "")  # seconds (0: none) that workers may take, and the message about it
 _KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes per pixel
@@ -74,7 +74,7 @@ class Loader(DataLoader):
             num_workers=workers,
             worker_init_fn=worker_init,
             multiprocessing_context=Workers() if workers else None,
-            # Iterators draw a random number when they start. With a generator of its own, the run's random numbers do
+            # Iterators draw a random number when they start. With a separate generator, the run's random numbers do
             # not depend on its evaluations, or on whether a pass was needed or its result was cached.
             generator=torch.Generator(),
             **options,
@@ -101,14 +101,14 @@ class Loader(DataLoader):
                 raise RuntimeError(f"DataLoader workers cannot start for lack of shared memory: {error}") from error
             raise
         finally:
-            # An error's traceback keeps PyTorch's iterator. The garbage collector would end its queues before it: no
-            # worker would learn that it should stop, and PyTorch waits five seconds for each.
+            # An error's traceback keeps PyTorch's iterator. The garbage collector would end its queues first: workers
+            # would not learn that they should stop, and PyTorch would wait five seconds for each.
             if self.num_workers and items is not None:
                 items._shutdown_workers()
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Have Linux send this process a signal when its parent ends. (A stopped or stuck one obeys SIGKILL only.)"""
+    """Have Linux send this process a signal when its parent ends. (A stopped or stuck process obeys only SIGKILL.)"""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -117,9 +117,9 @@ def die_with_parent(number: signal.Signals) -> None:
 def reading_errors(
     timeout_seconds: int, keys: str = "", advice: str = "", workers_key: str | None = None
 ) -> Iterator[None]:
-    """Wraps a command that reads data: the workers of a `Loader` have a time limit, and its errors say what to do.
+    """Context for reading data: the workers of a `Loader` get a time limit, and its errors say what to do.
 
-    Reads of this process itself, such as lists of folders, have no limit. Messages name the settings
+    Reads in this process, such as listing folders, have no limit. Messages name the settings
     `{keys}timeout_seconds` and `workers_key` (default: `{keys}workers`), and end with `advice`.
 
     Raises:
