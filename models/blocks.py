@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from keepless.norms.backends.activations import Activation, activate_
 
-# Number of channels -> norm followed by an activation, for (N, C, H, W); with activation="identity" the norm alone.
+# Number of channels -> norm followed by an activation, for (N, C, H, W); with activation="identity" only the norm.
 NormAct = Callable[..., nn.Module]
 
 
@@ -131,7 +131,7 @@ class ResidualBlock(nn.Module):
 
     Args:
         in_channels, channels, dilation, groups: as in `IdentityResidualBlock`.
-        norm_act: number of channels -> norm followed by phi, or, with activation="identity", the norm alone. It may
+        norm_act: number of channels -> norm followed by phi or, with activation="identity", only the norm. It may
             write over its input. Its norms have the attributes `activation` and `activation_param`.
         stride: of the first 3x3 convolution and of the projection.
     """

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 
 def dilated_groups(network: nn.Module) -> list[str]:
-    """Names of these convolutions."""
+    """Names of the convolutions with groups and dilation."""
     return [
         name
         for name, module in network.named_modules()
@@ -23,9 +23,9 @@ def dilated_groups(network: nn.Module) -> list[str]:
 
 
 def correct_gradients(network: nn.Module) -> list[str]:
-    """Give these convolutions the right gradients, and return the names of those left as they are.
+    """Give the network's `dilated_groups` correct gradients, and return the names of those that stay wrong.
 
-    Left are convolutions with a forward pass of their own, or other padding than zeros on both sides.
+    These are convolutions with their own forward pass, or with padding other than zeros on both sides.
     """
     left = []
     for name in dilated_groups(network):
@@ -38,7 +38,7 @@ def correct_gradients(network: nn.Module) -> list[str]:
 
 
 class DilatedGroups(nn.Conv2d):
-    """`nn.Conv2d` with zeros around, in the dtype of `torch.autocast`; its second derivatives raise an error."""
+    """`nn.Conv2d` with zero padding, in the dtype of `torch.autocast`; second derivatives raise an error."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():

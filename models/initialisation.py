@@ -35,7 +35,7 @@ def initialise_truncated(network: nn.Module) -> None:
     for module in _without_biases(network):
         if isinstance(module, nn.Conv2d):
             std = math.sqrt(2 / (module.kernel_size[0] * module.kernel_size[1] * module.out_channels))
-            # By the inverse of the distribution function: torch's own draws again where it must, and so reads values.
+            # By the inverse distribution function: torch's own version redraws outliers, so it must read values.
             nn.init.uniform_(module.weight, -_WITHIN_TWO, _WITHIN_TWO)
             with torch.no_grad():
                 module.weight.erfinv_().mul_(math.sqrt(2) * std)

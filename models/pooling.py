@@ -10,10 +10,10 @@ from keepless.torch_internals import transform_level
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """`nn.MaxPool2d`, equal to the bit, that keeps where in its window each result was, in a byte.
+    """`nn.MaxPool2d`, equal bit for bit, that keeps each result's position in its window as one byte.
 
-    PyTorch's keeps its whole input, of which the gradient reads only the shape, and an 8-byte index per result: 24
-    bytes per result with stride 2 in float32. In front of a WideResNet-38's stages that is a sixth of all kept bytes.
+    PyTorch's keeps its whole input, though the gradient reads only the shape, and an 8-byte index per result: 24
+    bytes per result with stride 2 in float32. Before a WideResNet-38's stages that is a sixth of all kept bytes.
 
     Args:
         kernel_size: side of the windows, at most 16.
@@ -47,7 +47,7 @@ def _pooled(x: Tensor, size: int, stride: int, padding: int) -> Tensor:
 
 
 class _MaxPool(torch.autograd.Function):
-    """`F.max_pool2d` of (N, C, H, W) that saves the places of its results in their windows, uint8 (N, C, h, w)."""
+    """`F.max_pool2d` of (N, C, H, W) that saves its results' positions in their windows, uint8 (N, C, h, w)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, stride: int, padding: int) -> Tensor:

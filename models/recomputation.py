@@ -75,7 +75,7 @@ def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str) -> Tensors:
             Nets with Sublinear Memory Cost, 2016), and repeat sqrt(L) blocks at a time.
 
     Returns:
-        The result of the last block. Running statistics move once, although the norms run twice.
+        The result of the last block. Running statistics are updated once, although the norms run twice.
     """
     tensors: Tensors = (x,)
     del x  # to free it after its last use

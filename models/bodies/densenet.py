@@ -50,7 +50,7 @@ class DenseModule(nn.Module):
     def layers(self, transition: nn.Module | None = None) -> list[Block]:
         """Each layer: [x_0, …, x_j-1] -> [x_0, …, x_j]. The first one begins with a transition, if there is one.
 
-        A checkpointed layer keeps x_j alone. So the bytes of a module grow in proportion to its layers.
+        A checkpointed layer keeps only x_j, so a module's bytes grow in proportion to its layers.
         """
         starts = [transition] + [None] * (len(self.convs1) - 1)
         return [partial(_layer, *parts) for parts in zip(starts, self.convs1, self.convs3, strict=True)]

@@ -34,24 +34,24 @@ class LibraryBody(Body):
     """The features of a classification network of another library: its modules run one after the other.
 
     Parameters keep their names and shapes, so the library's weights fit. With standard norms and ReLU, features are the
-    library's. Other norms' activations replace its ReLUs and ReLU6s; other activations stay. In-place norms are used
-    where `to_inplace` can, standard ones elsewhere, each with the eps that it had. Images are padded with zeros to a
+    library's. Another activation of the norms replaces its ReLUs and ReLU6s; other activations stay. In-place norms are
+    used where `to_inplace` can, standard ones elsewhere, each keeping its eps. Images are padded with zeros to a
     multiple of the output stride if the network would round sizes down.
 
     Args (in addition to `Body`):
         make: () -> the modules by name, in the order in which they run.
-        title: of the network, for messages.
-        last: name of the last part that is used, such as layer3 or blocks.4; None: all. Dense prediction may do without
-            the last stages, whose features are about whole images, and which cost most when dilated.
+        title: the network's, for messages.
+        last: name of the last part that is used, such as layer3 or blocks.4; None: all. Dense prediction may not need
+            the last stages, whose features describe whole images, and which cost most when dilated.
         norm_act: makes `ABN` or `InPlaceABN` with an activation of LIBRARY_ACTIVATIONS.
         output_stride: strided convolutions beyond it become dilated ones. Every second, fourth, … cell then has the
             strided network's features, unless the network averages over all cells (squeeze and excitation).
 
     Attributes:
         remarks: how the network differs from the library's.
-        left_out: names of the parts behind `last`.
+        left_out: names of the parts after `last`.
 
-    ValueError: the modules do not run in this order, or stride by other layers than convolutions; no part is `last`.
+    ValueError: the modules do not run in this order, or layers other than convolutions stride; no part is `last`.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ def timm_body(
 
 
 def _up_to(layers: Mapping[str, nn.Module], last: str, of: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """The layers up to the part `last`, and the names of the parts behind it. `of` begins messages."""
+    """The layers up to the part `last`, and the names of the parts after it. `of` begins messages."""
     first, _, inner = last.partition(".")
     if first not in layers:
         raise ValueError(f"{of} has no such part; expected one of {', '.join(layers)}, or a part of these")
@@ -207,7 +207,7 @@ def _run(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """A module that runs its children in order as these; one that holds single layers stays whole."""
+    """The children of a module that runs them in order; a module of single layers stays whole."""
     children = list(module.children())
     in_order = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     if not in_order or all(map(_is_layer, children)):
@@ -216,14 +216,14 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module is no block. A norm in place hands its output to the `MergedActivation` behind it."""
+    """Whether a module is not a block. An in-place norm passes its output to the `MergedActivation` after it."""
     return not module._modules or isinstance(module, MergedActivation)
 
 
 def _dilate(part: nn.Module, before: int, after: int) -> None:
-    """Dilate a part whose input has dilation `before`, and which strides by `after` / `before`, which becomes 1.
+    """Dilate a part whose input has dilation `before`. Its stride, `after` / `before`, becomes 1.
 
-    A strided convolution reads the same cells as before, so it is dilated as its input is; those after it more.
+    A strided convolution must read the same cells, so it gets its input's dilation; later convolutions get more.
     """
     dilation = before
     for conv in part.modules():

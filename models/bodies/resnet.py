@@ -15,8 +15,8 @@ from models.initialisation import initialise
 class ResNet(Body):
     """A stem (mod1), stages of residual blocks (mod2, mod3, …) and, with `preactivation`, a final norm (bn_out).
 
-    Without, the function of torchvision's ResNets, whose stride is also on the 3x3 convolution; ABN with relu has their
-    norms.
+    Without it, this is the function of torchvision's ResNets, whose stride is also on the 3x3 convolution, if norms are
+    ABN with relu.
 
     Args (in addition to `Body`):
         norm_act: without `preactivation` see `ResidualBlock`.

@@ -29,9 +29,9 @@ class RevNet(Body):
         norm_act: it may not write over its input.
         structure: units in each of the four stages; with the CIFAR stem, three or four.
         channels: per stage, channels of a unit's convolutions: two values for 3x3, 3x3, three for a bottleneck of 1x1,
-            3x3, 1x1. A reversible unit has two residual functions with half as many channels each: even numbers.
+            3x3, 1x1. They must be even for a reversible unit: its two residual functions have half of them each.
         stem: "7x7" (ImageNet), "3x3" or "cifar", see `build_stem`. A norm follows its last convolution.
-        reversible: False for a ResNet: each unit adds one residual function of all channels to its input.
+        reversible: False: a ResNet, where each unit adds one residual function of all channels to its input.
         keep_activations: compute the same as a RevNet, but keep all activations.
     """
 

@@ -15,7 +15,7 @@ from models.blocks import NormAct, convolutions
 class ReversibleUnit(AdditiveCoupling):
     """y1 = short(x1) + F(x2); y2 = short(x2) + G(y1), with the channels in two halves (section 3.2).
 
-    A unit that changes the resolution or the number of channels cannot be inverted, as its shortcuts cannot. Only F
+    A unit that changes the resolution or number of channels cannot be inverted, because its shortcuts cannot. Only F
     strides. Arguments as in `ResidualFunction`, for all channels; F and G have half of them.
     """
 

@@ -18,7 +18,7 @@ def build_stem(kind: str, channels: int, norm_act: NormAct, *, last_norm: bool) 
     Args:
         kind: "3x3" (three 3x3 convolutions and max-pooling), "7x7" (one convolution and max-pooling) or "cifar" (one
             3x3 convolution, for images of 32 pixels).
-        last_norm: add a norm and activation after the last convolution too. Pre-activation stages start with their own.
+        last_norm: add a norm and activation after the last convolution too; pre-activation stages start with theirs.
     """
     if kind == "3x3":
         convs = [conv3x3(3, channels, stride=2), conv3x3(channels, channels), conv3x3(channels, channels)]
@@ -38,7 +38,7 @@ def build_stem(kind: str, channels: int, norm_act: NormAct, *, last_norm: bool) 
 
 
 def downsampling(structure: Sequence[int], kind: str, output_stride: int) -> tuple[list[tuple[int, int]], int]:
-    """The (stride, dilation) of each stage behind a stem, and the output stride that the network has.
+    """The (stride, dilation) of each stage after a stem, and the network's output stride.
 
     The stages have strides 1, 2, 2, 2 and stop downsampling at `output_stride`. After the CIFAR stem, four stages reach
     8 and three reach 4, so a larger `output_stride` changes nothing there.

@@ -1,1 +1,1 @@
-"""Checkpoints of others, the paper's authors' and torchvision's, and loading by name and shape."""
+"""Third-party checkpoints (the paper's authors', torchvision's, timm's), and loading by name and shape."""

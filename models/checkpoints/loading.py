@@ -82,11 +82,11 @@ def load_by_name(
 
 
 def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """A state dict without what other programs wrap a network in, and remarks about it.
+    """A state dict without the name prefixes of other programs' wrappers, and remarks about it.
 
-    `WRAPPERS` are taken off wherever they stand, and then the prefix below which the network's tensors lie, or that all
-    names share; what has another one is left out. So is the counter of AveragedModel. `parts`: first parts of names
-    that belong to the network.
+    `WRAPPERS` are removed anywhere in a name, and then the prefix of the network's tensors, or the one that all
+    names share; tensors with another prefix are left out. So is the counter of AveragedModel. `parts`: first parts of
+    names that belong to the network.
     """
     found = {tuple(name.split(".")): tensor for name, tensor in tensors.items() if not name.endswith("n_averaged")}
     taken = [wrapper for wrapper in WRAPPERS if any(wrapper in name for name in found)]
@@ -102,7 +102,7 @@ def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[di
 
 
 def _prefix(names: Sequence[tuple[str, ...]], parts: Collection[str]) -> tuple[str, ...]:
-    """What stands before the network's parts in most names, if these are most below it; or what all names share."""
+    """What precedes the network's parts in most names, if these are most below it; or what all names share."""
     ahead = Counter(
         tuple(takewhile(lambda part: part not in parts, name)) for name in names if not {*name}.isdisjoint(parts)
     )

@@ -26,7 +26,7 @@ class ReleasedWeights(NamedTuple):
     """The tensors of a released file under our names."""
 
     tensors: dict[str, Tensor]  # values as in the file; of a segmentation network with the prefixes of its parts
-    scale: str  # "released": a norm's weight w stands for the scale |w| + eps; "raw": for w
+    scale: str  # "released": a norm's weight w means the scale |w| + eps; "raw": the scale w
     remarks: tuple[str, ...]  # about the file, and why it has this scale
 
     @property
@@ -35,7 +35,7 @@ class ReleasedWeights(NamedTuple):
         return EPS if self.scale == "released" else None
 
     def converted(self) -> dict[str, Tensor]:
-        """The tensors with scales as our layers have them."""
+        """The tensors, with scales in the form that our layers use."""
         return self.tensors if self.eps is None else from_released(self.tensors, self.eps)
 
 
@@ -46,12 +46,12 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
         network: a body of `models.bodies`, or a `SegmentationNetwork`, which takes the body of a classification file;
             its norms are of any kind in `keepless`.
         path: the file as downloaded. Despite its name (.pth.tar) it is not an archive.
-        scale: "released": a norm's weight w stands for the scale |w| + eps, as in the release's in-place and
-            synchronised layers. "raw": for w, as in its standard layers. None: by the md5 if it is a file of the
+        scale: "released": a norm's weight w means the scale |w| + eps, as in the release's in-place and
+            synchronised layers. "raw": the scale w, as in its standard layers. None: by the md5 if it is a file of the
             release, otherwise "released". A file does not say which it holds.
 
     Returns:
-        What matched, and which scale was taken and why.
+        What matched, and which scale was used and why.
 
     Raises:
         ValueError: the file cannot be read, is not a released file, has another scale, or does not fit the network
@@ -115,11 +115,11 @@ def weights_in(
 
 
 def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of either layout under our names, and remarks about these. ValueError for another layout."""
+    """The tensors of either layout under our names, and remarks about them. ValueError for another layout."""
     remarks: dict[str, None] = {}  # each once
 
     def renamed(tensors: Mapping) -> dict[str, Tensor]:
-        """Without what wraps a network, of which the release writes module., and the old level."""
+        """Names without wrappers' prefixes (the release writes module.) and without the old level."""
         own = {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
         names, of_names = unwrapped(own, PARTS)
         remarks.update(dict.fromkeys(of_names))

@@ -1,4 +1,4 @@
-"""State dicts of torchvision and timm under our names, and under those of their own networks' features."""
+"""State dicts of torchvision and timm under our names, and under the names in their own feature networks."""
 
 import re
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ _DENSENET = (
 
 
 def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give the tensors of a ResNet, ResNeXt or DenseNet the names in `models.bodies`. The norms there need relu.
+    """Give the tensors of a ResNet, ResNeXt or DenseNet the names in `models.bodies`, whose norms then need relu.
 
     ValueError if the state dict is not of such a network of torchvision or timm.
     """
@@ -46,11 +46,11 @@ def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def from_library(
     state: Mapping[str, Tensor], names: Mapping[str, Tensor], left_out: tuple[str, ...] = ()
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Give a network's tensors the names of its features, `names`; what is not of its features becomes `classifier`.
+    """Give a network's tensors the names of its features, `names`; all others become `classifier`.
 
-    So do the parts `left_out`. A program with other names for the same network has its tensors in the same order. They
-    are taken if each has the same kind (the last part of its name) and shape, and a remark says so. Returns the tensors
-    and remarks.
+    So do the parts `left_out`. Another program's names for the same network are matched by order: its tensors are used
+    if each has the same kind (the last part of its name) and shape, and a remark says so. Returns the tensors and
+    remarks.
     """
     parts = {name.partition(".")[0] for name in names}
     renamed = {}

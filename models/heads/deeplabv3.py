@@ -21,7 +21,7 @@ class DeepLabV3(nn.Module):
     Args:
         in_channels: C of the body's features.
         hidden_channels: channels of each parallel convolution and of the pooled branch.
-        dilations: of the 3x3 convolutions beside the 1x1 one; (12, 24, 36) is meant for features of output stride 8.
+        dilations: of the 3x3 convolutions beside the 1x1 one; (12, 24, 36) is meant for output stride 8.
         norm_act: number of channels -> norm followed by an activation. It may write over its input.
         pooling_size: in eval mode, pool in a window of this (height, width), in feature cells, instead of globally.
             With the training crop's size / output stride, whole images are pooled like crops. None always pools
