@@ -25,7 +25,7 @@ from engine.training.run import opened
 def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
     """Train as configured, evaluate the last checkpoint, and write a run directory.
 
-    `values`: a composed `engine.schema.classification.ClassificationRun`. All else is as in `train_seg.train`.
+    `values`: a composed `engine.schema.classification.ClassificationRun`. For the rest see `train_seg.train`.
     """
     config = planner.fitted(configuration.typed(values, ClassificationRun))
     with opened(config, command, assemble.classified_splits) as run:

@@ -37,7 +37,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         The results of the final evaluation, as in results.json.
 
     Raises:
-        ValueError: configuration, data or run directory are wrong (found before the first step), or images cannot be
+        ValueError: configuration, data or run directory is wrong (found before the first step), or an image cannot be
             read.
         FloatingPointError: a loss, gradient or weight is infinite or NaN; the last checkpoint is from an earlier step.
         MemoryError: the device does not have enough memory.

@@ -4,9 +4,9 @@
     python -m scripts.run_table table=table3 "roots={cityscapes: DIR, coco_stuff: DIR}" "weights={resnext101: FILE}"
     python -m scripts.run_table table=table3 "seeds=[0,1,2]" overrides=[trainer.precision=bfloat16] dry_run=true
 
-Lists each training with its command. Without dry_run it then runs them into RUNS/EXPERIMENT/seedN: the same command
-continues after a stop, and a training that fails does not keep the others from running. Rows that are the same training
-run once. For the page: `python -m scripts.evidence.tables runs=[RUNS]`. `weights` are checkpoints of this project or
+Lists each training with its command. Without dry_run it then runs them in RUNS/EXPERIMENT/seedN: the same command
+continues after a stop, and if a training fails, the others still run. Rows that are the same training
+run once. `python -m scripts.evidence.tables runs=[RUNS]` writes the page. `weights` are checkpoints of this project or
 files that the authors released.
 """
 
@@ -41,7 +41,7 @@ class RunTable:
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
     weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
-    # Processes of each training; null: as many as in its header. With fewer, trainer.accumulation_steps is added where
+    # Processes of each training; null: as many as in its header. With fewer, trainer.accumulation_steps is added if
     # norms then see as many crops at a time as in the row.
     devices: int | None = key(None, above=0)
     seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
@@ -71,7 +71,7 @@ class Job(NamedTuple):
     has_ended: bool
     devices: int
     steps: int
-    changed: list[str]  # key=value by which this is no run of the row
+    changed: list[str]  # each key=value that keeps this from being a run of the row
 
 
 def run(values: DictConfig) -> int:
@@ -101,7 +101,7 @@ def run(values: DictConfig) -> int:
 
 
 def jobs_of(arguments: RunTable) -> list[Job]:
-    """The trainings of a table; rows that are the same training, of this table or another, give one."""
+    """The trainings of a table; rows that are the same training, of this table or another, are listed once."""
     jobs, seen = [], set()
     for experiment in papers.experiments_of(arguments.table):
         first = papers.first_of(experiment)
@@ -144,7 +144,7 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
 
 
 def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list[str]:
-    """Micro-batches with which the norms of an experiment see as many crops on fewer devices, as an override."""
+    """The override of micro-batches with which an experiment's norms see as many crops on fewer devices."""
     config, usual = papers.configured_as(experiment, *overrides), papers.devices_of(experiment)
     of_row = papers.crops_per_norm(config, usual)
     is_given = any(each.startswith("trainer.accumulation_steps=") for each in overrides)

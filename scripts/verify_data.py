@@ -6,8 +6,8 @@
 
 Compares the number of images with the official number, and decodes every file, for segmentation and classification.
 Reports unreadable and damaged files, labels whose size differs from their image's, and ids that are not in the class
-table. Does not stop at the first problem, but at a split in which images have no label, which it names. Prints the
-pixels of every class and doubts (classes that no image shows, many ignored pixels), then every kind of problem with its
+table. Goes on after a problem, but a split that has images without labels is only reported. Prints each
+class's pixels and doubts (classes that no image shows, many ignored pixels), then every kind of problem with its
 first files. Exit status 0 means no problem. You can train on part of a dataset, but its number of images is reported.
 """
 
@@ -48,7 +48,7 @@ class VerifyData:
 def verify_data(values: DictConfig) -> dict[str, dict]:
     """Check the splits, print the findings, write `out`; returns {split: see `check_split`}.
 
-    ValueError: for wrong keys only, never for data.
+    ValueError: a key is wrong; problems of data are only reported.
     """
     config = configuration.typed(values, VerifyData)
     console = make_console()

@@ -212,7 +212,7 @@ class TrainingRun:
             )
 
     def without_released_norm(self) -> float | None:
-        """Replace norm=package by its equal in-place norm; return the eps of its scales |weight| + eps."""
+        """Replace norm=package by the equivalent in-place norm; return the eps of its scales |weight| + eps."""
         if not isinstance(self.norm, ReleasedNorm):
             return None
         options = {entry.name: getattr(self.norm, entry.name) for entry in fields(self.norm)}
@@ -231,7 +231,7 @@ class TrainingRun:
             )
 
     def unsynchronised(self, processes: int) -> str | None:
-        """A warning if norms of several processes see their own crops alone; otherwise None."""
+        """A warning if the norms of each of several processes see only its own crops; otherwise None."""
         if processes == 1 or getattr(self.norm, "sync", False):
             return None
         crops = self.data.crops_per_minibatch // processes // self.trainer.accumulation_steps

@@ -202,7 +202,7 @@ def _hide_folders(results: dict) -> dict:
 
 
 def _without_folders(command: str) -> str:
-    """A command line with DIR for folders and files, and without the arguments that say where the run was written."""
+    """A command line with DIR for folders and files, without arguments that say where the run was written."""
     words = [word for word in shlex.split(command) if not word.startswith(("run_dir=", "resume="))]
     words[1:2] = [Path(word).name for word in words[1:2]]  # the entry may have been started from another folder
     keys = (word.partition("=")[0] for word in words)
@@ -210,10 +210,10 @@ def _without_folders(command: str) -> str:
 
 
 def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None) -> tuple[list[Run], dict[Path, str]]:
-    """The runs in folders, at any depth, that have ended; and the other run directories, with the reason.
+    """The runs in folders, at any depth, that have ended; and the run directories left out, with the reason.
 
-    If a folder holds a run and copies of it that comparisons wrote, the run counts. Runs below `but_not_below`, where
-    the next comparison writes, count only if the given folder lies there too.
+    If a folder holds a run and copies of it that comparisons wrote, the run is used. Runs below `but_not_below`, where
+    the next comparison writes, are used only if the given folder is there too.
 
     ValueError: a folder has no run directory.
     """
@@ -248,12 +248,12 @@ def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None)
 
 
 def _with_numbers(path: Path) -> list[str | float]:
-    """Sorts lr=0.2 before lr=0.05e1, and 9 before 10: texts and numbers take turns."""
+    """A sort key that puts lr=0.2 before lr=0.05e1, and 9 before 10: alternating texts and numbers."""
     return [float(part) if number % 2 else part for number, part in enumerate(NUMBER.split(str(path)))]
 
 
 def by_configuration(runs: Iterable[Run]) -> list[list[Run]]:
-    """Groups of runs that differ in their seed alone. A second run with a seed starts another group."""
+    """Groups of runs that differ only in their seed. A second run with the same seed starts another group."""
     groups: list[list[Run]] = []
     for run in runs:
         alike = (group for group in groups if group[0].keys == run.keys and group[0].scores == run.scores)
@@ -266,9 +266,9 @@ def by_configuration(runs: Iterable[Run]) -> list[list[Run]]:
 
 
 def titles_of(groups: Sequence[list[Run]]) -> list[str]:
-    """Titles of groups of runs: of their folders, without the seed, if these tell them apart and are no dates.
+    """Titles of groups of runs: their folders' names without the seed, if these are distinct and not dates.
 
-    Otherwise the keys that differ; if these are equal, the folders as well.
+    Otherwise the keys that differ; if none differ, the folders as well.
     """
     keys = differing([group[0].keys for group in groups])
     named = [{_without_seed(run.folder) for run in group} for group in groups]
@@ -281,7 +281,7 @@ def titles_of(groups: Sequence[list[Run]]) -> list[str]:
 
 
 def _without_seed(folder: Path) -> str:
-    """The name of a run's folder without its seed; of the folder above, if it is the seed."""
+    """The name of a run's folder without its seed; if it is only the seed, the name of the folder above."""
     folder = folder.resolve()
     return re.sub(r"(^|,)seed=\d+|(^|[_-])seed[_-]?\d+$", "", folder.name).lstrip(",") or folder.parent.name
 
