@@ -4,7 +4,7 @@ the in-place ABN paper's Figure 2, and reversible couplings (RevNet, MemCNN).
 Imports only torch, and triton if installed.
 """
 
-from .version import __version__  # refuses a PyTorch that is too old, before anything else is imported
+from .version import __version__  # first, because it raises an error if PyTorch is too old
 
 # isort: split
 from .conversion.convert import to_inplace, to_standard

@@ -1,4 +1,4 @@
-"""Train any network in less memory, exactly: cheap activations are computed again instead of kept."""
+"""Train any network in less memory, exactly: cheap activations are recomputed instead of kept."""
 
 import sys
 import threading
@@ -27,45 +27,45 @@ def recompute_activations(
     budget: Budget | None = None,
     example: Any = None,
 ) -> Network:
-    """Make a network compute cheap activations again in its backward pass, instead of keeping them.
+    """Make a network recompute cheap activations in its backward pass, instead of keeping them.
 
-    Cheap are the results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and
-    upsampling, if their inputs are kept anyway; modules and functions count alike. So are the outputs of
-    `CheckpointedABN`. Each is computed once per backward pass, and held from its first to its last reader. No module is
-    replaced. Outputs and gradients do not change, on CPUs in float32 to the bit. Of the inputs of frozen convolutions
-    and norms only the shape is kept; of a tensor that only ReLU or LeakyReLU reads, one bit per value.
+    The results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and upsampling
+    (modules or functions) are cheap if their inputs are kept anyway. So are the outputs of `CheckpointedABN`. Each is
+    computed once per backward pass, and held from its first to its last reader. No module is replaced. Outputs and
+    gradients do not change, on CPUs in float32 to the bit. Frozen convolutions and norms keep only their input's shape;
+    ReLU and LeakyReLU keep one bit per value if nothing else reads the tensor.
 
-    It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
+    It works in eager mode, while gradients are recorded, inside the network's own forward pass. In `torch.compile` the
     compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
     saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working: they get the kept tensors.
 
-    Tensors that the backward pass reads may not be modified in place before it: this raises PyTorch's error about an
+    Tensors that the backward pass reads must not be modified in place before it: this raises PyTorch's error about an
     in-place operation, also under other hooks. (Small parameters that PyTorch alone would not keep are copied, so they
-    may change.) Changes through `.data` cannot be seen, here as elsewhere in autograd.
+    may change.) Changes through `.data` are not detected, as elsewhere in autograd.
 
     Args:
-        network: any but a compiled one, returned with two hooks around its forward pass, which `undo` removes. The
-            branches of couplings inside are prepared as well, because they run again by themselves.
-        checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
-        budget: the most bytes at the peak of a forward and backward pass, such as "6GiB" or an int, or a share of the
-            plain network's peak, such as 0.3. What existed before the step does not count. Parameters are assumed to
-            have gradients: if `zero_grad` has freed them, a step needs their memory beside the budget. Convolutions,
-            matrix products, attention and the like are then computed again as well, where that costs the least time.
-            The first pass over a shape plans its step on fake tensors and a copy of the network, in about a second per
-            100 calls; the second step is traced, which corrects the plan. If no plan is within the budget, the one with
-            the lowest peak is taken, and a warning names it.
-        example: an input, as `plan` takes it. Inputs like it are planned at once, instead of in their first pass.
+        network: any uncompiled network; it is returned with two hooks around its forward pass, which `undo` removes.
+            Branches of couplings inside get hooks of their own, because they run again separately.
+        checkpointed_only: recompute only the outputs of `CheckpointedABN` (the paper's checkpointing).
+        budget: limit on the peak memory of a forward and backward pass: bytes, such as "6GiB" or an int, or a share of
+            the plain network's peak, such as 0.3. What existed before the step does not count. Parameter gradients are
+            assumed to exist: if `zero_grad` has freed them, the step needs their memory in addition. With a budget,
+            convolutions, matrix products, attention and the like are recomputed too, where that costs the least time.
+            The first pass with a shape is planned on fake tensors and a copy of the network, in about a second per 100
+            calls; the second step is traced, which corrects the plan. If no plan is within the budget, the one with the
+            lowest peak is used, and a warning gives that peak.
+        example: an input, as `plan` takes it. Inputs of this shape are planned now instead of in their first pass.
 
     Raises:
-        ValueError: the network's own forward pass is never called, as of an `nn.ModuleList`; the budget is not valid,
-            or is given with `checkpointed_only`; an example is given without a budget, or the network does not run on
-            fake tensors like it.
+        ValueError: the network's own forward pass is never called, e.g. it is an `nn.ModuleList`; the budget is not
+            valid, or is given with `checkpointed_only`; an example is given without a budget, or the network does not
+            run on fake tensors like it.
     """
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
     plans = None if budget is None else Plans(checked(budget))
     if plans is not None and checkpointed_only:
-        raise ValueError(f"budget={budget} with checkpointed_only=True: expected one of them")
+        raise ValueError(f"budget={budget} with checkpointed_only=True: expected only one of them")
     if plans is None and example is not None:
         raise ValueError("an example is given without a budget: expected budget=…, such as '6GiB'")
     if is_compiled(network):
@@ -83,7 +83,7 @@ def recompute_activations(
 
 
 def undo(network: Network) -> Network:
-    """Undo `recompute_activations`: return the network without its hooks, also where a part was prepared by itself."""
+    """Undo `recompute_activations`: remove its hooks from the network and all its parts, and return the network."""
     check_module(network, "undo")
     for module in network.modules():
         _take_off(module)
@@ -91,10 +91,10 @@ def undo(network: Network) -> Network:
 
 
 def share_plans(network: nn.Module) -> None:
-    """Let all ranks follow the plans of rank 0, where they have seen the same inputs. Every rank must call it.
+    """Make all ranks use the plans of rank 0 for the inputs that both have seen. Every rank must call it.
 
-    Ranks measure times by themselves, so their plans may differ, and the slowest holds the others up. Plans change no
-    gradient. ValueError if the network has no budget.
+    Each rank measures its own times, so plans may differ, and the slowest rank delays the others. Plans do not change
+    gradients. ValueError if the network has no budget.
     """
     hooks = _hooks_of(network, "share_plans")
     if hooks is None or hooks.plans is None:
@@ -106,9 +106,9 @@ def share_plans(network: nn.Module) -> None:
 def report(network: nn.Module) -> Report:
     """Report the tensors that a prepared network kept in its last forward pass. Call it after a step and print it.
 
-    Within a budget it says whether the plan keeps a tensor, or it cannot be computed again. If the pass left its plan,
-    only tensors from there on are listed. If it followed the plan of another size, each line says of which size its
-    bytes are.
+    With a budget it says whether the plan keeps a tensor or the tensor cannot be recomputed. If the pass left its plan,
+    only tensors from there on are listed. If it used the plan of another size, each line says for which size its bytes
+    are.
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
@@ -122,7 +122,7 @@ def report(network: nn.Module) -> Report:
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Context in which cheap activations are not kept, for code that is no `nn.Module`. See `recompute_activations`.
+    """Context in which cheap activations are not kept, for code outside modules. See `recompute_activations`.
 
     It does nothing where gradients are not recorded, or inside a prepared network's forward pass.
     """
@@ -147,7 +147,7 @@ def _take_off(module: nn.Module) -> None:
 
 
 def _hooks_of(network: nn.Module, receiver: str) -> "_Hooks | None":
-    """Our hooks of a network. ValueError if it is no module: see `check_module`."""
+    """Our hooks on a network. ValueError if it is not a module: see `check_module`."""
     check_module(network, receiver)
     ours: list[Any] = [hook for hook in network._forward_hooks.values() if _is_ours(hook)]
     return ours[0].__self__ if ours else None
@@ -158,18 +158,18 @@ def _is_ours(hook: Any) -> bool:
 
 
 _UNSEEN_OUTPUTS = (
-    "the network returns no tensor with a graph (in lists, tuples, dictionaries or dataclasses): the budget is planned "
-    "without the memory of its backward pass, which may take more"
+    "the network returns no tensor with a graph (in lists, tuples, dictionaries or dataclasses): its backward pass "
+    "cannot be planned, and may exceed the budget; return the outputs in one of these"
 )
 _PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
 
 
 class _Pass(NamedTuple):
-    """A forward pass of a prepared module. `frame`: of the call that runs it."""
+    """A forward pass of a prepared module."""
 
     module: nn.Module
-    recording: Recording | None  # None: it needs none
-    frame: FrameType
+    recording: Recording | None  # None: not recorded
+    frame: FrameType  # of the call that runs it
 
 
 class _Open(threading.local):
@@ -188,7 +188,7 @@ class _Hooks:
     def __init__(self, checkpointed_only: bool, plans: Plans | None = None):
         self.checkpointed_only = checkpointed_only
         self.plans = plans
-        self.kept: Sequence[KeptTensor] | None = None  # by the last forward pass
+        self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
 
     def __getstate__(self) -> dict[str, Any]:
         plans = None if self.plans is None else Plans(self.plans.budget)
@@ -224,7 +224,7 @@ class _Hooks:
         )
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """End the recording, after the module's forward pass, also when it raised."""
+        """End the recording after the module's forward pass, even if it raised."""
         if torch.compiler.is_compiling():
             return
         if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised
@@ -242,13 +242,13 @@ class _Hooks:
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
-            "torch.jit.script cannot read the hooks of recompute_activations: call undo(network) before, "
+            "torch.jit.script cannot read the hooks of recompute_activations: call undo(network) first, "
             "or use torch.jit.trace"
         )
 
 
 def _can_record() -> bool:
-    """Whether gradients are recorded, hooks are allowed, and no recording sees the calls already."""
+    """Whether gradients are recorded, hooks are allowed, and no other recording is active."""
     allowed = (
         torch.is_grad_enabled() and hooks_are_allowed() and transform_level() is None and not torch.jit.is_tracing()
     )
@@ -274,7 +274,7 @@ def _say_that_the_compiler_decides(_: object) -> None:
 
 
 def _is_sharded(network: nn.Module) -> bool:
-    """Whether FSDP shards parameters of a network, and frees the gathered ones after each use."""
+    """Whether FSDP shards parameters of a network, and so frees gathered parameters after each use."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not dist.is_initialized():
         return False
@@ -282,7 +282,7 @@ def _is_sharded(network: nn.Module) -> bool:
 
 
 def _is_recorded() -> bool:
-    """Whether a recording's hooks are in effect, or it needs none so far, and there are no others inside it."""
+    """Whether a recording is active (even if it needs no hooks yet), with no other hooks inside it."""
     hooks = current_hooks()
     if hooks is None:
         recording = next((one.recording for one in reversed(_open.passes) if one.recording is not None), None)

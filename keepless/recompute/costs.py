@@ -1,4 +1,4 @@
-"""Costs of operators: seconds, and temporary bytes."""
+"""Costs of operators: time and temporary memory."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from ..saved import is_ordinary
 from ..torch_internals import FakeTensor, tree_leaves, tree_map, without_dispatch_modes, without_function_modes
 from .values import autocast_as, autocast_of
 
-_profiler = threading.Lock()  # a process has one; two threads that start it crash
+_profiler = threading.Lock()  # one per process, which crashes if two threads start it
 _BEGINS = "keepless: the step begins"  # an event of the profiler
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
 
@@ -45,7 +45,7 @@ class TensorSpec(NamedTuple):
         return 1 + sum(steps) if all(self.shape) else 0
 
     def tensor(self) -> Tensor:
-        """Ones, whose gradients are finite; zeros as indices."""
+        """A tensor of ones, so that gradients are finite; of zeros if it holds integers, which may be indices."""
         value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
         whole = torch.full((self.span,), value, dtype=self.dtype, device=self.device)
         return whole.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
@@ -56,7 +56,7 @@ class MeasuredCall(NamedTuple):
 
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...]  # `TensorSpec`s and constants
-    names: tuple[str, ...]  # of the last arguments
+    names: tuple[str, ...]  # names of the last arguments, which are passed by keyword
     autocast: tuple[bool, torch.dtype | None]  # see `autocast_of`
 
     @property
@@ -114,7 +114,7 @@ def _spec(one: Any) -> Any:
 def call_of(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], lists: bool
 ) -> MeasuredCall | None:
-    """A call that can be repeated; None if it takes tensors that are not ordinary, or lists of any without `lists`."""
+    """A call that can be repeated; None if it takes tensors that are not ordinary or, without `lists`, in lists."""
     arguments: list[Any] = []
     for one in (*args, *kwargs.values()):
         if isinstance(one, (list, tuple)):
@@ -131,10 +131,10 @@ def call_of(
 def peak_bytes(
     step: Callable[[], object], device: torch.device | str, first: Callable[[], object] | None = None
 ) -> int:
-    """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it.
+    """Peak bytes of tensors during a step, beyond those allocated before it.
 
-    `device`: where they are; "cuda" is the current one. There this resets the peak that PyTorch's allocator counts.
-    `first` runs before: on the CPU, only what it allocates is subtracted when the step frees it.
+    `device`: the tensors' device; "cuda" is the current one, and resets the peak statistics of PyTorch's allocator.
+    `first` runs before the step: on the CPU, its allocations are subtracted when the step frees them.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -145,7 +145,7 @@ def peak_bytes(
         before = torch.cuda.memory_allocated(device)
         step()
         return torch.cuda.max_memory_allocated(device) - before
-    # The profiler sees every allocation on the CPU, also in compiled code. Its log is hidden.
+    # The profiler sees every allocation on the CPU, even in compiled code. Its log is hidden.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
@@ -163,9 +163,9 @@ def peak_bytes(
 
 
 def _on_ones(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """Measure once, outside of all modes; None where it does not work on ones, such as a Cholesky decomposition.
+    """Measure once, outside all modes; None if the call fails on ones, such as a Cholesky decomposition.
 
-    None too if it raises torch.OutOfMemoryError, but then it is measured again the next time.
+    After torch.OutOfMemoryError it is None too, but is measured again next time.
     """
     known: dict[Any, Any] = {}
 
@@ -185,7 +185,7 @@ def _on_ones(measure: Callable[..., Any]) -> Callable[..., Any]:
 
 @_on_ones
 def forward_temporaries(call: MeasuredCall) -> int:
-    """Bytes that a call takes while it runs, beside its arguments and results. It is measured, on other tensors."""
+    """Temporary bytes of a call, besides its arguments and results, measured on other tensors."""
     with _measured(call.device):
         kept: list[object] = []
         call.run()
@@ -196,7 +196,7 @@ def forward_temporaries(call: MeasuredCall) -> int:
 
 @_on_ones
 def forward_seconds(call: MeasuredCall) -> float:
-    """Seconds that a call takes, on other tensors. Measured once, so that plans for several budgets agree."""
+    """Seconds of a call, measured on other tensors, and only once, so that plans for several budgets agree."""
     with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
         given = call.made_arguments()
         return seconds_again(lambda: call.with_arguments(given), call.device)
@@ -204,9 +204,9 @@ def forward_seconds(call: MeasuredCall) -> float:
 
 @_on_ones
 def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: bool) -> int:
-    """Temporary bytes of a call's backward node, beside saved tensors and gradients.
+    """Temporary bytes of a call's backward node, besides saved tensors and gradients.
 
-    `stride`: of the result's gradient. `of_many`: the call makes several nodes, each of which frees what it has saved.
+    `stride`: of the result's gradient. `of_many`: the call makes several nodes, each of which frees its saved tensors.
     """
     made: list[Any] = []
 
@@ -221,13 +221,13 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: b
         made.append(torch.autograd.grad(result, leaves, gradient, retain_graph=not of_many))
 
     with _measured(call.device):
-        if call.device.type == "cuda":  # cuDNN's search for an algorithm and cuBLAS's workspace are not the call's own
+        if call.device.type == "cuda":  # first cuDNN's algorithm search and cuBLAS's workspace, which do not count
             run()
             differentiate()
             made.clear()
         if of_many:
             peak = peak_bytes(differentiate, call.device, first=run)
-        else:  # the graph stays: the profiler warns of memory that is freed but was allocated before it
+        else:  # keep the graph: the profiler warns if memory is freed that was allocated before it started
             run()
             peak = peak_bytes(differentiate, call.device)
         return max(0, peak - call.trained)
@@ -235,7 +235,7 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: b
 
 @contextmanager
 def _measured(device: torch.device) -> Iterator[None]:
-    """Measure under no recording, in one thread at a time. The random state and autocast's cache stay as they are.
+    """Context for measuring outside recordings, in one thread at a time. Random state and autocast's cache stay.
 
     Hooks hold tensors without their graphs: a graph that held its own output through a hook would never be freed.
     """
@@ -253,7 +253,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """The result of a call, and the seconds that it takes; on CUDA without those of a kernel that does nothing."""
+    """The result of a call, and its seconds; on CUDA without the time to launch a kernel and wait for it."""
     if device.type != "cuda":
         began = time.perf_counter()
         result = call()
@@ -263,7 +263,7 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, floa
 
 
 def seconds_again(call: Callable[[], Any], device: torch.device) -> float:
-    """The least seconds of three calls, after one that warms up: memory, caches, and the choice of algorithms."""
+    """The shortest of three calls in seconds, after one that warms up memory, caches and the choice of algorithms."""
     call()
     return min(seconds_of(call, device)[1] for _ in range(3))
 
@@ -278,7 +278,7 @@ def _synchronised(call: Callable[[], Any], device: torch.device) -> tuple[Any, f
 
 @cache
 def _launch_seconds(device: torch.device) -> float:
-    """To launch a kernel and wait for it, which kernels in a row do not cost."""
+    """Seconds to launch one kernel and wait for it, an overhead that consecutive kernels do not have."""
     with without_function_modes():
         one = torch.zeros((), device=device)
         return min(_synchronised(one.zero_, device)[1] for _ in range(10))
@@ -287,8 +287,8 @@ def _launch_seconds(device: torch.device) -> float:
 def operations_of(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> int:
     """Multiplications and additions of a matrix product, a convolution or attention; 0 for other calls."""
     tensors = [one for one in arguments if isinstance(one, Tensor)]
-    name, length = getattr(function, "__name__", ""), 0  # of the products that a value of the result sums up
-    if "conv_transpose" in name:  # each value of the input is in as many products
+    name, length = getattr(function, "__name__", ""), 0  # number of products in each value of the result
+    if "conv_transpose" in name:  # counted for each value of the input instead
         return 2 * tensors[0].numel() * tensors[1].numel() // tensors[1].shape[0]
     if name == "scaled_dot_product_attention":
         length = tensors[1].shape[-2] * (1 + tensors[0].shape[-1] // result.shape[-1])
@@ -302,7 +302,7 @@ def operations_of(function: Callable[..., Any], arguments: Sequence[Any], result
 
 
 def _summed(equation: str, tensors: Sequence[Tensor]) -> int:
-    """How many products einsum adds for each value of its result."""
+    """The number of products that einsum adds up for each value of its result."""
     sizes: dict[str, int] = {}
     terms, _, output = equation.replace(" ", "").partition("->")
     for term, tensor in zip(terms.split(","), tensors, strict=True):
@@ -314,7 +314,7 @@ def _summed(equation: str, tensors: Sequence[Tensor]) -> int:
 
 
 def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> float:
-    """For fake tensors: from bytes and operations, as far as it matters which of two calls takes longer."""
+    """Seconds estimated from bytes and operations, for fake tensors; good enough to tell which call takes longer."""
     moved = result.nbytes + sum(one.nbytes for one in arguments if isinstance(one, Tensor))
     return seconds_for(moved, operations_of(function, arguments, result), result)
 
@@ -324,7 +324,7 @@ _stands_for: ContextVar[torch.device | None] = ContextVar("stands_for", default=
 
 @contextmanager
 def times_of(device: str) -> Iterator[None]:
-    """Context in which calls on fake tensors take the time of this device, not of their own; "meta": a typical card."""
+    """Context in which calls on fake tensors are timed as on this device, not their own; "meta": a typical GPU."""
     before = _stands_for.set(torch.device(device))
     try:
         yield
@@ -333,13 +333,13 @@ def times_of(device: str) -> Iterator[None]:
 
 
 def seconds_for(moved: int, operations: int, result: Tensor) -> float:
-    """For so many bytes and operations, on the device of a result."""
+    """Seconds for this many bytes and operations, on the device of a result."""
     rates = _rates(_stands_for.get() or result.device, result.dtype)
     return moved / rates.bytes + operations / rates.operations
 
 
 class _Rates(NamedTuple):
-    """What a device does in a second."""
+    """Rates of a device, per second."""
 
     bytes: float  # read or written
     operations: float  # multiplications and additions of a matrix product
@@ -347,7 +347,7 @@ class _Rates(NamedTuple):
 
 @cache
 def _rates(device: torch.device, dtype: torch.dtype) -> _Rates:
-    """Measured by a copy and a matrix product; typical of recent cards if the device is not at hand."""
+    """Rates measured by a copy and a matrix product; typical of recent GPUs if the device is not available."""
     is_cuda = device.type == "cuda"
     if not (is_cuda and torch.cuda.is_available() or device.type == "cpu"):
         return _Rates(1e12, 1e14 if dtype.itemsize <= 2 else 2e13)

@@ -1,6 +1,6 @@
-"""The table of functions: a row for each, with all that is known of it; and the call of one that runs.
+"""The table of functions, with a row for each; and `Call`, the call that is running.
 
-To add a function, name it in the group of the table that it belongs to.
+To add a function, name it in its group of the table.
 
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
 """
@@ -41,20 +41,20 @@ _INDICES = frozenset([int, slice, type(None), type(...)])
 
 
 class Row(NamedTuple):
-    """What is known of a function."""
+    """The properties of a function."""
 
     again: Rule | None = None  # how to repeat its calls
-    is_slow: bool = False  # its calls are repeated only where a plan says so
-    inside: bool = False  # what its calls save inside is computed again as well, by `again` unless there is a `mask`
+    is_slow: bool = False  # its calls are repeated only if a plan says so
+    inside: bool = False  # what its calls save inside is recomputed too, by `again` unless there is a `mask`
     mask: Rule | None = None  # draws the saved mask again, from which the result follows
-    positive: Positive | None = None  # its gradient only asks which values of the saved tensor are positive
+    positive: Positive | None = None  # its gradient only needs to know which values of the saved tensor are positive
     result_serves: Question | None = None  # whether a call saves its argument although its result would do
     reads_shape_only: Question | None = None  # whether a call saves its input although the gradient needs no values
     draws: Question | None = None  # whether a call draws random numbers
     saves_nothing: Question | None = None  # whether a call returns its argument or views of it, and saves nothing
-    only_asks: bool = False  # for an attribute, such as `grad`, or a number, such as `dim()`: autograd saves nothing
-    is_opened: bool = False  # it is run to see the functions that it calls
-    writes: bool = False  # over an argument, perhaps
+    only_asks: bool = False  # it reads an attribute, such as `grad`, or a number, such as `dim()`: it saves nothing
+    is_opened: bool = False  # the functions that it calls are recorded instead
+    writes: bool = False  # it may write over an argument
 
 
 TABLE: dict[Function, Row] = {}
@@ -78,9 +78,9 @@ def _add(functions: Iterable[Function], **facts: Any) -> None:
 
 
 def learn(operator: OpOverload | OpOverloadPacket) -> None:
-    """Give a custom operator of `torch.ops` a rule, if its schema declares one new tensor and nothing written over.
+    """Give a custom operator of `torch.ops` a rule, if its schema declares one new tensor and no mutation.
 
-    It is repeated as one call, with the random numbers that it may draw.
+    It is repeated as one call, with the same random numbers.
     """
     overloads = overloads_of(operator)
     if overloads and all(map(_declares_one_new_tensor, overloads)):
@@ -95,7 +95,7 @@ def _declares_one_new_tensor(overload: OpOverload) -> bool:
     return is_new == [True] and not written_arguments(overload)
 
 
-# With a function mode in effect these return True, and the function hands itself to the mode instead of running.
+# With an active function mode these return True, and the function passes itself to the mode instead of running.
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -109,7 +109,7 @@ _CALL_OTHERS: frozenset[Callable[..., Any]] = frozenset(filter(_calls_others, va
 def body(function: FunctionType) -> FunctionType:
     """A copy of a function of `torch.nn.functional` whose body runs under a function mode, which sees its inner calls.
 
-    For arguments without a `__torch_function__` of their own.
+    Only for arguments without their own `__torch_function__`.
     """
     names = function.__globals__ | dict.fromkeys(_CHECKS, _no)
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
@@ -130,7 +130,7 @@ def _is_contiguous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _indexes_no_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor is indexed by numbers, slices and the like, not by other tensors."""
+    """Whether a tensor is indexed by numbers, slices and the like, not by tensors."""
     index = args[1]
     return _INDICES.issuperset(map(type, index if type(index) is tuple else (index,)))
 
@@ -162,12 +162,12 @@ def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _named(names: str, *owners: Any) -> list[Function]:
-    """The functions of these names that there are."""
+    """The functions with these names that exist."""
     return [getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)]
 
 
 def _add_each(make: Callable[[Function], Rule], functions: Iterable[Function], **facts: Any) -> None:
-    """Each function is repeated by the rule `make(function)`."""
+    """Add functions that are each repeated by the rule `make(function)`."""
     for function in functions:
         _add([function], again=make(function), **facts)
 
@@ -203,7 +203,7 @@ _add_each(rules.made, [torch.rsub, torch.where, Tensor.where, torch.mean, Tensor
 
 # Norms
 _add_each(rules.made, [*_named("layer_norm group_norm rms_norm", F), *_named("layer_norm group_norm rms_norm", torch)])
-_add(_named("rms_norm", F, torch), inside=True)  # CPUs save the normalised input, too
+_add(_named("rms_norm", F, torch), inside=True)  # on CPUs it also saves the normalised input
 _add([F.batch_norm], again=rules.batch_norm, reads_shape_only=_is_frozen_norm)
 _add([F.instance_norm], again=rules.instance_norm)
 _add([norm_and_activation], again=rules.layer, is_slow=True, inside=True)
@@ -241,7 +241,7 @@ _add_each(rules.made, _CONVOLUTIONS, is_slow=True, reads_shape_only=_has_frozen_
 _add_each(rules.made, _named("mm bmm addmm baddbmm softmax log_softmax", torch, Tensor), is_slow=True)
 _add_each(rules.made, [F.softmax, F.log_softmax], is_slow=True)
 _add_each(rules.product, [torch.matmul, Tensor.matmul, Tensor.__matmul__, F.linear], is_slow=True)
-_add([torch.einsum], again=rules.repeated(torch.einsum), is_slow=True)  # which may only permute, and return a view
+_add([torch.einsum], again=rules.repeated(torch.einsum), is_slow=True)  # not `made`: it may return a permuted view
 _add([F.embedding], again=rules.unless(F.embedding, 3, "max_norm"), is_slow=True)
 _add(
     [F.scaled_dot_product_attention],
@@ -254,7 +254,7 @@ _add_each(rules.made, [F.cross_entropy], is_slow=True, inside=True)
 
 
 class RandomState:
-    """State of a generator (CPU: 5 KB, CUDA: 16 bytes) before a call, which can then draw the same numbers again."""
+    """State of a generator (CPU: 5 KB, CUDA: 16 bytes) before a call, so that it can draw the same numbers again."""
 
     __slots__ = ("generator", "state")
 
@@ -262,7 +262,7 @@ class RandomState:
         self.generator, self.state = generator, generator.get_state()
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function with these random numbers. The generator's present state stays as it is."""
+        """Call a function with these random numbers. The generator's current state is restored."""
         present = self.generator.get_state()
         self.generator.set_state(self.state)
         try:
@@ -272,9 +272,9 @@ class RandomState:
 
 
 def random_state(like: Tensor) -> RandomState | None:
-    """The state of the generator of a tensor's device; None for devices whose generator is not known.
+    """The state of the generator of a tensor's device; None if that generator is unknown.
 
-    None too while a CUDA graph is captured: in the backward pass's own graph, it would give other numbers.
+    Also None while a CUDA graph is captured: the backward pass has its own graph, which would draw other numbers.
     """
     if is_capturing():
         return None
@@ -284,7 +284,7 @@ def random_state(like: Tensor) -> RandomState | None:
 
 
 class Inside(NamedTuple):
-    """A tensor that a running call saves, and has made itself."""
+    """A tensor that the running call has made itself, and saves."""
 
     value: Value
     number: int  # among the tensors that the call saves
@@ -294,7 +294,7 @@ class Inside(NamedTuple):
 class Call:
     """The running call of a function, and the tensors that autograd has saved in it."""
 
-    overwrites = False  # an argument
+    overwrites = False  # it overwrites an argument
     before: Value | None = None  # value of the first argument, if the call overwrites it
     replaceable: tuple[Saved, ...] = ()  # saved arguments that the result can stand for
     parameters: tuple[tuple[Tensor, Kept], ...] = ()  # leaves saved without a `Value`
@@ -309,22 +309,22 @@ class Call:
         self.first_node = next_node_number()
 
     def note_random(self) -> None:
-        """Note the state of the generator, if the call is going to draw from it."""
+        """Note the state of the generator, if the call will draw from it."""
         draws = self.row.draws
         if draws is not None and draws(self.args, self.kwargs) and (given := tensors_in(self.arguments)):
             self.random = random_state(given[0])
 
     def has_made(self, base: Tensor) -> bool:
-        """Whether the memory of a result, which is a view of `base`, is new. Not told of calls that overwrite."""
+        """Whether a result that is a view of `base` has new memory. Always False for calls that overwrite."""
         node = base.grad_fn
         if self.overwrites or node is None or node_number(node) < self.first_node:
             return False
-        memory = address(base.untyped_storage())  # a tensor of another thread may have a later node
+        memory = address(base.untyped_storage())  # compared too: another thread's tensor may have a later node
         given = filter(is_ordinary, tensors_in(self.arguments))
         return all(address(tensor.untyped_storage()) != memory for tensor in given)
 
     def room(self, result: Tensor) -> int:
-        """Bytes that computing the call again can free."""
+        """Bytes that can be freed if the call is repeated in the backward pass."""
         return result.nbytes + (sum(part.value.bytes for part in self.inside) if self.inside else 0)
 
     def reads_shape_only(self) -> bool:

@@ -1,4 +1,4 @@
-"""Registry of the values of a forward pass: pack, find, keep and lend, and what follows from autograd's nodes."""
+"""Registry of the values of a forward pass: pack, find, keep and lend them, and derive values from autograd's nodes."""
 
 import sys
 import weakref
@@ -25,8 +25,8 @@ from .signs import ShapeOnly
 from .trace import StepTrace
 from .values import Again, Memory, Recipe, Saved, Value, saved_value, unread_bytes
 
-_FEW = 2**12  # entries of a tensor that a recipe may as well copy; by a plan, vectors of as many (an LSTM's) count
-_COPIES_ARE_WORTH = 4  # by a plan: of a projection to queries, keys and values, say, which may be computed again itself
+_FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
+_COPIES_ARE_WORTH = 4  # see `_smaller_value_of`; e.g. a projection to q, k and v, which may itself be recomputed
 _COPYING = frozenset(["ToCopyBackward0", "CloneBackward0"])
 _NODES = _COPYING | {"BatchNormActivationBackward", "SyncBatchNormBackward", "UnsafeViewBackward0"}
 
@@ -48,10 +48,10 @@ class KnownValues:
     Args:
         inputs: the network's inputs, which are not made in the forward pass.
         outer: the saved-tensor hooks around the recording.
-        copy_parameters: recipes get copies of parameters, because FSDP frees the gathered ones after each use.
-        planned: numbers of the nodes whose results a plan keeps, which get a value once something reads them. None: no
-            plan decides (rule 13).
-        trace: sees what happens.
+        copy_parameters: recipes get copies of parameters, because FSDP frees gathered parameters after each use.
+        planned: numbers of the nodes whose results a plan keeps; they get a value once something reads them. None:
+            there is no plan (rule 13).
+        trace: records the step.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class KnownValues:
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
         self.short = _FEW if self.by_plan else sys.maxsize
         self.log = Log()
-        self.call: Call | None = None  # that is running
+        self.call: Call | None = None  # the running one
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
         self.memories: ByStorage[Memory] = ByStorage()
-        self.dead: list[_Entry] = []  # of tensors that have been freed
+        self.dead: list[_Entry] = []  # entries of freed tensors
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
-        self.made: ByStorage[bool] = ByStorage()  # made without gradient by calls that were seen
+        self.made: ByStorage[bool] = ByStorage()  # made without gradient by recorded calls
 
     def clear(self) -> None:
-        """The forward pass has ended. Tensors that were modified unseen, e.g. by another thread, are refused later.
+        """The forward pass has ended. Mark tensors that were modified unseen, e.g. by another thread, as spoilt.
 
-        Hooks around the recording, such as a checkpoint's, might give them back without a difference in versions.
+        Hooks around the recording, such as a checkpoint's, might return them without a change of version.
         """
         for value in filter(None, (reference() for reference in self.signs)):
             value.settle(self.outer, at_end=True)
@@ -121,12 +121,12 @@ class KnownValues:
         return not self.outside or address(tensor.untyped_storage()) not in self.outside
 
     def is_kept_by_plan(self, tensor: Tensor) -> bool:
-        """Whether a tensor is kept by a plan, and gets a value once something reads it."""
+        """Whether a plan keeps a tensor; it gets a value once something reads it."""
         return not tensor.is_leaf and node_number(tensor.grad_fn) in self.planned
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
-        """Note the value of a tensor in its present version."""
-        entry = _Entry(tensor, self.dead.append)  # no function of Python, in which a Ctrl-C would be swallowed
+        """Note the value of a tensor in its current version."""
+        entry = _Entry(tensor, self.dead.append)  # not a Python function, which would swallow a Ctrl-C
         entry.key = key = id(tensor)
         entry.value, entry.version, entry.storage = value, tensor._version, address(tensor.untyped_storage())
         self.entries[key] = entry
@@ -138,7 +138,7 @@ class KnownValues:
         own = 0 if tensor.is_leaf and tensor.requires_grad else storage.nbytes()
         value = Value(Kept(tensor, None), address(storage), own)
         if self.outer is not None:
-            if self.call is not None:  # the running call may yet get a recipe
+            if self.call is not None:  # the running call may still get a recipe
                 self.call.unsettled += ((value, tensor),)
             else:
                 value.source = Kept(tensor, self.outer)
@@ -161,7 +161,7 @@ class KnownValues:
         return self.memories.get(storage) or self.memories.put(storage, Memory())
 
     def _followed(self, tensor: Tensor) -> Again | Value | None:
-        """How to recover a tensor that no call has given, or the value of another tensor that equals it."""
+        """How to recompute a tensor that is no call's result, or the value of another tensor that equals it."""
         node: Any = tensor.grad_fn
         name, is_view = type(node).__name__, tensor._is_view()
         found: Again | Value | None = None
@@ -189,7 +189,7 @@ class KnownValues:
         return Again(view, (value, *form))
 
     def _of_synchronised_norm(self, node: Any, packed: tuple[Any, ...]) -> Again | None:
-        """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""
+        """The output of `nn.SyncBatchNorm`. Its node has everything but the bias, which is found only if trained."""
         x, weight, mean, invstd, *_ = map(saved_value, packed)
         bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
         if bias is None or not all(isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)):
@@ -216,7 +216,7 @@ class KnownValues:
         return found
 
     def _kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Value:
-        """The value of an argument, kept in its copy instead, if nothing else keeps it."""
+        """The value of an argument; if nothing else keeps it, it is kept in its copy instead."""
         if value is None or (not value.unread and value.reads_storage(address(argument.untyped_storage()))):
             value = self.remember(argument, self.keep(copy))
         else:
@@ -228,20 +228,20 @@ class KnownValues:
         return value
 
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
-        """The value of an argument, if keeping it takes no more bytes than its copy (by a plan: a few times more)."""
+        """The value of an argument, if keeping it takes no more bytes than its copy (with a plan: a few times more)."""
         value = self.value_of(argument)
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
         return None if value is None or unread_bytes([value]) > most else value
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
-        """Return the object that autograd saves in place of a tensor: as it is, its shape alone, or its value."""
+        """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""
         call, trace = self.call, self.trace
         saved: Saved | Kept | ShapeOnly
         if call is not None:
             call.saves += 1
         if tensor.is_leaf:  # many are vectors, parameters, and views of these
             is_simple = (tensor.dim() < 2 and tensor.numel() < self.short) or isinstance(tensor, nn.Parameter)
-            if not is_simple and trace is None:  # nor statistics of a layer norm's rows
+            if not is_simple and trace is None:  # statistics of a layer norm's rows are simple too
                 is_simple = tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
         else:
             is_simple = isinstance(tensor._base, nn.Parameter)
@@ -266,7 +266,7 @@ class KnownValues:
         return saved
 
     def _stays_by_plan(self, tensor: Tensor, call: Call) -> bool:
-        """Whether a plan keeps a tensor that nothing has read so far, and the call needs all of it."""
+        """Whether a plan keeps a tensor that nothing has read yet, and the call needs all of it."""
         needs_all = (
             call.row.positive is None and call.row.result_serves is None and self.outer is None and self.trace is None
         )
@@ -282,7 +282,7 @@ class KnownValues:
         base = tensor._base
         if base is not None and (of_base := self.find(base)) is not None and of_base is not value:
             if not of_base.readers and isinstance(of_base.source, Kept):
-                self.log.keep(of_base, base)  # which the view is computed from
+                self.log.keep(of_base, base)  # the view is computed from it
         saved = Saved(value, self.memory_of(tensor))
         positive = None if call is None else call.row.positive
         is_replaceable = call is not None and call.row.result_serves is not None and call.result_serves()
@@ -297,7 +297,7 @@ class KnownValues:
         return saved
 
     def _keep_with_base(self, tensor: Tensor) -> Value:
-        """Keep a tensor; if it is a view of all of its base, keep the base, so that its other views follow too."""
+        """Keep a tensor; if it is a view of its whole base, keep the base, so that other views can be made from it."""
         base, call = tensor._base, self.call
         is_base = base is not None and base.numel() == tensor.numel() and self.is_made(base)
         kept = base if base is not None and is_base else tensor
@@ -325,7 +325,7 @@ class KnownValues:
             self.gone = [value for value in self.gone if not value.settle(self.outer)]
 
     def note_made(self, call: Call, result: object) -> None:
-        """Note the memory of results that a call has made without gradient, e.g. of masks."""
+        """Note the memory of results that a call has made without gradient, e.g. masks."""
         if call.row.only_asks:
             return
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
@@ -338,13 +338,13 @@ class KnownValues:
                     self.made.put(storage, True)
 
     def has_made(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in memory that was noted so, which NumPy and others do not see."""
+        """Whether a tensor is in memory noted by `note_made`, and not shared with NumPy or the like."""
         storage = tensor.untyped_storage()
         return bool(self.made.get(storage)) and storage.resizable()
 
 
 def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
-    """The argument of the running call that is a node's input, perhaps expanded to the shape that it has."""
+    """The argument of the running call that is a node's input, perhaps after being expanded."""
     source, number = node.next_functions[0]
     if type(source).__name__ == "ExpandBackward0":
         source, number = source.next_functions[0]
@@ -357,5 +357,5 @@ def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
 
 
 def _checkpointed_output(node: Any, kept: Tensor | None) -> Tensor:
-    """`kept`: saved by the node, which finds it by itself; as an argument it is computed before, if it is not kept."""
+    """`kept`: the tensor that the node saved and reads by itself. As an argument, it is computed first if not kept."""
     return recompute_output(node)

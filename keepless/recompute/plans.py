@@ -1,4 +1,4 @@
-"""Budgets, and the plans of a prepared network: made as new sizes of inputs come, from rehearsals and traced steps."""
+"""Budgets, and the plans of a prepared network, made from rehearsals and traced steps as new input sizes come."""
 
 import logging
 import threading
@@ -22,18 +22,18 @@ from .step import Plan, Step
 from .trace import Progress, StepTrace
 from .values import autocast_of
 
-_MOST = 16  # planned sizes of one kind of inputs; and whole steps that are traced, if the network takes several paths
-_LARGER = 1.5  # a size follows the plan of one that has at most so many times its bytes
-_CLOSE = 0.97  # of the budget: a plan that takes so much is not searched for again
-_BLOCK = 512  # bytes: allocators give no less, so a budget is not missed by fewer
-_NEARLY = 1.05  # times the budget: whether it is missed by no more is said once the step has been traced
+_MOST = 16  # planned sizes for one kind of inputs; also traced steps of one size, if the network takes several paths
+_LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes
+_CLOSE = 0.97  # share of the budget: a plan that uses at least this much is not improved
+_BLOCK = 512  # bytes: the smallest block of an allocator, so a budget exceeded by less is met
+_NEARLY = 1.05  # times the budget: a rehearsal that exceeds it by less gives no warning; the traced step decides
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def _pauses_are_explained() -> Iterator[None]:
-    """Context of planning. Warnings are seen by default: one after two seconds says why the training waits."""
+    """Context of planning. If it takes over two seconds, a warning (shown by default) says why the training waits."""
     began = time.perf_counter()
     said = threading.Timer(_PAUSE, _log.warning, ["planning the step within its budget: this may take a few seconds"])
     said.daemon = True
@@ -50,19 +50,19 @@ class Plans:
     """The plans of a prepared network.
 
     A pass follows the plan of the smallest planned size that has at least its bytes of inputs. If there is none, or it
-    is more than 1.5 times as large, the pass is rehearsed on fake tensors, and its plan is in force at once. The second
-    step with new calls is traced: it says what the rehearsal cannot, e.g. the seconds that calls take in place, and
-    corrects the plan.
+    is more than 1.5 times as large, the pass is rehearsed on fake tensors, and follows the resulting plan at once. The
+    second step with new calls is traced to measure what the rehearsal cannot, e.g. the actual times of calls, and the
+    plan is corrected.
     """
 
     def __init__(self, budget: float | int):
         self.budget = budget
         self._kinds: dict[Hashable, list[_Size]] = {}  # by what inputs of different sizes have in common
-        self._corrections: dict[tuple[Any, ...], float] = {}  # see `_refine`, by the functions that are called
-        self._traced: list[_Size] = []  # whose last step is traced
-        self._last: _Size | None = None  # that a pass has followed
-        self._waits = False  # for a profiler to end, which was said
-        self._was_missed = False  # the budget, which was said
+        self._corrections: dict[tuple[Any, ...], float] = {}  # by the functions called; see `_refine`
+        self._traced: list[_Size] = []  # sizes whose last step is being traced
+        self._last: _Size | None = None  # the size whose plan the last pass followed
+        self._waits = False  # a warning has said that planning waits for a profiler or a capture to end
+        self._was_missed = False  # a warning has said that the budget cannot be met
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
         """The policy of the next forward pass."""
@@ -74,7 +74,7 @@ class Plans:
             if size is None and not self._waits:
                 self._waits = True
                 cure = "a CUDA graph is captured without a plan: run three steps before the capture"
-                warn(cure if captures else "a profiler of PyTorch runs: the budget is planned once it has ended")
+                warn(cure if captures else "a PyTorch profiler is running: the budget is planned once it has ended")
             return ByPlan([] if size is None else size.plans, guard=Guard(), inputs=sum(given[1]))
         if size is None:
             size = self._added(kind, given)
@@ -91,16 +91,16 @@ class Plans:
         return policy
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the plan for a size before its first pass. ValueError if that cannot be rehearsed."""
+        """Make the plan for a size before its first pass. ValueError if it cannot be rehearsed."""
         size = self._added(*_described(module, args, kwargs))
         if (error := self._rehearse(size, module, args, kwargs)) is not None:
             raise ValueError(
                 f"a step on fake tensors like the example raises {type(error).__name__}: {error}; give an example that "
-                f"the network can be trained on, or leave it out, as for networks that ask for values"
+                f"the network can be trained on, or none if the network reads values of tensors"
             ) from error
 
     def share(self) -> None:
-        """Follow the plans of rank 0, where it has planned the same calls on the same inputs."""
+        """Use the plans of rank 0 where it has planned the same calls on the same inputs."""
         mine = {
             (kind, size.given, tuple(total for _, total in plan.calls)): (size, number, plan)
             for kind, sizes in self._kinds.items()
@@ -115,7 +115,7 @@ class Plans:
 
     @staticmethod
     def _followed(sizes: "Sequence[_Size]", given: "_Given") -> "_Size | None":
-        """The planned size that these inputs follow: their own, or the smallest that is large enough."""
+        """The planned size for these inputs: their own, or the smallest that is large enough."""
         own = next((size for size in sizes if size.given == given), None)
         bytes = sum(given[1])
         larger = [one for one in sizes if one.plans and bytes <= one.serves <= _LARGER * bytes]
@@ -145,13 +145,13 @@ class Plans:
 
     @_pauses_are_explained()
     def _refine(self, size: "_Size", step: Step) -> None:
-        """A step was traced: correct the plan of its calls, or add one. Rehearsals of other sizes are corrected too."""
+        """After a traced step, correct the plan of its calls, or add one. Later rehearsals are corrected too."""
         before = next((plan for plan in size.plans if plan.calls == step.calls), None)
         functions, size.needs_trace = _functions(step.calls), False
         correction = self._corrections.setdefault(functions, 1.0)
         if before is None:
             size.plans.append(self._planned(step))
-            size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough is followed
+            size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough comes first
             size.strays = False
             return
         outcome, limit = simulate(step, before.choice(step)), self._limit(step)
@@ -163,7 +163,7 @@ class Plans:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
 
     def _planned(self, step: Step, is_rehearsed: bool = False) -> Plan:
-        """The fastest plan within the budget. If there is none, a warning names the least, once."""
+        """The fastest plan within the budget. If there is none, the plan with the lowest peak, with one warning."""
         asked, correction = self._limit(step), 1.0
         if is_rehearsed:  # a traced step needs no correction
             correction = self._corrections.get(_functions(step.calls), 1.0)
@@ -174,17 +174,17 @@ class Plans:
             *(len(step.calls), size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
         )
         least = int(choice.peak * correction)
-        may_be_met = is_rehearsed and least < _NEARLY * asked  # rehearsals estimate what operators take while they run
+        may_be_met = is_rehearsed and least < _NEARLY * asked  # rehearsals only estimate operators' temporary memory
         if least > asked + _BLOCK and not (may_be_met or self._was_missed):
             self._was_missed = True
             texts = size_text(asked), size_text(least)
             if texts[0] == texts[1]:
                 texts = f"{asked:,} bytes", f"{least:,} bytes"
-            warn(f"no plan keeps this step within {texts[0]}: the least is {texts[1]}, which is taken")
+            warn(f"no plan keeps this step within {texts[0]}: the lowest peak is {texts[1]}, which is used")
         if step.unseen:
             warn(
-                f"the network runs a part of its forward pass under {step.unseen}, which the budget cannot plan: a "
-                f"step may take more than the budget unless that is switched off"
+                f"the network runs a part of its forward pass under {step.unseen}, which the budget cannot plan: "
+                f"switch that off, or a step may exceed the budget"
             )
         return choice.plan(step)
 
@@ -192,8 +192,8 @@ class Plans:
 def _rehearsed(step: Step, limit: int) -> tuple[Step, Choice]:
     """A rehearsed step and its best choice.
 
-    A rehearsal holds the outputs to the end of the step, which the program may drop earlier. If the budget cannot be
-    met without them, they are left out: then the rehearsal names the same least peak as a traced step does.
+    A rehearsal holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be
+    met with them, they are left out: then the rehearsal finds the same lowest peak as a traced step.
     """
     dropped = step.without_outputs()
     choice = _best(dropped, limit, fastest=False)
@@ -213,7 +213,7 @@ _Given = tuple[tuple[int, ...], tuple[int, ...]]  # all dimensions of inputs, an
 
 
 def _described(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, _Given]:
-    """What inputs of different sizes have in common when a network is called with them; and their sizes."""
+    """What inputs of different sizes have in common (dtypes, devices, modes, …), and their sizes."""
     inputs = tensors_in((args, kwargs))
     ordinary = [tensor for tensor in inputs if is_ordinary(tensor)]
     forms = tuple(
@@ -231,16 +231,16 @@ def _functions(calls: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Size:
-    """The plans for inputs of one size, and for smaller ones that follow them. `is_first`: of its kind."""
+    """The plans for inputs of one size, also used for smaller inputs. `is_first`: the first size of its kind."""
 
     def __init__(self, given: _Given, is_first: bool) -> None:
         self.given = given
-        self.serves = sum(given[1])  # the most bytes of inputs that follow
-        self.waits = is_first  # the first pass of all warms up, and is not traced
+        self.serves = sum(given[1])  # the most bytes of inputs that use these plans
+        self.waits = is_first  # the very first pass warms up, and is not traced
         self.passes = 0
         self.plans: list[Plan] = []
         self.trace: StepTrace | None = None
-        self.traces = 0  # that were begun, of passes without a backward pass too
+        self.traces = 0  # traces started, including passes without a backward pass
         self.last: tuple[ByPlan, _Given] | None = None
         self.needs_trace = True
         self.strays = False  # the network takes paths that have no plan
@@ -252,7 +252,7 @@ class _Size:
         return None if trace is None or progress == Progress.DROPPED else trace.step()
 
     def next_pass(self, given: _Given) -> ByPlan:
-        """The policy of the next pass: follows a plan, if there is one, and traces a step if that is needed."""
+        """The policy of the next pass: follows a plan if there is one, and traces the step if needed."""
         self.passes += 1
         is_wanted = given == self.given and (self.strays or self.needs_trace) and self.traces < _MOST
         if is_wanted and not self.waits and self.trace is None:
@@ -265,10 +265,10 @@ class _Size:
         return policy
 
     def note_last(self) -> None:
-        """Note whether the last pass knew the calls, and forget it with its trace."""
+        """Note whether the last pass left its plans, and forget it."""
         if self.last is not None:
             policy, given = self.last
-            if given != self.given and policy.strayed:  # it was too large in spite of its bytes, or makes other calls
+            if given != self.given and policy.strayed:  # too large despite fewer bytes, or other calls
                 self.serves = min(self.serves, sum(given[1]) - 1)
             else:
                 self.strays = self.strays or policy.strayed
@@ -276,7 +276,7 @@ class _Size:
 
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-_FEWEST = 1000  # bytes: 1 or 50 is a share, or a number of GiB, that was written as an int
+_FEWEST = 1000  # bytes: an int such as 1 or 50 was probably meant as a share or as GiB
 
 Budget = float | int | str
 
@@ -299,13 +299,13 @@ def checked(budget: object) -> float | int:
 
 
 class BudgetRow(NamedTuple):
-    """A budget's plan. Bytes are of one step, beyond those before it; parameters and gradients are there already."""
+    """A budget's plan. Bytes of one step, not counting what existed before it, such as parameters and gradients."""
 
     budget: int  # bytes asked for
     peak: int  # bytes
     kept: int  # bytes after the forward pass
-    operations: float  # computed again, as a share of the step's
-    seconds: float  # to compute values again, as a share of the step's
+    operations: float  # recomputed, as a share of the step's
+    seconds: float  # spent on recomputation, as a share of the step's
 
 
 class Frontier(NamedTuple):
@@ -326,25 +326,25 @@ class Frontier(NamedTuple):
             cells.append((budget, peak, f"{row.peak / self.plain:.2f}", kept, *more))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        return "\n".join([f"plain: {size_text(self.plain)}; the least: {size_text(self.least)}", *lines])
+        return "\n".join([f"plain: {size_text(self.plain)}; lowest: {size_text(self.least)}", *lines])
 
 
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = None) -> Frontier:
     """Memory and time of a training step under different budgets, from one step on an example.
 
-    The step is run: three times, with the mean square of the outputs as loss. Gradients, buffers and the random state
-    are then as before; what hooks do stays done, e.g. optimizer steps in the backward pass. Under `FakeTensorMode`
-    nothing is computed, for a network that does not fit: times are then estimated, and the bytes that operators take
-    while they run are left out.
+    The step runs three times, with the mean square of the outputs as loss. Gradients, buffers and the random state are
+    restored; side effects of hooks remain, e.g. optimizer steps in the backward pass. For a network that does not fit
+    in memory, call this under `FakeTensorMode`: nothing is computed, times are estimated, and the temporary memory of
+    operators is left out.
 
     Args:
         network: in training mode, prepared by `recompute_activations` or not.
         example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
-        budgets: as `recompute_activations` takes them. Those that no plan meets have no row. By default from 0.9 down
-            to 0.1, or the least peak if it is above them.
+        budgets: as `recompute_activations` takes them. Budgets that no plan meets have no row. By default from 0.9 down
+            to 0.1, or the lowest peak if no default budget can be met.
 
     Raises:
-        ValueError: a budget is not valid; no plan meets any of them (the message names the least peak); the step could
+        ValueError: a budget is not valid; no plan meets any of them (the message gives the lowest peak); the step could
             not be traced, e.g. because outputs need no gradient.
     """
     check_module(network, "plan")
@@ -369,12 +369,12 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
             rows.append(BudgetRow(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
     if not rows:
         least = size_text(choices[-1].peak)
-        raise ValueError(f"budgets={budgets}: expected one of at least {least}, the least peak of all plans")
+        raise ValueError(f"budgets={budgets}: expected one of at least {least}, the lowest peak of all plans")
     return Frontier(plain, choices[-1].peak, rows)
 
 
 def _apart(leaf: Any) -> Any:
-    """An argument without its graph, and with a gradient of its own."""
+    """An argument detached from its graph, with a gradient of its own."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the result of a call: a recipe that repeats the call from what is kept, or a kept tensor."""
+"""Decide for each result of a call: a recipe that repeats the call from kept values, or a kept tensor."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,16 +20,16 @@ from .step import Flag, Plan
 from .trace import StepTrace
 from .values import Again, Recipe, Value, unread_bytes
 
-_MUCH = 16  # tensors this many times smaller than the result may be kept for it
-_LONGEST = 12  # recipes in a chain, if rules decide: the value of a call beyond it is kept
+_MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
+_LONGEST = 12  # recipes in a chain without a plan: the result of the next call is kept
 
 
 def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again | None:
     """How to repeat a call, if its inputs are kept or may be kept for it (rules 4 and 5).
 
-    By a plan, recipes may read any tensor that the forward pass has made, instead of rule 5.
+    With a plan, recipes may read any tensor that the forward pass has made, and rule 5 does not apply.
     """
-    alone = 0  # bytes kept for the recipe alone
+    alone = 0  # bytes kept only for the recipe
     room = call.room(result)
     unread: list[Value] = []
 
@@ -41,7 +41,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
                 if parameter is tensor:
                     return kept
             if type(tensor) is nn.Parameter and tensor.requires_grad and known.outer is None:
-                # As below, in a tenth of the calls: it has no value, and stays where it is.
+                # A faster path to the same result as below: it has no value, and stays where it is.
                 is_small = _MUCH * _bytes(tensor) <= room
                 return _copy(known, tensor) if is_small else Kept(tensor, None)
         value = None if tensor is result else known.find(tensor)
@@ -83,7 +83,7 @@ def _available(known: KnownValues, tensor: Tensor, call: Call, result: Tensor) -
     if not known.by_plan:
         return None if value is not None and value.unread else value
     if value is None and tensor is not result:
-        is_large = _MUCH * _bytes(tensor) > call.room(result)  # a mask, say, which one copy per call would exceed
+        is_large = _MUCH * _bytes(tensor) > call.room(result)  # e.g. a mask: a copy for each call would take too much
         if known.is_made(tensor) or (is_large and known.has_made(tensor)):
             value = known.keep(tensor)
     if value is not None and value.unread:
@@ -102,7 +102,7 @@ def _value_before(known: KnownValues, call: Call, overwritten: Tensor) -> Value 
 
 
 def _lent(known: KnownValues, tensor: Tensor, is_small: bool) -> tuple[Value | Kept, int]:
-    """Keep an argument for a recipe; return it and its bytes. A copy, if the original is small or may change unseen."""
+    """Keep an argument for a recipe; return it and its bytes. It is copied if it is small or may change unseen."""
     size = _bytes(tensor)
     if tensor.requires_grad:
         is_copied = is_small and tensor.is_leaf
@@ -128,7 +128,7 @@ def _copy(known: KnownValues, tensor: Tensor) -> Value:
 def follow(known: KnownValues, again: Again, call: Call, result: Tensor, whole: bool = False) -> Value | None:
     """Give the result of a call a recipe, and return its value; None if the chain of recipes would be too long.
 
-    `whole`: the recipe also gives what the call has saved inside.
+    `whole`: the recipe also computes what the call has saved inside.
     """
     recipe = _of_inside(again, call, result) if whole else Recipe(again, result)
     if recipe.depth > _LONGEST and not known.by_plan:  # recipes are computed without recursion
@@ -148,13 +148,13 @@ def follow(known: KnownValues, again: Again, call: Call, result: Tensor, whole: 
 
 
 def _follow_base(known: KnownValues, call: Call, result: Tensor, base: Tensor, own: Value) -> None:
-    """Functions such as `F.instance_norm` return a view of all that they make: other views follow from it."""
+    """Give the base of a result a recipe: functions such as `F.instance_norm` return a view of all that they make."""
     if base.numel() != result.numel() or base.dtype != result.dtype or not known.is_made(base):
         return
     if not (base.is_contiguous() and result.is_contiguous()):
         return
     is_new = not own.reads_storage(address(base.untyped_storage())) if call.overwrites else call.has_made(base)
-    if not is_new:  # but a view of an argument
+    if not is_new:  # a view of an argument
         return
     recipe, value = Recipe(Again(Tensor.view, (own, base.shape)), base), known.find(base)
     if value is None:
@@ -164,7 +164,7 @@ def _follow_base(known: KnownValues, call: Call, result: Tensor, base: Tensor, o
 
 
 def leave_own_inside(call: Call, result: Tensor) -> None:
-    """Reduce `call.inside` to what the call has made itself, other than its result, and what is not tiny beside it."""
+    """Reduce `call.inside` to tensors that the call itself has made, without its result and tensors tiny beside it."""
     given = {address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
     call.inside = tuple(
         part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
@@ -172,12 +172,12 @@ def leave_own_inside(call: Call, result: Tensor) -> None:
 
 
 def draw_inside(again: Again, call: Call) -> None:
-    """Give what a call has saved inside a recipe of its own, such as a dropout's mask."""
+    """Give a recipe to what a call has saved inside, such as a dropout's mask."""
     _of_inside(again, call, None)
 
 
 def _of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
-    """A recipe of what a call has saved inside, and of its result, if it is given: its value comes last."""
+    """A recipe for what a call has saved inside, and last for its result, if given."""
     originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
     needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
     function: Any = _Rerun(again.function, needs_grad, call.inside, originals)
@@ -224,7 +224,7 @@ class _Rerun:
         if [(tensor.shape, tensor.dtype) for tensor in tensors] != [form[:2] for form in self.forms]:
             raise RuntimeError(
                 f"{self.function} has run again for the backward pass, and has saved other tensors than in the forward "
-                f"pass: a function must do the same each time to be trained within a budget"
+                f"pass: with a budget, a function must do the same each time it runs"
             )
         return [laid_out(tensor, stride) for tensor, (*_, stride) in zip(tensors, self.forms, strict=True)]
 
@@ -238,17 +238,17 @@ def _bytes(tensor: Tensor) -> int:
 
 
 class ByPlan:
-    """Follows the plan whose calls the forward pass repeats.
+    """Follows the plan that matches the calls of the forward pass.
 
-    A result that is computed again gets a recipe. One that is kept gets a value once something reads it, or at once if
+    A result that is recomputed gets a recipe. A result that is kept gets a value once something reads it, or at once if
     the step is traced; it is released with the original unless a reader appears (`Value.unread`). Convolutions, matrix
-    products and the like have rules too. Where no plan knows the calls, a guard decides.
+    products and the like have rules too. Where no plan matches the calls, a guard decides.
 
     Args:
-        plans: of the network's different sequences of calls. If there is one, and a pass with hooks in all calls has
-            found out what it keeps, calls run without hooks where PyTorch saves all that they need.
-        trace: sees the step, if it is to be planned.
-        guard: None to keep every result where no plan knows the calls.
+        plans: one for each known sequence of calls of the network. If there is only one, and a pass with hooks in all
+            calls has listed what it keeps, calls run without hooks where PyTorch saves all that they need.
+        trace: records the step, if it is to be planned.
+        guard: None to keep every result where no plan matches the calls.
         inputs: bytes of the network's inputs.
     """
 
@@ -259,26 +259,26 @@ class ByPlan:
         guard: "Guard | None" = None,
         inputs: int = 0,
     ) -> None:
-        self.plans = list(plans)  # those whose calls this forward pass has repeated so far
+        self.plans = list(plans)  # the plans that match the calls of this forward pass so far
         self.trace: StepTrace | None = trace
-        self.strayed = False  # from all plans
+        self.strayed = False  # no plan matches any more
         self.call = -1  # number of the present call
         self.total = 0  # bytes of all results so far
         self.guard, self.inputs = guard, inputs
-        self.planned: dict[int, int] = {}  # number of the node -> of the call: results kept; if traced, all results
-        # Flags of the calls, as long as some may run without hooks: if a pass with all hooks has listed what is kept.
+        self.planned: dict[int, int] = {}  # node number -> call number: of kept results; if traced, of all results
+        # Flags of the calls, while some may run without hooks. A pass with all hooks has to list what is kept first.
         self.flags = plans[0].flags if trace is None and len(plans) == 1 and plans[0].kept is not None else b""
-        self.needs_hooks = not (self.flags and 0 < plans[0].plain <= plans[0].peak)  # else all fits as it is
+        self.needs_hooks = not (self.flags and 0 < plans[0].plain <= plans[0].peak)  # else the plain step fits
 
     def is_plain(self, function: Callable[..., Any]) -> bool:
-        """Whether the next call is one of this function, and PyTorch saves all that it needs."""
+        """Whether the plan's next call is of this function, and PyTorch saves all that it needs."""
         number = self.call + 1
         if number >= len(self.flags) or not self.flags[number] & Flag.PLAIN:
             return False
         return bool(self.plans[0].calls[number][0] == function)
 
     def next_flag(self, function: Callable[..., Any], result: Tensor) -> int | None:
-        """What the plan says of the next call, which has this result; None if no plan knows these calls."""
+        """The plan's flag for the next call, which has this result; None if no plan matches the calls."""
         self.call += 1
         self.total += result.nbytes
         if self.trace is not None:
@@ -295,14 +295,14 @@ class ByPlan:
         return flag
 
     def keep(self, call: Call, result: Tensor) -> None:
-        """Note that the result of the present call is kept, with the memory that it is a view of."""
+        """Note that the result of the current call is kept, and its base if it is a view."""
         self.planned[node_number(result.grad_fn)] = self.call
         base = result._base
         if base is not None and base.numel() == result.numel() and call.has_made(base):
             self.planned[node_number(base.grad_fn)] = self.call  # other views of it follow
 
     def kept_in(self, log: Log) -> Sequence[KeptTensor]:
-        """The tensors that the forward pass, which has ended, has kept. `log`: of the calls with hooks."""
+        """The tensors that the finished forward pass has kept. `log`: of the calls with hooks."""
         plan = self.plans[0] if self.plans else None
         if self.flags and plan is not None and plan.kept is not None:
             if plan.inputs == self.inputs:
@@ -310,7 +310,7 @@ class ByPlan:
             which_step = f"; bytes of a step with {size_text(plan.inputs)} of inputs"
             return [one._replace(why=one.why + which_step) for one in plan.kept]
         kept = log.kept(self.why_kept)
-        if plan is not None and self.trace is None and self.call + 1 == len(plan.calls):  # it sees more than is kept
+        if plan is not None and self.trace is None and self.call + 1 == len(plan.calls):  # traces list more
             plan.kept, plan.inputs = kept, self.inputs
         return kept
 
@@ -324,7 +324,7 @@ class ByPlan:
         return "planned" if is_planned else "cannot be computed again"
 
     def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
-        """Give the result of a call, and what it has saved inside, recipes or not."""
+        """Decide whether the result of a call, and what it has saved inside, get recipes."""
         flag, trace, row = self.next_flag(call.function, result), self.trace, call.row
         computed = 0 if flag is None else flag & (Flag.AGAIN | Flag.MASK)
         if flag is not None and not (computed or trace is not None or call.replaceable or call.overwrites):
@@ -333,7 +333,7 @@ class ByPlan:
                 return
         if trace is not None:
             self.planned[node_number(result.grad_fn)] = self.call
-        guard = self.guard if flag is None else None  # no plan knows this call
+        guard = self.guard if flag is None else None  # no plan matches this call
         any_way = guard is not None or trace is not None
         again = how_to_repeat(known, rule, call, result) if any_way or computed & Flag.AGAIN else None
         mask = None
@@ -364,10 +364,10 @@ class ByPlan:
 
 
 class Guard:
-    """Keeps few bytes where nothing is known of what will be called.
+    """Keeps few bytes where it is unknown which calls will follow.
 
-    A result is kept once computing it again would take more bytes than all that was kept before, and otherwise computed
-    again. Of n layers of one size about sqrt(2 n) are kept, with as many layers between the last two (compare [Chen et
+    A result is kept if recomputing it would take more bytes than all that was kept before; otherwise it is recomputed.
+    Of n layers of equal size about sqrt(2 n) are kept, with as many layers between the last two (compare [Chen et
     al.](https://arxiv.org/abs/1604.06174)).
     """
 
@@ -393,6 +393,6 @@ class Guard:
 
 
 def _reads_overwritten(call: Call, result: Tensor) -> bool:
-    """Whether a call has written over a kept value that it reads: only by a plan is its result then computed again."""
+    """Whether a call has written over a kept value that it reads; then its result is recomputed only with a plan."""
     before = call.before
     return before is not None and result is call.args[0] and before.reads_storage(address(result.untyped_storage()))

@@ -1,46 +1,45 @@
-"""Record a forward pass so that autograd keeps few of its tensors, and the backward pass computes the others again.
+"""Record a forward pass so that autograd keeps few of its tensors, and the backward pass recomputes the others.
 
 Rule 1. A recording is a function mode with saved-tensor hooks: it sees every outermost call of a function, and every
     tensor that autograd saves. Most tensors are saved during a call, before it is known whether the call can be
-    repeated. If a function of torch.nn.functional has no rule, the recording sees the calls inside of it instead.
+    repeated. If a function of torch.nn.functional has no rule, the recording sees the calls inside it instead.
 Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (values.py): the tensor itself
-    (`Kept`), or a `Recipe`, which is a function of other values. Operations that save one tensor share its value.
-Rule 3. A saved tensor is kept at first; if its call turns out to have a rule (functions.py) whose inputs are available
-    (recipes.py), its value becomes a recipe and the tensor is dropped.
-Rule 4. A recipe reads values that are kept anyway; in addition it may keep alive leaves with a gradient, arguments that
-    are `_MUCH` times smaller than its result, and arguments for which its rule says lend=True.
+    (`Kept`), or a `Recipe`, which is a function of other values. Operations that save the same tensor share its value.
+Rule 3. A saved tensor is kept at first. If its call has a rule (functions.py) whose inputs are available (recipes.py),
+    its value becomes a recipe and the tensor is dropped.
+Rule 4. A recipe reads values that are kept anyway. It may also keep alive leaves with a gradient, arguments that are
+    `_MUCH` times smaller than its result, and arguments for which its rule says lend=True.
 Rule 5. Apart from leaves, the bytes kept only for a recipe never exceed the bytes of its result: the parts of a
     concatenation are not kept just to recompute their mean.
 Rule 6. If no gradient needs an input's values (the convolution or eval-mode norm that reads it is frozen), only its
-    shape and strides are kept (`ShapeOnly`); a value that only ReLU and LeakyReLU read shrinks to one bit per entry
-    (`Signs`) once its tensor, and those of recipes that read it, are freed.
-Rule 7. A value is computed for its first reader in a backward pass and held until the last one has read it, or the pass
-    has ended; another backward pass over the graph computes it again.
-Rule 8. No call gets a recipe behind a chain of more than `_LONGEST` recipes, except by a plan; views and casts may
-    lengthen one a little.
-Rule 9. A value belongs to one version of a tensor (values.py): before a call that may overwrite memory, the values
-    in it that recipes read are copied; afterwards, reading a tensor saved of it raises PyTorch's error about in-place
-    operations. The same error follows where a kept tensor or a parameter was modified later, or unseen.
+    shape and strides are kept (`ShapeOnly`). A value that only ReLU and LeakyReLU read shrinks to one bit per entry
+    (`Signs`) once its tensor, and the tensors of recipes that read it, are freed.
+Rule 7. A value is computed for its first reader in a backward pass, and held until the last one has read it or the pass
+    has ended. Another backward pass over the graph computes it again.
+Rule 8. A chain has at most `_LONGEST` recipes, except in a plan; views and casts may lengthen it a little.
+Rule 9. A value belongs to one version of a tensor (values.py). Before a call that may overwrite memory, the values
+    in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
+    in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
     removes the hooks and releases the recording's tensors.
-Rule 12. Gradients never differ from autograd's: random functions are called again only with the random numbers of the
-    first time (by a plan; otherwise dropout keeps its mask), running statistics do not move twice, tensors without
-    versions are kept as they are, and inside other saved-tensor hooks, such as a checkpoint's, and in functorch's
-    transforms no call is followed. When in doubt, keep the tensor.
-Rule 13. These rules decide what is kept, or a plan does, call by call: its recipes may read any tensor that the forward
-    pass has made (`ByPlan` in recipes.py). A tensor that a plan keeps gets a value only when a recipe reads it, or an
-    operation that needs less of it.
+Rule 12. Gradients never differ from autograd's. Random functions are repeated only with the same random numbers (in a
+    plan; otherwise dropout keeps its mask). Running statistics are not updated twice. Tensors without versions are
+    kept as they are. Inside other saved-tensor hooks, such as a checkpoint's, and in functorch's transforms, no call
+    is recorded. When in doubt, keep the tensor.
+Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
+    the forward pass has made (`ByPlan` in recipes.py). A tensor that a plan keeps gets a value only when a recipe reads
+    it, or an operation that needs less than the tensor.
 Rule 14. If a plan keeps everything, nothing is recorded: calls are only compared with the plan's, and recorded from the
     first that differs. Otherwise, calls whose saved tensors the plan keeps unchanged run without our hooks
     (`Flag.PLAIN`): PyTorch saves these tensors itself.
 
-An example, and what autograd holds of each tensor:
+An example, and what autograd holds for each tensor:
 
     x = F.conv2d(images, weight)              # the norm saves x: kept, as a convolution has no rule
-    y = F.batch_norm(x, …, training=True)     # the activation saves y: a recipe of x and the norm's saved statistics
-    z = F.silu(y)                             # the next convolution saves z: a recipe of y, so computed from x
-    out = F.conv2d(z, weight2)                # saved by nothing here: freed when the program drops it
+    y = F.batch_norm(x, …, training=True)     # the activation saves y: a recipe from x and the norm's saved statistics
+    z = F.silu(y)                             # the next convolution saves z: a recipe from y, so computed from x
+    out = F.conv2d(z, weight2)                # nothing here saves it: freed when the program drops it
 """
 
 from collections.abc import Callable, Sequence
@@ -75,12 +74,12 @@ class Recording(TorchFunctionMode):
     """Context of a forward pass in which autograd saves `Value`s instead of tensors. See the note on top of this file.
 
     Args:
-        policy: decides what is kept; by default all that no rule can compute again from what is kept anyway.
-        sees_calls: False: recipes follow from autograd's nodes alone, as the outputs of `CheckpointedABN` do.
-        copy_parameters: copy the parameters that recipes read, because FSDP frees the gathered ones after each use.
-        inputs: the network's inputs. They are kept: when a checkpoint around the network repeats the forward pass, they
-            may be other tensors.
-        frame: of the call that leaves this context, unless Ctrl-C ends it.
+        policy: decides what is kept; by default everything that no rule can recompute from what is kept anyway.
+        sees_calls: False: recipes come only from autograd's nodes, as for the outputs of `CheckpointedABN`.
+        copy_parameters: copy the parameters that recipes read, because FSDP frees gathered parameters after each use.
+        inputs: the network's inputs. They are kept, because they may be other tensors when a checkpoint around the
+            network repeats the forward pass.
+        frame: the frame of the call that leaves this context, unless Ctrl-C ends it.
     """
 
     def __init__(
@@ -130,10 +129,10 @@ class Recording(TorchFunctionMode):
     def _end_hooks(self) -> None:
         if self.hooks is not None:
             self.hooks.__exit__()
-            self.hooks = None  # which refer to this recording
+            self.hooks = None  # they refer to this recording
 
     def _forget(self) -> None:
-        """Release the recording's tensors. Autograd holds those that it needs."""
+        """Release the recording's tensors; autograd holds the ones it needs."""
         trace = self.known.trace
         self.known.clear()
         self.kept = self.known.log.kept() if self.policy is None else self.policy.kept_in(self.known.log)
@@ -153,7 +152,7 @@ class Recording(TorchFunctionMode):
         return self.abandoned
 
     def leave_abandoned(self) -> bool:
-        """Take the rest of an abandoned recording off; False if another context has been entered on top of it."""
+        """Remove the rest of an abandoned recording; False if another context has been entered on top of it."""
         covered = self.sees_calls and current_function_mode() is not self
         if not self.is_abandoned() or self.hooks is not None or covered:
             return False
@@ -162,7 +161,7 @@ class Recording(TorchFunctionMode):
         return True
 
     def _is_innermost(self) -> bool:
-        """Whether our saved-tensor hooks are the innermost: no others, such as a checkpoint's, were set inside."""
+        """Whether our saved-tensor hooks are innermost, i.e. no others, such as a checkpoint's, were set inside."""
         hooks = current_hooks()
         return hooks is not None and self.hooks is not None and hooks[0] is self.hooks.pack_hook
 
@@ -231,7 +230,7 @@ class Recording(TorchFunctionMode):
         return self.known.memories.get(number.untyped_storage()) is None
 
     def _plain(self, function: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call as it is. Recording starts if its result differs from the plan's."""
+        """Run a call unmodified. Recording starts if its result differs from the plan's."""
         if row.again is None:
             return function(*args, **kwargs)
         first: Any = args[0] if args else None
@@ -248,7 +247,7 @@ class Recording(TorchFunctionMode):
         return result
 
     def _unhooked(self, call: Call) -> Any:
-        """Run a call of which PyTorch itself keeps all saved tensors."""
+        """Run a call without our hooks: PyTorch itself keeps all its saved tensors."""
         if (
             self.hooks is None
             or not torch.is_grad_enabled()
@@ -258,7 +257,7 @@ class Recording(TorchFunctionMode):
             return self._run(call)
         if call.row.draws is not None:
             call.note_random()
-        self.known.log.parameter, self.known.log.function = None, call.function  # of this call none is noted
+        self.known.log.parameter, self.known.log.function = None, call.function  # its parameters are not noted
         hooks = self.hooks.pack_hook, self.hooks.unpack_hook
         result = called_without(hooks, call.function, call.args, call.kwargs)
         self.known.call = call
@@ -269,9 +268,9 @@ class Recording(TorchFunctionMode):
         return result
 
     def _run(self, call: Call) -> Any:
-        """Run a call, and see whether its result can be computed again."""
+        """Run a call, and find out whether its result can be recomputed."""
         known, function, trace = self.known, call.function, self.known.trace
-        # Before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
+        # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
         needs_grad, is_wrapped, hooks = torch.is_grad_enabled(), transform_level() is not None, current_hooks()
         is_ours = hooks is not None and self.hooks is not None and hooks[0] is self.hooks.pack_hook
         if not (needs_grad and is_ours) or is_wrapped:
@@ -301,7 +300,7 @@ class Recording(TorchFunctionMode):
         return result
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
-        """Decide about the result of a call. `target`: the argument that it may have overwritten, and its version."""
+        """Decide about a call's result. `target`, `version`: the argument it may have overwritten, before the call."""
         row, known = call.row, self.known
         rule = row.again if known.by_plan or not row.is_slow else None
         if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
@@ -329,7 +328,7 @@ def is_ours(hooks: Hooks) -> bool:
 
 
 def is_running(frame: FrameType) -> bool:
-    """Whether a call has not ended yet. If it has, the variables that an exception's traceback holds are freed."""
+    """Whether a call is still running. If not, the variables that an exception's traceback holds are freed."""
     try:
         frame.clear()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Trace a step of a network on given arguments: in place, or as a rehearsal on fake tensors and a copy of the network.
+"""Trace a step of a network on given arguments: on the network itself, or rehearsed on a copy with fake tensors.
 
 Nothing outside is changed.
 """
@@ -42,11 +42,11 @@ from .trace import Progress, StepTrace
 
 T = TypeVar("T")
 
-# Threads that enter and leave dispatch modes at the same time leave PyTorch's flag of them behind.
+# If threads enter and leave dispatch modes at the same time, PyTorch's flag for them may stay set.
 _one_at_a_time = threading.RLock()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LruCache: type[Any] = type(cache(len))
-_NOT_SEARCHED = {"torch", "numpy", "keepless"} | sys.stdlib_module_names  # packages that keep no tensors of a network
+_NOT_SEARCHED = {"torch", "numpy", "keepless"} | sys.stdlib_module_names  # packages that cache no tensors of a network
 
 
 class LeftBehind(RuntimeError):
@@ -54,31 +54,31 @@ class LeftBehind(RuntimeError):
 
 
 class _Rehearsal(FakeTensorMode):
-    """A mode whose tensors raise an error when they are used after it has ended."""
+    """A fake tensor mode whose tensors raise an error if they are used after it has ended."""
 
     has_ended = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.has_ended:
             raise LeftBehind(
-                f"{function} reads a tensor that code outside the network has kept from a step on fake tensors, by "
-                f"which a budget is planned: keep such tensors in the network, in a functools.lru_cache, or in a "
-                f"dictionary by size, from where they are removed"
+                f"{function} reads a fake tensor that code outside the network has cached while a budget was planned: "
+                f"cache such tensors in the network, in a functools.lru_cache, or in a dictionary keyed by size, where "
+                f"fake tensors are found and removed"
             )
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any, kwargs: Any) -> T:
-    """Call `run` with a copy of a network and of its arguments, on fake tensors, and return its result.
+    """Call `run` with copies of a network and its arguments, on fake tensors, and return its result.
 
-    Tensors of the meta device become fake ones of the CPU. Code outside the network may keep fake tensors: they are
-    removed from `functools.lru_cache`s, and from dictionaries that hold nothing but tensors by size or the like.
-    Elsewhere they may stay, and raise `LeftBehind` when they are used.
+    Meta tensors become fake CPU tensors. If code outside the network caches fake tensors, they are removed from
+    `functools.lru_cache`s, and from dictionaries that hold only tensors, keyed by size or the like. Elsewhere they may
+    stay, and raise `LeftBehind` when they are used.
 
     Raises:
-        RuntimeError: the copy uses the network itself, e.g. because its `forward` is a function that refers to it; or
-            tensors outside that are trained or written over; or it communicates with other processes; or a part is
-            scripted, which shares its parameters with its copies.
+        RuntimeError: the copy uses the network itself, e.g. because its `forward` is a function that refers to it; it
+            trains or overwrites tensors outside; it communicates with other processes; or a part is scripted, and so
+            shares its parameters with its copies.
         Exception: whatever `run` raises.
     """
     if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
@@ -91,7 +91,7 @@ def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any,
         leaves = tree_leaves(list(vars(module).values()))
         memo |= {id(one): _faked(mode, one) for one in tensors_in(leaves)}
         memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
-        packages = ("torch",) if module is network else ("torch", "keepless")  # not our own for this pass
+        packages = ("torch",) if module is network else ("torch", "keepless")  # not our hooks for this pass
         for hooks in (getattr(module, name) for name in _HOOKS):
             kept = ((key, one) for key, one in hooks.items() if one is hand_over or _package(one) in packages)
             memo[id(hooks)] = type(hooks)(kept)
@@ -112,7 +112,7 @@ def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any,
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A fake tensor like this one."""
-    if not tensor.is_leaf:  # a parameter that `torch.func.functional_call` has put there
+    if not tensor.is_leaf:  # a parameter set by `torch.func.functional_call`
         tensor = tensor.detach().requires_grad_()
     if not tensor.is_meta:
         return mode.from_tensor(tensor)
@@ -122,16 +122,16 @@ def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 def _package(hook: object) -> str:
-    """The package that defines a hook that is an object, or a method of one; functions may do anything."""
+    """The package of the object that a hook is, or is a method of; "builtins" for functions, which may do anything."""
     return type(getattr(hook, "__self__", hook)).__module__.partition(".")[0]
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses operations that reach out of the copy, and knows the fake tensors that there are.
+    """Refuses operations that use tensors outside the copy, and remembers the fake tensors that were made.
 
     Args:
         own: the parameters and buffers of the network itself.
-        given: fake tensors, among other things.
+        given: objects, including fake tensors.
     """
 
     def __init__(self, own: Iterable[Tensor], given: Iterable[Any]):
@@ -142,10 +142,10 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function.namespace == "prim":  # the device of a fake tensor, which is asked for all the time
+        if function.namespace == "prim":  # the device of a fake tensor, a very frequent query
             return function(*args, **kwargs)
         if "c10d" in function.namespace:
-            raise RuntimeError(f"{function} communicates: it cannot be rehearsed in one process")
+            raise RuntimeError(f"{function} communicates with other processes: it cannot be rehearsed in one process")
         real = [one for one in tensors_in((args, kwargs)) if not isinstance(one, FakeTensor)]
         if real:
             self._check(function, real, args, kwargs)
@@ -163,7 +163,7 @@ class _Watch(TorchDispatchMode):
             raise RuntimeError(f"{function} writes over a tensor outside the network")
 
     def forget(self, network: nn.Module) -> None:
-        """Remove fake tensors from caches outside of the network, which its code may have filled."""
+        """Remove fake tensors from caches outside the network that its code may have filled."""
         if self._left():
             torch.clear_autocast_cache()
             gc.collect()
@@ -188,7 +188,7 @@ def _holds(value: object, ids: set[int]) -> bool:
 
 
 def _caches(network: nn.Module) -> Iterator[Any]:
-    """The dictionaries and `functools.lru_cache`s that the code of a network can name: not the user's whole heap."""
+    """The dictionaries and `functools.lru_cache`s that a network's code can reach by name, not the whole heap."""
     pending: list[Any] = [one for module in network.modules() for one in (type(module), *vars(module).values())]
     pending += [hook for module in network.modules() for name in _HOOKS for hook in getattr(module, name).values()]
     seen: set[int] = set()
@@ -232,7 +232,7 @@ def _holds_tensors(values: dict[Any, Any]) -> bool:
 
 @contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
-    """Context at whose end a Ctrl-C takes effect: in the middle of a dispatch mode it may end the process."""
+    """Context that delays Ctrl-C to its end: in the middle of a dispatch mode it may end the process."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -249,7 +249,7 @@ def _ctrl_c_waits() -> Iterator[None]:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Context after which all random states are as they were."""
+    """Context that restores all random states."""
     of_python, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
     try:
@@ -263,7 +263,7 @@ def _as_before() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which fake tensors do not log the errors that they raise, and anomaly mode does not print them."""
+    """Context in which errors of fake tensors are not logged, nor printed by anomaly mode."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before = log.level
     log.setLevel(logging.CRITICAL)
@@ -277,9 +277,9 @@ def _quiet() -> Iterator[None]:
 def traced_step(
     network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], measures: bool = False
 ) -> tuple[Step, float]:
-    """A step of a network, and its seconds; 0 on fake tensors. `measures`: see `StepTrace`; always of real tensors.
+    """A step of a network, and its seconds; 0 on fake tensors. `measures`: see `StepTrace`; always on for real tensors.
 
-    Gradients, buffers and the random state are then as before.
+    Gradients, buffers and the random state are restored.
     """
     inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -313,7 +313,7 @@ def traced_step(
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for module, of_module in registered:  # it may have assigned others
+        for module, of_module in registered:  # the network may have assigned new buffers
             module._buffers.update(of_module)
         with torch.no_grad():
             for buffer, value in buffers:
@@ -324,9 +324,9 @@ def traced_step(
 
 
 def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs where backward starts: if one of them is a loss, the outputs that it is computed from are left out.
+    """The outputs where backward starts: if one is a loss (a scalar), the outputs it is computed from are left out.
 
-    A loss has no dimensions. Networks of Hugging Face return theirs together with the logits.
+    Hugging Face's networks return the loss together with the logits.
     """
     pending: list[Any] = [output.grad_fn for output in outputs if output.dim() == 0 and output.grad_fn is not None]
     seen = set(pending)
@@ -338,23 +338,23 @@ def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether entries share memory, as in an expanded tensor, which cannot be written to."""
+    """Whether entries share memory, as in expanded tensors, which cannot be written to."""
     if tensor.layout is not torch.strided:
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-    """The step of a network with these arguments, as far as its calls and its memory go.
+    """The calls and memory of a network's step with these arguments.
 
     It runs on fake tensors and a copy of the network, under the modes of the caller, such as autocast. Users' hooks are
-    left out, because they may count or log; those of PyTorch, such as spectral norms, and of `to_inplace` are copied.
+    left out, because they may count or log; hooks of PyTorch (e.g. spectral norms) and of `to_inplace` are copied.
 
-    Raises what `on_fakes` raises, such as whatever the network raises when it asks for values of fake tensors; and
-    RuntimeError if it has an LSTM, which saves other tensors on fake ones.
+    Raises what `on_fakes` raises, including errors of networks that ask for values of fake tensors; and RuntimeError if
+    it has an LSTM, which saves different tensors on fake inputs.
     """
     if any(isinstance(module, nn.LSTM) for module in network.modules()):
-        raise RuntimeError("an LSTM cannot be rehearsed: on fake tensors it saves other tensors")
+        raise RuntimeError("an LSTM cannot be rehearsed: on fake inputs it saves different tensors")
     while isinstance(network, DistributedDataParallel):
         network = network.module
     tensors = [*tensors_in((args, kwargs)), *network.parameters()]

@@ -18,10 +18,10 @@ class Line(NamedTuple):
 
     bytes: int
     tensors: int
-    made_by: str  # the operation that is not computed again, or a tensor's type; "input" if none of the network's
+    made_by: str  # the operation that made them, or a tensor subclass; "input" if the network did not make them
     kept_for: str  # the function that reads them
-    module: str  # whose parameters were used last
-    why: str = ""  # under a budget
+    module: str  # the module whose parameters were used last
+    why: str = ""  # given only with a budget
 
 
 class Report(NamedTuple):
@@ -59,12 +59,12 @@ class Log:
     """The values of a forward pass whose tensors were kept at first."""
 
     def __init__(self) -> None:
-        # With the address and bytes of the storage, the number and name of the node that made it, the function that
-        # reads it, and the last parameter.
+        # Each with the address and bytes of its storage, the number and name of the node that made it, the function
+        # that reads it, and the last parameter.
         self.entries: list[tuple[weakref.ref[Value | Kept], int, int, int, str, Any, Tensor | None]] = []
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
-        self.parameter: Tensor | None = None  # that a call has used last
-        self.function: Callable[..., Any] | None = None  # that is called
+        self.parameter: Tensor | None = None  # the last one that a call used
+        self.function: Callable[..., Any] | None = None  # the one that is running
 
     def keep(self, value: Value | Kept, tensor: Tensor) -> None:
         node, base = tensor.grad_fn, tensor._base
@@ -78,7 +78,7 @@ class Log:
         self.entries.append(entry)
 
     def keep_other(self, kept: Kept, tensor: Tensor) -> None:
-        """Note a kept tensor that has no value, if it is of a subclass of tensors."""
+        """Note a kept tensor that has no value, if it is a tensor subclass."""
         if type(tensor) not in PLAIN and not tensor.is_nested:
             size, name = tensor.numel() * tensor.itemsize, getattr(self.function, "__name__", "")
             entry = KeptTensor(size, type(tensor).__name__, name, _reference(self.parameter), "a subclass of tensors")
@@ -107,7 +107,7 @@ def _reference(tensor: Tensor | None) -> "weakref.ref[Tensor] | None":
 
 
 def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:
-    """Tensors of one kind in one line each; `network` names the parameters."""
+    """One line for each kind of tensor; modules are found in `network` by their parameters."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     sizes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     for tensor in kept:

@@ -1,8 +1,8 @@
-"""The functions whose results can be computed again, and the inputs that each of them needs for that.
+"""Rules for recomputing the results of functions, each with the inputs that it needs.
 
 A rule takes `find`, the arguments and keyword arguments of a call, and its result. It returns a call that computes the
-same result again. `find` gives the value of a tensor, and raises `NotFollowed` if it is not kept; with `lend=True` the
-recipe may keep it (rules 4 and 5 in recording.py).
+same result again. `find` returns the value of a tensor, and raises `NotFollowed` if it is not kept; with `lend=True`
+the recipe may keep it (rules 4 and 5 in recording.py).
 """
 
 import inspect
@@ -46,16 +46,16 @@ INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
 
 
 def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call writes over its first argument or `out`, as far as its name and arguments tell."""
+    """Whether a call writes over its first argument or `out`, judging by its name and arguments."""
     if (position := INPLACE.get(function)) is not None:
         return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
     return kwargs.get("out") is not None or writes(function)
 
 
 def writes(function: Callable[..., Any]) -> bool:
-    """Whether calls of a function may write over an argument, whatever they are given but `out`.
+    """Whether calls of a function may write over an argument other than `out`.
 
-    Operators (`torch.ops`) declare all that they write over.
+    Operators (`torch.ops`) declare all their mutations.
     """
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return bool(_written(function))
@@ -80,7 +80,7 @@ def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
 
 
 def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that such a call may write over."""
+    """The tensors that a call may write over."""
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         written = _written(function)
         found: Any = [args[position] for position, _ in written if position < len(args)]
@@ -98,7 +98,7 @@ class NotFollowed(Exception):
 
 
 class Find(Protocol):
-    """Returns the value of a tensor, or what the recipe is to keep of it."""
+    """Returns the value of a tensor, or what the recipe keeps in its place."""
 
     def __call__(self, tensor: Tensor, lend: bool = False) -> Any: ...
 
@@ -112,7 +112,7 @@ _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for funct
 
 
 def repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
-    """Call a function once more, with the same arguments."""
+    """Call a function again with the same arguments."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if "out" in kwargs:
@@ -128,7 +128,7 @@ made: Callable[[Function], Rule] = partial(repeated, fresh=True)
 
 
 def product(function: Function) -> Rule:
-    """Multiply once more. If an input has to be copied, `matmul` asks whether a gradient is needed how to multiply."""
+    """Multiply again. If `matmul` has to copy an input, how it multiplies depends on whether gradients are needed."""
     again = made(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -144,12 +144,12 @@ def product(function: Function) -> Rule:
 def _with_gradients(function: Function, needed: list[bool], *arguments: Any) -> Tensor:
     """`needed`: which arguments needed gradients in the forward pass."""
     given = [one.detach().requires_grad_() if need else one for one, need in zip(arguments, needed, strict=True)]
-    with torch.enable_grad(), saved_tensors_hooks(id, Tensor.detach):  # which keep no tensors
+    with torch.enable_grad(), saved_tensors_hooks(id, Tensor.detach):  # these hooks keep no tensors
         return function(*given).detach()
 
 
 def unless(function: Function, position: int, name: str) -> Rule:
-    """Call a function once more, unless an option is given that makes it write."""
+    """Call a function again, unless an option is given that makes it write."""
     again = made(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -161,7 +161,7 @@ def unless(function: Function, position: int, name: str) -> Rule:
 
 
 def random_again(function: Function) -> Rule:
-    """Call a function once more, which draws the same random numbers."""
+    """Call a function again with the same random numbers."""
     again = made(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -183,17 +183,17 @@ def attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result:
 
 
 def _is_aligned(argument: object) -> bool:
-    """CUDA's kernels deal numbers to the values of an unaligned tensor in another order."""
+    """Whether a tensor is aligned; CUDA's kernels assign random numbers to unaligned tensors in another order."""
     return not isinstance(argument, Tensor) or bool(argument.storage_offset() * argument.itemsize % 16 == 0)
 
 
 def is_mask_alike(x: Tensor) -> bool:
-    """Whether the mask of a dropout is the same for every tensor of a shape, whatever the layout of its memory."""
+    """Whether a dropout's mask depends only on the shape of a tensor, not on its memory layout."""
     return x.is_cpu and x.is_contiguous()
 
 
 def mask(function: Function) -> Rule:
-    """Draw the mask of a dropout once more, which does not depend on the values that it is for."""
+    """Draw the mask of a dropout again; it does not depend on the values."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         x, *others = args or (kwargs["input"],)
@@ -212,7 +212,7 @@ def _on_any_values(function: Function, form: ShapeOnly, others: tuple[Any, ...],
 
 
 def _fixed(argument: object) -> object:
-    """An argument as it is now: the caller may change a list later. NotFollowed: it holds tensors."""
+    """An argument as it is now, because the caller may change a list later. NotFollowed: it holds tensors."""
     if not isinstance(argument, (list, tuple)):
         return argument
     if any(isinstance(one, Tensor) for one in argument):
@@ -224,7 +224,7 @@ class _ByName(NamedTuple):
     """A function that gets its last arguments by name."""
 
     function: Function
-    unnamed: int  # number of arguments
+    unnamed: int  # number of positional arguments
     names: tuple[str, ...]
 
     def call(self, *arguments: Any) -> Tensor:
@@ -256,7 +256,7 @@ def _found(find: Find, *vectors: Tensor | None) -> list[Any]:
 
 
 def named_arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a call gives, by name."""
+    """The arguments of a call, by name."""
     return dict(zip(_PARAMETERS[function], args, strict=False)) | kwargs
 
 
@@ -276,17 +276,17 @@ def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Batch normalisation with the statistics of the forward pass. x: (N, C, ...), the others (C,)."""
-    if isinstance(x, FakeTensor):  # PyTorch has no fake kernel for the operator below, and would launch the real one
+    if isinstance(x, FakeTensor):  # the operator below has no fake kernel, so the real one would be launched
         return torch.empty_like(x)
     if x.is_cuda:
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
-    # The operator takes a variance in eval mode. Multiplying the weight instead, as it would do, changes no bit.
+    # In eval mode the operator takes a variance. Scaling the weight instead, as it does itself, changes no bit.
     scale = invstd if weight is None else weight * invstd
     return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Equal to cuDNN's norm to the bit, unlike `normalised`, but it computes the statistics once more."""
+    """Equal to cuDNN's norm to the bit, unlike `normalised`, but it computes the statistics again."""
     return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
@@ -304,14 +304,14 @@ def _saved(node: Any, *names: str) -> list[Value | Kept]:
 def instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     given = named_arguments(F.instance_norm, args, kwargs)
     of_images = given.get("use_input_stats", True)
-    running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # which would move again
+    running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # would be updated again
     vectors = _found(find, *(running or (None, None)), given.get("weight"), given.get("bias"))
     arguments = [find(given["input"]), *vectors, of_images, 0.0, given.get("eps", 1e-5)]
     return Again(F.instance_norm, arguments, fresh=True)
 
 
 def layer(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    """Repeat a layer of ours. Running statistics that have moved stay as they are."""
+    """Repeat one of our layers. Running statistics that it has updated are not updated again."""
     x, weight, bias, mean, var, arguments, strategy = args
     moved, affine = arguments.use_batch_statistics, _found(find, weight, bias)
     running = [None if one is None else ShapeOnly(one) if moved else find(one) for one in (mean, var)]
@@ -324,7 +324,7 @@ def _layer_again(*given: Any) -> Tensor:
 
 
 def joined(function: Function) -> Rule:
-    """Concatenate or stack tensors once more. They are kept instead of the result."""
+    """Concatenate or stack tensors again. They are kept instead of the result."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if not kwargs.keys() <= {"tensors", "dim"}:
@@ -347,7 +347,7 @@ def cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tens
 
 
 def max_pool(dimensions: int) -> Rule:
-    """Max-pooling over so many dimensions: the kept indices say which values were the largest."""
+    """Max-pooling over this many dimensions: the kept indices say which values were the largest."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         node: Any = result.grad_fn
@@ -367,7 +367,7 @@ def _gathered(x: Tensor, indices: Tensor, flat: tuple[int, ...], shape: torch.Si
 
 
 def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    """The kept mask says which values were dropped."""
+    """Apply the kept mask, which says which values were dropped."""
     node: Any = result.grad_fn
     x = args[0] if args else kwargs["input"]
     if type(node).__name__ == "MulBackward0":
@@ -381,9 +381,9 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
 
 @cache
 def dropout_scale(device: torch.device, double: bool, share: float) -> float:
-    """The factor by which a dropout's kernel scales values. It is measured, as kernels may round 1 - p before dividing.
+    """The factor by which a dropout's kernel scales values, measured because kernels may round 1 - p before dividing.
 
-    NotFollowed where nothing can be measured: while a CUDA graph is captured, or if all values are dropped.
+    NotFollowed if it cannot be measured: while a CUDA graph is captured, or if all values are dropped.
     """
     if device.type == "cuda" and is_capturing():
         raise NotFollowed

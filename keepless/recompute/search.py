@@ -1,4 +1,4 @@
-"""Choose what a step keeps: the least time for every number of bytes, or for one."""
+"""Choose what a step keeps: the least time for every memory budget, or for one."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -7,21 +7,21 @@ from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
 from .step import Flag, Kind, Plan, Save, Step, StepValue
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_COARSER = 0.9  # each target of segments is that much of the next; the first targets in large steps are so coarse
-_FINER = (0.97, 0.99, 0.997)  # each target is this much lower than the peak before it; the next where that is too much
-_RUNS, _FEWEST = 700, 60  # simulations of each part of the search, of small steps and of large ones
-_WORK = 5 * 10**5  # values that they have together, if the runs are between these: about two seconds
-_FEW = 16  # values of which pairs are tried
-_BYTES_PER_CALL = 20_000  # take as long as a call by itself
+_COARSER = 0.9  # ratio of successive targets of `segment`, and of the first targets in large steps
+_FINER = (0.97, 0.99, 0.997)  # each target as a share of the peak before it; the next ratio where none is found
+_RUNS, _FEWEST = 700, 60  # simulations in each part of the search: at most (small steps) and at least (large steps)
+_WORK = 5 * 10**5  # values in all simulations of a part, between these limits: about two seconds
+_FEW = 16  # up to this many values, pairs are tried too
+_BYTES_PER_CALL = 20_000  # moving them takes as long as the overhead of a call
 _OPERATIONS_PER_BYTE = 4
-_TRIED = 12  # single moves of a kind that are simulated before one is made
+_TRIED = 12  # single moves of each kind to simulate before choosing one
 
 
 class Choice(NamedTuple):
-    """The values that a step keeps, and what that costs."""
+    """The values that a step keeps, and the cost."""
 
     peak: int  # bytes
-    seconds: float  # to compute values again
+    seconds: float  # to recompute values
     kept: tuple[bool, ...]  # for each value
 
     def plan(self, step: Step) -> Plan:
@@ -38,9 +38,9 @@ class Choice(NamedTuple):
         return Plan(step.calls, bytes(flags), self.peak, plain_peak(step))
 
     def _plain_calls(self, step: Step) -> set[int]:
-        """Calls whose saved tensors are all kept unchanged, and which recipes can read without a `Value`."""
+        """Calls whose saved tensors are all kept unchanged, and can be read by recipes without a `Value`."""
         values = step.values
-        packed = {save.memory for save in step.saved if save.signs}  # as soon as no reader is left but for signs
+        packed = {save.memory for save in step.saved if save.signs}  # once the only readers left read signs
         read = {i for value, kept in zip(values, self.kept, strict=True) if not kept for i in value.inputs}
 
         def stays(save: Save) -> bool:
@@ -57,19 +57,19 @@ class Choice(NamedTuple):
 def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
     """The Pareto front of peak and time, by decreasing peak.
 
-    A first search looks for any choice within the limit. It goes by counted bytes and operations, and the same way
-    whatever the limit: so all budgets agree on the least peak, and a budget is met wherever a smaller one is. If the
-    limit is met, a second search goes by the seconds of each call, and finds the fastest choice.
+    A first search looks for any choice within the limit. Its costs are counted bytes and operations, and it takes the
+    same path for every limit: so all budgets agree on the lowest peak, and if a budget can be met, so can any larger
+    one. If the limit is met, a second search uses the seconds of each call, and finds the fastest choice.
 
-    Both lower the peak from all that can be kept, by 3 % at a time (in large steps 10 % first): they drop the values
-    that cost the least for the bytes that they free while the step is above the target. They keep values again, which
-    cuts chains of recipes, where too much is computed at once. They also try what checkpoints of whole blocks do: the
-    first search before, the second afterwards. At last they change what was found in single values, as long as this
-    helps. They end after a number of simulations, not of seconds.
+    Both start from keeping everything, and lower the peak by 3 % at a time (in large steps 10 % first): they drop the
+    values that cost the least for the bytes that they free while the step is above the target. Where too much is
+    recomputed at once, they keep some values again to shorten the chains of recipes. They also try checkpoints of whole
+    blocks: the first search before this, the second afterwards. Finally they flip single values, as long as this helps.
+    They end after a fixed number of simulations, not after a time.
 
     Args:
-        limit: bytes. Only the fastest choice within it is looked for, or else the least; the front is complete as far
-            as it was searched. If the plain network is within the limit, nothing is searched.
+        limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
+            contains what was found on the way. If the plain network is within the limit, nothing is searched.
         fastest: False: any choice within the limit will do.
     """
     with on_real_tensors():
@@ -87,12 +87,12 @@ def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
         search.lowered(limit)
         search.segment(limit)
         search.polish(limit)
-        least = 0 if limit else met.peak  # it is the same for all budgets
+        least = 0 if limit else met.peak  # the lowest peak is the same for all budgets
         return pareto(choice for choice in search.found if choice.peak >= least)
 
 
 def _by_counting(value: StepValue) -> StepValue:
-    """A value with seconds that follow from its bytes and operations, and are the same whenever it is traced."""
+    """A value whose seconds follow from its bytes and operations, so they are the same in every trace."""
     return value._replace(seconds=1e-10 * (_BYTES_PER_CALL + value.bytes + value.operations / _OPERATIONS_PER_BYTE))
 
 
@@ -111,8 +111,8 @@ class _Search:
         self.simulation = Simulation(step)
         self.runs = min(_RUNS, max(_FEWEST, _WORK // max(len(step.values), 1)))
         self.allowed = 0  # simulations, so far
-        self.wanted = 0  # bytes; the search ends once a choice is within them
-        self.lowest = 2**63  # bytes, of all choices
+        self.wanted = 0  # bytes; the search ends once a choice is within this limit
+        self.lowest = 2**63  # lowest peak of all choices, bytes
         self.seconds = [value.seconds for value in step.values]
         self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
@@ -124,7 +124,7 @@ class _Search:
         self.found: list[Choice] = []
 
     def start(self) -> None:
-        """Keep all that can be kept."""
+        """Start from keeping everything that can be kept."""
         self.kept = [
             value.kind == Kind.KEPT or is_free for value, is_free in zip(self.step.values, self.is_free, strict=True)
         ]
@@ -146,7 +146,7 @@ class _Search:
         return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
     def lowered(self, limit: int) -> None:
-        """Lower the peak in small steps, as far as that goes."""
+        """Lower the peak in small steps, as far as possible or to the limit."""
         self.allowed = len(self.found) + self.runs
         steps = iter(_FINER if self.runs == _RUNS else (_COARSER, *_FINER))
         share = next(steps)
@@ -172,7 +172,7 @@ class _Search:
         return outcome
 
     def segment(self, limit: int) -> None:
-        """Try choices that cut the step into segments, keep more in the room that they leave, and go on from the least.
+        """Try choices that cut the step into segments, use the memory left to keep more, and go on from the lowest.
 
         `limit`: as for `frontier`.
         """
@@ -191,7 +191,7 @@ class _Search:
             self.lowered(limit)
 
     def lower(self, target: int) -> bool:
-        """Go on to a choice whose peak is at most the target; False if none is found."""
+        """Move to a choice whose peak is at most the target; False if none is found."""
         kept, outcome = self.kept, self.outcome
         while outcome.peak > target:
             if self.is_spent():
@@ -208,7 +208,7 @@ class _Search:
         ranked = self.drops(kept, outcome, target)
         moves = self.enough(ranked, outcome, target)
         count = len(moves)
-        while count > 1:  # as many at once as the excess seems to need
+        while count > 1:  # try as many at once as the excess seems to need
             several = list(kept)
             for move in moves[:count]:
                 for i in move:
@@ -236,9 +236,9 @@ class _Search:
         return kept, outcome, False
 
     def polish(self, limit: int) -> None:
-        """Change single values of what was found, and pairs of them in small steps, until nothing gets better.
+        """Flip single values of the choices found (in small steps also pairs), until nothing gets better.
 
-        `limit`: if it is not 0, only of the fastest choice within it.
+        `limit`: if it is not 0, only the fastest choice within it is changed.
         """
         done: set[tuple[bool, ...]] = set()
         free = self.free
@@ -264,10 +264,7 @@ class _Search:
                     self.simulated(_flipped(choice.kept, move))
 
     def drops(self, kept: list[bool], outcome: Outcome, target: int) -> list[tuple[int, list[int]]]:
-        """Values to drop while the step is above the target, those first that cost the least time for their bytes.
-
-        Each with its group.
-        """
+        """Values to drop while the step is above the target, each with its group; the cheapest per byte first."""
         counts = [0, *(outcome.levels > target).cumsum(0).tolist()]
         ranked = []
         for i in self.free:
@@ -279,7 +276,7 @@ class _Search:
         return [(i, group) for _, i, group in sorted(ranked)]
 
     def enough(self, ranked: list[tuple[int, list[int]]], outcome: Outcome, target: int) -> list[list[int]]:
-        """As many of these as seem to bring the peak down to the target."""
+        """As many groups as seem to bring the peak down to the target."""
         over = (outcome.levels - target).clamp_(min=0)
         groups = []
         for i, group in ranked:
@@ -290,7 +287,7 @@ class _Search:
         return groups
 
     def group(self, kept: list[bool], outcome: Outcome, number: int) -> tuple[list[int], float]:
-        """A value, with the values that would be kept for its recipe alone; and the seconds to compute them."""
+        """A value with the values that would be kept only for its recipe; and the seconds to compute them."""
         group: list[int] = []
         seconds, pending = 0.0, [number]
         while pending:
@@ -305,7 +302,7 @@ class _Search:
         return group, seconds
 
     def live(self, kept: list[bool], outcome: Outcome, are_kept: bool) -> list[int]:
-        """The free values in memory at the peak that are kept, or else computed; the largest last."""
+        """The free values in memory at the peak that are kept (or, if not `are_kept`, recomputed); the largest last."""
         peak = int(outcome.levels.argmax())
         start = outcome.born if are_kept else outcome.first
         found = [
@@ -314,7 +311,7 @@ class _Search:
         return sorted(found, key=self.bytes.__getitem__)
 
     def tidied(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome]:
-        """Use the remaining room to keep values again, most expensive to recompute first."""
+        """Use the remaining memory to keep values again, the most expensive to recompute first."""
         dropped = [i for i in self.free if not kept[i] and outcome.readers[i]]
         dropped.sort(key=lambda i: -self.seconds[i])
         trial, levels, any_kept = list(kept), outcome.levels.clone(), False
@@ -346,8 +343,8 @@ def _excess(outcome: Outcome, target: int) -> int:
 def segmented(step: Step) -> Iterator[list[bool]]:
     """Choices that cut a step into segments, as checkpoints of whole blocks do: from few long ones to many short ones.
 
-    The forward pass is cut where fewer bytes are handed on than shortly before and after, which is between its blocks.
-    What is handed on there is kept, and all else is computed again from it.
+    The forward pass is cut where fewer bytes are handed on than just before and after, i.e. between its blocks. Values
+    handed on at a cut are kept, and everything else is recomputed from them.
     """
     handed = _handed_on(step)
     sizes = [sum(step.memories[memory] for memory in {step.values[i].memory for i in one}) for one in handed]
@@ -356,7 +353,7 @@ def segmented(step: Step) -> Iterator[list[bool]]:
         for i in range(1, len(handed) - 1)
         if 0 < sizes[i] < sizes[i - 1] and sizes[i] <= next((size for size in sizes[i:] if size != sizes[i]), 0)
     ]
-    if not cuts:  # layers of one size, one after the other
+    if not cuts:  # consecutive layers of equal size
         cuts = [i for i in range(1, len(handed) - 1) if 0 < sizes[i] == sizes[i - 1]]
     inside = [0]  # bytes of the results before each value
     for value in step.values:
@@ -377,8 +374,8 @@ def segmented(step: Step) -> Iterator[list[bool]]:
 
 
 def _handed_on(step: Step) -> list[set[int]]:
-    """For each value: the results, up to this one, that later recipes read."""
-    sources: list[set[int]] = []  # the results that a value is made of, through views and the like
+    """For each value: the results up to it that later recipes read."""
+    sources: list[set[int]] = []  # the results from which a value is made through views and the like
     last: dict[int, int] = {}  # the last value whose recipe reads a result
     for number, value in enumerate(step.values):
         read = set().union(*(sources[i] for i in value.inputs))

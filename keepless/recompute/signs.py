@@ -1,4 +1,4 @@
-"""Which values of a tensor are positive, in one bit each: by Triton kernels on CUDA, elsewhere by operators."""
+"""Store which values of a tensor are positive, in one bit each: by Triton kernels on CUDA, elsewhere by operators."""
 
 import importlib.util
 from collections.abc import Callable
@@ -16,12 +16,12 @@ Positive = Callable[[Tensor], Tensor]  # which values count as positive: activat
 
 
 def positive_or_nan(tensor: Tensor) -> Tensor:
-    """For ReLU, which passes the gradient of NaN on."""
+    """For ReLU, which passes on the gradient where the input is NaN."""
     return (tensor <= 0).logical_not_()
 
 
 def positive(tensor: Tensor) -> Tensor:
-    """For leaky ReLU, which scales the gradient of NaN as that of negative values."""
+    """For leaky ReLU, which scales the gradient where the input is NaN, as for negative values."""
     return tensor > 0
 
 
@@ -52,7 +52,7 @@ def unpack_signs(signs: Tensor, shape: torch.Size, stride: tuple[int, ...], dtyp
 
 
 def unpacking_bytes(tensor: Tensor) -> int:
-    """Bytes that `unpack_signs` takes beside its result: without kernels, a byte for each value, twice."""
+    """Temporary bytes of `unpack_signs`, besides its result: without kernels, two bytes for each value."""
     return 0 if _has_kernels(tensor) else 16 * -(-tensor.numel() // 8)
 
 
@@ -61,20 +61,20 @@ def _has_kernels(tensor: Tensor) -> bool:
 
 
 def _kernels_run_on(tensor: Tensor) -> bool:
-    """Not under tools that watch operations, which cannot see inside a kernel."""
+    """Whether to use kernels: not under dispatch modes, which cannot see inside a kernel."""
     if not _has_kernels(tensor) or type(tensor) is not Tensor or dispatch_modes_on():
         return False
     return tensor.numel() > 0 and triton_launches(tensor.device)
 
 
 def _kernels() -> ModuleType:
-    from . import sign_kernels  # which imports triton
+    from . import sign_kernels  # imports triton
 
     return sign_kernels
 
 
 def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether a tensor's elements follow each other in memory, in any order of its dimensions."""
+    """Whether a tensor's elements have no gaps in memory, in any order of its dimensions."""
     size = 1
     for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1):
         if step != size:
@@ -89,7 +89,7 @@ def _bits(device: torch.device) -> Tensor:
 
 
 class ShapeOnly:
-    """Saved in place of a tensor whose shape and strides the gradient needs, but not its values."""
+    """Saved in place of a tensor of which the gradient needs the shape and strides, but not the values."""
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
 

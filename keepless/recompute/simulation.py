@@ -13,15 +13,15 @@ from .step import Event, Step
 
 
 class Outcome(NamedTuple):
-    """Memory and time of a choice. Lists have an entry for each value."""
+    """Memory and time of a choice. Lists have an entry for each value; a leader's covers all values of its recipe."""
 
     peak: int  # bytes
-    seconds: float  # to compute values again
-    levels: Tensor  # bytes during each event, at its highest; int64
-    readers: list[int]  # operations and recipes; of a leader: of all values that its recipe computes, and so on
+    seconds: float  # to recompute values
+    levels: Tensor  # the most bytes during each event; int64
+    readers: list[int]  # number of operations and recipes that read it
     born: list[int]  # event from which on it was needed; the number of events if never
     first: list[int]  # event of the backward pass that first read it, for itself or to compute another
-    last: list[int]  # and last
+    last: list[int]  # event that last read it
 
 
 def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
@@ -32,7 +32,7 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
 
 @contextmanager
 def on_real_tensors() -> Iterator[None]:
-    """Context for a `Simulation`, which computes with small tensors: no mode, such as one for fake tensors, sees it."""
+    """Context for a `Simulation`, which computes with small tensors: modes, e.g. for fake tensors, do not see them."""
     with without_function_modes(), without_dispatch_modes(), torch.no_grad():
         yield
 
@@ -57,8 +57,8 @@ def plain_peak(step: Step) -> int:
 class Simulation:
     """A step, prepared to be simulated for many choices.
 
-    What does not depend on the choice is worked out once: when the program holds each memory, and when autograd saves,
-    reads and releases each value. A choice then adds the spans of the values that it keeps and computes.
+    What does not depend on the choice is computed once: when the program holds each memory, and when autograd saves,
+    reads and releases each value. Each choice adds the time spans of the values that it keeps and recomputes.
     """
 
     def __init__(self, step: Step):
@@ -69,17 +69,17 @@ class Simulation:
         self.readers = [0] * count  # operations
         self.born, self.dead = [self.end] * count, [-1] * count
         self.first, self.last = [self.end] * count, [-1] * count
-        # Event, number of the save, its value, and whether it is a read. Value -1: an operation has run that has read
-        # it, and the graph keeps it; save -1: a backward pass ends.
+        # Event, number of the save, its value, and whether it is a read. Value -1: an operation that read the save has
+        # run, and the graph still keeps it; save -1: a backward pass ends.
         self.actions: list[tuple[int, int, int, bool]] = []
         self.inputs = [value.inputs for value in step.values]
-        self.together: dict[int, list[int]] = {}  # all values that one recipe computes, by the first of them
+        self.together: dict[int, list[int]] = {}  # leader -> all values that its recipe computes
         for number, value in enumerate(step.values):
             if value.leader >= 0:
                 self.together.setdefault(value.leader, []).append(number)
         self.steady, self.highest = _Changes(self.end), _Changes(self.end)  # of the program alone
         self._note_events()
-        self.sign_readers: dict[int, tuple[int, int]] = {}  # and bytes, by value
+        self.sign_readers: dict[int, tuple[int, int]] = {}  # value -> number of sign readers, bytes of the signs
         self.unpacking: dict[int, int] = {}
         for saved in step.saved:
             if saved.signs:
@@ -92,7 +92,7 @@ class Simulation:
         step, holders, since = self.step, [0] * len(self.step.memories), [0] * len(self.step.memories)
         open_saves: dict[int, int] = {}
         reading: list[int] = []  # saves that the running operation has read
-        read: list[tuple[int, int]] = []  # event of its end, and saves that were not released then
+        read: list[tuple[int, int]] = []  # (event, save): an operation ended, and its save was not released
         for now, (event, what) in enumerate(step.events):
             if event == Event.HOLD:
                 holders[what] += 1
@@ -134,14 +134,14 @@ class Simulation:
                 self.steady.span(begin, end, step.memories[memory])
 
     def run(self, kept: Sequence[bool]) -> Outcome:
-        """The memory and time of a step that keeps these values, and computes others again as `Value.get` does.
+        """The memory and time of a step that keeps these values, and recomputes others as `Value.get` does.
 
-        `kept`: for each value; True for those of `Kind.KEPT`, and False for those that follow or are overwritten.
+        `kept`: for each value; True for `Kind.KEPT`, False for `Kind.FOLLOWS` and `Kind.OVERWRITTEN`.
         """
         return _Run(self, self.led(kept)).outcome()
 
     def led(self, kept: Sequence[bool]) -> Sequence[bool]:
-        """The same choice for all values that one recipe computes."""
+        """Extend the choice for each leader to all values that its recipe computes."""
         if self.together:
             kept = list(kept)
             for leader, numbers in self.together.items():
@@ -150,14 +150,14 @@ class Simulation:
         return kept
 
     def added(self, steady: "_Changes", highest: "_Changes") -> Tensor:
-        """Bytes during each event, with what a choice changes: after each event, and beyond that during it."""
+        """The most bytes during each event, with a choice's changes: lasting (`steady`) and momentary (`highest`)."""
         changes = self.base[0] + steady.sums()
         after = changes.cumsum(0)
         return torch.maximum(after, after - changes + self.base[1] + highest.sums())
 
 
 class _Changes:
-    """Bytes that come or go at events."""
+    """Bytes allocated or freed at events."""
 
     def __init__(self, end: int):
         self.end = end
@@ -169,12 +169,12 @@ class _Changes:
         self.bytes.append(change)
 
     def span(self, begin: int, end: int, size: int) -> None:
-        """So many bytes from one event to another."""
+        """Add `size` bytes from one event to another."""
         self.events += (begin, end)
         self.bytes += (size, -size)
 
     def sums(self) -> Tensor:
-        """In all, for each event."""
+        """The total for each event."""
         sums = torch.zeros(self.end + 1, dtype=torch.int64)
         if self.events:  # arrays, because tensors of long lists take ten times as long
             where, sizes = (torch.frombuffer(array("q", one), dtype=torch.int64) for one in (self.events, self.bytes))
@@ -192,21 +192,21 @@ class _Run:
         self.readers, self.born, self.dead = list(whole.readers), list(whole.born), list(whole.dead)
         self.first, self.last = list(whole.first), list(whole.last)
         self._reach_inputs()
-        # Bytes kept instead of a value of which only the signs are read.
+        # For values of which only the signs are read: the bytes kept instead.
         self.signs = {
             value: size for value, (number, size) in whole.sign_readers.items() if number == self.readers[value]
         }
         self.reads = [0] * count
-        self.place = [-1] * count  # of a computed value: the value in whose memory it is; -1: not computed
+        self.place = [-1] * count  # for a computed value: the value whose memory it is in; -1: not computed
         self.users = [0] * count  # computed values in this one's memory, and operations that read them
-        self.using: dict[int, int] = {}  # the memory that a running operation reads, by number of the save
+        self.using: dict[int, int] = {}  # number of a save -> the memory in which a running operation reads it
         self.seconds = 0.0
         self.now = 0  # number of the event
-        self.level = self.most = 0  # bytes that this event has added so far, and the most of it
+        self.level = self.most = 0  # bytes that this event has added so far, and their maximum
         self.steady, self.highest = _Changes(whole.end), _Changes(whole.end)
 
     def _reach_inputs(self) -> None:
-        """A value that is computed again needs its inputs as long as it is needed itself."""
+        """Keep the inputs of a recomputed value as long as the value is needed."""
         readers, born, dead, inputs = self.readers, self.born, self.dead, self.inputs
         for number in range(len(self.kept) - 1, -1, -1):  # a value's inputs have smaller numbers
             if self.kept[number]:
@@ -250,7 +250,7 @@ class _Run:
                 self.steady.add(now, self.level)
             if self.most:
                 self.highest.add(now, self.most)
-        for leader, numbers in self.whole.together.items():  # it stands for all of them
+        for leader, numbers in self.whole.together.items():  # the leader stands for all
             self.readers[leader] = sum(self.readers[one] for one in numbers)
             for found, choose in ((self.born, min), (self.first, min), (self.last, max)):
                 found[leader] = choose(found[one] for one in numbers)
@@ -258,8 +258,8 @@ class _Run:
         return Outcome(int(levels.max()), self.seconds, levels, self.readers, self.born, self.first, self.last)
 
     def _kept_spans(self) -> Iterator[tuple[int, int, int]]:
-        """Begin, end and bytes of what is kept while the program does not hold it."""
-        needed: dict[int, tuple[int, int]] = {}  # by memory
+        """(begin, end, bytes) of memory that is kept while the program does not hold it."""
+        needed: dict[int, tuple[int, int]] = {}  # memory -> (begin, end)
         for number, is_kept in enumerate(self.kept):
             if not is_kept or not self.readers[number]:
                 continue
@@ -291,7 +291,7 @@ class _Run:
     def _read(self, number: int, value: int) -> None:
         """The backward pass reads a saved tensor, which is computed first."""
         kept, place = self.kept, self.place
-        if number in self.using:  # as users' backward functions do, which ask for their saved tensors one by one
+        if number in self.using:  # read again: users' backward functions unpack saved tensors one by one
             self._leave(self.using.pop(number))
         pending = [value] if place[value] < 0 else []
         while pending:
@@ -312,7 +312,7 @@ class _Run:
         self._count(value)
 
     def _release(self, number: int, value: int) -> None:
-        """Autograd drops a saved tensor, and with the last one what is still there of its value and recipe."""
+        """Autograd drops a saved tensor, and with the last one whatever remains of its value and recipe."""
         if number in self.using:
             self._leave(self.using.pop(number))
         pending = [value]
@@ -323,7 +323,7 @@ class _Run:
                 pending += self.values[other].inputs
 
     def _pass_ends(self) -> None:
-        """What was computed for readers that have not come is forgotten; another backward pass computes it again."""
+        """Drop values computed for readers that never came; another backward pass computes them again."""
         while self.using:
             self._leave(self.using.popitem()[1])
         for number, place in enumerate(self.place):
@@ -332,7 +332,7 @@ class _Run:
         self.reads = [0] * len(self.reads)
 
     def _compute(self, number: int) -> None:
-        """Run the call that gives a value, and others with it, of which those are there that are still to be read."""
+        """Run the call that computes a value; other values that it computes stay if they are still to be read."""
         leader = self.values[number].leader
         value = self.values[leader if leader >= 0 else number]
         self.seconds += value.seconds
@@ -353,7 +353,7 @@ class _Run:
             self.most = max(self.most, self.level + (value.busy if value.leader < 0 else 0))
         elif not self.kept[shared]:
             self.place[number] = self.place[shared]
-        if self.place[number] >= 0:  # else it is a view of kept memory
+        if self.place[number] >= 0:  # otherwise it is a view of kept memory
             self.users[self.place[number]] += 1
 
     def _read_inputs(self, number: int) -> None:
@@ -374,7 +374,7 @@ class _Run:
         return is_own and self.values[number].is_fresh and not self.kept[number]
 
     def _count(self, number: int) -> None:
-        """A computed value was read, and is forgotten after its last reader."""
+        """A computed value was read; drop it after its last reader."""
         self.reads[number] += 1
         if self.reads[number] >= self.readers[number]:
             self._forget(number)

@@ -38,12 +38,12 @@ from .values import Again, Recipe, Saved, Value
 Gradients = Sequence[Tensor | None]
 
 _OF_WRITTEN_VIEW = "CopySlices"  # the node of a call that has written over a view, e.g. over an instance norm's result
-_OF_CHECKPOINT = "CheckpointFunctionBackward"  # one that is reentrant: its calls run without gradients at first
-_SMALL = 2**12  # bytes of a call's arguments below which nothing is measured; its event stays, as in larger steps
+_OF_CHECKPOINT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which first runs without gradients
+_SMALL = 2**12  # bytes: a call with smaller arguments is not measured; its event stays, as in larger steps
 
 
 class Progress(Enum):
-    """How far a traced step has come. DROPPED: the graph was freed without a backward pass, or that raised an error."""
+    """State of a traced step. DROPPED: its graph was freed without a backward pass, or the backward pass failed."""
 
     RUNS = "runs"
     ENDED = "ended"
@@ -55,11 +55,11 @@ class _Busy(NamedTuple):
 
     call: MeasuredCall
     event: int  # number of its BUSY event
-    value: int  # number of the value that this call computes; -1: none is known
+    value: int  # number of the value that this call computes; -1 if unknown
 
 
 class Costs(NamedTuple):
-    """The cost of computing a value again. `busy`: see `StepValue`."""
+    """The cost of recomputing a value. `busy`: see `StepValue`."""
 
     seconds: float = 0.0
     busy: int = 0
@@ -70,8 +70,8 @@ class StepTrace:
     """Watches a forward pass through a `Recording`, and the backward pass that follows.
 
     Args:
-        measures: calls are measured on other tensors, once the step has ended. Otherwise times are estimated, and calls
-            take no temporary bytes.
+        measures: measure calls on other tensors once the step has ended. Otherwise times are estimated, and temporary
+            memory of calls is not counted.
     """
 
     def __init__(self, measures: bool = True) -> None:
@@ -83,26 +83,26 @@ class StepTrace:
         self.forward = -1  # number of events in the forward pass, once it has ended
         self.calls: list[Any] = []
         self.unseen = ""
-        self.ran = False  # a backward pass, at least through a part of the graph
-        self.in_pass = False  # a backward pass runs, or has been given up by an error
-        self._numbers: ByStorage[int] = ByStorage()  # of memories
+        self.ran = False  # a backward pass has run, at least through a part of the graph
+        self.in_pass = False  # a backward pass is running, or was aborted by an error
+        self._numbers: ByStorage[int] = ByStorage()  # numbers of memories
         self._watched: dict[int, Gone] = {}  # by id
-        self._open: list[Gone] = []  # what autograd holds
-        self._vectors: list[Gone] = []  # likewise, without a value
-        self._unnumbered: list[tuple[Saved, int, int]] = []  # saved by the call that is running
+        self._open: list[Gone] = []  # saved tensors that autograd holds
+        self._vectors: list[Gone] = []  # the same, for tensors without a value
+        self._unnumbered: list[tuple[Saved, int, int]] = []  # saved by the running call
         self._handles: list[Any] = []
         self._copies: list[int] = []  # numbers of the memories that running nodes hold
-        self.seconds = 0.0  # of the call that ran last
-        self._began = 0  # number of its first event
-        self._backward: dict[int, MeasuredCall] = {}  # by the number of the node that it made
-        # To be measured after the step: calls; events of their nodes, with the strides of the gradients.
+        self.seconds = 0.0  # of the last call
+        self._began = 0  # number of the last call's first event
+        self._backward: dict[int, MeasuredCall] = {}  # by the number of the call's node
+        # To be measured after the step: calls, and the events of their nodes with the strides of the gradients.
         self._busy: list[_Busy] = []
-        self._busy_backward: list[tuple[int, MeasuredCall, tuple[int, ...], int]] = []  # and bytes besides
-        self._drawn: list[tuple[MeasuredCall, int]] = []  # and the number of the mask
+        self._busy_backward: list[tuple[int, MeasuredCall, tuple[int, ...], int]] = []  # the last: additional bytes
+        self._drawn: list[tuple[MeasuredCall, int]] = []  # with the number of the mask
         self._without_rules: dict[int, MeasuredCall] = {}  # by the number of a result's node
 
     def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
-        """The number of a tensor's memory. `outside`: if it is not known, it was there before."""
+        """The number of a tensor's memory. `outside`: if it is new here, it existed before the step."""
         storage = tensor.untyped_storage()
         number = self._numbers.get(storage)
         if number is None:
@@ -135,7 +135,7 @@ class StepTrace:
     def result(self, call: Call, result: Tensor, again: Again | None, mask: Again | None, number: int) -> int:
         """Note the result of a call with a rule; return the number of its value.
 
-        `again`: how to repeat the call, which gives all that it has saved inside, too, unless `mask` gives that.
+        `again`: how to repeat the call, which also restores what it has saved inside, unless `mask` does that.
         """
         is_whole = again is not None and bool(call.inside) and call.row.mask is None
         leader = call.inside[0].value.number if is_whole else -1
@@ -157,7 +157,7 @@ class StepTrace:
         return own
 
     def _inside(self, call: Call, again: Again, costs: Costs, flag: int, number: int) -> None:
-        """Note that what a call has saved inside can be computed again; the first of it has the costs."""
+        """Note that what a call has saved inside can be recomputed; the first of these values has the costs."""
         inputs, leader = _numbers(again.arguments), call.inside[0].value.number
         for part in call.inside:
             one = self.values[part.value.number]._replace(
@@ -175,7 +175,7 @@ class StepTrace:
         again: Again | None = None,
         leader: int = -1,
     ) -> int:
-        """Note a value, and return its number. `inputs`: of its recipe. `again`: of a call's result."""
+        """Note a value, and return its number. `inputs`: what its recipe reads. `again`: how to repeat its call."""
         memory = self.memory(tensor)
         sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
         alias = next(sharing, -1)
@@ -190,7 +190,7 @@ class StepTrace:
             self.values[value.number] = self.values[value.number]._replace(memory=self.memory(copy))
 
     def overwrites(self, value: Value, tensor: Tensor) -> bool:
-        """A call has overwritten a tensor of this value. Returns whether the value can still be computed again."""
+        """A call has overwritten a tensor of this value. Returns whether the value can still be recomputed."""
         if value.number < 0:
             return False
         memory = self.memory(tensor)
@@ -246,7 +246,7 @@ class StepTrace:
     def run(self, call: Call, is_made: Callable[[Tensor], bool]) -> Any:
         """Run a call, and measure its time."""
         for tensor in filter(is_ordinary, tensors_in(call.arguments)):
-            if is_made(tensor):  # by code that calls no function
+            if is_made(tensor):  # made in this pass, but not by a recorded call
                 self.holds(tensor)
             else:
                 self.memory(tensor, outside=True)
@@ -257,7 +257,7 @@ class StepTrace:
         return result
 
     def _without_rule(self, call: Call, result: Any) -> None:
-        """Note a call of PyTorch that nothing is known of, such as an LSTM: what it takes inside is measured later."""
+        """Note a PyTorch call without a rule, such as an LSTM: its temporary memory is measured later."""
         results = [one for one in tensors_in(result) if one.grad_fn is not None]
         if not results or not isinstance(call.function, (BuiltinFunctionType, MethodDescriptorType)):
             return
@@ -279,12 +279,12 @@ class StepTrace:
                 self._backward[node_number(result.grad_fn)] = measured
             self.events.insert(event, (Event.BUSY, extra))
             self._busy.append(_Busy(measured, event, value))
-        if isinstance(result, FakeTensor) or is_fused(result.grad_fn, call.args):  # and then compiled just now
+        if isinstance(result, FakeTensor) or is_fused(result.grad_fn, call.args):  # fused: it has just compiled
             seconds = estimated_seconds(function, call.arguments, result)
         return Costs(seconds, 0, operations_of(function, call.arguments, result))
 
     def _measured_call(self, call: Call, result: Tensor, lists: bool = False) -> MeasuredCall | None:
-        """The call, if it can be measured on other tensors: it draws no numbers, writes over nothing, compiles nothing.
+        """The call, if it can be measured on other tensors: it draws no numbers, overwrites and compiles nothing.
 
         `lists`: its arguments may be lists of tensors.
         """
@@ -318,10 +318,10 @@ class StepTrace:
                     pending.append(following)
 
     def _before(self, call: MeasuredCall | None, is_copying: bool, gradients: Gradients) -> None:
-        """A node of the backward pass is about to run; the first one of `call`, if it is given.
+        """A node of the backward pass is about to run; with `call`, the first node of that call.
 
-        `is_copying`: `_OF_WRITTEN_VIEW`, which holds the view's gradient before and after, while another node runs
-        inside.
+        `is_copying`: the node is an `_OF_WRITTEN_VIEW`, which holds the view's gradient before and after, while another
+        node runs inside.
         """
         self._gradients(gradients)
         if is_copying:
@@ -359,7 +359,7 @@ class StepTrace:
         self.events.append((Event.PASS, 0))
 
     def progress(self) -> Progress:
-        """How far the step has come."""
+        """The state of the step."""
         is_released = self.forward >= 0 and not any(gone() is not None for gone in self._open)
         if self.ran and not is_released and backward_runs():  # a reentrant checkpoint runs a backward pass inside
             return Progress.RUNS

@@ -1,4 +1,4 @@
-"""Values of a forward pass that its backward pass reads: kept, computed again from others, or overwritten."""
+"""Values of a forward pass that its backward pass reads: kept, recomputed from others, or overwritten."""
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -21,7 +21,7 @@ from .signs import Positive, Signs
 class Value:
     """A tensor of the forward pass, for the operations and recipes that read it in a backward pass.
 
-    It is computed again (or unpacked) once per backward pass: for its first reader, and held until the last has read.
+    It is recomputed (or unpacked) once per backward pass, for its first reader, and held until the last has read it.
     """
 
     __slots__ = (
@@ -31,25 +31,25 @@ class Value:
 
     def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
         self.source = source
-        self.storage = storage  # of a kept tensor
-        self.bytes = bytes  # of that memory; 0 for leaves with a gradient, which stay anyway
-        self.recipes: list[weakref.ref[Any]] = []  # that may yet read it, as long as they live
+        self.storage = storage  # address, if the tensor is kept
+        self.bytes = bytes  # of that storage; 0 for leaves with a gradient, which stay anyway
+        self.recipes: list[weakref.ref[Any]] = []  # may still read it while they exist
         self.number = -1  # in the trace of a step, if there is one
         self.readers = 0
-        self.sign_readers = 0  # readers that only ask which values are positive
-        self.positive: Positive | None = None  # how they ask it
+        self.sign_readers = 0  # readers that only need to know which values are positive
+        self.positive: Positive | None = None  # the function by which they find out
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
         self.version = 0  # of the computed tensor
-        self.stream: torch.cuda.Stream | None = None  # that computes it, or has made what is read for its signs
+        self.stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
 
     @property
     def unread(self) -> bool:
-        """True while the value has no reader; its memory is then freed together with the tensor."""
+        """True while the value has no reader; then its memory is freed with the tensor."""
         return not (self.readers or isinstance(self.source, Recipe) or self.may_be_read())
 
     def may_be_read(self) -> bool:
-        """Whether a recipe may yet read it."""
+        """Whether a recipe may still read it."""
         while self.recipes and self.recipes[-1]() is None:
             self.recipes.pop()
         return bool(self.recipes)
@@ -80,9 +80,9 @@ class Value:
                 value.remove_reader()
 
     def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
-        """Keep only signs if all readers ask for signs alone; otherwise give the tensor to the outer hooks.
+        """Keep only signs if all readers need nothing else; otherwise give the tensor to the outer hooks.
 
-        False while a recipe may still read it, which ends with the forward pass.
+        False while a recipe may still read it, at most until the forward pass ends.
         """
         kept = self.source
         if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():
@@ -92,14 +92,14 @@ class Value:
                 return False
             assert self.positive is not None
             tensor = kept.get()
-            wait_for(self.stream, tensor)  # a later call, perhaps on another stream, packs what has been freed
+            wait_for(self.stream, tensor)  # it is packed during a later call, perhaps on another stream
             self.source, self.storage = Signs(tensor, self.positive, hooks), 0
         elif hooks is not None:
             self.source = Kept(kept.get(), hooks)
         return True
 
     def reads_storage(self, storage: int) -> bool:
-        """Whether it is kept in a storage (given by its address), or computed from a value that is."""
+        """Whether it is kept in the storage with this address, or computed from a value that is."""
         seen: set[Value] = set()
         values = [self]
         while values:
@@ -133,7 +133,7 @@ class Value:
             source = self.source
             tensor = (yield from source.steps(self)) if isinstance(source, Recipe) else source.get()
         else:
-            check_version(tensor, self.version)  # a backward function may write over its input
+            check_version(tensor, self.version)  # a backward function may have overwritten its input
             wait_for(self.stream, tensor)
         self.reads += 1
         if self.reads == self.readers or not backward_runs():  # not in a backward pass
@@ -143,10 +143,10 @@ class Value:
         return tensor
 
     def hold(self, tensor: Tensor) -> None:
-        """Hold the computed tensor for readers that come."""
+        """Hold the computed tensor for later readers."""
         if backward_runs():
             self.computed, self.version, self.stream = tensor, tensor._version, current_stream(tensor)
-            # Not all readers read in a backward pass through a part of the graph.
+            # A backward pass through a part of the graph does not reach all readers.
             at_end_of_backward(partial(_drop, weakref.ref(self)))
 
     def drop(self) -> None:
@@ -155,7 +155,7 @@ class Value:
 
 
 def unread_bytes(values: Iterable[Value]) -> int:
-    """Bytes of kept memory that these values need, and that no operation reads, or only for its signs."""
+    """Bytes of kept memory that these values need, and that operations do not read or only for signs."""
     seen: set[Value] = set()
     waiting = list(values)
     while waiting:
@@ -179,11 +179,11 @@ class Memory:
     def __init__(self) -> None:
         self.values: list[weakref.ref[Value]] = []
         self.overwritten = False
-        self.earlier: Memory | None = None  # of the same storage, which was not overwritten after all
+        self.earlier: Memory | None = None  # for the same storage, if a call did not overwrite it after all
 
 
 class Saved:
-    """Saved in place of a tensor: its value, unless the tensor's memory is overwritten."""
+    """What autograd saves in place of a tensor: its value. Reading it fails if the tensor's memory was overwritten."""
 
     __slots__ = ("__weakref__", "memory", "number", "reads_signs", "value")
 
@@ -191,7 +191,7 @@ class Saved:
         self.value = value
         self.memory = memory
         self.number = -1  # in the trace of a step, if there is one
-        self.reads_signs = False  # the operation only asks which entries are positive
+        self.reads_signs = False  # the operation only needs to know which entries are positive
         if value.readers:  # a quick `add_reader`
             value.readers += 1
         else:
@@ -204,30 +204,30 @@ class Saved:
         value.add_reader()
 
     def get(self) -> Tensor:
-        """Return the tensor. Raises RuntimeError if it, or a tensor that it needs, was modified in place."""
+        """Return the tensor. RuntimeError if it, or a tensor from which it is computed, was modified in place."""
         if self.memory.overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
         return self.value.get()
 
 
 class Again(NamedTuple):
-    """A call that gives the same result again.
+    """A call that computes the same result again.
 
     `fresh`: its result shares no memory with anything else. `can_overwrite`: the function is elementwise and takes
     `inplace=True`, which is used where its first argument has no other reader. `draws`: it draws random numbers.
     """
 
     function: Callable[..., Tensor]
-    arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors that the recipe is to keep, and constants
+    arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors for the recipe to keep, and constants
     fresh: bool = False
     can_overwrite: bool = False
     draws: bool = False
 
 
 class Recipe:
-    """How to compute values again: `function(*arguments)`, where some arguments are `Value`s or `Kept`.
+    """How to recompute values: `function(*arguments)`, where some arguments are `Value`s or `Kept`.
 
-    It gives one value, or a list with one tensor for each of `outputs`: the values that a call has made inside of it.
+    It computes one value, or a list with a tensor for each of `outputs`, the values that a call has saved inside.
     """
 
     __slots__ = (
@@ -244,7 +244,7 @@ class Recipe:
         self.autocast = autocast_of(self.device)
         self.inputs: list[Value] = []
         self.outputs: list[weakref.ref[Value]] = []
-        self.wanted = 0  # values with readers that it gives
+        self.wanted = 0  # number of values that it computes and that have readers
         self.depth = 1  # recipes in the longest chain from kept values to this one
         for value in again.arguments:
             if isinstance(value, Value):
@@ -254,7 +254,7 @@ class Recipe:
                     self.depth = 1 + value.source.depth
 
     def counted(self, change: int) -> list[Value]:
-        """Count its values with readers. Returns the inputs if the first has come (1), or the last has gone (-1)."""
+        """Count its values with readers. Returns the inputs if this is the first one (1), or was the last one (-1)."""
         self.wanted += change
         return self.inputs if self.wanted == max(change, 0) else []
 
@@ -276,7 +276,7 @@ class Recipe:
         return self._finished(self.function(*arguments, **options), value)
 
     def _finished(self, result: Any, value: Value) -> Tensor:
-        if self.outputs:  # each of them is held until its own last reader has come
+        if self.outputs:  # each is held until its own last reader has read it
             for reference, tensor in zip(self.outputs, result, strict=True):
                 if (other := reference()) is value:
                     found = tensor
@@ -289,14 +289,14 @@ class Recipe:
 
 
 def saved_value(packed: Any) -> Any:
-    """The `Value` or `Kept` tensor that a node holds, if it is ours or PyTorch's; None for an absent tensor."""
+    """The `Value` or `Kept` tensor that our node or PyTorch's holds; None for an absent tensor."""
     if isinstance(packed, Tensor):
         return Kept(packed, None)
     return packed.value if isinstance(packed, Saved) else packed
 
 
 def _is_spare(argument: object) -> bool:
-    """Whether an argument was computed for one recipe alone, in its own memory."""
+    """Whether an argument was computed for only one recipe, in its own memory."""
     if not isinstance(argument, Value) or argument.readers != 1:
         return False
     return isinstance(argument.source, Recipe) and argument.source.fresh
@@ -309,7 +309,7 @@ def autocast_as(autocast: tuple[bool, torch.dtype | None], device: str) -> Abstr
 
 
 def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
-    """Whether autocast is enabled for a type of device, and its dtype then."""
+    """Whether autocast is enabled for a type of device, and if so its dtype."""
     if _has_autocast(device) and torch.is_autocast_enabled(device):
         return True, torch.get_autocast_dtype(device)
     return False, None
@@ -317,7 +317,7 @@ def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
 
 @cache
 def _has_autocast(device: str) -> bool:
-    """Not e.g. meta."""
+    """Whether a type of device has autocast; meta, for example, does not."""
     return torch.amp.is_autocast_available(device)
 
 
@@ -326,15 +326,15 @@ class _Overwriting(NamedTuple):
 
     tensor: Tensor
     storage: UntypedStorage
-    version: int  # before
+    version: int  # before the call
     memory: Memory
-    copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
+    copied: list[tuple[Value, Kept, int]]  # values that were copied, with their original sources and storages
 
 
 def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> _Overwriting | None:
     """Copy the values in a tensor's memory that recipes read. None if nothing depends on it.
 
-    `memories`: those in which values are kept. `outer`: hooks that get the copies.
+    `memories`: of kept values. `outer`: hooks that get the copies.
     """
     storage = tensor.untyped_storage()
     memory = memories.pop(storage)
@@ -349,7 +349,7 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
 
 
 def after_overwriting(write: _Overwriting, memories: ByStorage[Memory]) -> None:
-    """Mark the tensors that operations saved as overwritten; or undo the copies, if nothing was written."""
+    """Mark the tensors saved by operations as overwritten; or undo the copies if nothing was written."""
     memory: Memory | None = write.memory
     if write.tensor._version != write.version:
         while memory is not None:

@@ -511,7 +511,7 @@ class Hidden(Chain):
 def test_outputs_that_cannot_be_seen_are_said():
     network, x = recompute_activations(Hidden(4), budget=0.5), torch.randn(2, 4, 8, 8)
     network(x).logits.sum().backward()
-    with pytest.warns(UserWarning, match="returns no tensor with a graph .* may take more"):
+    with pytest.warns(UserWarning, match="returns no tensor with a graph .* may exceed the budget"):
         network(x)
     frozen = recompute_activations(Chain(4), budget=0.5).requires_grad_(False)
     with warnings.catch_warnings(action="error"):
@@ -713,7 +713,7 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
             recompute_activations(network, budget=wrong)
     with pytest.raises(ValueError, match="checkpointed_only=True"):
         recompute_activations(network, budget=0.5, checkpointed_only=True)
-    with pytest.raises(ValueError, match="expected one of at least .*, the least peak of all plans"):
+    with pytest.raises(ValueError, match="expected one of at least .*, the lowest peak of all plans"):
         plan(network, x, budgets=["1kB"])
     with pytest.raises(ValueError, match="budget=2.0"):
         plan(network, x, budgets=[2.0])
@@ -721,7 +721,7 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
         plan(network.requires_grad_(False), x)
     network.requires_grad_()
     prepared = recompute_activations(network, budget="1kB")
-    with pytest.warns(UserWarning, match="no plan keeps this step within 1.0 KiB: the least is .*, which") as found:
+    with pytest.warns(UserWarning, match="no plan keeps this step within 1.0 KiB: the lowest peak is") as found:
         prepared(x)
     assert found[0].filename == __file__
     with warnings.catch_warnings(action="error"):  # it is said once, also about other passes

@@ -292,7 +292,7 @@ def test_fake_tensors_that_are_kept_elsewhere_are_an_error_once_they_are_read():
 
     within = recompute_activations(Layers(2, assigned), budget=0.8)
     for _ in range(2):
-        with pytest.raises(LeftBehind, match="aten.mul.Tensor reads a tensor that code outside the network has kept"):
+        with pytest.raises(LeftBehind, match="aten.mul.Tensor reads a fake tensor that code outside the network"):
             within(torch.randn(2, 32))
     elsewhere.mask = torch.ones(32)
     assert type(within(torch.randn(2, 32))) is Tensor

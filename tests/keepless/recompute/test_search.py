@@ -94,9 +94,9 @@ def test_the_least_is_named_at_once_and_taken(share):
     plain = plain_peak(rehearsed_step(network, (x,), {}))
     recompute_activations(network, budget=int(share * plain))
     ahead = Ahead.of(network)
-    with pytest.warns(UserWarning, match="the least is") as said:
+    with pytest.warns(UserWarning, match="the lowest peak is") as said:
         peaks = [ahead.peak(network, x) for _ in range(3)]
-    assert len(said) == 1 and f"the least is {size_text(peaks[0])}, which is taken" in str(said[0].message)
+    assert len(said) == 1 and f"the lowest peak is {size_text(peaks[0])}, which is used" in str(said[0].message)
     assert max(peaks) - min(peaks) < 1000
 
 

@@ -270,7 +270,7 @@ def test_a_step_that_is_profiled_is_not_traced():
     within, plain = pair()
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profile:
-        with pytest.warns(UserWarning, match="a profiler of PyTorch runs: the budget is planned once it has ended"):
+        with pytest.warns(UserWarning, match="a PyTorch profiler is running: the budget is planned once it has ended"):
             assert_like_plain(within, plain)
         profile.step()
         assert_like_plain(within, plain)
