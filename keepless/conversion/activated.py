@@ -1,8 +1,8 @@
 """Norms that already include an activation which the network's own code calls afterwards.
 
 Such a norm returns an `Activated`, and a `MergedActivation` in place of the activation unwraps it. So a ReLU module
-that a block calls in several places passes activated tensors on and activates all others. Any other code that gets an
-`Activated`, e.g. in a branch that did not run on the example, raises an error instead of computing something else.
+that a block calls in several places passes on activated tensors and activates all others. Any other code that gets an
+`Activated`, e.g. in a branch that did not run on the example, raises an error instead of computing wrong values.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from ..norms.abn import ABN
 from ..norms.backends.activations import Activation
 from ..torch_internals import register_pytree_node
 
-# Attributes of the norm's output that a network may read, because the activation does not change them.
+# Attributes of the norm's output that a network may read; the activation does not change them.
 METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "dim", "size", "numel")
 
 
 @dataclass(eq=False)
 class Activated:
-    """The output of a norm and its activation, for the module of that activation only."""
+    """The output of a norm that includes an activation, readable only by the module of that activation."""
 
     tensor: Tensor  # any shape and floating dtype
-    activation: Activation  # that the norm includes
+    activation: Activation  # included in the norm
     with_grad: bool  # computed with gradients enabled
 
     @classmethod
@@ -50,7 +50,7 @@ for _name in _OPERATIONS.split():
     setattr(Activated, f"__{_name}__", _refuses(f"__{_name}__"))
 
 
-# FSDP2 looks for the tensors in a module's output: in dataclasses, or else in such nodes.
+# FSDP2 looks for tensors in a module's output: in dataclasses, or else in pytree nodes.
 register_pytree_node(
     Activated,
     lambda activated: ([activated.tensor], (activated.activation, activated.with_grad)),
@@ -59,7 +59,7 @@ register_pytree_node(
 
 
 class MergedActivation(nn.Module):
-    """In place of an activation that some norms include: passes their outputs on, and activates every other tensor."""
+    """Replaces an activation that some norms include: passes on their outputs, and activates all other tensors."""
 
     def __init__(self, activation: nn.Module):
         super().__init__()
@@ -70,8 +70,8 @@ class MergedActivation(nn.Module):
     def forward(self, x: Tensor | Activated) -> Tensor:
         """x: any shape and floating dtype.
 
-        RuntimeError if the norm includes another activation; or x was computed without gradients, which are enabled
-        here. `torch.utils.checkpoint` with use_reentrant=True between the two would lose them.
+        RuntimeError if the norm includes another activation; or if x was computed without gradients but they are
+        enabled here. `torch.utils.checkpoint` with use_reentrant=True between the two would lose them.
         """
         if not isinstance(x, Activated):
             return self.activation(x)
@@ -79,8 +79,8 @@ class MergedActivation(nn.Module):
             raise RuntimeError(f"{_ELSEWHERE} to {type(self.activation).__name__}: {_FIX}")
         if torch.is_grad_enabled() and not x.with_grad:
             raise RuntimeError(
-                "a norm ran without gradients, its activation with gradients: run both or none under torch.no_grad(), "
-                "and use torch.utils.checkpoint with use_reentrant=False"
+                "a norm ran without gradients, its activation with gradients: run both or neither under "
+                "torch.no_grad(), and use torch.utils.checkpoint with use_reentrant=False"
             )
         return x.tensor
 
@@ -106,5 +106,5 @@ def is_customised(module: nn.Module) -> bool:
     return "forward" in vars(module) or bool(hooks)
 
 
-_ELSEWHERE = "the output of a norm that includes its activation went elsewhere than on the example,"
-_FIX = "convert the network with an example that takes this way"
+_ELSEWHERE = "the output of a norm that includes its activation did not go where it went on the example, but"
+_FIX = "convert the network with an example that takes this path"

@@ -38,27 +38,27 @@ def to_inplace(
 ) -> Network:
     """Replace standard and checkpointed layers, and PyTorch's batch normalisations, by `InPlaceABN`.
 
-    Our `ABN` and `CheckpointedABN` are replaced everywhere; for PyTorch's BatchNorm1d, 2d, 3d and SyncBatchNorm an
-    example is needed. The network runs on it in training and in evaluation mode, and is left as it was (see
+    Our `ABN` and `CheckpointedABN` are always replaced; for PyTorch's BatchNorm1d, 2d, 3d and SyncBatchNorm an
+    example is needed. The network runs on it in training and in evaluation mode, without side effects (see
     `calls_on_example`). At every call of a norm, the same LeakyReLU, ELU, Sigmoid or Tanh module must be the only
-    reader of its output. That module may also act elsewhere, e.g. after a sum: a `MergedActivation` in its place knows
-    which tensors are activated already. If another input takes a path on which the replacement would be wrong, an error
-    is raised. A norm without activation is replaced if an operation that keeps its input reads the output. timm's
+    reader of its output. That module may also be called elsewhere, e.g. after a sum: a `MergedActivation` in its place
+    knows which tensors are already activated. If another input takes a path on which the replacement would be wrong, an
+    error is raised. A norm without activation is replaced if an operation that keeps its input reads the output. timm's
     `BatchNormAct2d` is recognised. Names in the state dict stay the same.
 
     An in-place layer keeps its output. If a forward pass writes over it, as in `x += shortcut`, the backward pass
-    raises PyTorch's error about a modified variable; write `x = x + shortcut`. If it happens on the example,
-    the norm is left.
+    raises PyTorch's error about a modified variable; write `x = x + shortcut`. If this happens on the example, the norm
+    is not replaced.
 
     Args:
         module: a network, which is changed and returned, or a single layer, for which a new one is returned.
         relu_slope: replace ReLU, which cannot be inverted, by a leaky ReLU with this slope (0.01 in the paper) after
-            the replaced norms. This changes the function of the network; its weights are then a starting point.
+            the replaced norms. This changes what the network computes; fine-tune it.
         example: an input that the network can be trained on, or a tuple of its positional arguments.
         report: called with the `ConversionReport`, e.g. `print` or the append method of a list.
 
     Raises:
-        ValueError: relu_slope is not above 0; the network has norms of PyTorch, but no example is given, or it does not
+        ValueError: relu_slope is not above 0; the network has PyTorch's norms, but no example is given, or it does not
             run on the example.
     """
     if relu_slope is not None and not relu_slope > 0:
@@ -67,7 +67,7 @@ def to_inplace(
     norms = [name or "the module itself" for name, one in module.named_modules() if isinstance(one, BatchNormBase)]
     if norms and example is None:
         raise ValueError(
-            f"the network has batch normalisations of PyTorch ({listed(norms)}): give to_inplace an example=, an input "
+            f"the network has PyTorch's batch normalisations ({listed(norms)}): give to_inplace an example=, an input "
             f"of the network, which shows what reads their outputs"
         )
     calls = {} if example is None else calls_on_example(module, example)
@@ -86,22 +86,22 @@ def to_inplace(
 def to_standard(
     module: Network, *, sync: bool = True, report: Callable[[ConversionReport], object] = log_report
 ) -> Network:
-    """Replace every layer of ours by PyTorch's batch normalisation and activation; the contrary of `to_inplace`.
+    """Replace all our layers by PyTorch's batch normalisation and activation; the reverse of `to_inplace`.
 
-    A network of PyTorch's modules then needs nothing of this package, e.g. to be unpickled. A layer becomes a
-    BatchNorm1d, 2d or 3d, as the convolutions of the network tell, or SyncBatchNorm, which needs CUDA to synchronise.
-    With `sync=False` synchronised layers, PyTorch's too, become ordinary ones, which `torch.jit.script` can read.
+    A network of PyTorch's modules then does not need this package, e.g. to be unpickled. A layer becomes a
+    BatchNorm1d, 2d or 3d, depending on the network's convolutions, or SyncBatchNorm, which needs CUDA to synchronise.
+    With `sync=False` synchronised layers, also PyTorch's, become ordinary ones, which `torch.jit.script` can read.
 
-    An activation that `to_inplace` merged with one norm takes its place again where an nn.Sequential calls it right
-    after the norm; names in the state dict stay. Other layers with an activation become a Sequential of norm and
-    activation: `bn.weight` is then `bn.0.weight`, so load older state dicts before. Parameters stay the same objects.
+    If `to_inplace` merged an activation with one norm, and an nn.Sequential calls it right after the norm, it is put
+    back, and names in the state dict stay. Other layers with an activation become a Sequential of norm and
+    activation: `bn.weight` becomes `bn.0.weight`, so load older state dicts first. Parameters stay the same objects.
     With `learn_scale=False` the norm's weight is None. Code that reads a layer's attributes, such as `bn.activation`,
-    does not find them any more.
+    no longer finds them.
 
-    The standard `ABN` remains, under the old names, where PyTorch has no such module: for a fused `backend`, for other
-    norms that `to_inplace` merged with an activation, as it may act elsewhere too, and where the number of dimensions
-    is unknown (a single layer, convolutions of several kinds, linear layers of as many channels). Arguments and result
-    as in `to_inplace`.
+    Our standard `ABN` remains, under the old names, where PyTorch has no such module: for a fused `backend`, for other
+    norms that `to_inplace` merged with an activation, which may be called elsewhere too, and if the number of
+    dimensions is unknown (a single layer, convolutions of several kinds, linear layers with the same number of
+    channels). Arguments and result as in `to_inplace`.
     """
     check_module(module, "to_standard")
     places, kinds = places_of(module), kinds_of(module)
@@ -149,7 +149,7 @@ def _convert(
 
 
 def _merge(places: Places, replacements: list[Replacement]) -> None:
-    """Put a `MergedActivation` wherever an activation is registered that new layers include, or tell the one there."""
+    """Put a `MergedActivation` wherever an activation that new layers include is registered, or extend an old one."""
     stand_ins: dict[nn.Module, MergedActivation] = {}
     for replacement in replacements:
         for activation in replacement.merged:

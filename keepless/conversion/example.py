@@ -1,4 +1,4 @@
-"""Forward passes on an example, which show the functions that read the output of every norm."""
+"""Forward passes on an example, which show the functions that read each norm's output."""
 
 import copy
 import random
@@ -32,7 +32,7 @@ class Reader(NamedTuple):
 
     @property
     def is_layer(self) -> bool:
-        """Whether the function is all that the module does, as for nn.ReLU6."""
+        """Whether the module does nothing but call the function, like nn.ReLU6."""
         return type(self.module).__module__.startswith("torch.nn.") and not self.module._modules
 
     def __str__(self) -> str:
@@ -44,25 +44,25 @@ class Reader(NamedTuple):
 class NormCall:
     """One call of a norm, and the readers and writers of its output."""
 
-    may_include: bool = True  # an activation; the norms of this package have theirs
-    activations: list[nn.Module] = field(default_factory=list)  # activation modules that got the output, if so
+    may_include: bool = True  # whether an activation can be merged; this package's norms have their own
+    activations: list[nn.Module] = field(default_factory=list)  # activation modules that got the output, if it can
     readers: list[Reader] = field(default_factory=list)  # everything else that got the output, or a view of it
     writer: Reader | None = None  # overwrote the output, or the result of the activation
-    is_returned: bool = False  # by the network, without an activation
+    is_returned: bool = False  # whether the network returns it, without an activation
 
 
 def calls_on_example(network: nn.Module, example: Example) -> dict[nn.Module, list[NormCall]]:
     """Run a network in training and in evaluation mode, and record every call of its norms.
 
-    The modules keep their buffers, attributes, modes and hooks, and the random states of PyTorch and Python stay as
-    they were. Only changes of Parameters, and of objects outside the modules, remain.
+    The modules keep their buffers, attributes, modes and hooks, and the random states of PyTorch and Python are
+    restored. Only changes to Parameters, and to objects outside the modules, remain.
 
     Args:
         network: any that runs eagerly.
         example: its input, or a tuple of its positional arguments.
 
     Raises:
-        ValueError: the example is no tensor or tuple, the network raises on it, or has scripted or lazy modules.
+        ValueError: the example is not a tensor or tuple; the network raises on it, or has scripted or lazy modules.
     """
     if not isinstance(example, (Tensor, tuple)):
         raise ValueError(
@@ -73,7 +73,7 @@ def calls_on_example(network: nn.Module, example: Example) -> dict[nn.Module, li
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"{name or 'the network'} is scripted: convert the network before torch.jit.script")
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
-            raise ValueError(f"{name or 'the network'} does not know its sizes yet: run the network once before")
+            raise ValueError(f"{name or 'the network'} does not know its sizes yet: run the network once first")
     args = example if isinstance(example, tuple) else (example,)
     calls: dict[nn.Module, list[NormCall]] = {
         module: [] for module in network.modules() if isinstance(module, (BatchNormBase, ABN))
@@ -95,7 +95,7 @@ def calls_on_example(network: nn.Module, example: Example) -> dict[nn.Module, li
 
 @contextmanager
 def _unchanged(network: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
-    """Context in which the modules have copies of their attributes and buffers, which are dropped at its end."""
+    """Context in which the modules have copies of their attributes and buffers; the copies are dropped at the end."""
     states = {module: vars(module) for module in network.modules()}
     buffers = {buffer: buffer.detach().clone() for buffer in network.buffers()}
     devices = {x.device for x in tensors_in((args, list(network.parameters()))) if x.is_cuda}
@@ -126,7 +126,7 @@ class _Observer(TorchFunctionMode):
         self.calls, self.activations = calls, activations
         self.running: list[nn.Module] = []  # from the network to the innermost module
         self.activating: NormCall | None = None  # whose output one of `activations` is reading
-        # By storage, which views share. While a weak reference exists, no other storage gets the same address.
+        # By storage, because views share it. While a weak reference exists, its address is not reused.
         self.outputs: dict[Storage, NormCall] = {}
         self.activated: dict[Storage, NormCall] = {}
         self.owners: dict[Tensor, nn.Module] = {}  # norms by their Parameters and buffers
@@ -170,22 +170,22 @@ class _Observer(TorchFunctionMode):
         return result
 
     def enter(self, module: nn.Module, args: tuple) -> None:
-        """Before a module's forward pass: an activation may be given a norm's output."""
+        """Before a module's forward pass: note if an activation gets a norm's output."""
         self.running.append(module)
         if module in self.activations and len(args) == 1 and isinstance(args[0], Tensor):
             call = self.outputs.get(_storage_of(args[0]))
-            if call is not None and call.may_include:  # given a view, it is not the only reader
+            if call is not None and call.may_include:  # for a view, it will not be the only reader
                 call.activations.append(module)
                 self.activating = call
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """After a module's forward pass: note the output of a norm or an activation. Returns what replaces it."""
+        """After a module's forward pass: note the output of a norm or an activation. Returns a replacement or None."""
         self.running.pop()
         call, self.activating = self.activating, None
         if not isinstance(output, Tensor):
             return None
         if call is not None:
-            if _storage_of(output) in self.outputs:  # then readers of the norm's output and of this one look the same
+            if _storage_of(output) in self.outputs:  # otherwise readers of both outputs could not be told apart
                 with without_function_modes():
                     output = output.clone()
             self.activated[_storage_of(output)] = call

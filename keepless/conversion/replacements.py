@@ -1,4 +1,4 @@
-"""The layers that replace norms. A ValueError says why a norm cannot be replaced."""
+"""Make the layers that replace norms. A ValueError says why a norm cannot be replaced."""
 
 import inspect
 from collections.abc import Iterable
@@ -33,18 +33,18 @@ Places = dict[nn.Module, list[tuple[nn.Module, str]]]  # the parents of each mod
 
 
 class Replacement(NamedTuple):
-    """A layer and what replaces it."""
+    """A layer and its replacement."""
 
     old: nn.Module
     new: nn.Module
     before: str  # the replaced layers, for the report
-    behind: tuple[tuple[nn.Module, nn.Module], ...] = ()  # an activation, and what replaces it
+    behind: tuple[tuple[nn.Module, nn.Module], ...] = ()  # an activation after it, and its replacement
     merged: tuple[nn.Module, ...] = ()  # activations that the new layer includes, but that may have other inputs too
     after: str = ""  # PyTorch's layers in place of one of ours, for the report
 
 
 def places_of(network: nn.Module) -> Places:
-    """Where the modules of a network, itself included, are registered."""
+    """Where a network and its modules are registered."""
     places: Places = {module: [] for module in network.modules()}
     for parent in places:
         for name, child in parent._modules.items():
@@ -54,7 +54,7 @@ def places_of(network: nn.Module) -> Places:
 
 
 def own_to_inplace(layer: ABN, calls: list[NormCall], relu_slope: float | None) -> Replacement:
-    """The in-place layer for one of ours. `calls`: on the example; none without one."""
+    """The in-place layer for one of ours. `calls`: on the example; empty without an example."""
     check_plain(layer, OWN_LAYERS)
     _check_output_is_left_alone(calls)
     options = {}
@@ -64,7 +64,7 @@ def own_to_inplace(layer: ABN, calls: list[NormCall], relu_slope: float | None) 
 
 
 def batch_norm_to_inplace(layer: BatchNormBase, calls: list[NormCall], relu_slope: float | None) -> Replacement:
-    """The in-place layer for a norm of PyTorch and the activation that followed it in all `calls` on the example."""
+    """The in-place layer for PyTorch's norm and the activation that followed it in all `calls` on the example."""
     if not calls:
         raise ValueError("it was not called on the example")
     own = own_activation(layer)
@@ -103,7 +103,7 @@ def own_activation(layer: nn.Module) -> nn.Module | None:
 
 
 def _followers(calls: list[NormCall]) -> tuple[nn.Module, ...]:
-    """The activation modules that follow the calls, each the only reader of an output; none for no activation."""
+    """The activation modules that follow the calls, each the only reader of an output; empty without activation."""
     for call in calls:
         if call.activations and call.writer in call.readers:  # e.g. a sum in place, then the activation
             _check_output_is_left_alone([call])
@@ -129,7 +129,7 @@ def _check_readers_of_identity(calls: list[NormCall]) -> None:
             raise ValueError(f"the {reader} that follows has hooks; remove them first")
         if reader.function.rstrip("_") in ACTIVATION_FUNCTIONS and not reader.is_layer:
             raise ValueError(
-                f"the function {reader} follows, but only modules can be replaced; recompute_activations serves "
+                f"the function {reader} follows, but only modules can be replaced; recompute_activations works with "
                 f"functions"
             )
     if any(call.is_returned for call in calls):
@@ -147,7 +147,7 @@ def _check_output_is_left_alone(calls: list[NormCall]) -> None:
             continue
         if not call.activations and type(call.writer.module).__module__ == nn.ReLU.__module__:
             raise ValueError(
-                f"followed by {call.writer}, which an in-place layer does not compute, and which overwrites the output "
+                f"followed by {call.writer}, which an in-place layer cannot include, and which overwrites the output "
                 f"that the layer needs for its backward pass; use inplace=False there"
             )
         raise ValueError(
@@ -161,7 +161,7 @@ def _names(readers: Iterable[nn.Module | Reader | str]) -> list[str]:
 
 
 def own_to_standard(places: Places, layer: ABN, kind: type[nn.Module] | None, sync: bool) -> Replacement | None:
-    """PyTorch's norm, of a `kind`, and activation for one of our layers; or `ABN`, or None if it is one.
+    """PyTorch's norm (a `kind`) and activation for one of our layers; or an `ABN`; None if it already is one.
 
     `sync`: whether a synchronised layer stays synchronised.
     """
@@ -183,7 +183,7 @@ def own_to_standard(places: Places, layer: ABN, kind: type[nn.Module] | None, sy
 
 
 def _merged_behind(places: Places, layer: ABN) -> MergedActivation | None:
-    """The `MergedActivation` that a plain nn.Sequential calls next, if it is for this layer alone."""
+    """The `MergedActivation` that a plain nn.Sequential calls next, if it is only for this layer."""
     if not hands_over(layer) or len(places[layer]) != 1:
         return None
     parent, name = places[layer][0]
@@ -199,17 +199,17 @@ def _merged_behind(places: Places, layer: ABN) -> MergedActivation | None:
 
 
 def unsynchronised(layer: nn.SyncBatchNorm, kind: type[nn.Module] | None) -> Replacement:
-    """PyTorch's ordinary norm, of a `kind`, for its synchronised one."""
+    """PyTorch's ordinary norm (a `kind`) for its synchronised one."""
     check_plain(layer, (nn.SyncBatchNorm,))
     if kind is None:
-        raise ValueError("the convolutions of the network do not tell its number of dimensions: it stays synchronised")
+        raise ValueError("the network's convolutions do not show its number of dimensions: it stays synchronised")
     return Replacement(layer, like(layer, kind), "SyncBatchNorm", after=kind.__name__)
 
 
 def kinds_of(network: nn.Module) -> dict[nn.Module, type[nn.Module]]:
-    """PyTorch's norm for each layer of ours, and each synchronised one of PyTorch.
+    """PyTorch's norm for each of our layers and each SyncBatchNorm.
 
-    Where convolutions, and linear layers of as many channels, agree on one.
+    Only if the network's convolutions, and linear layers with as many channels, agree on one.
     """
     modules = list(network.modules())
     found = {norm for norm, kinds in KINDS.items() if any(isinstance(module, kinds) for module in modules)}
@@ -220,7 +220,7 @@ def kinds_of(network: nn.Module) -> dict[nn.Module, type[nn.Module]]:
 
 
 def check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...], with_activation: bool = False) -> None:
-    """Raise ValueError if another class in place of a layer would lose its customisation.
+    """Raise ValueError if replacing a layer would lose its customisation.
 
     `with_activation`: the layer is a subclass with the modules `drop` and `act`, and its forward pass is known.
     """
@@ -234,7 +234,7 @@ def check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...], with_act
 
 
 def _check_batch_norm(layer: BatchNormBase, with_activation: bool) -> None:
-    """Raise ValueError if an in-place layer cannot replace a batch normalisation, whatever follows it."""
+    """Raise ValueError if an in-place layer cannot replace a batch normalisation, regardless of what follows it."""
     check_plain(layer, BATCH_NORMS, with_activation)
     dtypes = {values.dtype for name in TENSORS[:4] if (values := getattr(layer, name)) is not None}
     if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
@@ -264,7 +264,7 @@ def _activation_of(layer: ABN) -> nn.Module:
 
 def _slope_for_relu(relu_slope: float | None) -> float:
     if relu_slope is None:
-        raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, but changes the outputs")
+        raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, which changes the outputs")
     return relu_slope
 
 

@@ -1,11 +1,11 @@
-"""What fits on a device, for the network of any project:
+"""Find out which training step of a network fits on a device:
 
     python -m keepless.fit MODULE:FUNCTION --device 12GiB --optimizer momentum --autocast bfloat16
     python -m keepless.fit MODULE:FUNCTION --device 24GiB --grow batch --time 1.15
 
-FUNCTION takes nothing, and returns a network and an example of its input: a tensor, a tuple of arguments, or a
+FUNCTION takes no arguments, and returns a network and an example of its input: a tensor, a tuple of arguments, or a
 dictionary of keyword arguments. It is called under torch.device("meta"), where tensors have no values and take no
-memory; if it cannot run there, e.g. because it reads weights, it is called once more without.
+memory. If that fails, e.g. because it reads weights, it is called again without torch.device("meta").
 """
 
 import argparse
@@ -27,15 +27,15 @@ def main(given: list[str]) -> Fit:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m keepless.fit", description=__doc__, formatter_class=raw)
     parser.add_argument("function", metavar="MODULE:FUNCTION")
-    parser.add_argument("--device", required=True, help="its memory, such as 12GiB")
+    parser.add_argument("--device", required=True, help="memory of the device, such as 12GiB")
     names = ", ".join(OPTIMIZERS)
-    parser.add_argument("--optimizer", default="adamw", help=f"{names}, or bytes of its states per value (adamw)")
+    parser.add_argument("--optimizer", default="adamw", help=f"{names}, or bytes of its states per weight (adamw)")
     parser.add_argument(
         "--autocast", choices=("bfloat16", "float16"), help="dtype of torch.autocast around the network"
     )
     parser.add_argument("--grow", choices=("batch", "size"), help="find the largest batch, or images or texts")
     parser.add_argument(
-        "--time", type=float, help="with --grow: the most time that a budget may cost, in plain steps (1.15)"
+        "--time", type=float, help="with --grow: longest step within a budget, as a multiple of the plain step (1.15)"
     )
     options = parser.parse_args(given)
     network, example = _made(options.function)
@@ -52,7 +52,7 @@ def main(given: list[str]) -> Fit:
 
 
 def _made(name: str) -> tuple[nn.Module, Any]:
-    """What the function MODULE:FUNCTION returns. ValueError: there is none, or it returns something else."""
+    """The result of MODULE:FUNCTION. ValueError: there is no such function, or it returns something else."""
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
@@ -61,7 +61,7 @@ def _made(name: str) -> tuple[nn.Module, Any]:
     try:
         with torch.device("meta"):
             made = function()
-    except (RuntimeError, TypeError):  # what meta tensors raise where their values are needed; the latter for NumPy
+    except (RuntimeError, TypeError):  # raised by meta tensors where values are needed; TypeError by NumPy
         made = function()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]

@@ -1,4 +1,4 @@
-"""Count a training step on fake tensors: its bytes at every moment, and the time that a device would need."""
+"""Count a training step on fake tensors: its bytes at every moment, and the time it would take on a device."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ from ..recompute.rehearsal import backward_starts
 from ..torch_internals import OpOverload
 from .made_tensors import MadeTensors
 
-# PyTorch counts CUDA's flash attention; the CPU's operators begin with the same arguments.
+# PyTorch counts only CUDA's flash attention; the CPU's operators begin with the same arguments.
 _FLASH = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) for end in ("", "_backward")}
 
 
 class Counted(MadeTensors):
-    """Context that counts the bytes and the seconds of operators. `peak`: the most bytes at a moment."""
+    """Context that counts the bytes and seconds of operators. `peak`: the most bytes at any moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Counted(MadeTensors):
 
 
 class Loss(torch.autograd.Function):
-    """Takes tensors, and gives each a gradient that exists until it has been read. It has no bytes itself."""
+    """A loss of 0 bytes, which gives each of its input tensors a gradient that exists until it has been read."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Loss(torch.autograd.Function):
         return tensors[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:  # as many as tensors
+    def backward(ctx: Any, _: Tensor) -> Any:  # one for each tensor
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms)
 
 
@@ -56,14 +56,14 @@ def counted(forward: Callable[[], object]) -> Counted:
     with Counted() as count:
         outputs = [one for one in tensors_in(forward()) if one.requires_grad and one.is_floating_point()]
         if not outputs:
-            raise ValueError("no output of the network needs a gradient: expected one to train")
+            raise ValueError("no output of the network needs a gradient: expected a network with trainable parameters")
         loss = Loss.apply(*backward_starts(outputs))
         loss.backward(torch.empty_like(loss))
     return count
 
 
 def repeated_blocks(network: nn.Module) -> list[nn.Module]:
-    """Blocks as people checkpoint them: the outermost modules with submodules, of a class that occurs more than once.
+    """Blocks that are usually checkpointed: the outermost modules with submodules whose class occurs more than once.
 
     `nn.Sequential` counts only if no other class does.
     """

@@ -1,4 +1,4 @@
-"""What fits on a device, for any network: a table and a line of code."""
+"""Find out which training step of a network fits on a device: a table and a line of code."""
 
 import math
 from operator import attrgetter
@@ -21,15 +21,15 @@ _TIME = 1.15
 
 
 class Fit(NamedTuple):
-    """What fits on a device: print it. Bytes count tensors; times are estimated."""
+    """What fits on a device; print it. Bytes are of tensors; times are estimated."""
 
     device: int | str  # as given
-    available: int  # bytes of it for tensors
+    available: int  # bytes of the device left for tensors
     weights: int  # bytes of parameters and buffers
     gradients: int  # bytes
     states: int  # bytes, of the optimiser
     ways: list[Way]
-    line: str  # what to write for the most values, or else for the least time
+    line: str  # code for the way with the largest example; of several, the fastest
 
     def __repr__(self) -> str:  # what notebooks show
         return str(self)
@@ -56,26 +56,26 @@ def fit(
     grow: str | None = None,
     time: float | None = None,
 ) -> Fit:
-    """Count the memory of a training step, and find the largest one that fits on a device.
+    """Count the memory of a training step, and find the largest step that fits on a device.
 
-    Four ways are compared: the network as it is; `recompute_activations(network)`; with the budget that the device
-    leaves; and PyTorch's checkpoints of repeated blocks (`keepless.fit.counted.repeated_blocks`). A copy runs on fake
-    tensors: nothing is computed or changed, and the network may be larger than this machine, made under
-    `torch.device("meta")`. Autocast counts if this is called inside it.
+    Four ways are compared: the plain network; `recompute_activations(network)`; the same with all the memory that the
+    device has left as budget; and PyTorch's checkpoints of repeated blocks (`keepless.fit.counted.repeated_blocks`). A
+    copy runs on fake tensors: nothing is computed or changed, and a network made under `torch.device("meta")` may be
+    larger than this machine's memory. Call it under autocast to count a step under autocast.
 
-    Bytes are exact: weights, gradients, the optimiser's states, the example, and all tensors of the forward and
-    backward pass, which starts from the loss if the network returns one. A loss outside counts the gradients of the
-    outputs. Operators are those of the network's device, a CPU's for meta tensors; memory inside them is what is taken
-    off for convolutions. Times are estimated by the rates of this machine's CUDA device, or of recent cards.
+    Bytes are exact: weights, gradients, optimiser states, the example, and all tensors of the forward and backward
+    pass. Backward starts from the loss if the network returns one; otherwise the gradients of the outputs count.
+    Operators are those of the network's device (the CPU for meta tensors). Temporary memory inside them is covered only
+    by the allowance for convolutions. Times are estimated for this machine's CUDA device, or for recent GPUs.
 
     Args:
         network: any that runs on fake tensors; it is counted in training mode.
         example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
         device: its memory, such as "12GiB" or a number of bytes.
-        optimizer: "sgd", "momentum", "adam", "adamw", "none", or bytes of its states for each trained value.
-        grow: find the largest example that fits: "batch": the most in dimension 0; "size": the
-            largest sides of images, or the longest texts; see `keepless.fit.sizes.growth`.
-        time: with `grow`: how long a step within a budget may take, as a multiple of the plain step's; by default 1.15.
+        optimizer: "sgd", "momentum", "adam", "adamw", "none", or bytes of optimiser states per trained weight.
+        grow: find the largest example that fits: "batch" grows dimension 0, "size" the sides of images or the length
+            of texts; see `keepless.fit.sizes.growth`.
+        time: with `grow`: longest step within a budget, as a multiple of the plain step; by default 1.15.
 
     Raises:
         ValueError: an argument is not valid; the network asks for values of tensors; nothing fits.
@@ -99,8 +99,8 @@ def fit(
             return on_fakes(counted, network, *arguments_of(example))
     except ASKS_FOR_VALUES as error:
         raise ValueError(
-            f"the network asks for values of tensors ({error}), which a step on fake tensors does not have: leave out "
-            f"what reads them, such as x.item(), x[mask] or `if x.sum() > 0`; keepless.plan runs real steps"
+            f"the network asks for values of tensors ({error}), which a step on fake tensors does not have: remove "
+            f"code that reads them, such as x.item(), x[mask] or `if x.sum() > 0`; keepless.plan runs real steps"
         ) from error
 
 

@@ -24,27 +24,27 @@ class Change(NamedTuple):
     """Memory of a tensor, allocated or freed."""
 
     number: int  # counts the allocations
-    bytes: int  # negative: freed
+    bytes: int  # negative if freed
     place: str  # where in the program
 
 
 class MadeTensors(TorchDispatchMode):
-    """Context that counts the bytes of the tensors made in it, real or fake, for as long as they exist.
+    """Context that counts the bytes of the tensors made in it, real or fake, while they exist.
 
     Tensors that autograd and checkpointing keep for the backward pass count too.
 
-    Where branches meet, a backward pass adds a gradient into the memory of the other one if nothing else holds that.
-    Under a context like this one it makes a new tensor instead. That is counted as it is without the context.
+    Where branches meet, a backward pass adds one gradient into the memory of the other, if nothing else holds it. Under
+    a dispatch mode like this one it makes a new tensor instead; it is counted as if the addition were in place.
     """
 
     def __init__(self, place: Callable[[], str] = str):
-        """`place` tells where the program is, e.g. the running module."""
+        """`place` returns where the program is, e.g. the running module."""
         super().__init__()
         self.bytes = self.peak = 0  # bytes that exist now, and the most so far
         self.changes: list[Change] = []  # every allocation and release, in order
         self.place = place
-        self.numbers: dict[int, int] = {}  # of allocations, by address
-        self.nodes: dict[int, object] = {}  # of the backward pass that made them, by address
+        self.numbers: dict[int, int] = {}  # address -> number of the allocation
+        self.nodes: dict[int, object] = {}  # address -> node of the backward pass that allocated it
         self.references: dict[int, weakref.ref] = {}  # by address
         self._sum: _Sum | None = None
 
@@ -71,14 +71,14 @@ class MadeTensors(TorchDispatchMode):
         return self.numbers.get(address(tensor.untyped_storage()))
 
     def _could_be_in_place(self, gradient: Tensor, result: Any) -> bool:
-        """Whether autograd adds to the gradient in place outside of modes, if nothing else holds it."""
+        """Whether autograd without modes would add to the gradient in place, if nothing else holds it."""
         place = address(gradient.untyped_storage())
         if place not in self.numbers or torch.is_grad_enabled():
             return False
         node = running_node()
         following = getattr(node, "next_functions", ())
         if self.nodes[place] == _name(node) and len(set(following)) == len(following):
-            return False  # an addition in a node
+            return False  # the addition is part of a node
         is_alike = (gradient.shape, gradient.dtype) == (result.shape, result.dtype)
         return is_alike and torch.ops.aten.is_non_overlapping_and_dense(gradient)
 
@@ -106,19 +106,19 @@ class MadeTensors(TorchDispatchMode):
 class _Sum(NamedTuple):
     """An addition that has just made a tensor, and would be in place if nothing else holds its first argument."""
 
-    gradient: int  # its address
-    result: int  # its address
-    changes: int  # so far
-    peak: int  # before it
+    gradient: int  # address
+    result: int  # address
+    changes: int  # number of changes so far
+    peak: int  # before the addition
 
 
 def _name(node: Any) -> object:
-    """What tells nodes of a backward pass apart, without keeping them."""
+    """Identifies a node of a backward pass without keeping it alive."""
     return None if node is None else node_number(node)
 
 
 def bytes_of_tensors(tensors: Iterable[object]) -> int:
-    """Bytes of the memory of tensors; memory that they share counts once. Other objects have none."""
+    """Bytes of the tensors' memory; shared memory counts once, other objects do not count."""
     storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
     return sum({address(storage): storage.nbytes() for storage in storages}.values())
 

@@ -1,4 +1,4 @@
-"""Examples of other sizes, and the largest that fits."""
+"""Resize an example, and find the largest that fits."""
 
 import math
 from collections.abc import Callable
@@ -9,25 +9,25 @@ from torch import Tensor
 from ..inputs import tensors_in
 from ..torch_internals import tree_map
 
-_SIDE = 32  # images and texts grow by so much: most networks halve images five times
+_SIDE = 32  # images and texts grow in steps of this size, because most networks halve images five times
 
 
 class Growth(NamedTuple):
     """How an example grows."""
 
-    value: int  # its batch, or its first side or length
-    step: int  # by which it grows
+    value: int  # batch size, first side of images, or length of texts
+    step: int  # step by which the value grows
     power: int  # the bytes of a step grow about linearly with value ** power
-    resized: Callable[[int], Any]  # value -> an example of that size, of zeros
+    resized: Callable[[int], Any]  # value -> an example of that size, filled with zeros
     most: float = math.inf
 
 
 def growth(example: Any, along: str | None) -> Growth:
-    """How an example, arguments and keyword arguments, can grow.
+    """How an example (arguments and keyword arguments) can grow.
 
-    `along`: None: not at all. "batch": dimension 0, of every tensor whose dimension 0 equals the first tensor's.
-    "size": the sides of images, in proportion, of every tensor that ends with those of the first tensor; for integers
-    or two-dimensional tensors the last dimension alone, the length of a text.
+    `along`: None: not at all. "batch": dimension 0 of every tensor that has the first tensor's batch size. "size": the
+    sides of images, in proportion, in every tensor whose last dimensions are those of the first tensor; for integers or
+    two-dimensional tensors only the last dimension, the length of a text.
 
     ValueError: `along` is another word, the first tensor has no such dimension, or tensors are in a list.
     """
@@ -61,7 +61,7 @@ def shape_of(example: Any) -> tuple[int, ...]:
 
 
 def _with_shapes(example: Any, old: tuple[int, ...], new: tuple[int, ...], where: slice, before: int = 0) -> Any:
-    """The example of zeros, with `new` dimensions `where` they are the `old` ones, behind `before` others."""
+    """The example with zeros, with dimensions `old` replaced by `new` at `where`, after the first `before` ones."""
 
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -79,8 +79,8 @@ def largest(
 ) -> int | None:
     """The largest value, from `smallest` up in steps to `most`, whose training step fits; None if `smallest` does not.
 
-    `peak`: value -> bytes of a training step, which grow about linearly with value ** power: the power is 1 for a
-    number of crops, 2 for the side of square crops.
+    `peak`: value -> bytes of a training step, which grow about linearly with value ** power: power is 1 for the number
+    of crops, 2 for the side of square crops.
     """
     fits, used = smallest, peak(smallest)
     if used > limit:
@@ -96,7 +96,7 @@ def largest(
         slope = max(1.0, (exceeding - used) / (too_large**power - fits**power))  # of the line through the last two
         fits, used = too_large, exceeding
         beyond = (fits**power + 1.02 * (limit - used) / slope) ** (1 / power)
-        beyond = min(beyond, fits * 16 ** (1 / power))  # the weights may hide the slope between small values
+        beyond = min(beyond, fits * 16 ** (1 / power))  # for small values, the weights may hide the slope
     while too_large - fits > step:
         share = (limit - used) / (exceeding - used)
         between = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)

@@ -1,4 +1,4 @@
-"""The steps of a network on fake tensors, run in several ways on examples of several sizes."""
+"""Steps of a network on fake tensors, in several ways and for several sizes of the example."""
 
 import logging
 import math
@@ -32,8 +32,8 @@ class Way(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # of the example's first tensor
-    held: int  # bytes before and after the step: weights, gradients, the optimiser's states, the example
-    peak: int  # bytes, of this step or of the optimiser's
+    held: int  # bytes before and after the step: weights, gradients, optimiser states, the example
+    peak: int  # bytes, during this step or the optimiser's
     fits: bool
     time: float  # as a multiple of the plain step's on this example
 
@@ -43,18 +43,18 @@ def size_of(shape: tuple[int, ...]) -> str:
 
 
 class _Plans(NamedTuple):
-    """The plans of a step within the limit of time, and how to count the step under one of them."""
+    """The plans of a step within the time limit, and a function that counts the step with one of them."""
 
     run: Callable[[Choice], Counted]
     choices: list[Choice]  # by decreasing peak
 
 
 class Steps:
-    """The steps of a network on fake tensors. A value of a `Growth` stands for an example.
+    """The steps of a network on fake tensors. A `Growth.value` stands for an example of that size.
 
     Args:
         available: bytes for tensors.
-        time: how long a step may take by a plan, as a multiple of the plain step's.
+        time: longest step with a plan, as a multiple of the plain step.
     """
 
     def __init__(self, network: nn.Module, growing: Growth, available: int, optimizer: str | float, time: float):
@@ -73,7 +73,7 @@ class Steps:
         self.plans, self.least = cache(self._plans), cache(self._least)
 
     def ways(self) -> list[Way]:
-        """Each way on the largest example that fits, or on the smallest that was tried; logs each."""
+        """Each way with the largest example that fits, or else the smallest that was tried; logs each."""
         found, value = [], self.growing.value
         for name in (PLAIN, RECOMPUTED, PLANNED, *([CHECKPOINTED] if self.blocks else [])):
             value = self.largest(name, value)
@@ -82,7 +82,7 @@ class Steps:
         return found
 
     def largest(self, name: str, begin: int) -> int:
-        """The largest example that fits in one way, from `begin` on; the smallest that was tried if none fits.
+        """The largest example that fits in one way, starting at `begin`; the smallest that was tried if none fits.
 
         ValueError: the network does not run on a larger example.
         """
@@ -91,12 +91,12 @@ class Steps:
             smaller = max(growing.step, value // 2 // growing.step * growing.step)
             try:
                 self.way(name, smaller)
-            except ValueError:  # e.g. nothing is left to normalise
+            except ValueError:  # e.g. a single value per channel, which cannot be normalised
                 return value
             value = smaller
 
         def peak(value: int) -> int:
-            if name == PLANNED:  # its fastest plan uses whatever is available
+            if name == PLANNED:  # the fastest plan uses all that is available, so look at the lowest peak
                 logger.info("%s: trying %s", name, size_of(self.shape(value)))  # many seconds each
                 return self.held(value) + max(self.least(value).peak, self.temporary)
             return self.way(name, value).peak
@@ -146,7 +146,7 @@ class Steps:
             raise ValueError(f"the network does not run on {size_of(self.shape(value))}: {error}") from error
 
     def _planned(self, value: int) -> Counted:
-        """By the fastest plan that fits, or by none if that is faster; if none fits, by that with the least peak."""
+        """The step with the fastest plan that fits, or with none if faster; if none fits, with the lowest peak."""
         limit, without = self.available - self.held(value), self._without_plan(value)
         if without[0].peak <= limit:
             return without[0]
@@ -158,12 +158,12 @@ class Steps:
         )
 
     def _without_plan(self, value: int) -> list[Counted]:
-        """The plain step, and the recomputed one if it is within the limit of time."""
+        """The plain step, and the recomputed one if it is within the time limit."""
         plain, recomputed = self.count(PLAIN, value), self.count(RECOMPUTED, value)
         return [plain, recomputed] if recomputed.seconds <= self.time * plain.seconds else [plain]
 
     def _least(self, value: int) -> Counted:
-        """The step with the least peak within the limit of time."""
+        """The step with the lowest peak within the time limit."""
         run, choices = self.plans(value)
         return min([*self._without_plan(value), *map(run, choices[-1:])], key=attrgetter("peak"))
 

@@ -113,14 +113,14 @@ class ABN(NormBase):
         Raises:
             ValueError: x is not (N, num_features, *spatial), its dtype does not fit the parameters, or minibatch
                 statistics are needed and it has a single value per channel. A synchronised layer raises on every rank,
-                the first time that this rank has so many values (never inside `torch.compile` or a CUDA graph).
+                the first time that this rank has this many values (never inside `torch.compile` or a CUDA graph).
         """
         own, minibatches = self._own()
         running_mean, running_var = own.running_mean, own.running_var
         use_batch = self.training or (running_mean is None and running_var is None)
         group = synchronised_group(self.group) if self.sync and use_batch else None
         try:
-            # Otherwise a mode, such as a recording, would be asked for every attribute.
+            # Otherwise function modes, such as a recording, would see every attribute access.
             with nullcontext() if torch.compiler.is_compiling() else without_function_modes():
                 self._check_input(x, own, alone=use_batch and group is None)
             if group is not None:
@@ -153,7 +153,7 @@ class ABN(NormBase):
     def _own(self) -> tuple[Own, Tensor | None]:
         """Parameters and statistics, and the number of minibatches.
 
-        From the module's dictionaries, because `Module.__getattr__` takes as long as a small operator.
+        Read from the module's dictionaries, because `Module.__getattr__` takes as long as a small operator.
         """
         parameters, buffers = self._parameters, self._buffers
         try:
@@ -188,7 +188,7 @@ class ABN(NormBase):
         return None if self.backend in ("auto", "eager") else Strategy(keep="x", backend=self.backend)
 
     def _check_input(self, x: Tensor, own: Own, alone: bool) -> None:
-        """Raise the ValueErrors of `forward`. `alone`: with minibatch statistics of this process alone."""
+        """Raise the ValueErrors of `forward`. `alone`: minibatch statistics come from this process only."""
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(
                 f"{type(self).__name__} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)"
@@ -205,7 +205,7 @@ class ABN(NormBase):
                     f"{type(self).__name__} got a {x.dtype} input, and its {name} is {values.dtype}: expected float64 "
                     f"parameters and buffers for float64 inputs and float32 otherwise; convert the network with "
                     f".double() or .float(), and use torch.autocast for training in half precision (with FSDP2, shard "
-                    f"norms by themselves, without param_dtype)"
+                    f"norms separately, without param_dtype)"
                 )
         if alone and 0 < x.numel() <= self.num_features:
             raise ValueError(
@@ -239,7 +239,7 @@ class ABN(NormBase):
 def _is_recorded() -> bool:
     """Whether `torch.jit.trace`, `torch.export` or an ONNX export records a graph.
 
-    It cannot hold a node of ours, so its gradients would be lost, and would hold the sizes that decide how a fused
+    Such a graph cannot contain our node, so gradients would be lost, and it would fix the sizes that decide how a fused
     kernel reads its input.
     """
     return torch.jit.is_tracing() or torch.compiler.is_exporting()

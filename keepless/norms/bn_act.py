@@ -1,4 +1,4 @@
-"""BN + activation as one autograd node. Strategies differ in the tensors that it keeps for the backward pass."""
+"""BN + activation as one autograd node. Strategies differ in which tensors it keeps for the backward pass."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -29,7 +29,7 @@ class Strategy(NamedTuple):
 
 
 class NormArguments(NamedTuple):
-    """The arguments of a call that are no tensors: one tuple, because PyTorch handles each argument in Python."""
+    """The arguments that are not tensors: in one tuple, because PyTorch handles each argument in Python."""
 
     use_batch_statistics: bool
     momentum: float
@@ -39,7 +39,7 @@ class NormArguments(NamedTuple):
 
 
 class BatchNormActivationBackward(FunctionCtx):
-    """The node of a `BatchNormActivation`, for type checkers alone: PyTorch makes the class of this name itself."""
+    """The node of a `BatchNormActivation`, only for type checkers: PyTorch makes the class of this name itself."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -113,7 +113,7 @@ class BatchNormActivation(torch.autograd.Function):
     def backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:
         """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # At once: an error in the gradient's own backward pass would not be reached from every tensor.
+            # Now, because not every tensor would reach an error in the gradient's own backward pass.
             raise RuntimeError(
                 "create_graph=True: in-place, checkpointed, synchronised and fused norms have no second derivative; "
                 "use ABN with backend='eager' and sync=False, or keepless.to_standard(network)"
@@ -137,7 +137,7 @@ class BatchNormActivation(torch.autograd.Function):
 
 
 def check_momentum(momentum: Any, other: str = "") -> None:
-    """ValueError if a momentum has no meaning. `other`: what else it may be."""
+    """ValueError if a momentum is invalid. `other`: what else is allowed, for the message."""
     if not (torch.compiler.is_compiling() or (is_number(momentum) and 0 <= momentum <= 1)):
         raise ValueError(f"momentum={momentum!r}: expected 0 to 1, the weight of the newest minibatch{other}")
 
@@ -156,8 +156,8 @@ def norm_over_input(*arguments: Any) -> Tensor:
         if "inplace" not in message and "writtento" not in message:
             raise
         raise RuntimeError(
-            f"overwrite_input=True cannot write over this input: leave it out in layers whose input is a leaf, one of "
-            f"the parts that chunk, split or unbind return, expanded, or made in inference mode. {error}"
+            f"overwrite_input=True cannot write over this input: leave it out in layers whose input is a leaf, a part "
+            f"made by chunk, split or unbind, expanded, or made in inference mode. {error}"
         ) from error
 
 
@@ -170,8 +170,8 @@ def _saved_tensors(node: BatchNormActivationBackward) -> tuple[Tensor, ...]:
         if node.strategy.keep != "z" or "modified by an inplace operation" not in str(error):
             raise
         raise RuntimeError(
-            f"an in-place layer needs its output in the backward pass: if that was written over, write `out = out + x` "
-            f"instead of `out += x`, and use inplace=False in the layers behind it. {error}"
+            f"an in-place layer needs its output in the backward pass, but it was overwritten: write `out = out + x` "
+            f"instead of `out += x`, and use inplace=False in the layers after it. {error}"
         ) from error
 
 
@@ -181,7 +181,7 @@ def is_node(value: object) -> TypeGuard[BatchNormActivationBackward]:
 
 
 def is_fused(node: object, inputs: Sequence[Tensor]) -> bool:
-    """Whether a value is a node that computes in fused kernels. `inputs`: of the node."""
+    """Whether a value is one of our nodes, and computes in fused kernels. `inputs`: of the node."""
     return is_node(node) and not isinstance(backend_for(node.strategy.backend, inputs[0]), EagerBackend)
 
 
@@ -212,7 +212,7 @@ def recompute_output(node: BatchNormActivationBackward) -> Tensor:
     if kept.output is not None:
         return kept.output
     backend = backend_for(node.strategy.backend, kept.values)
-    assert kept.factor is not None  # only z is kept without
+    assert kept.factor is not None  # only strategies that keep z have none
     z = backend.normalise(kept.values, kept.offset, kept.factor, kept.affine)
     node.kept = kept._replace(output=z)
     return z
@@ -229,10 +229,10 @@ def is_packed(x: Tensor) -> bool:
 
 
 def is_misread(x: Tensor) -> bool:
-    """Whether PyTorch's batch normalisation takes x for channels_last, but dL/dz for contiguous.
+    """Whether PyTorch's batch normalisation treats x as channels_last, but dL/dz as contiguous.
 
-    Its gradients are then wrong. It judges dL/dz by all strides of x, even by the strides of dimensions of size 1,
-    which have no effect on the memory: e.g. strides (C, 1, 1, C) of a shape (1, C, 1, W).
+    Its gradients are then wrong. It judges dL/dz by all strides of x, even those of dimensions of size 1, which have
+    no effect on memory: e.g. strides (C, 1, 1, C) for the shape (1, C, 1, W).
     """
     if 1 not in x.shape or x.is_contiguous() or not _is_channels_last(x):
         return False

@@ -34,7 +34,7 @@ class InPlaceABN(ABN):
     Args (in addition to `ABN`):
         variant: "I" or "II"; same results. II saves one pass in the eager backend; fused backends compute both alike.
         gamma_floor: smallest |gamma| in training.
-        overwrite_input: write z over x, which saves one transient buffer in the forward pass. For a block that owns x,
+        overwrite_input: write z over x, which saves one temporary buffer in the forward pass. For a block that owns x,
             directly after a convolution: as with any in-place operation, later readers see the new values, and the
             backward pass raises if an earlier operation kept x. An x that is neither contiguous nor channels_last
             still needs the buffer, and another one in the backward pass. If x is a leaf that requires a gradient, or a
@@ -119,7 +119,7 @@ class InPlaceABNSync(InPlaceABN):
         *,
         report: Callable[[ConversionReport], object] = log_report,
     ) -> Network:
-        """Synchronise every layer of ours in a network, or a single one; return it.
+        """Synchronise all our layers in a network, or a single layer; return it.
 
         Layers stay the same objects with the same parameters; already synchronised ones switch to `group`. Convert
         PyTorch's batch normalisations with `to_inplace` first.
@@ -127,7 +127,7 @@ class InPlaceABNSync(InPlaceABN):
         Args:
             group: process group; None is the default group.
             report: called with the `ConversionReport`, e.g. `print`. By default the report is logged, as a warning if
-                it names norms that were left alone.
+                it lists norms that were not converted.
         """
         check_module(module, "InPlaceABNSync.convert")
         check_group(group)
@@ -143,7 +143,7 @@ class InPlaceABNSync(InPlaceABN):
                 result.kept[name] = "SyncBatchNorm: it is synchronised over its own process_group"
             elif "running_mean" in layer._buffers and not isinstance(layer, InstanceNormBase):
                 result.kept[name] = (
-                    f"{type(layer).__name__}: not a layer of this package; use to_inplace before, or "
+                    f"{type(layer).__name__}: not a layer of this package; use to_inplace first, or "
                     f"nn.SyncBatchNorm.convert_sync_batchnorm"
                 )
         report(result)

@@ -17,14 +17,14 @@ class _LastWarning:
 def warn_if_released(
     state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], missing_keys: list[str]
 ) -> None:
-    """Warn once per `load_state_dict` if a norm's entries look like the release's. Arguments as PyTorch's hook."""
+    """Warn once per `load_state_dict` if a norm's entries look like the release's. Arguments as for PyTorch's hook."""
     if missing_keys is _LastWarning.missing_keys or not is_released(state_dict, prefix, metadata):
         return
     _LastWarning.missing_keys = missing_keys
     warn(
         f"the state dict has no num_batches_tracked for {prefix[:-1] or '(the module itself)'}, like one of the "
-        f"released package inplace_abn. The in-place layers there scale by |weight| + eps; here, the scale is weight. "
-        f"If the weights come from there, load from_released(state_dict, eps=1e-5) instead. Standard "
+        f"released package inplace_abn. Its in-place layers scale by |weight| + eps; here, the scale is weight. "
+        f"If the weights come from that package, load from_released(state_dict, eps=1e-5) instead. Standard "
         f"batch normalisation saved before PyTorch 0.4.1 needs no conversion"
     )
 

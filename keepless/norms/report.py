@@ -1,4 +1,4 @@
-"""Report of a conversion: the layers that were replaced, and those that were not, with reasons."""
+"""Report of a conversion: which layers were replaced, and which were not and why."""
 
 import logging
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ class ConversionReport:
 
 
 def listed(entries: Sequence[str], separator: str = ", ") -> str:
-    """The first entries, and how many more there are."""
+    """The first entries, and the number of further ones."""
     more = f" and {len(entries) - SHOWN_NAMES} more" if len(entries) > SHOWN_NAMES else ""
     return separator.join(entries[:SHOWN_NAMES]) + more
 
 
 def log_report(report: ConversionReport) -> None:
-    """Log a report: as a warning if layers were not replaced, otherwise as information."""
+    """Log a report: as a warning if some layers were not replaced, otherwise at level INFO."""
     logger.log(logging.WARNING if report.kept else logging.INFO, "%s", report)

@@ -21,9 +21,9 @@ def renew_statistics(
 ) -> None:
     """Recompute the running statistics of all norms as the average over their calls with these minibatches.
 
-    Use it in place of PyTorch's `update_bn`, which silently skips our layers. Everything but the norms (e.g. dropout)
-    is in eval mode meanwhile. In distributed training every process passes equally many minibatches and gets the
-    average over all of them. Norms that are not called keep their statistics. Leaves the network in eval mode.
+    Use it in place of PyTorch's `update_bn`, which silently skips our layers. Meanwhile everything but the norms (e.g.
+    dropout) is in eval mode. In distributed training every process must pass the same number of minibatches, and gets
+    the average over all processes. Norms that are not called keep their statistics. Leaves the network in eval mode.
 
     Args:
         minibatches: the network's inputs, on its device; or anything that `forward` takes.
@@ -52,7 +52,7 @@ def renew_statistics(
         for number, minibatch in enumerate(minibatches, start=1):
             for norm in norms:
                 norm.training = True
-                norm.momentum = 1 / number  # of compiled norms, which call no new hooks
+                norm.momentum = 1 / number  # for compiled norms, which do not call new hooks
             (forward or network)(minibatch)
     finally:
         for hook in hooks:

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from ..torch_internals import is_capturing
 
-# This process's numbers of values per channel that were checked together with the other ranks', by process group.
+# By process group: this process's numbers of values per channel that were already checked with the other ranks'.
 _CHECKED: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
 def check_group(group: object) -> None:
-    """ValueError if a value is no process group, such as a list of devices. What non-members of a group get is one."""
+    """ValueError if a value is not a process group, such as a list of devices. `NON_GROUP_MEMBER` is allowed."""
     if group is None or not dist.is_available() or isinstance(group, dist.ProcessGroup):
         return
     if not group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"group={group!r}: expected a process group, as torch.distributed.new_group makes one, or None"
+            f"group={group!r}: expected a process group, as returned by torch.distributed.new_group, or None"
         )
 
 
@@ -41,9 +41,9 @@ def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | N
 def gathered_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
     """The mean and biased variance (C,) and the number of values per channel of every rank: (ranks, 2 C + 1), float64.
 
-    Reading the other ranks' counts waits for the device, so they are checked once for each number of values that this
-    rank has, and never in compiled or captured graphs, which cannot raise. If another rank gets too few values later,
-    that rank raises alone, and this one loses its connection.
+    Reading the other ranks' counts waits for the device, so they are checked once for each number of values on this
+    rank, and never in compiled or captured graphs, which cannot raise. If another rank gets too few values later, only
+    that rank raises, and this one loses its connection.
 
     ValueError, on every rank of the group that checks, if a rank has fewer than two values per channel.
     """

@@ -311,7 +311,7 @@ class BudgetRow(NamedTuple):
 class Frontier(NamedTuple):
     """Memory and time of a training step under different budgets. Print it."""
 
-    plain: int  # bytes at the peak of the network as it is
+    plain: int  # bytes at the peak of the plain network
     least: int  # bytes at the lowest peak that a plan reaches
     rows: list[BudgetRow]
 

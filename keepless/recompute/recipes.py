@@ -164,7 +164,7 @@ def _follow_base(known: KnownValues, call: Call, result: Tensor, base: Tensor, o
 
 
 def leave_own_inside(call: Call, result: Tensor) -> None:
-    """Reduce `call.inside` to tensors that the call itself has made, without its result and tensors tiny beside it."""
+    """Reduce `call.inside` to tensors that the call itself has made, without its result and much smaller tensors."""
     given = {address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
     call.inside = tuple(
         part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
@@ -262,7 +262,7 @@ class ByPlan:
         self.plans = list(plans)  # the plans that match the calls of this forward pass so far
         self.trace: StepTrace | None = trace
         self.strayed = False  # no plan matches any more
-        self.call = -1  # number of the present call
+        self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
         self.guard, self.inputs = guard, inputs
         self.planned: dict[int, int] = {}  # node number -> call number: of kept results; if traced, of all results

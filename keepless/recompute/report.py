@@ -39,7 +39,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         rows = [(f"{line.bytes:,}", str(line.tensors), *line[2:]) for line in self.lines]
         titles = ("bytes", "tensors", "made by", "kept for", "module", "why" if any(row[-1] for row in rows) else "")
-        rows = [titles, *rows, (f"{self.bytes:,}", "", "in all", "", "", "")]
+        rows = [titles, *rows, (f"{self.bytes:,}", "", "total", "", "", "")]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         texts = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
         return "\n".join("  ".join(cells).rstrip() for cells in texts)

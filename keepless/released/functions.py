@@ -23,15 +23,15 @@ def inplace_abn(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
 ) -> Tensor:
-    """phi((|weight| + eps) * (x - mean) / sqrt(var + eps) + bias), keeping the output alone for the backward pass.
+    """phi((|weight| + eps) * (x - mean) / sqrt(var + eps) + bias), keeping only the output for the backward pass.
 
-    As in the released package, but x stays as it is: the output is a new tensor, and just as much is kept.
+    As in the released package, except that x is not overwritten: the output is a new tensor, and as much is kept.
 
     Args:
         x: (N, C, *spatial), float64, float32, bfloat16 or float16.
         weight, bias: (C,), float32 (float64 for float64 inputs); None: 1 and 0.
         running_mean, running_var: (C,), updated if `training` (with the unbiased variance); None: not tracked.
-        training: use the minibatch's statistics, and not the running ones.
+        training: use the minibatch's statistics instead of the running ones.
         activation: leaky_relu (slope `activation_param`), elu (alpha `activation_param`), identity, sigmoid or tanh.
 
     ValueError: momentum is not 0 to 1, the activation cannot be inverted, x is not (N, C, *spatial), or there are no
@@ -79,5 +79,5 @@ def _normalised(arguments: NormArguments, x: Tensor, *vectors: Tensor | None) ->
 
 
 def released_scale(weight: Tensor, eps: float) -> Tensor:
-    """|weight| + eps. Its gradient at 0 is 1, as in the released package, and not 0."""
+    """|weight| + eps. Its gradient at 0 is 1, as in the released package, not 0."""
     return torch.where(weight < 0, -weight, weight) + eps

@@ -1,4 +1,4 @@
-"""State dicts of the released package `inplace_abn`: the same names as here, but another scale."""
+"""State dicts of the released package `inplace_abn`: the same names as here, but a different scale."""
 
 import copy
 from collections import OrderedDict
@@ -10,17 +10,17 @@ from ..norms.loading import CONVERTED, is_released
 
 
 def from_released(state_dict: Mapping[str, Tensor], eps: float = 1e-5) -> dict[str, Tensor]:
-    """Convert a state dict of the released package: each norm's weight w becomes |w| + eps, the scale it stands for.
+    """Convert a state dict of the released package: each norm's weight w becomes |w| + eps, its actual scale.
 
-    A norm is recognised by its running_mean. Norms with num_batches_tracked, which the release lacks, are left alone
+    A norm is recognised by its running_mean. Norms with num_batches_tracked, which the release lacks, are not changed
     (e.g. PyTorch's, in the same network). Do not convert networks of the release's plain `ABN`, whose scale is w.
 
-    The copy returned shares all other tensors. It is marked as converted in its metadata, which `torch.save` keeps, so
+    The returned copy shares all other tensors. It is marked as converted in its metadata, which `torch.save` keeps, so
     loading it does not warn. Rename keys before the conversion, because a new dict has no metadata.
 
     Args:
-        state_dict: with any prefix, of a network or a part of it. It stays unchanged.
-        eps: of the released layers.
+        state_dict: of a network or a part of it, with any prefix. It is not changed.
+        eps: the eps of the released layers.
     """
     converted = OrderedDict(state_dict)
     metadata = copy.deepcopy(getattr(state_dict, "_metadata", {}))

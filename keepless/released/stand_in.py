@@ -22,8 +22,8 @@ _NAME = "inplace_abn"
 def stand_in_for_inplace_abn() -> None:
     """Make `import inplace_abn`, `inplace_abn.functions` and `inplace_abn.group` find this package.
 
-    Layers and functions then scale by |weight| + eps, as the released ones, so checkpoints stay as they are. Call it
-    before anything imports the package, such as timm.
+    Layers and functions then scale by |weight| + eps, as the released ones do, so checkpoints need no conversion. Call
+    it before anything, such as timm, imports the package.
 
     RuntimeError: the released package is installed, or another one has been imported under its name.
     """
@@ -31,7 +31,7 @@ def stand_in_for_inplace_abn() -> None:
     if getattr(present, "stands_in", False):
         return
     if present is not None:
-        raise RuntimeError("inplace_abn has been imported already: call stand_in_for_inplace_abn() before that")
+        raise RuntimeError("inplace_abn has already been imported: call stand_in_for_inplace_abn() before that")
     if importlib.util.find_spec(_NAME) is not None:
         raise RuntimeError("the released inplace_abn is installed: leave this call out, or pip uninstall inplace-abn")
     layers: dict[str, object] = {"ABN": ABN, "InPlaceABN": InPlaceABN, "InPlaceABNSync": InPlaceABNSync}
@@ -55,7 +55,7 @@ class ABN(abn.ABN):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        # The scales of the file and of this layer mean the same.
+        # The file and this layer use the same scale.
         metadata = {**local_metadata, CONVERTED: True, "version": 1}  # without num_batches_tracked
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
@@ -89,7 +89,7 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = Weak
 
 
 def active_group(active: bool, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """The group of the processes of `process_group` that are `active`. Every process must call it.
+    """A group of those processes of `process_group` that are `active`. Every process must call it.
 
     ValueError: no process is active.
     """
@@ -106,7 +106,7 @@ def active_group(active: bool, process_group: dist.ProcessGroup | None = None) -
 
 
 def set_active_group(network: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Call `set_group(group)` of every module that has it, as each `InPlaceABNSync` does."""
+    """Call `set_group(group)` on every module that has this method, as each `InPlaceABNSync` does."""
     for module in network.modules():
         if callable(set_group := getattr(module, "set_group", None)):
             set_group(group)

@@ -1,11 +1,11 @@
-"""How reversible modules do without stored inputs: a chain of steps that the backward pass walks from the last output.
+"""The chain of steps by which reversible modules do without stored inputs: backward walks it from the last output.
 
-The rules, which this file keeps together with replay.py, environment.py and state.py:
+The rules, which this file implements together with replay.py, environment.py and state.py:
 
 1. The chain. A `Pass` is one forward pass. It consists of `Step`s (half a coupling, or a whole function) and
    `Regrouping`s (of a tensor into halves, or back). A `Boundary` between two of them stands for the values there.
-2. Kept values. A step without an inverse keeps its input. A pass keeps its outputs if its last step has an inverse. A
-   later pass that starts from these outputs, unmodified, continues the chain; when it has succeeded, they are dropped.
+2. Kept values. A step without an inverse keeps its input. A pass keeps its outputs if its last step has an inverse. If
+   a later pass starts from these unmodified outputs, it continues the chain; once it has succeeded, they are dropped.
 3. Slots. Each tensor that autograd would save in a step becomes an empty slot in the step's `Section`, except for
    parameters. The first slot that the backward pass reads makes the step repeat: from the values after it, or from its
    kept input.
@@ -19,14 +19,14 @@ The rules, which this file keeps together with replay.py, environment.py and sta
    boundary to the step that follows. A step without an inverse also refers to the boundary before it; other steps only
    weakly. So the chain is freed with the graph, and values that no earlier step needs are not restored.
 7. Environment. A repetition runs with the autocast settings, modes, and (with `preserve_rng_state`) random numbers of
-   the first run. It starts from the same buffers and plain attributes, so it does again what the first run did; nothing
-   of that is left (state.py). A run may not write parameters. Parameters, and buffers that the forward pass left alone,
-   may not be modified or replaced after it. The repetition must save tensors of the same number, shapes, dtypes and
-   devices. Otherwise an error is raised.
+   the first run. It starts from the same buffers and plain attributes, so it does the same as the first run; its
+   changes to them are undone (state.py). A run must not write parameters. After the forward pass, parameters and the
+   buffers that it did not change must not be modified or replaced. The repetition must save tensors of the same number,
+   shapes, dtypes and devices. Otherwise an error is raised.
 8. Gradients are right or an error is raised. A function that writes over its input is refused. A kept tensor that was
    modified raises PyTorch's error about an in-place operation. Reading a slot after the graph was freed, or still
-   inside the forward pass, raises an error that says so. Only one thing is taken on trust: branches compute the same
-   when they run again, unless `checking_repetitions` is on (checks.py).
+   inside the forward pass, raises an error that says so. Only one thing is not checked unless `checking_repetitions`
+   is on (checks.py): that branches compute the same values when they run again.
 """
 
 import weakref
@@ -52,7 +52,7 @@ Undo = Callable[[], Values]
 class Boundary:
     """The values between two steps: kept, or restored by the step that follows.
 
-    `taken`: a step follows. Another step that starts from the same tensors begins a chain of its own.
+    `taken`: a step follows. Another step that starts from the same tensors begins its own chain.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Boundary:
 
 
 class Inputs(NamedTuple):
-    """The dtypes and strides of a step's inputs, which of them required a gradient, and which were leaves."""
+    """The dtypes and strides of a step's inputs, and whether each required a gradient and was a leaf."""
 
     dtypes: tuple[torch.dtype, ...]
     strides: tuple[tuple[int, ...], ...]
@@ -111,8 +111,8 @@ class Inputs(NamedTuple):
         """New tensors that require gradients as the inputs did, so that a repetition saves the same tensors.
 
         They also get the strides of the inputs, because some operators (`F.linear`) choose by strides which tensors
-        they save. The one of number `any_layout` keeps its own, because no branch reads it. Views stand for inputs that
-        were no leaves, which a prepared branch (`recompute_activations`) would keep instead of what it computes.
+        they save. The tensor with number `any_layout` keeps its strides, because no branch reads it. Inputs that were
+        not leaves become views: a prepared branch (`recompute_activations`) would keep a leaf, but recompute from a view.
         """
         again = []
         inputs = zip(values, self.strides, self.require_grad, self.are_leaves, strict=True)
@@ -125,7 +125,7 @@ class Inputs(NamedTuple):
 
 
 def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A copy with these strides; values are equal along dimensions of stride 0."""
+    """A copy with these strides; values must be equal along dimensions of stride 0."""
     for dim, stride in enumerate(strides):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1).expand_as(tensor)
@@ -140,7 +140,7 @@ class Update(NamedTuple):
 
     half: HalfStep
     invertible: bool = True
-    inverse: None = None  # the repetition runs the branch as the forward pass did
+    inverse: None = None  # the repetition runs the same branch as the forward pass
 
     def run(self, halves: Values, checksum: Checksum) -> Values:
         output = self.half.output(halves)
@@ -180,7 +180,7 @@ class Apply(NamedTuple):
         return outputs
 
     def again(self, values: Values, like: Inputs, checksum: Checksum) -> Undo:
-        """Run the function again: on `values`, which are its kept inputs, or outputs to invert."""
+        """Run the function again. `values`: its kept inputs, or outputs to invert."""
         if self.inverse is not None:
             with torch.no_grad():
                 values = _unchanged(self.inverse, values)
@@ -237,7 +237,7 @@ class Step:
 
 
 class Regrouping:
-    """A tensor split into halves, or halves joined to a tensor. `back` does the opposite."""
+    """A tensor split into halves, or halves joined to a tensor. `back` is the inverse."""
 
     def __init__(self, back: Callable[[Values], Values], before: Boundary):
         self.back = back
@@ -252,7 +252,7 @@ class Regrouping:
 
 
 def as_tuple(outputs: Tensor | Values) -> Values:
-    """The outputs of a module, as a tuple. ValueError if they are no tensors."""
+    """The outputs of a module, as a tuple. ValueError if they are not tensors."""
     found = outputs if isinstance(outputs, tuple) else (outputs,)
     if not found:
         raise ValueError("a reversible module got or returned nothing: expected tensors")
@@ -269,7 +269,7 @@ def _unchanged(function: Callable, values: Values) -> Values:
     if versions(values) != before:
         raise ValueError(
             f"{getattr(function, '__qualname__', type(function).__name__)} wrote over its input, which a reversible "
-            f"module still needs: let it begin with an operation that is not inplace"
+            f"module still needs: begin it with an operation that is not inplace"
         )
     return outputs
 
@@ -289,7 +289,7 @@ class Pass:
         self.reversible = reversible  # False: an ordinary forward pass
         self.values = inputs
         self.boundary = (_boundary_of(inputs) if reversible else None) or Boundary()
-        # The last boundary of the earlier pass that this one continues, and the first step here.
+        # If this pass continues an earlier one: its last boundary, and the first step of this pass.
         self.start: tuple[Boundary, Step | Regrouping] | None = None
         self.restores = False  # whether the last step has an inverse, and so needs the values after it
         self.halves_of: Coupling | None = None  # the coupling whose halves the values are; None: they are whole
@@ -312,12 +312,12 @@ class Pass:
             self._run([half.branch], Update(half.inverted()))
 
     def invert(self, module: nn.Module, function: Callable, inverse: Callable) -> None:
-        """Run a function of a module that has an inverse."""
+        """Run an invertible function of a module."""
         self._join()
         self._run([module], Apply(function, inverse))
 
     def keep_input(self, modules: Sequence[nn.Module], function: Callable) -> None:
-        """Run a function of some modules, and keep its input instead of their activations."""
+        """Run a function of some modules; keep its input instead of their activations."""
         self._join()
         self._run(modules, Apply(function))
 
@@ -351,7 +351,7 @@ class Pass:
         self.boundary, self.restores = step.after, move.invertible
 
     def _follow(self, step: Step | Regrouping) -> None:
-        """Let a step restore the boundary before it; outputs of an earlier pass only when this pass has succeeded."""
+        """Let a step restore the boundary before it; outputs of an earlier pass only once this pass has succeeded."""
         if self.boundary.kept is None:
             self.boundary.leave_to(step)
         elif self.start is None:
@@ -388,5 +388,5 @@ def _boundary_of(values: Values) -> Boundary | None:
 
 
 def _metadata(node: Node) -> dict:
-    """A node's own dictionary, which lives as long as the node. PyTorch's anomaly mode uses other keys of it."""
-    return node.metadata  # type: ignore[return-value]  # torch's hints take the property for a method
+    """A node's own dictionary, which lives as long as the node. PyTorch's anomaly mode uses other keys in it."""
+    return node.metadata  # type: ignore[return-value]  # torch's hints declare the property as a method

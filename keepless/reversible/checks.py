@@ -1,4 +1,4 @@
-"""An optional check that parts of a reversible network compute the same when the backward pass repeats them."""
+"""An optional check that parts of a reversible network compute the same values when the backward pass repeats them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ _enabled = ContextVar("checking_repetitions", default=False)
 
 @contextmanager
 def checking_repetitions() -> Iterator[None]:
-    """Context of forward passes whose backward passes compare each repeated output of a branch with the first one.
+    """Context for forward passes whose backward passes compare each repeated output of a branch with the first one.
 
-    A branch that draws from a generator of its own, or reads a list or a global that changed, computes something else
-    the second time, and the gradients are wrong. Here this raises a RuntimeError that names the branch. It costs two
-    passes over each output and 24 MiB of temporary memory: use it in the first steps of a run. As restored inputs are
-    rounded, differences below a thousandth pass in float32, and below 0.3 in bfloat16, float16 and under autocast.
-    Passes that a CUDA graph captures are not compared: to raise, the host would have to wait for their values.
+    A branch that draws from its own generator, or reads a list or a global that has changed, computes other values
+    the second time, so gradients are wrong. In this context it raises a RuntimeError that names the branch. It costs
+    two passes over each output and 24 MiB of temporary memory: use it in the first steps of a run. Because restored
+    inputs are rounded, relative differences below 0.001 pass in float32, and below 0.3 in bfloat16, float16 and under
+    autocast. Passes captured in a CUDA graph are not compared, because the host would have to wait for their values.
     """
     token = _enabled.set(True)
     try:
@@ -58,14 +58,14 @@ class Checksum:
             if not torch.isnan(first).any() and not bool((ours - first).abs().max() <= largest):
                 names = ", ".join(type(module).__name__ for module in self.modules)
                 raise RuntimeError(
-                    f"{names} computed something else when the backward pass repeated it, so gradients would be wrong: "
-                    f"it may not draw from a generator of its own or of NumPy, or read a list or a global that changes"
+                    f"{names} computed other values when the backward pass repeated it, so gradients would be wrong: "
+                    f"it must not draw from its own generator or NumPy's, or read a list or a global that changes"
                 )
 
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> Tensor:
-    """Two numbers: a weighted sum, which changes by about as much as the values do, and the norm."""
+    """Two numbers: a weighted sum, which changes about as much as the values do, and the norm."""
     sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)
     for number, part in enumerate(_parts(tensor.detach())):
         values = part.flatten().double()

@@ -15,7 +15,7 @@ Halves = tuple[Tensor, ...]  # two tensors
 class HalfStep(NamedTuple):
     """One of the two updates of a coupling: halves[target] = combine(halves[target], branch(halves[1 - target])).
 
-    `undo` is the inverse of `combine` in its first argument. `combine_saves`: whether autograd keeps something for it.
+    `undo` is the inverse of `combine` in its first argument. `combine_saves`: whether autograd saves tensors for it.
     """
 
     branch: nn.Module
@@ -33,7 +33,7 @@ class HalfStep(NamedTuple):
         return self.replaced(halves, self.combine(halves[self.target], self.output(halves)))
 
     def output(self, halves: Halves) -> Any:
-        """Output of the branch. ValueError if it does not fit the other half, or the branch wrote over its input."""
+        """The branch's output. ValueError if it does not fit the other half, or the branch wrote over its input."""
         x = halves[1 - self.target]
         before = versions([x])
         output = self.branch(x)
@@ -65,12 +65,12 @@ class HalfStep(NamedTuple):
 class Coupling(nn.Module):
     """Base class of couplings: y1 = combine(x1, Fm(x2)); y2 = combine(x2, Gm(y1)), with x split in two halves.
 
-    Subclasses define `combine` and `undo`. One that overrides more is reversed as any other module, see `in_halves`.
+    Subclasses define `combine` and `undo`. One that overrides more is reversed like any other module: see `in_halves`.
 
     Args:
         Fm: any module that returns what `combine` takes.
-        Gm: another; None copies Fm, with parameters of its own.
-        split_dim: dimension in which the input is split and the output concatenated; not 0, the batch.
+        Gm: another such module; None copies Fm, with its own parameters.
+        split_dim: dimension along which the input is split and the output concatenated; not 0, the batch.
     """
 
     combine_saves = True
@@ -86,7 +86,7 @@ class Coupling(nn.Module):
 
     @staticmethod
     def combine(x: Tensor, output: Any) -> Tensor:
-        """One half of y, from the same half of x and the output of a branch."""
+        """One half of y, from the same half of x and a branch's output."""
         raise NotImplementedError
 
     @staticmethod
@@ -120,9 +120,9 @@ class Coupling(nn.Module):
         return HalfStep(self.Fm, 0, *how), HalfStep(self.Gm, 1, *how)
 
     def split(self, x: Tensor) -> Halves:
-        """Two halves of x: views, but copies if x is channels_last, which halves of its channels are not.
+        """Two halves of x: views, or copies if x is channels_last, because half of its channels would not be.
 
-        ValueError if they would differ in size, or the dimension is not there.
+        ValueError if they would differ in size, or x has no such dimension.
         """
         dim = self.split_dim
         if not -x.dim() <= dim < x.dim() or dim % x.dim() == 0:
@@ -172,9 +172,9 @@ class AffineCoupling(Coupling):
     """y1 = s * x1 + t with (s, t) = Fm(x2); y2 = s' * x2 + t' with (s', t') = Gm(y1) (Dinh et al. 2017, equation 7).
 
     Args:
-        Fm, Gm, split_dim: as in `Coupling`; with an adapter, one output is enough.
-        adapter: makes a module that returns (s, t) from one that does not, such as `AffineAdapterNaive`. None: Fm and
-            Gm return tuples (s, t) themselves.
+        Fm, Gm, split_dim: as in `Coupling`; with an adapter, branches return one tensor.
+        adapter: wraps such a branch in a module that returns (s, t), e.g. `AffineAdapterNaive`. None: Fm and Gm return
+            tuples (s, t) themselves.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ def create_coupling(
     adapter: Callable[[nn.Module], nn.Module] | None = None,
     split_dim: int = 1,
 ) -> Coupling:
-    """An `AdditiveCoupling` or `AffineCoupling`, by its name: "additive" or "affine". Only the latter has an adapter.
+    """An `AdditiveCoupling` ("additive") or an `AffineCoupling` ("affine"). Only the latter may have an adapter.
 
     ValueError: another name, or an adapter for an additive coupling.
     """
@@ -228,8 +228,8 @@ def create_coupling(
 def in_halves(module: object) -> TypeGuard[Coupling]:
     """Whether a module is a coupling that may run as `couple`, on halves, or as its half-steps if it is invertible.
 
-    Not if a subclass overrides other methods, or if the module has hooks, which would not run. A subclass that
-    overrides `couple` says that it agrees with `half_steps` by an attribute `couples_in_half_steps` of its own.
+    Not if a subclass overrides other methods, or if the module has hooks, which would not run. A subclass may override
+    `couple` if it agrees with `half_steps`, and defines the attribute `couples_in_half_steps` to say so.
     """
     if not isinstance(module, Coupling) or has_hooks(module):
         return False
@@ -246,7 +246,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor was written in place, where PyTorch counts it."""
+    """The number of in-place writes to each tensor; -1 for inference tensors, where PyTorch does not count them."""
     if torch.compiler.is_compiling():
         return []
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
@@ -283,6 +283,6 @@ class AffineAdapterSigmoid(nn.Module):
         if h.shape[1] % 2:
             raise ValueError(
                 f"AffineAdapterSigmoid got {h.shape[1]} channels from {type(self.f).__name__}: expected an even "
-                f"number, twice those of its input"
+                f"number, twice the channels of its input"
             )
         return (h[:, 1::2] + 2).sigmoid(), h[:, 0::2]

@@ -1,4 +1,4 @@
-"""Everything that a forward pass depends on beside its inputs, restored to repeat the pass."""
+"""Everything besides its inputs that a forward pass depends on, restored to repeat the pass."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,8 +16,8 @@ _RANDOM = (*_DROPOUTS, nn.RReLU)
 class Environment:
     """Autocast, random numbers, parameters, modes and buffers at the start of a forward pass.
 
-    `modules` run on `tensors`, and draw the same random numbers again with `preserve_rng_state`. While a CUDA graph is
-    captured they may draw none on the device: modules that do are refused, but not their functions (`F.dropout`).
+    `modules` run on `tensors`, and with `preserve_rng_state` draw the same random numbers again. While a CUDA graph is
+    captured they must not draw any on the device: modules that do are refused; functions (`F.dropout`) are not noticed.
     """
 
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
@@ -30,7 +30,7 @@ class Environment:
         ]
         self.cache = torch.is_autocast_cache_enabled()
         self.cuda = [device for device in devices if device.type == "cuda"]
-        if self.cuda and is_capturing():  # a graph has no state of a generator to read
+        if self.cuda and is_capturing():  # the state of its generator cannot be read
             self.cuda = []
             if preserve_rng_state:
                 _refuse_random(parts)
@@ -38,17 +38,17 @@ class Environment:
         self.state = State(parts)
 
     def forward_pass_ended(self, inverts: bool) -> None:
-        """Drop the random state (5 KB) if no numbers were drawn; for the rest see `State.forward_pass_ended`."""
+        """Drop the random state (5 KB) if no numbers were drawn; see also `State.forward_pass_ended`."""
         if self.random is not None and all(map(_equal, self.random, self._random())):
             self.random = None
         self.state.forward_pass_ended(inverts)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context of a repetition: the state of the forward pass, and at the end the present one again.
+        """Context of a repetition: restores the state of the forward pass, and at the end the current one.
 
-        RuntimeError if a parameter, or a buffer that the forward pass left alone, was modified or replaced since, and
-        see `State.restored`.
+        RuntimeError if a parameter, or a buffer that the forward pass did not change, was modified or replaced since;
+        see also `State.restored`.
         """
         self.state.check_constants()
         with ExitStack() as stack:
@@ -72,7 +72,7 @@ def _refuse_random(parts: Iterable[nn.Module]) -> None:
         if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1.0) > 0:
             raise RuntimeError(
                 f"a CUDA graph captures a reversible module that contains {part}: a captured repetition draws other "
-                f"random numbers, and its gradients would be wrong; move it out of the branches, or set p=0"
+                f"random numbers, so gradients would be wrong; move it out of the branches, or set p=0"
             )
 
 

@@ -21,22 +21,22 @@ class InvertibleModuleWrapper(nn.Module):
     """Run an invertible module without keeping its activations: the backward pass recomputes them from its output.
 
     If the input of a wrapper is the output of another, that output is no longer kept. An input with other references
-    stays as it is. Gradients, hooks and running statistics are those of `fn` itself. Without gradients, and inside
-    `torch.compile`, the wrapper does nothing.
+    stays as it is. Gradients, hooks and running statistics are the same as without the wrapper. Without gradients, and
+    inside `torch.compile`, the wrapper does nothing.
 
-    In the backward pass, a coupling's branches run once more, and other modules twice: once to invert them. The
+    In the backward pass, a coupling's branches run once more, and other modules twice: inverse and forward. The
     restored input differs by rounding.
 
     Args:
         fn: a module with `forward` and `inverse`, from one or several tensors to one or several tensors. It must
-            compute the same when it runs again (dropout does, see `preserve_rng_state`), and not overwrite its input.
+            compute the same when it runs again (dropout does: see `preserve_rng_state`), and not overwrite its input.
         keep_input: keep the input of `forward` instead; `fn` needs no inverse then.
         keep_input_inverse: the same for `inverse`.
         num_bwd_passes: for compatibility with MemCNN; any number of backward passes works, with `retain_graph=True` for
             all but the last.
         disable: only call `fn`.
-        preserve_rng_state: restore the random numbers for the second run. False saves little time, and gives wrong
-            gradients if `fn` draws some.
+        preserve_rng_state: draw the same random numbers in the second run. False saves little time, and gives wrong
+            gradients if `fn` draws random numbers.
 
     Raises:
         ValueError: `fn` has no inverse, or num_bwd_passes is below 1.
@@ -104,12 +104,12 @@ class InvertibleModuleWrapper(nn.Module):
 
 
 class ReversibleSequence(nn.Module):
-    """Invertible modules one after the other; only the output of the last is kept (RevNet, Algorithm 1).
+    """Invertible modules in sequence; only the output of the last one is kept (RevNet, Algorithm 1).
 
-    Couplings with the same `split_dim` pass their halves on, so nothing is concatenated between them. A coupling that
+    Couplings with the same `split_dim` pass on their halves, so nothing is concatenated between them. A coupling that
     is not invertible (`Coupling.invertible`), and any module without a method `inverse`, keeps its input.
 
-    Every module takes one tensor, which the module before it returned. `disable`: keep all activations.
+    Every module takes the one tensor that the module before it returned. `disable`: keep all activations.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], disable: bool = False):
@@ -128,7 +128,7 @@ class ReversibleSequence(nn.Module):
         return [part for block in self.blocks for part in _flat(block)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run x through all blocks; they may raise."""
+        """Run x through all blocks; raises what they raise."""
         return run_reversibly(self.reversible_blocks, x, self.disable)
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class ReversibleSequence(nn.Module):
 
 
 def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) -> Tensor:
-    """Run modules as a `ReversibleSequence` of them does. A tuple of modules is one block, which keeps its input."""
+    """Run modules like a `ReversibleSequence`. A tuple of modules is one block, which keeps its input."""
     reversible = torch.is_grad_enabled() and not disable
     if reversible and _is_compiling():
         for block in blocks:
@@ -163,7 +163,7 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
 
 
 def _is_compiling() -> bool:
-    """Whether `torch.compile` traces a graph, in which nothing is forgotten; then it warns."""
+    """Whether `torch.compile` is tracing a graph, which keeps all activations; if so, warns."""
     if not torch.compiler.is_compiling():
         return False
     call_at_compilation(_say_that_the_compiler_decides)
@@ -179,7 +179,7 @@ def _say_that_the_compiler_decides(_: object) -> None:
 
 
 def in_turn(block: Block, x: Tensor) -> Tensor:
-    """Run a module, or several one after the other."""
+    """Run a module, or several in sequence."""
     for module in block if isinstance(block, tuple) else (block,):
         x = module(x)
     return x
@@ -193,12 +193,12 @@ def is_invertible_module(
     atol: float = 1e-6,
     random_seed: int = 42,
 ) -> bool:
-    """Whether inverse(forward(x)) and forward(inverse(x)) are x, tried on random numbers in the module's present mode.
+    """Whether inverse(forward(x)) and forward(inverse(x)) are x, tried on random numbers in the module's current mode.
 
-    Leaves the global random numbers, the running statistics and the module's parameters as they are.
+    Does not change the global random state, running statistics and the module's parameters.
 
     Args:
-        module_in: any module; without methods `forward` and `inverse` the answer is no.
+        module_in: any module; False if it has no methods `forward` and `inverse`.
         test_input_shape: the shape of its input, or a sequence of the shapes of its inputs.
         test_input_dtype: the dtype of its inputs.
         atol: largest difference allowed.

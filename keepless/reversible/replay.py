@@ -1,7 +1,7 @@
-"""Parts of a forward pass whose activations are dropped, and computed again in the backward pass.
+"""Parts of a forward pass whose activations are dropped, and recomputed in the backward pass.
 
 In a `Section` every tensor that autograd would save gets an empty slot. When the backward pass reads the first slot,
-the part runs again and fills all slots. The graph is the ordinary one, so hooks, gradients of parts, and tied, frozen,
+the part runs again and fills all slots. Autograd's graph is unchanged, so hooks, gradients of parts, and tied, frozen,
 unused or unregistered parameters work as usual.
 """
 
@@ -25,29 +25,29 @@ class _Slot:
         self.metadata = _metadata(tensor)
         self.tensor: Tensor | None = None
         self.version = 0
-        self.stream: torch.cuda.Stream | None = None  # that has filled it
+        self.stream: torch.cuda.Stream | None = None  # that filled it
 
     def fill(self, tensor: Tensor) -> None:
         if _metadata(tensor) != self.metadata:
-            raise RuntimeError(f"{_CHANGED}: it saved a tensor {_metadata(tensor)}, at first {self.metadata}")
+            raise RuntimeError(f"{_CHANGED}: it saved a tensor {_metadata(tensor)}, but at first {self.metadata}")
         self.tensor, self.version, self.stream = tensor.detach(), tensor._version, current_stream(tensor)
 
     def take(self) -> Tensor:
-        """The tensor; an empty slot repeats its section first. RuntimeError if the repetition was different."""
+        """The tensor; an empty slot repeats its section first. RuntimeError if the repetition differed."""
         if self.tensor is None:
             self.repeat()
         tensor = self.tensor
         if tensor is None:
             raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
         check_version(tensor, self.version)
-        wait_for(self.stream, tensor)  # a part that runs on several streams is repeated on the first that asks
+        wait_for(self.stream, tensor)  # a part that ran on several streams is repeated on the first that reads
         if keeps_graph():
             self.tensor = None  # the next backward pass computes it again
         return tensor
 
 
 class Section:
-    """One part of a forward pass. Autograd holds the slots until it has used or freed them."""
+    """One part of a forward pass. Autograd holds its slots until it has used or freed them."""
 
     def __init__(self) -> None:
         self.slots: list[weakref.ref[_Slot]] = []
@@ -71,7 +71,7 @@ class Section:
         def unpack(packed: _Slot | Kept) -> Tensor:
             if not ended:
                 raise RuntimeError(
-                    "a branch of a reversible module asks for gradients in its forward pass, when its activations are "
+                    "a branch of a reversible module computes gradients in its forward pass, but its activations are "
                     "already dropped: give disable=True to keep them"
                 )
             return packed.get() if isinstance(packed, Kept) else packed.take()
@@ -103,8 +103,8 @@ class Section:
         def unpack(tensor: Tensor) -> Tensor:
             if ended:
                 raise RuntimeError(
-                    "a value that a branch of a reversible module left behind was differentiated after the branch had "
-                    "run again in a backward pass: differentiate only what the module returns"
+                    "a value that a branch of a reversible module stored elsewhere was differentiated after the branch "
+                    "had run again in a backward pass: differentiate only what the module returns"
                 )
             return tensor
 
@@ -122,5 +122,5 @@ def _metadata(tensor: Tensor) -> tuple:
 
 
 _CHANGED = (
-    "a module computed something else when the backward pass repeated its forward pass; it must do the same each time"
+    "a module computed other values when the backward pass repeated its forward pass; it must do the same each time"
 )

@@ -24,11 +24,11 @@ _KNOWN_NORMS = frozenset([*OWN_LAYERS, *BATCH_NORMS, nn.InstanceNorm1d, nn.Insta
 _PLAIN = (NoneType, bool, int, float, complex, str, bytes, Enum)
 _PYTORCHS_ATTRIBUTES = vars(nn.Module()).keys() - {"training"}
 
-_left_alone = WeakTensorKeyDictionary()  # buffers on devices that a forward pass did not change
+_left_alone = WeakTensorKeyDictionary()  # buffers on devices that a forward pass has left unchanged
 
 
 class _Buffer(NamedTuple):
-    """A buffer that a repetition must not change. `start`: a copy of its first values; None if they have no effect."""
+    """A buffer that a repetition must not change. `start`: copy of its initial values; None if they have no effect."""
 
     owner: nn.Module
     name: str
@@ -46,10 +46,10 @@ class _Buffer(NamedTuple):
 class State:
     """The state of modules before a forward pass: buffers, and attributes that are plain values.
 
-    A repetition starts from it, on copies, so it does again what the forward pass did. Modules that write their
-    parameters, e.g. to initialise them, are refused.
+    A repetition starts from copies of it, so it does the same as the forward pass. Modules that write their parameters,
+    e.g. to initialise them, are refused.
 
-    RuntimeError: a module is lazy, and learns its sizes in the forward pass.
+    RuntimeError: a module is lazy, i.e. learns its sizes in the forward pass.
     """
 
     def __init__(self, parts: Iterable[nn.Module]):
@@ -64,11 +64,11 @@ class State:
             for name, parameter in part._parameters.items()
             if type(parameter) is nn.Parameter  # FSDP's and other subclasses are not checked
         ]
-        self.constants: list[tuple[nn.Module, str, Tensor, int]] = []  # which may not change before the repetition
-        self.watched: list[tuple[nn.Module, str, Tensor]] = []  # parameters that `Tensor.data` may have written
+        self.constants: list[tuple[nn.Module, str, Tensor, int]] = []  # must not change before the repetition
+        self.watched: list[tuple[nn.Module, str, Tensor]] = []  # parameters perhaps written through `Tensor.data`
 
     def forward_pass_ended(self, inverts: bool) -> None:
-        """See what the forward pass has changed, and drop the copies of the rest.
+        """Find out what the forward pass has changed, and drop the copies of everything else.
 
         `inverts`: the repetition runs an inverse first.
 
@@ -101,7 +101,7 @@ class State:
             if parameter is not None
         ]
         kept = []
-        for one in self.buffers:  # later passes move running statistics
+        for one in self.buffers:  # later passes update running statistics
             if one.values is None or one[:2] in moved or has_running_statistics(one.owner):
                 kept.append(one)
             else:
@@ -109,20 +109,20 @@ class State:
         self.buffers = kept
 
     def check_constants(self) -> None:
-        """RuntimeError if a parameter, or a buffer that the forward pass left alone, was modified or replaced since."""
+        """RuntimeError if a parameter, or a buffer that the forward pass did not change, was modified or replaced."""
         for part, name, tensor, version in self.constants:
             present = part._parameters.get(name, part._buffers.get(name))
             if present is tensor:
                 check_version(tensor, version, f"{type(part).__name__}.{name}")
             elif "DTensor" not in (type(present).__name__, type(tensor).__name__):  # FSDP's shards
                 raise RuntimeError(
-                    f"{type(part).__name__}.{name} of a reversible module is another tensor than in the forward "
+                    f"{type(part).__name__}.{name} of a reversible module is not the same tensor as in the forward "
                     f"pass (as after torch.func.functional_call): keep it until the backward pass has ended"
                 )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context of a repetition, on copies of this state; afterwards the modules are as they were.
+        """Context of a repetition, on copies of this state; afterwards the modules are restored.
 
         RuntimeError if it writes a parameter.
         """
@@ -162,7 +162,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_plain(value: object) -> bool:
-    """Not containers, and not tensors with a graph, which are results and need memory."""
+    """Whether a value is plain: no container, and no tensor with a graph, which is a result and needs memory."""
     return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not value.requires_grad)
 
 
@@ -174,9 +174,9 @@ def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 def _are_same(values: Tensor, start: Tensor) -> bool:
-    """Whether values are those before the forward pass: `Tensor.data` writes them without a new version.
+    """Whether values equal those before the forward pass; versions do not tell, as `Tensor.data` writes without one.
 
-    Reading from a device waits for it, so there a buffer counts as constant once a forward pass has left it alone.
+    Reading from a device waits for it, so there a buffer counts as constant once a forward pass has not changed it.
     """
     if is_unknown(values) or values in _left_alone:
         return True
@@ -187,8 +187,8 @@ def _are_same(values: Tensor, start: Tensor) -> bool:
 
 
 def _buffers(module: nn.Module) -> list[_Buffer]:
-    """The buffers that a forward pass may change, or that may change before it is repeated. Not uninitialised ones."""
-    known = type(module) in _KNOWN_NORMS and module.training  # the minibatch's statistics count
+    """The initialised buffers that may change in a forward pass or before it is repeated."""
+    known = type(module) in _KNOWN_NORMS and module.training  # outputs depend only on the minibatch's statistics
     return [
         _Buffer(module, name, values, 0, None)
         if values is None
@@ -200,7 +200,7 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
 
 @contextmanager
 def _attributes_swapped(attributes: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
-    """Context in which modules have these plain values. Afterwards all their attributes are what they were."""
+    """Context in which modules have these plain values. Afterwards all their attributes are restored."""
     present = {part: dict(vars(part)) for part in attributes}
     try:
         for part, values in attributes.items():
@@ -218,9 +218,9 @@ def _attributes_swapped(attributes: dict[nn.Module, dict[str, Any]]) -> Iterator
 
 @contextmanager
 def _buffers_swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
-    """Context in which copies of their first values replace buffers."""
+    """Context in which buffers are replaced by copies of their initial values."""
     present = [buffer.owner._buffers[buffer.name] for buffer in buffers]
-    copies: dict[int, Tensor] = {}  # one of a tensor that is a buffer of several modules
+    copies: dict[int, Tensor] = {}  # a single copy of a tensor that is a buffer of several modules
     try:
         for buffer, values in zip(buffers, present, strict=True):
             start = values if buffer.start is None and buffer.values is not None else buffer.start
@@ -234,5 +234,5 @@ def _buffers_swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
 
 
 def is_unknown(tensor: Tensor) -> bool:
-    """Whether its values cannot be read: it is fake, or a CUDA graph is captured."""
+    """Whether a tensor's values cannot be read: it is fake, or a CUDA graph is captured."""
     return (tensor.is_cuda and is_capturing()) or tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -29,9 +29,9 @@ def backend_for(name: str, x: Tensor) -> Backend:
 
     "auto" means `triton` on CUDA if it can launch kernels, `compiled` on the CPU if `prefers_compiled` says so, and
     otherwise `eager`. Inside `torch.compile` the backend is always `compiled`, whose formulas fuse with the surrounding
-    code. Otherwise it is `eager` for empty tensors, while `torch.jit.trace` records, and under tools that watch
+    code. Outside, it is `eager` for empty tensors, while `torch.jit.trace` records, and under tools that watch
     operations (FLOP or memory counters), which cannot see inside a fused kernel. Fake tensors get `FusedShapes`
-    if a fused kernel is asked for, or would run on their device.
+    if a fused kernel is requested, or would run on their device.
 
     ValueError if the backend cannot compute on the device or in the dtype of x.
     """
@@ -72,13 +72,13 @@ def _has_kernels_for(x: Tensor) -> bool:
 
 @cache
 def triton_launches(device: torch.device) -> bool:
-    """Whether Triton can launch kernels on a CUDA device: it needs a C compiler. Tried once; warns if it cannot."""
+    """Whether Triton can launch kernels on a CUDA device, for which it needs a C compiler. Tried once; warns if not."""
     kernels = _triton()
     if kernels is None:
         return False
     try:
         kernels.probe(device)
-    except Exception as error:  # missing compilers, headers and libraries each raise another one
+    except Exception as error:  # missing compilers, headers and libraries raise different errors
         reason = str(error).partition("\n")[0]
         warn(
             f"Triton cannot launch kernels on {device} ({reason}), so the layers use backend='eager', which is slower: "

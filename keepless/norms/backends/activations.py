@@ -19,7 +19,7 @@ from ...inputs import is_number
 INVERTIBLE_ACTIVATIONS = ("leaky_relu", "elu", "identity", "sigmoid", "tanh")
 ACTIVATIONS = (*INVERTIBLE_ACTIVATIONS, "relu")
 
-# Range of y in which float64 gradients equal autograd's, to 1e-10 of the largest.
+# Range of y in which float64 gradients equal autograd's, to 1e-10 of the largest gradient.
 EXACT_RANGES = {
     "leaky_relu": (-math.inf, math.inf),
     "elu": (-15.0, math.inf),
@@ -77,7 +77,7 @@ def activate_(activation: Activation, y: Tensor) -> Tensor:
         return y.sigmoid_()
     if name == "tanh":
         return y.tanh_()
-    check_activation(activation, invertible=False)  # it may have been set after the construction
+    check_activation(activation, invertible=False)  # it may have been set after construction
     return y
 
 

@@ -1,4 +1,4 @@
-"""The formulas, compiled by TorchInductor, or inlined in the graph of a compiled network."""
+"""The formulas, compiled by TorchInductor or inlined in the graph of a compiled network."""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from .formulas import Settings
 from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running
 
 CHANNELS_LAST_BLOCK = 2**17  # elements of a block: 512 KiB in float32; a core has 1 or 2 MiB of L2 cache
-# Calling a compiled function takes about 20 microseconds longer than calling an operator. It pays from these numbers of
-# elements per thread (see `prefers_compiled`; the contiguous one has a margin).
+# Calling a compiled function takes about 20 microseconds longer than calling an operator. It pays off from these
+# numbers of elements per thread (see `prefers_compiled`; the contiguous one has a margin).
 FEW_CHANNELS_LAST = 2**18
 FEW_CONTIGUOUS = 2**17
 
@@ -76,8 +76,8 @@ def prefers_compiled(x: Tensor) -> bool:
     leaky_relu_. Contiguous: the eager backend takes 1.1 to 1.2 times as long; the compiled one about half as long, but
     longer than eager below about 2^16 elements. channels_last: eager takes 1.2 to 1.4 times as long, compiled about as
     long; they break even near 2^18 elements. Threads share the work but not the cost of a call, so more threads move
-    the break-even point up. Compilation takes seconds for the first layer of a process, so the smallest networks are
-    better off without it.
+    the break-even point up. Compilation takes seconds for the first layer in a process, so tiny networks are faster
+    without it.
     """
     few = FEW_CONTIGUOUS if x.is_contiguous() else FEW_CHANNELS_LAST
     return x.numel() >= few * torch.get_num_threads() and x.is_cpu
@@ -87,18 +87,18 @@ def prefers_compiled(x: Tensor) -> bool:
 def compiler_available(device_type: str) -> bool:
     """Whether TorchInductor can compile here: on a CPU it needs a C++ compiler. Tried once per process (seconds).
 
-    Not by `torch.compile`: if that fails, all Python code of the process keeps its arguments for longer from then on.
+    It does not try `torch.compile`: once that has failed, all Python code of the process keeps arguments longer.
     """
     try:
         graph, x = fx.symbolic_trace(lambda x: x + 1), torch.zeros(2, 3, device=device_type)
         compile_by_inductor(graph, [x])(x)
-    except (RuntimeError, OSError, AttributeError):  # no compiler, no room for its files, or another PyTorch
+    except (RuntimeError, OSError, AttributeError):  # no compiler, no disk space, or an unknown PyTorch
         return False
     return True
 
 
 def check_compiler(device_type: str, asked: str = "backend='compiled'", instead: str = "backend='eager'") -> None:
-    """Raise ValueError if TorchInductor cannot compile here. The setting `asked` needs it, `instead` does not."""
+    """Raise ValueError if TorchInductor cannot compile here. The setting `asked` needs it; `instead` does not."""
     if not compiler_available(device_type):
         raise ValueError(
             f"{asked} cannot compile for {device_type} on this machine: install a C++ compiler (g++, or set CXX) and "
@@ -141,7 +141,7 @@ def run(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | N
     else:
         compiled = _compiled(formula, settings, any(t is None for t in tensors), blocks.dtype, blocks.device.type)
     with torch.no_grad():
-        # Detached views have no base, whose sizes Dynamo would guard as well.
+        # Detached views have no base; Dynamo would guard the base's sizes too.
         return compiled(*(t if t is None else t.detach() for t in tensors))
 
 
@@ -154,7 +154,7 @@ def _compiled(
     `in_part`: some tensors are None.
     """
     check_compiler(device_type)
-    # As text: with dynamic=True numbers would become inputs of the compiled function.
+    # As strings: with dynamic=True numbers would become inputs of the compiled function.
     axis, slope, eps = str(settings.axis), str(settings.activation.param), str(settings.eps)
     name = settings.activation.name
 

@@ -13,7 +13,7 @@ class EagerBackend(Backend):
         return moments_by_operator(x, UNTRACKED)
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
-        # The operator takes a variance in eval mode. Multiplying gamma instead, as it would do, changes no bit.
+        # In eval mode the operator takes a variance. Scaling gamma instead, as it does itself, changes no bit.
         scaled = affine._replace(gamma=affine.gamma * invstd)
         z, _, _ = _batch_norm(x, scaled, Running(mean, torch.ones_like(mean)), False, 0.0, overwrite)
         return z
@@ -56,13 +56,13 @@ class EagerBackend(Backend):
         )
 
     def backward_frozen(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """PyTorch's, with u as the input, offset as the running mean and a variance of 1: its dL/dgamma lacks factor.
+        """PyTorch's backward, with u as the input, offset as the running mean and a variance of 1.
 
-        It scales dL/dx by the weight alone.
+        Its dL/dgamma lacks the factor, and it scales dL/dx only by the weight.
         """
         u, dy = _u_and_dy(kept, dz)
         weight, ones = kept.gamma * kept.invstd, torch.ones_like(kept.gamma)
-        none = weight.new_empty(0)  # as the operator itself saves in eval mode; CUDA asks for tensors in channels_last
+        none = weight.new_empty(0)  # what the operator itself saves in eval mode; channels_last on CUDA needs tensors
         dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward.default(
             dy, u, weight, kept.offset, ones, none, none, False, 0.0, [True, True, True]
         )
@@ -73,7 +73,7 @@ def moments_by_operator(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
     """Mean and biased variance by PyTorch's own operator, which updates the running statistics too."""
     if running.mean is None:  # without running statistics it would round its results to the dtype of x
         running = Running(*x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)))
-    if isinstance(x, FakeTensor):  # PyTorch has no fake kernel for the operator below, and would launch the real one
+    if isinstance(x, FakeTensor):  # the operator below has no fake kernel, so the real one would be launched
         mean, var = x.new_empty(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
         return mean, var
     mean, var = torch.batch_norm_update_stats(x, *running)
@@ -113,5 +113,5 @@ def _x_hat_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _factor(kept: BackwardInputs) -> Tensor:
-    assert kept.factor is not None  # only backends that floor do without
+    assert kept.factor is not None  # it is None only for backends that floor gamma
     return kept.factor

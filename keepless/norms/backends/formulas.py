@@ -1,7 +1,7 @@
 """The paper's equations as plain functions, which TorchInductor fuses into one loop over the pixels per pass.
 
 Tensors come as *blocks*: (blocks, C, pixels), or (blocks, pixels, C) for channels_last. Sums run over each block, then
-over the blocks: this stays in the cache and rounds less than one long sum. Arithmetic is float32, or float64 for
+over all blocks, which uses the cache and rounds less than one long sum. Arithmetic is float32, or float64 for
 float64 tensors.
 """
 

@@ -1,4 +1,4 @@
-"""What a fused kernel allocates, for fake tensors: plans of a step then know the memory that it takes on a GPU."""
+"""The allocations of fused kernels, for fake tensors, so that plans of a step know their memory on a GPU."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from .interface import Affine, Backend, BackwardInputs
 
 
 class FusedShapes(Backend):
-    """Results without values. Unlike `EagerBackend`, a pass allocates them alone, and no tensor in between."""
+    """Results without values. Unlike in `EagerBackend`, a pass allocates only these, and no intermediate tensors."""
 
     floors = True
 

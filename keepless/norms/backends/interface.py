@@ -1,9 +1,9 @@
 """Backend interface: forward and backward pass of BN + activation, in pieces between which ranks can exchange sums.
 
-Tensors with a value per pixel (x, z, dz, dx and the kept one) are (N, C, *spatial) and share one dtype and one packed
-memory format, contiguous or channels_last. Vectors are (C,). Vectors and arithmetic are float32, or float64 for float64
-tensors. No function records a graph, or changes arguments other than the running statistics and, with
-`overwrite`, x: z is then written over it.
+Tensors with a value per pixel (x, z, dz, dx and the kept tensor) are (N, C, *spatial) and share one dtype and one
+packed memory format, contiguous or channels_last. Vectors are (C,). Vectors and arithmetic are float32, or float64 for
+float64 tensors. No function records a graph. Functions change no arguments but the running statistics and, with
+`overwrite`, x, over which z is written.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Affine(NamedTuple):
     gamma: Tensor  # (C,)
     beta: Tensor  # (C,)
     activation: Activation
-    floor: float = 0.0  # least |gamma|; 0 where `Backend.floors` is False
+    floor: float = 0.0  # smallest |gamma|; 0 where `Backend.floors` is False
 
     def explicit(self) -> "Affine":
         """The same with gamma floored."""
@@ -47,8 +47,8 @@ class BackwardInputs(NamedTuple):
     invstd: Tensor
     activation: Activation
     recover_x_hat: bool = False  # variant I: form x_hat as a tensor; fused backends ignore this
-    output: Tensor | None = None  # z, if values are not z and it was recomputed already; may be ignored
-    floor: float = 0.0  # least |gamma|, as in `Affine`
+    output: Tensor | None = None  # z, if values are not z and it was already recomputed; may be ignored
+    floor: float = 0.0  # smallest |gamma|, as in `Affine`
 
     @property
     def affine(self) -> Affine:
@@ -64,7 +64,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Running statistics (C,), and the weight of a new minibatch in them; None if there are none."""
+    """Running statistics (C,), None if not tracked; and the weight of a new minibatch in them."""
 
     mean: Tensor | None = None
     var: Tensor | None = None
@@ -81,9 +81,9 @@ UNTRACKED = Running()
 
 
 class Backend:
-    """The pieces; `forward` and `backward` combine them for statistics of this process alone."""
+    """The pieces; `forward` and `backward` combine them for statistics of one process."""
 
-    floors = False  # whether it floors gamma itself, within its kernels
+    floors = False  # whether its kernels floor gamma themselves
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance per channel, without the cancellation of E[x^2] - E[x]^2."""

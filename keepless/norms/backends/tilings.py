@@ -1,4 +1,4 @@
-"""How the programs of a Triton kernel share a tensor (N, C, L): the tile of a step, and the number of programs."""
+"""How the programs of a Triton kernel divide up a tensor (N, C, L): the tile of a step, and the number of programs."""
 
 import math
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ REGISTERS = 65536  # of a multiprocessor, since compute capability 7.0
 MAX_PARTS = 256  # per channel; each program of pass 2 combines them
 
 BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
-ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is an access, with an address and a mask in registers
+ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is one access, with an address and a mask in registers
 
 
 class Tiling(NamedTuple):
-    """How the programs of a kernel share a tensor (N, C, L)."""
+    """How the programs of a kernel divide up a tensor (N, C, L)."""
 
     shape: tuple[int, int, int]
     align: int  # elements: the longest vector, up to 128 bits, that divides L
     tile: tuple[int, int, int]
     num_warps: int
-    resident: int  # programs per multiprocessor at the same time, at least: `registers` lets them fit
+    resident: int  # at least so many programs run on a multiprocessor at once; see `registers`
     fold: int  # 128-bit vectors of a tile per thread, which the thread adds up
     tiles_per_part: int
     parts: int
@@ -42,8 +42,8 @@ class Tiling(NamedTuple):
     def padded_parts(self) -> int:
         """`parts`, rounded up to a power of four: half as many kernels to compile as with powers of two.
 
-        Several parts of several channels are at least as many values as threads. Fewer give Triton a layout that it
-        converts to the tile's only after broadcasting: 50 registers more, through 64 KB of shared memory.
+        With several parts and channels, it gives at least as many values as threads. With fewer, Triton converts their
+        layout to the tile's only after broadcasting, which takes 50 more registers and 64 KB of shared memory.
         """
         block_c = self.tile[1]
         several = self.parts > 1 and block_c > 1
@@ -51,9 +51,9 @@ class Tiling(NamedTuple):
         return 1 << (exponent + exponent % 2)
 
     def shared_by(self, programs: int) -> "Tiling":
-        """The same tiles, in parts that suit a device on which so many programs are resident.
+        """The same tiles, in parts that suit a device on which `programs` programs are resident.
 
-        Contiguous tensors only: a channels_last program combines the parts of all its channels, so more of them cost
+        Only for contiguous tensors: a channels_last program combines the parts of all its channels, so more parts cost
         more than they gain.
         """
         if self.shape[2] == 1:
@@ -77,8 +77,8 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
     maps of odd size: half as much). Backward needs more registers, so fewer threads are resident.
 
     Contiguous (L > 1): programs of 128 threads and one channel. As tensors grow, programs first take more tiles (up to
-    eight), then there are more programs (up to four times as many), then programs take more than eight tiles; or down
-    to half as many tiles, if more of the last programs then run at the same time.
+    eight), then there are more programs (up to four times as many), then programs take more than eight tiles; or as few
+    as half of them, if more of the last programs then run at the same time.
     channels_last (L = 1): one program per multiprocessor, because each combines the parts of all its channels.
     """
     n, c, length = shape
@@ -123,7 +123,7 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
 
 
 def _fullest(shares: Sequence[int], tiles: int, blocks: int, programs: int) -> int:
-    """The number of tiles per part with which a kernel does all `blocks` first, if each program takes a tile to start.
+    """The share (tiles per part) with which a kernel finishes all `blocks` first, if starting a program costs a tile.
 
     `programs`: resident on the device at the same time. The largest share wins a tie.
     """
@@ -135,7 +135,7 @@ def _fullest(shares: Sequence[int], tiles: int, blocks: int, programs: int) -> i
 
 
 def _block_l(length: int) -> int:
-    """The widest tile that covers a run of `length` with at most an eighth of overhang, or else the narrowest."""
+    """The widest tile that covers `length` with at most an eighth of overhang; otherwise the narrowest."""
     widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
     return next((width for width in widths if _cdiv(length, width) * width <= 1.125 * length), widths[-1])
 

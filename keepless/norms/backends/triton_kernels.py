@@ -7,17 +7,17 @@ BLOCK_N x BLOCK_C x BLOCK_L elements: one channel and a run of L where L is cont
     forward   pass 1: x -> partials: mean and squared deviations per part  pass 2: x, partials -> z, mean, invstd
     backward  pass 1: v, dz -> partials: sums per part                     pass 2: v, dz, partials -> dx, dgamma, dbeta
 
-A channel's tiles are split over `parts` programs, so few channels can fill a device too. Pass 2 has the same programs.
-Each first combines the parts of its channels, always in the same order; only the program of part 0 writes per-channel
-results, which no other program reads. Pass 2 walks backwards, because pass 1 left the end in the caches.
+A channel's tiles are split over `parts` programs, so even a few channels can fill a device. Pass 2 has the same
+programs. Each first combines the parts of its channels, always in the same order; only the program of part 0 writes
+per-channel results, which no other program reads. Pass 2 walks backwards, because pass 1 left the end in the caches.
 
-Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential are the device's
-fast ones, accurate to a few units in the last place.
+Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential use the device's
+fast instructions, accurate to a few units in the last place.
 """
 
 # Over 400 lines: kernels and launches are read together. In order: activations, tiles and parts, kernels, launches.
 
-# Triton takes a kernel's annotations as types to compile for, so only compile-time constants have one.
+# Triton reads a kernel's annotations as types to compile for, so only compile-time constants have them.
 # mypy: allow-untyped-defs
 
 import math
@@ -442,7 +442,7 @@ def _input_gradient_kernel(
 
 # ---- Launches ----
 
-Key = tuple[torch.Size, bool, torch.dtype, torch.device]  # what launches are prepared for
+Key = tuple[torch.Size, bool, torch.dtype, torch.device]  # of a tensor; launches are prepared for each key
 
 
 def _key(x: Tensor) -> Key:
@@ -451,13 +451,13 @@ def _key(x: Tensor) -> Key:
 
 
 class Launch(NamedTuple):
-    """A kernel, and its arguments but tensors and floats."""
+    """A kernel, with its arguments except tensors and floats."""
 
     kernel: Any
     programs: int
     sizes: tuple[int, ...]
-    constants: dict[str, Any]  # compile-time ones
-    options: dict[str, Any]  # how to compile, e.g. num_warps
+    constants: dict[str, Any]  # compile-time constants
+    options: dict[str, Any]  # of compilation, e.g. num_warps
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
         """Launch the kernel on the current stream of the first tensor's device."""
@@ -508,7 +508,7 @@ def _moments_pass(key: Key) -> _Pass:
 @cache
 def _normalise_alone(key: Key, activation: str) -> tuple[Tiling, Launch]:
     tiling = _tiling(key, reads=1)
-    return tiling, _normalise_launch(tiling, activation, parts=1)  # it reads none: not compiled for each number
+    return tiling, _normalise_launch(tiling, activation, parts=1)  # it reads no parts, so it is compiled once for all
 
 
 @cache

@@ -294,7 +294,7 @@ def test_relu_becomes_leaky_only_when_asked():
 def test_norms_of_pytorch_need_an_example():
     network = nn.Sequential(ABN(C), *(bn() for _ in range(5)), act())
     modules = list(network.modules())
-    with pytest.raises(ValueError, match=r"PyTorch \(1, 2, 3, 4 and 1 more\): give to_inplace an example="):
+    with pytest.raises(ValueError, match=r"normalisations \(1, 2, 3, 4 and 1 more\): give to_inplace an example="):
         to_inplace(network)
     assert list(network.modules()) == modules
     with pytest.raises(ValueError, match=r"\(the module itself\): give"):

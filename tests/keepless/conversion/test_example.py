@@ -300,7 +300,7 @@ def test_a_failing_pass_leaves_everything_too_and_says_why():
     for other, example, message in (
         (network, x, r"\(1, 4, 1, 1\): Expected more than 1 value per channel"),
         (network, [x], "example is a list: expected a tensor, or a tuple"),
-        (nn.Sequential(nn.LazyConv2d(C, 1), bn()), x, "run the network once before"),
+        (nn.Sequential(nn.LazyConv2d(C, 1), bn()), x, "run the network once first"),
         (nn.Sequential(torch.jit.script(bn())), x, "0 is scripted"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -335,7 +335,7 @@ def test_another_way_than_on_the_example_is_right_or_raises():
     for way in ("activation", "not converted"):
         network.way = reference.way = way
         torch.testing.assert_close(network(x), reference(x), rtol=1e-12, atol=1e-12)
-    errors = {"none": "elsewhere.* __mul__", "sum": "elsewhere.* to code", "other activation": "elsewhere.* to Tanh"}
+    errors = {"none": "did not go.* __mul__", "sum": "did not go.* to code", "other activation": "did not go.* to Tanh"}
     for network.way, message in errors.items():
         with pytest.raises(RuntimeError, match=message):
             network(x)

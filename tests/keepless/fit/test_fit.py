@@ -235,7 +235,7 @@ def test_blocks_are_repeated_classes_or_else_sequentials():
         ),
         ({"grow": "size", "x": torch.randn(64)}, r"grow='size' with an example of shape \(64,\): expected 'batch'"),
         ({"grow": "size"}, "the network does not run on 8 x 128: .* must have same reduction dim"),
-        ({"network": Asking(64, 64)}, "asks for values of tensors .*: leave out what reads them"),
+        ({"network": Asking(64, 64)}, "asks for values of tensors .*: remove code that reads them"),
         ({"network": Blocks().requires_grad_(False)}, "no output of the network needs a gradient"),
         ({"network": Blocks}, "fit got the class Blocks: expected an object"),
     ],

@@ -80,7 +80,7 @@ def test_a_program_that_imports_the_released_package_finds_this_one():
 
 def test_it_does_not_stand_in_for_what_is_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "inplace_abn", importlib)
-    with pytest.raises(RuntimeError, match="has been imported already: call stand_in_for_inplace_abn.. before"):
+    with pytest.raises(RuntimeError, match="has already been imported: call stand_in_for_inplace_abn.. before"):
         stand_in.stand_in_for_inplace_abn()
     monkeypatch.delitem(sys.modules, "inplace_abn")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
