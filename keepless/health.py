@@ -24,12 +24,12 @@ def layer_health(
 ) -> dict[str, Extreme]:
     """Find the layers closest to numerical failure, without side effects on the training.
 
-    The network runs on the images in eval mode: no statistics change, no random numbers are drawn, and processes
-    exchange nothing.
+    The network runs on the images in eval mode: no statistics change, no random numbers are drawn, and processes do
+    not communicate.
 
     Args:
         network: neither compiled nor distributed. Its modules keep their modes.
-        images: (N, 3, H, W), with N > 1 so a norm after global pooling has a variance.
+        images: (N, 3, H, W), with N > 1 so that a norm after global pooling has a variance.
         forward: calls the network on the images, e.g. under autocast; by default the network itself.
 
     Returns:
@@ -84,11 +84,11 @@ def reconstruction_error(layer: InPlaceABN, x: Tensor) -> Tensor:
     """Largest |difference| between x_hat in the forward and the backward pass of a training step on x, a scalar.
 
     Forward: x_hat = (x - mean) / sqrt(var + eps), and z = phi(gamma * x_hat + beta) in the dtype of x. Backward:
-    x_hat = (phi^-1(z) - beta) / gamma (Algorithm 2), from z alone. Both are formed in float32 (float64 for
+    x_hat = (phi^-1(z) - beta) / gamma (Algorithm 2), from z alone. Both are computed in float32 (float64 for
     float64 x), as in the fused backends. x_hat has variance 1, so the unit is one standard deviation of the input.
 
     Args:
-        x: (N, C, *spatial) with more than one value per channel, not changed. Statistics are of this process alone.
+        x: (N, C, *spatial) with more than one value per channel; not changed. Statistics are of this process only.
     """
     backend = backend_for(layer.backend, x)
     values = x if is_packed(x) else x.contiguous()

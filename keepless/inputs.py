@@ -17,7 +17,7 @@ _WITHOUT_PARTS = frozenset([int, float, bool, str, type(None)])
 def tensors_in(thing: object) -> list[Tensor]:
     """The tensors in nested lists, tuples, dictionaries and dataclasses."""
     if type(thing) is tuple and all(isinstance(one, Tensor) or type(one) in _WITHOUT_PARTS for one in thing):
-        return [one for one in thing if isinstance(one, Tensor)]  # most calls' arguments, in a tenth of a tree's time
+        return [one for one in thing if isinstance(one, Tensor)]  # the usual case, ten times as fast as a tree walk
     found = []
     for leaf in tree_leaves(thing):
         if isinstance(leaf, Tensor):
@@ -33,14 +33,14 @@ def check_module(value: object, receiver: str) -> None:
         raise ValueError(f"{receiver} got the class {value.__name__}: expected an object, {value.__name__}(…)")
     if not isinstance(value, nn.Module):
         raise ValueError(
-            f"{receiver} got a {type(value).__name__}: expected an nn.Module; put functions and tensors into one"
+            f"{receiver} got a {type(value).__name__}: expected an nn.Module; wrap functions and tensors in one"
         )
 
 
 def check_has_forward(network: nn.Module, receiver: str) -> None:
     """Raise ValueError for a module without a forward pass of its own, such as an nn.ModuleList.
 
-    A LightningModule inherits one that raises: its `training_step` calls other modules.
+    A LightningModule inherits a forward pass that raises: its `training_step` calls other modules.
     """
     if _has_forward(network):
         return

@@ -1,4 +1,4 @@
-"""Losses of segmentation networks, exact, without logits at the resolution of the labels."""
+"""Exact losses for segmentation networks, without logits at the resolution of the labels."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .torch_internals import FakeTensor
 
 _TILE_BYTES = {"cpu": 2**20}  # of interpolated logits: about a core's cache
-_OTHER_TILE_BYTES = 2**26  # elsewhere: few launches
+_OTHER_TILE_BYTES = 2**26  # on other devices, for few launches
 
 
 def upsampled_cross_entropy(
@@ -29,23 +29,23 @@ def upsampled_cross_entropy(
 
     The value and the gradient are those of `F.interpolate(logits, labels.shape[1:], mode="bilinear")` followed by
     cross-entropy, up to rounding. Neither the upsampled logits, nor their softmax, nor its gradient is ever in memory
-    as a whole: beside some values per pixel, there are two tiles of about 1 MiB on a CPU, and of 64 MiB elsewhere. The
+    as a whole: besides some values per pixel, there are two tiles of about 1 MiB on a CPU, or 64 MiB elsewhere. The
     gradient of the logits is computed in the forward pass and kept, in at least float32, until the backward pass.
-    `torch.compile` leaves the loss as it is, between two graphs. Logits are interpolated by matrix products, which TF32
-    rounds where it is allowed (`torch.backends.cuda.matmul`), by about a thousandth of the largest logit.
+    `torch.compile` breaks the graph at the loss, and does not compile it. Logits are interpolated by matrix products;
+    where TF32 is allowed (`torch.backends.cuda.matmul`), it rounds them by about a thousandth of the largest logit.
 
     With logits at the resolution of the labels, this is a tiled cross-entropy.
 
     Args:
         logits: (N, K, h, w), float64, float32, bfloat16 or float16; 16-bit logits are interpolated in float32.
         labels: (N, H, W), any integer dtype: classes from 0 to K - 1, or `ignore_index`.
-        weight: (K,), by which the losses of a class's pixels are multiplied; None: 1.
+        weight: (K,), factors for the losses of each class's pixels; None: 1.
         ignore_index: label of pixels without loss.
         fraction: online bootstrapping (in-place ABN paper, section 4.2, with p = 1): a crop's loss is the mean of its
             k = ceil(fraction * H * W) largest pixel losses; ignored pixels have loss 0. If pixels tie for the last
             place, the gradient goes to the first of them, row by row. None: all pixels count.
-        reduction: "crops": the mean over crops of a crop's mean loss over its labelled pixels, 0 for a crop without
-            any; "mean": as in `F.cross_entropy`: the sum over all pixels, divided by the sum of their weights.
+        reduction: "crops": each crop's mean loss over its labelled pixels (0 if it has none), averaged over crops;
+            "mean": as in `F.cross_entropy`, the sum over all pixels divided by the sum of their weights.
         align_corners: as in `F.interpolate`.
 
     Returns:
@@ -90,11 +90,11 @@ def _check(
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction}: expected a share of the pixels, above 0 and at most 1")
     if fraction is not None and reduction == "mean":
-        raise ValueError("fraction with reduction='mean': the largest losses are of each crop, expected 'crops'")
+        raise ValueError("fraction with reduction='mean': the largest losses are taken per crop; expected 'crops'")
     if weight is not None and (weight.requires_grad or weight.shape != logits.shape[1:2]):
         raise ValueError(
             f"weight of shape {tuple(weight.shape)}{' with a gradient' if weight.requires_grad else ''}: expected "
-            f"({logits.shape[1]},), a constant for each class; the loss is not differentiated by it"
+            f"({logits.shape[1]},), a constant for each class; the loss has no gradient for it"
         )
 
 
@@ -138,7 +138,7 @@ def _value_and_gradient(
         if fraction is None:
             counts = weights.sum() if reduction == "mean" else len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
             shares = weights / counts
-            losses = pixels.losses(gradient, shares.where(is_class, 0))  # where all pixels are ignored, 0 / 0
+            losses = pixels.losses(gradient, shares.where(is_class, 0))  # 0 / 0 if all pixels are ignored
             value = (losses * weights / counts).sum()
         else:
             value, chosen = _largest(pixels.losses().mul_(weights).flatten(1), fraction)
@@ -148,7 +148,7 @@ def _value_and_gradient(
 
 
 def _largest(losses: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
-    """The mean of the largest losses of each crop, (N, pixels), and the share of each loss in it."""
+    """The mean of each crop's largest losses, and the share of each loss in it. `losses`: (N, pixels)."""
     k = max(1, math.ceil(round(fraction * losses.shape[1], 6)))  # 0.07 * 100 is a little above 7
     last = losses.topk(k, sorted=False).values.amin(1, keepdim=True)
     above, ties = losses > last, losses == last
@@ -161,7 +161,7 @@ def _largest(losses: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
 class _Tiles:
     """Rows of upsampled logits, a tile at a time: the losses of their pixels, and gradients of the logits.
 
-    A row of upsampled logits mixes two rows of logits, and each of its pixels two columns: two sparse matrices.
+    Each row of upsampled logits mixes two rows of logits, and each pixel two columns, i.e. by two sparse matrices.
     """
 
     def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool):
@@ -178,7 +178,7 @@ class _Tiles:
     def losses(self, gradient: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
         """The loss of every pixel, (N, H, W). Adds the gradient of their sum, weighted by `shares`, to `gradient`."""
         losses = torch.empty_like(self.labels, dtype=self.dtype)
-        is_fake = isinstance(self.logits, FakeTensor)  # then the first tile shows the memory of all
+        is_fake = isinstance(self.logits, FakeTensor)  # then the first tile is enough, as all take the same memory
         for number, logits in enumerate(self.logits[:1] if is_fake else self.logits):
             cells = logits.transpose(0, 1).to(self.dtype).contiguous()  # (h, K, w)
             for begin in range(0, 1 if is_fake else losses.shape[1], self.rows):
@@ -188,7 +188,7 @@ class _Tiles:
                 try:
                     own = tile.gather(1, labels)
                 except RuntimeError as error:
-                    raise IndexError(f"a label is no class: expected 0 to {tile.shape[1] - 1}, {error}") from error
+                    raise IndexError(f"a label is not a class: expected 0 to {tile.shape[1] - 1}, {error}") from error
                 highest = tile.amax(1, keepdim=True)
                 tile = tile.softmax(1)
                 losses[number, rows] = (highest - tile.amax(1, keepdim=True).log_() - own).squeeze(1)
@@ -199,7 +199,7 @@ class _Tiles:
         return losses
 
     def _upsampled(self, cells: Tensor, rows: slice) -> tuple[Tensor, slice]:
-        """Upsampled rows, (rows, K, W), of (h, K, w); and the rows of logits that they mix."""
+        """Upsampled rows, (rows, K, W), from (h, K, w); and the rows of logits that they mix."""
         if self.down is None:
             source = rows
         else:
@@ -221,7 +221,7 @@ class _Tiles:
 
 
 def _source(position: Any, old: int, new: int, align_corners: bool) -> Any:
-    """Where a position in `new` lies between `old` cells; below 0 before the first."""
+    """Where a position in `new` lies among `old` cells; below 0 if before the first."""
     return position * ((old - 1) / max(new - 1, 1)) if align_corners else (position + 0.5) * old / new - 0.5
 
 

@@ -1,4 +1,4 @@
-"""Saved tensors: `Kept` holds one as autograd would; `SavedTensors` counts those of a graph."""
+"""Saved tensors: `Kept` holds one as autograd would; `SavedTensors` collects those of a graph."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -29,9 +29,9 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 @cache
 def adds_metadata(kind: type) -> bool:
-    """Whether a subclass of tensors has values of its own memory, as PyTorch's functions see them: no other dispatch.
+    """Whether a tensor subclass only adds metadata, i.e. has ordinary memory and no `__torch_dispatch__` of its own.
 
-    MONAI's MetaTensor is one. What its `__torch_function__` computes beside a function, it computes by functions.
+    MONAI's MetaTensor is one. Whatever its `__torch_function__` computes besides, it computes by calling functions.
     """
     return issubclass(kind, Tensor) and kind not in PLAIN and kind.__torch_dispatch__ == Tensor.__torch_dispatch__
 
@@ -47,7 +47,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def form_of(tensor: Tensor, base: Tensor) -> tuple[Any, ...] | None:
-    """How `view` makes a view of its base once more; None if values or dtypes differ, or the base has other data."""
+    """How `view` makes a view of its base again; None if values or dtypes differ, or they do not share memory."""
     if tensor.dtype != base.dtype or tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
         return None
     if address(tensor.untyped_storage()) != address(base.untyped_storage()):
@@ -56,7 +56,7 @@ def form_of(tensor: Tensor, base: Tensor) -> tuple[Any, ...] | None:
 
 
 def view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """The same view of a tensor that was computed again, perhaps with other strides."""
+    """The same view of a base that was recomputed, perhaps with other strides."""
     base = base if base.stride() == strides else laid_out(base, strides)
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
@@ -71,22 +71,22 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def current_stream(tensor: Tensor) -> torch.cuda.Stream | None:
-    """The stream that runs the present kernels of a tensor's device; None if it has no streams."""
+    """The current stream of a tensor's device; None if it has no streams."""
     is_on_device = tensor.is_cuda and not isinstance(tensor, FakeTensor)
     return torch.cuda.current_stream(tensor.device) if is_on_device else None
 
 
 def wait_for(stream: torch.cuda.Stream | None, *tensors: Any) -> None:
-    """Let the present stream read tensors of another one: each operation has its backward pass on its own stream."""
+    """Let the current stream read tensors of another one: an operation's backward pass runs on its forward stream."""
     if stream is not None and (present := torch.cuda.current_stream(stream.device)) != stream:
         present.wait_stream(stream)
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_cuda:
-                tensor.record_stream(present)  # otherwise its memory could be used again too early
+                tensor.record_stream(present)  # otherwise its memory could be reused too early
 
 
 def size_text(count: int) -> str:
-    """Bytes for people, such as 1.50 GiB, 20.0 MiB or 0.5 KiB."""
+    """Bytes in readable form, such as 1.50 GiB, 20.0 MiB or 0.5 KiB."""
     for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
         if count >= size:
             return f"{count / size:.{digits}f} {unit}"
@@ -94,9 +94,9 @@ def size_text(count: int) -> str:
 
 
 class ByStorage(Generic[T]):
-    """What is known of storages while they live. Their addresses are given to others later.
+    """A mapping from storages that exist. Entries of freed ones are not found, even if their address is reused.
 
-    Nothing is called when one is freed: Python would swallow a Ctrl-C there.
+    No callback runs when one is freed, because Python would swallow a Ctrl-C there.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class ByStorage(Generic[T]):
 
 
 class Gone(weakref.ref[Any]):
-    """Appends itself to `events` when an object is freed. (Python would swallow a Ctrl-C in a function of its own.)"""
+    """Appends itself to `events` when an object is freed. (In a callback in Python, a Ctrl-C would be swallowed.)"""
 
     __slots__ = ("event",)
 
@@ -138,7 +138,7 @@ class Gone(weakref.ref[Any]):
 class Kept:
     """A tensor kept as autograd would keep it: packed by `hooks`, if any, and refused if it was modified in place.
 
-    Autograd checks no versions under hooks. Here a tensor that they give back is checked if it shares the memory of the
+    Autograd checks no versions under hooks. Here a tensor that they return is checked if it shares memory with the
     original, as with `save_on_cpu` on a CPU.
     """
 
@@ -156,18 +156,18 @@ class Kept:
             self._pack(tensor, hooks)
 
     def _pack(self, tensor: Tensor, hooks: Hooks) -> None:
-        self.spoilt = False  # packed too late or again, from modified memory
-        self.counter: Tensor | None = None  # has the memory's version
+        self.spoilt = False  # its memory was modified before it was packed
+        self.counter: Tensor | None = None  # shares the memory's version
         self.storage: weakref.ref[torch.UntypedStorage] | None = None
         with torch.no_grad():
             self.packed = hooks[0](tensor)
         if is_ordinary(tensor):
             self.counter = tensor.detach()
-            self.counter.data = tensor.new_empty(0)  # keeps the version, but not the memory
+            self.counter.data = tensor.new_empty(0)  # keeps the version counter, but not the memory
             self.storage = weakref.ref(tensor.untyped_storage())
 
     def is_modified(self) -> bool:
-        """Whether the memory was modified since."""
+        """Whether the memory was modified since it was kept."""
         counter = self.packed if self.hooks is None else self.counter
         return counter is not None and bool(counter._version != self.version)
 
@@ -209,7 +209,7 @@ def _modified(name: str, tensor: Tensor, found: int, expected: int) -> RuntimeEr
 
 
 class _Packed:
-    """A tensor that autograd has saved, for as long as it holds it."""
+    """A tensor that autograd has saved; it exists as long as autograd holds it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -218,7 +218,7 @@ class _Packed:
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Context that sees what autograd saves for the backward pass. Tensors may be fake."""
+    """Context that records what autograd saves for the backward pass. Tensors may be fake."""
 
     def __init__(self) -> None:
         self.packed: list[weakref.ref[_Packed]] = []
@@ -234,9 +234,9 @@ class SavedTensors(saved_tensors_hooks):
         return packed
 
     def kept(self, without: Iterable[Tensor] = ()) -> list[Tensor]:
-        """A tensor for each storage that the graphs made here keep now.
+        """One tensor for each storage that the graphs made in this context still keep.
 
-        Not counted: the storages of the tensors `without`, e.g. parameters, and what autograd saved and dropped again,
+        The storages of the tensors `without`, e.g. parameters, are left out; so is what autograd has already dropped,
         e.g. between two reversible modules.
         """
         left_out = {address(tensor.untyped_storage()) for tensor in without}
@@ -248,7 +248,7 @@ class SavedTensors(saved_tensors_hooks):
 
 
 def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:
-    """Run a forward pass; return its result, which must hold the graph, and its `SavedTensors.kept`."""
+    """Run a forward pass; return its result, which must hold the graph, and `SavedTensors.kept`."""
     with SavedTensors() as saved:
         result = forward()
     return result, saved.kept(without)
@@ -257,7 +257,7 @@ def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ())
 def kept_bytes(network: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:
     """Bytes that the graph of a forward pass keeps, without the network's parameters and inputs.
 
-    What `forward` returns must hold the graph, e.g. the loss or the outputs.
+    The result of `forward` must hold the graph, e.g. the loss or the outputs.
     """
     result, saved = saved_for_backward(forward, [*network.parameters(), *inputs])
     return sum(tensor.untyped_storage().nbytes() for tensor in saved)

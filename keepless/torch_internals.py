@@ -1,15 +1,15 @@
 """All private parts of PyTorch and Triton that keepless uses.
 
-Tried on torch 2.11.0 and 2.14.1, with the Triton that each brings. Where a part is missing:
+Tested with torch 2.11.0 and 2.14.1, each with its own Triton. If a part is missing:
 
-| part | used for | where it is missing |
+| part | used for | if it is missing |
 |---|---|---|
-| `_raw_saved_*`, `_saved_*` of nodes, `data` of a `SavedTensor` | what hooks packed, shares | the result is kept |
+| `_raw_saved_*`, `_saved_*` of nodes, `data` of a `SavedTensor` | what hooks packed, dropout's p | the result is kept |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
-| `torch._inductor.compile` | whether there is a compiler | there is none: the eager backend |
+| `torch._inductor.compile` | whether there is a compiler | the eager backend is used |
 | everything else here | | ImportError when this package is imported |
 
-Other files use only these, which extensions of PyTorch rely on: `Tensor._version`, `_base` and `_is_view`, and of
+Other files use only private parts on which PyTorch's extensions rely: `Tensor._version`, `_base` and `_is_view`, and in
 `nn.Module` the dictionaries (`_parameters`, `_buffers`, `_modules`, `_forward_hooks`, …), the set
 `_non_persistent_buffers_set`, `_load_from_state_dict` and `_save_to_state_dict`.
 """
@@ -31,7 +31,7 @@ from .version import __version__
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 try:
-    from torch._ops import OpOverload, OpOverloadPacket  # what `torch.ops` gives
+    from torch._ops import OpOverload, OpOverloadPacket  # the types of operators in `torch.ops`
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -50,7 +50,7 @@ try:
     from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     ASSERT_SCALAR = torch.ops.aten._assert_scalar.default  # a guard of exported programs
-    # Whether a tensor has a storage, which sparse and batched ones lack.
+    # Whether a tensor has a storage; sparse and batched ones have none.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
     # Per thread. PyTorch's is_in_torch_dispatch_mode is global, and may stay True where modes of threads overlap.
     dispatch_modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -59,12 +59,12 @@ try:
     # Whether `__torch_function__` of tensor subclasses is enabled.
     subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
     without_dispatch_modes = torch._C._DisableTorchDispatch
-    # The level of functorch's transforms, such as `torch.vmap`, in which functions see wrapped tensors; None outside.
+    # The level of functorch's transforms, such as `torch.vmap`, where functions see wrapped tensors; None outside.
     transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
     _is_wrapped, _unwrapped = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.get_unwrapped
-    # Autograd numbers the nodes of a thread in the order in which they are made.
+    # Autograd numbers each thread's nodes in the order in which they are made.
     next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
-    # Whether the running backward pass keeps its graph for another one (retain_graph=True).
+    # Whether the running backward pass keeps its graph (retain_graph=True).
     keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
     # Call a function when the running backward pass ends.
     at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
@@ -75,23 +75,23 @@ try:
     Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata  # noqa: B018  # they exist
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"keepless {__version__} does not know torch {torch.__version__} ({error}): update keepless, or install a "
-        f"torch that it was tried on, such as 2.14"
+        f"keepless {__version__} does not support torch {torch.__version__} ({error}): update keepless, or install a "
+        f"tested version of torch, such as 2.14"
     ) from error
 
-# The address of a storage's own object, by which storages are told apart while they live.
+# The address of a storage's C++ object, which identifies the storage while it exists.
 address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
-# What fake tensors raise where a program asks for their values.
+# The errors of fake tensors if a program asks for their values.
 ASKS_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
-_INNER = frozenset(["keepless", "torch", "contextlib"])  # packages whose lines no warning names
+_INNER = frozenset(["keepless", "torch", "contextlib"])  # packages whose lines are skipped in warnings
 
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 
 
 def warn(message: str) -> None:
-    """Warn at the line on the stack that called this package, perhaps through PyTorch's modules."""
+    """Warn at the line that called this package, perhaps through PyTorch's modules."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").split(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
@@ -111,12 +111,12 @@ def profiler_runs() -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured on the present stream: the host may not wait for the device."""
+    """Whether a CUDA graph is being captured on the current stream: the host must not wait for the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def by_present_backends(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of attention that is computed by one of the backends that are enabled now (`sdpa_kernel`)."""
+    """An attention function that always uses one of the backends enabled now (`sdpa_kernel`)."""
     backends = _attention_backends(with_priority=True)
 
     def computed(*arguments: Any, **options: Any) -> Tensor:
@@ -129,7 +129,7 @@ def by_present_backends(attention: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that functorch's transforms have wrapped; itself if they have not."""
+    """The tensor inside functorch's wrappers; the tensor itself if it is not wrapped."""
     while _is_wrapped(tensor):
         tensor = _unwrapped(tensor)
     return tensor
@@ -144,7 +144,7 @@ unpack: Callable[[Any], Tensor] = methodcaller("get")
 
 
 def packed_by(node: Any, name: str) -> Any:
-    """The packed object that a node of PyTorch holds for a saved tensor of this name; None if there is none."""
+    """The packed object that PyTorch's node holds for the saved tensor with this name; None if there is none."""
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
@@ -154,12 +154,12 @@ def is_synchronised_norm(node: Any) -> bool:
 
 
 def packed_by_function(node: Any) -> tuple[Any, ...]:
-    """The packed objects that a custom function's node holds for its saved tensors, as above; None for absent ones."""
+    """The packed objects that a custom function's node holds for its saved tensors; None for absent tensors."""
     return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
 
 
 def dropped_share(node: Any) -> float | None:
-    """The probability with which a dropout node drops values."""
+    """The probability p of a dropout node; None if it is unknown."""
     return getattr(node, "_saved_p", None)
 
 
@@ -180,16 +180,16 @@ def node_class(function: type[torch.autograd.Function]) -> type:
 
 
 def called_without(hooks: Hooks, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function while the innermost saved-tensor hooks, which are `hooks`, are off."""
+    """Call a function without the innermost saved-tensor hooks, which must be `hooks`."""
     try:
-        _hooks_of_torch._pop_saved_tensors_default_hooks()  # inside: Ctrl-C may come as soon as they are off
+        _hooks_of_torch._pop_saved_tensors_default_hooks()  # inside the try, because Ctrl-C may come right after it
         return function(*args, **kwargs)
     finally:
         _hooks_of_torch._push_saved_tensors_default_hooks(*hooks)
 
 
 def hooks_are_allowed() -> bool:
-    """Whether saved-tensor hooks may be set, which `torch.func.grad` and `disable_saved_tensors_hooks` forbid."""
+    """Whether saved-tensor hooks may be set; `torch.func.grad` and `disable_saved_tensors_hooks` forbid it."""
     return _disabled_message() is None
 
 
@@ -198,7 +198,7 @@ current_hooks: Callable[[], Hooks | None] = partial(_innermost_hooks, False)
 
 
 def is_compiled(module: object) -> bool:
-    """Whether a module is what `torch.compile` returns."""
+    """Whether a module was returned by `torch.compile`."""
     return isinstance(module, getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ()))
 
 
@@ -210,7 +210,7 @@ def call_at_compilation(function: Callable[[object], None]) -> None:
 
 
 def compile_by_inductor(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile a graph without Dynamo. RuntimeError, OSError or AttributeError where that is impossible."""
+    """Compile a graph without Dynamo. RuntimeError, OSError or AttributeError if that is impossible."""
     return torch._inductor.compile(graph, [*inputs])
 
 
@@ -230,7 +230,7 @@ def running_node() -> Any:
 
 
 def engine_adds() -> bool:
-    """Called from `__torch_dispatch__` of an addition: whether the engine or a C++ node adds gradients."""
+    """In the `__torch_dispatch__` of an addition: whether autograd's engine or a C++ node is adding gradients."""
     frame = sys._getframe(1)
     while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__"
@@ -241,7 +241,7 @@ def engine_adds() -> bool:
 
 
 def scaler_skips_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Let GradScaler skip a step with infinite gradients. Otherwise it calls a fused optimizer for it too."""
+    """Let GradScaler skip steps with infinite gradients, for which it would otherwise call a fused optimizer."""
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused optimizers
 
 

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Parse sizes such as 6GiB."""
 
 import re
 

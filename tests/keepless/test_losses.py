@@ -126,7 +126,7 @@ def test_wrong_arguments_are_refused():
         upsampled_cross_entropy(logits[0], labels)
     with pytest.raises(ValueError, match="expected floats and integers"):
         upsampled_cross_entropy(logits, labels.float())
-    with pytest.raises(IndexError, match="a label is no class: expected 0 to 4, index 9 is out of bounds"):
+    with pytest.raises(IndexError, match="a label is not a class: expected 0 to 4, index 9 is out of bounds"):
         upsampled_cross_entropy(logits, labels.where(labels != 1, 9))
 
 
