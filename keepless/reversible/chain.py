@@ -112,7 +112,7 @@ class Inputs(NamedTuple):
 
         They also get the strides of the inputs, because some operators (`F.linear`) choose by strides which tensors
         they save. The tensor with number `any_layout` keeps its strides, because no branch reads it. Inputs that were
-        not leaves become views: a prepared branch (`recompute_activations`) would keep a leaf, but recompute from a view.
+        not leaves become views: a prepared branch (`recompute_activations`) would keep a leaf instead of its results.
         """
         again = []
         inputs = zip(values, self.strides, self.require_grad, self.are_leaves, strict=True)
