@@ -13,6 +13,8 @@ from ..norms.bn_act import is_fused, is_node
 from ..saved import ByStorage, Gone, Kept, is_ordinary
 from ..torch_internals import (
     FakeTensor,
+    OpOverload,
+    OpOverloadPacket,
     at_end_of_backward,
     backward_runs,
     node_number,
@@ -286,14 +288,15 @@ class StepTrace:
     def _measured_call(self, call: Call, result: Tensor, lists: bool = False) -> MeasuredCall | None:
         """The call, if it can be measured on other tensors: it draws no numbers, overwrites and compiles nothing.
 
-        `lists`: its arguments may be lists of tensors.
+        No custom operator is: its kernel may read outside its tensors where ones are no indices, as RoI pooling does.
+        `lists`: the arguments may be lists of tensors.
         """
         tensors = [one for one in call.arguments if isinstance(one, Tensor)]
         if (not self.measures and isinstance(result, FakeTensor)) or is_fused(result.grad_fn, call.args):
             return None
         if "dropout" in getattr(call.function, "__name__", "") or any(one is result for one in tensors):
             return None
-        if not all(map(is_ordinary, tensors)):
+        if isinstance(call.function, (OpOverload, OpOverloadPacket)) or not all(map(is_ordinary, tensors)):
             return None
         return call_of(call.function, call.args, call.kwargs, lists)
 

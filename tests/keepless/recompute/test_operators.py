@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from keepless import recompute_activations
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.functions import TABLE, learn
 from keepless.recompute.rehearsal import traced_step
@@ -74,3 +75,22 @@ def test_only_operators_that_write_over_nothing_have_a_rule():
     for operator in (mine.noisy_square, mine.noisy_square.default):
         assert TABLE[operator].is_slow and TABLE[operator].inside and TABLE[operator].draws
     assert not others & TABLE.keys()
+
+
+def test_operators_get_no_values_but_the_network_s():
+    """Kernels such as torchvision's `roi_align` trust their indices, and read outside of their tensors otherwise."""
+    from_outside = []
+
+    @torch.library.custom_op("keepless_tests::of_noise", mutates_args=())
+    def of_noise(x: Tensor) -> Tensor:
+        from_outside.append(len(x.unique()) < 2)
+        return x * 2
+
+    of_noise.register_fake(torch.empty_like)
+    of_noise.register_autograd(lambda ctx, gradient: gradient * 2)
+    network = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    network[1].forward = of_noise
+    recompute_activations(network, budget=1.0)
+    for _ in range(4):
+        network(torch.randn(16, 64)).square().mean().backward()
+    assert from_outside == 4 * [False]
