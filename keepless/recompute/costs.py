@@ -16,7 +16,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
 from ..saved import is_ordinary
-from ..torch_internals import FakeTensor, tree_leaves, tree_map, without_dispatch_modes, without_function_modes
+from ..torch_internals import (
+    FakeTensor,
+    OpOverload,
+    OpOverloadPacket,
+    tree_leaves,
+    tree_map,
+    without_dispatch_modes,
+    without_function_modes,
+)
 from .values import autocast_as, autocast_of
 
 _profiler = threading.Lock()  # one per process, which crashes if two threads start it
@@ -286,6 +294,8 @@ def _launch_seconds(device: torch.device) -> float:
 
 def operations_of(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> int:
     """Multiplications and additions of a matrix product, a convolution or attention; 0 for other calls."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):  # custom operators, whose names say nothing
+        return 0
     tensors = [one for one in arguments if isinstance(one, Tensor)]
     name, length = getattr(function, "__name__", ""), 0  # number of products in each value of the result
     if "conv_transpose" in name:  # counted for each value of the input instead

@@ -78,18 +78,21 @@ def test_only_operators_that_write_over_nothing_have_a_rule():
 
 
 def test_operators_get_no_values_but_the_network_s():
-    """Kernels such as torchvision's `roi_align` trust their indices, and read outside of their tensors otherwise."""
+    """Kernels such as torchvision's `roi_align` trust their indices, and read outside of their tensors otherwise.
+
+    Nor does a name that begins like a convolution's tell anything.
+    """
     from_outside = []
 
-    @torch.library.custom_op("keepless_tests::of_noise", mutates_args=())
-    def of_noise(x: Tensor) -> Tensor:
+    @torch.library.custom_op("keepless_tests::convert", mutates_args=())
+    def convert(x: Tensor) -> Tensor:
         from_outside.append(len(x.unique()) < 2)
         return x * 2
 
-    of_noise.register_fake(torch.empty_like)
-    of_noise.register_autograd(lambda ctx, gradient: gradient * 2)
+    convert.register_fake(torch.empty_like)
+    convert.register_autograd(lambda ctx, gradient: gradient * 2)
     network = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    network[1].forward = of_noise
+    network[1].forward = convert
     recompute_activations(network, budget=1.0)
     for _ in range(4):
         network(torch.randn(16, 64)).square().mean().backward()
