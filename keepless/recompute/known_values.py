@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..inputs import tensors_in
+from ..norms.backends.eager import normalised
 from ..norms.bn_act import is_node, recompute_output
 from ..saved import ByStorage, Kept, current_stream, form_of, is_ordinary, view
 from ..torch_internals import (
@@ -20,7 +21,6 @@ from ..torch_internals import (
 )
 from .functions import Call, Inside
 from .report import Log
-from .rules import normalised
 from .signs import ShapeOnly
 from .trace import StepTrace
 from .values import Again, Memory, Recipe, Saved, Value, saved_value, unread_bytes

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
+from ..norms.backends.eager import normalised
 from ..norms.bn_act import norm_and_activation
 from ..saved import Kept
 from ..torch_internals import (
@@ -272,17 +273,6 @@ def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result
     if type(node).__name__ == "CudnnBatchNormBackward0" and torch.are_deterministic_algorithms_enabled():
         return Again(_by_cudnn, [x, *affine, given.get("eps", 1e-5)], fresh=True)
     return Again(normalised, [x, *_saved(node, "result1", "result2"), *affine], fresh=True)
-
-
-def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Batch normalisation with the statistics of the forward pass. x: (N, C, ...), the others (C,)."""
-    if isinstance(x, FakeTensor):  # the operator below has no fake kernel, so the real one would be launched
-        return torch.empty_like(x)
-    if x.is_cuda:
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
-    # In eval mode the operator takes a variance. Scaling the weight instead, as it does itself, changes no bit.
-    scale = invstd if weight is None else weight * invstd
-    return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

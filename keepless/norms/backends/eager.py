@@ -80,6 +80,22 @@ def moments_by_operator(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
+def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What `F.batch_norm` gave, with the statistics of that pass, also where x has gaps or its rows lie in columns."""
+    if isinstance(x, FakeTensor):  # PyTorch has no fake kernel for the operator below, and would launch the real one
+        return torch.empty_like(x)
+    if x.is_cuda:
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
+    ones = torch.ones_like(mean)  # the operator takes a variance in eval mode
+    formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+    if any(x.is_contiguous(memory_format=one) for one in formats):  # it would multiply weight and deviation, too
+        scale = invstd if weight is None else weight * invstd
+        return torch.native_batch_norm(x, scale, bias, mean, ones, False, 0.0, 0.0)[0]
+    y = torch.native_batch_norm(x.to(invstd.dtype), invstd, None, mean, ones, False, 0.0, 0.0)[0]
+    y = y if weight is None else y.mul_(per_channel(weight, y))  # as its kernel for other layouts rounds
+    return y if bias is None else y.add_(per_channel(bias, y))
+
+
 def _batch_norm(
     x: Tensor, affine: Affine, running: Running, training: bool, eps: float, overwrite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -509,3 +509,21 @@ def test_what_is_computed_again_is_equal_to_the_bit_and_laid_out_alike(dtype):
         loss.backward()
         (expected, stride), (found, found_stride) = seen
         assert torch.equal(found, expected) and found_stride == stride, activation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_transposed_and_sliced_values_are_equal_to_the_bit(dtype):
+    """PyTorch's kernel for such layouts rounds after each step."""
+    for values in (
+        torch.randn(2, 7, 8).transpose(1, 2),
+        torch.randn(9, 16).t()[::2].t(),
+        torch.randn(2, 9, 5, 5)[:, 1:],
+    ):
+        norm, seen = nn.BatchNorm1d(8) if values.dim() < 4 else nn.BatchNorm2d(8), []
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter)
+        with Recording():
+            loss = Read.apply(norm(values.to(dtype).requires_grad_()), seen)
+        loss.backward()
+        (expected, stride), (found, found_stride) = seen
+        assert torch.equal(found, expected) and found_stride == stride, values.shape
