@@ -103,11 +103,12 @@ def _calls_others(function: object) -> bool:
     return isinstance(function, FunctionType) and not {*_CHECKS}.isdisjoint(function.__code__.co_names)
 
 
-_CALL_OTHERS: frozenset[Callable[..., Any]] = frozenset(filter(_calls_others, vars(F).values()))
+_IN_PYTHON = [*vars(F).values(), *vars(torch.functional).values()]
+_CALL_OTHERS: frozenset[Callable[..., Any]] = frozenset(filter(_calls_others, _IN_PYTHON))
 
 
 def body(function: FunctionType) -> FunctionType:
-    """A copy of a function of `torch.nn.functional` whose body runs under a function mode, which sees its inner calls.
+    """A copy of a function written in Python whose body runs under a function mode, which sees its inner calls.
 
     Only for arguments without their own `__torch_function__`.
     """

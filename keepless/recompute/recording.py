@@ -2,7 +2,7 @@
 
 Rule 1. A recording is a function mode with saved-tensor hooks: it sees every outermost call of a function, and every
     tensor that autograd saves. Most tensors are saved during a call, before it is known whether the call can be
-    repeated. If a function of torch.nn.functional has no rule, the recording sees the calls inside it instead.
+    repeated. If a function written in Python has no rule, the recording sees the calls inside it instead.
 Rule 2. In place of a tensor, autograd holds a `Saved`, which refers to a `Value` (values.py): the tensor itself
     (`Kept`), or a `Recipe`, which is a function of other values. Operations that save the same tensor share its value.
 Rule 3. A saved tensor is kept at first. If its call has a rule (functions.py) whose inputs are available (recipes.py),
@@ -213,7 +213,7 @@ class Recording(TorchFunctionMode):
             super().__exit__(None, None, None)
 
     def _opened(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of torch.nn.functional that has no rule, and see the functions that it calls."""
+        """Run a function written in Python that has no rule, and see the functions that it calls."""
         super().__enter__()
         try:
             return body(function)(*args, **kwargs)

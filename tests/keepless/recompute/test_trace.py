@@ -372,3 +372,17 @@ def test_the_plain_peak_has_statistics_that_are_saved_without_gradient():
     step(network, x)
     traced, _ = traced_step(network, (x,), {})
     assert plain_peak(traced) == pytest.approx(peak_bytes(lambda: step(network, x), "cpu"), rel=0.05)
+
+
+class Distances(nn.Linear):
+    """`torch.cdist` is written in Python, and takes memory while it runs and in its backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(super().forward(x), self.weight).mean()
+
+
+def test_the_plain_peak_has_what_functions_written_in_python_take_while_they_run():
+    network, x = Distances(64, 64), torch.randn(512, 64)
+    network(x).backward()
+    traced, _ = traced_step(network, (x,), {})
+    assert plain_peak(traced) == pytest.approx(peak_bytes(lambda: network(x).backward(), "cpu"), rel=0.05)
