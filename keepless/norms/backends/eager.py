@@ -81,18 +81,18 @@ def moments_by_operator(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
 
 
 def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """What `F.batch_norm` gave, with the statistics of that pass, also where x has gaps or its rows lie in columns."""
-    if isinstance(x, FakeTensor):  # PyTorch has no fake kernel for the operator below, and would launch the real one
+    """Batch normalisation with the statistics of the forward pass, in any layout. x: (N, C, ...), the others (C,)."""
+    if isinstance(x, FakeTensor):  # the operator below has no fake kernel, so the real one would be launched
         return torch.empty_like(x)
     if x.is_cuda:
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
-    ones = torch.ones_like(mean)  # the operator takes a variance in eval mode
+    ones = torch.ones_like(mean)  # in eval mode the operator takes a variance
     formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
-    if any(x.is_contiguous(memory_format=one) for one in formats):  # it would multiply weight and deviation, too
+    if any(x.is_contiguous(memory_format=one) for one in formats):  # its kernel scales the weight like this
         scale = invstd if weight is None else weight * invstd
         return torch.native_batch_norm(x, scale, bias, mean, ones, False, 0.0, 0.0)[0]
     y = torch.native_batch_norm(x.to(invstd.dtype), invstd, None, mean, ones, False, 0.0, 0.0)[0]
-    y = y if weight is None else y.mul_(per_channel(weight, y))  # as its kernel for other layouts rounds
+    y = y if weight is None else y.mul_(per_channel(weight, y))  # PyTorch's kernel for other layouts rounds in this order
     return y if bias is None else y.add_(per_channel(bias, y))
 
 
