@@ -286,5 +286,5 @@ def _is_recorded() -> bool:
     hooks = current_hooks()
     if hooks is None:
         recording = next((one.recording for one in reversed(_open.passes) if one.recording is not None), None)
-        return recording is not None and recording.watches
+        return recording is not None and recording.only_compares
     return is_ours(hooks)

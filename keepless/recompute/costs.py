@@ -125,6 +125,8 @@ def call_of(
     """A call that can be repeated; None if it takes tensors that are not ordinary or, without `lists`, in lists."""
     arguments: list[Any] = []
     for one in (*args, *kwargs.values()):
+        if isinstance(one, torch.Generator):  # measuring would advance it
+            return None
         if isinstance(one, (list, tuple)):
             one = tuple(one) if isinstance(one, list) else one
             if any(isinstance(item, Tensor) for item in one) and not lists:

@@ -40,6 +40,9 @@ An example, and what autograd holds for each tensor:
     y = F.batch_norm(x, …, training=True)     # the activation saves y: a recipe from x and the norm's saved statistics
     z = F.silu(y)                             # the next convolution saves z: a recipe from y, so computed from x
     out = F.conv2d(z, weight2)                # nothing here saves it: freed when the program drops it
+
+With a plan that keeps y and recomputes z, nothing is recomputed for the activation's own gradient: autograd holds y for
+it, and z's recipe reads the same y.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,7 +102,7 @@ class Recording(TorchFunctionMode):
         self.frame = frame
         self.abandoned = False
         self.hooks: saved_tensors_hooks | None = None
-        self.watches = False  # nothing is recorded so far (rule 14)
+        self.only_compares = False  # nothing is recorded so far (rule 14)
         self.kept: Sequence[KeptTensor] = ()  # at the end
 
     def __enter__(self) -> "Recording":
@@ -107,8 +110,8 @@ class Recording(TorchFunctionMode):
         planned, trace = (None, None) if policy is None else (policy.planned, policy.trace)
         self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned, trace)
         self.inputs = ()
-        self.watches = policy is not None and not policy.needs_hooks
-        if not self.watches:
+        self.only_compares = policy is not None and not policy.needs_hooks
+        if not self.only_compares:
             self._start_hooks()
         if self.sees_calls:
             super().__enter__()
@@ -137,7 +140,7 @@ class Recording(TorchFunctionMode):
         self.known.clear()
         self.kept = self.known.log.kept() if self.policy is None else self.policy.kept_in(self.known.log)
         self.known.log = Log()
-        self.watches = False
+        self.only_compares = False
         self.frame = None
         if trace is not None:
             trace.forward_ends()
@@ -186,8 +189,8 @@ class Recording(TorchFunctionMode):
             return self._asked(function, types, args, kwargs)
         if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
-        if self.watches:
-            return self._plain(function, row, args, kwargs)
+        if self.only_compares:
+            return self._compared(function, row, args, kwargs)
         if row.writes and self.known.trace is None and self._only_counts(args, kwargs):
             return function(*args, **kwargs)
         call = Call(function, row, args, kwargs)
@@ -229,7 +232,7 @@ class Recording(TorchFunctionMode):
             return False
         return self.known.memories.get(number.untyped_storage()) is None
 
-    def _plain(self, function: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compared(self, function: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call unmodified. Recording starts if its result differs from the plan's."""
         if row.again is None:
             return function(*args, **kwargs)
@@ -242,7 +245,7 @@ class Recording(TorchFunctionMode):
         if is_new or (version is not None and result is first and result._version == version + 1):
             is_seen = current_hooks() is None and torch.is_grad_enabled() and transform_level() is None
             if is_seen and self.policy is not None and self.policy.next_flag(function, result) is None:
-                self.watches = False
+                self.only_compares = False
                 self._start_hooks()
         return result
 

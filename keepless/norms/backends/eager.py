@@ -92,7 +92,7 @@ def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, b
         scale = invstd if weight is None else weight * invstd
         return torch.native_batch_norm(x, scale, bias, mean, ones, False, 0.0, 0.0)[0]
     y = torch.native_batch_norm(x.to(invstd.dtype), invstd, None, mean, ones, False, 0.0, 0.0)[0]
-    y = y if weight is None else y.mul_(per_channel(weight, y))  # PyTorch's kernel for other layouts rounds in this order
+    y = y if weight is None else y.mul_(per_channel(weight, y))  # rounded as PyTorch's kernel for other layouts
     return y if bias is None else y.add_(per_channel(bias, y))
 
 

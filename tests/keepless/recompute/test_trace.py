@@ -386,3 +386,23 @@ def test_the_plain_peak_has_what_functions_written_in_python_take_while_they_run
     network(x).backward()
     traced, _ = traced_step(network, (x,), {})
     assert plain_peak(traced) == pytest.approx(peak_bytes(lambda: network(x).backward(), "cpu"), rel=0.05)
+
+
+class Noisy(nn.Linear):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.bernoulli(x.sigmoid(), generator=self.generator)
+
+
+def test_measured_calls_leave_the_network_s_generators_alone():
+    states = []
+    for network in (Noisy(), recompute_activations(Noisy(), budget=1.0)):
+        for _ in range(4):
+            network(torch.randn(64, 64, requires_grad=True)).sum().backward()
+        states.append(network.generator.get_state())
+    assert torch.equal(*states)
