@@ -31,7 +31,7 @@ def is_ordinary(tensor: Tensor) -> bool:
 def adds_metadata(kind: type) -> bool:
     """Whether a tensor subclass only adds metadata, i.e. has ordinary memory and no `__torch_dispatch__` of its own.
 
-    MONAI's MetaTensor is one. Whatever its `__torch_function__` computes besides, it computes by calling functions.
+    MONAI's MetaTensor is one. Whatever else its `__torch_function__` computes is a call of a function, and so recorded.
     """
     return issubclass(kind, Tensor) and kind not in PLAIN and kind.__torch_dispatch__ == Tensor.__torch_dispatch__
 

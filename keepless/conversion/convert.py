@@ -38,8 +38,8 @@ def to_inplace(
 ) -> Network:
     """Replace standard and checkpointed layers, and PyTorch's batch normalisations, by `InPlaceABN`.
 
-    Our `ABN` and `CheckpointedABN` are always replaced; for PyTorch's BatchNorm1d, 2d, 3d and SyncBatchNorm an
-    example is needed. The network runs on it in training and in evaluation mode, without side effects (see
+    Our `ABN` and `CheckpointedABN` need no example; PyTorch's BatchNorm1d, 2d, 3d and SyncBatchNorm are replaced only
+    with an example. The network runs on it in training and in evaluation mode, without side effects (see
     `calls_on_example`). At every call of a norm, the same LeakyReLU, ELU, Sigmoid or Tanh module must be the only
     reader of its output. That module may also be called elsewhere, e.g. after a sum: a `MergedActivation` in its place
     knows which tensors are already activated. If another input takes a path on which the replacement would be wrong, an

@@ -209,7 +209,7 @@ def unsynchronised(layer: nn.SyncBatchNorm, kind: type[nn.Module] | None) -> Rep
 def kinds_of(network: nn.Module) -> dict[nn.Module, type[nn.Module]]:
     """PyTorch's norm for each of our layers and each SyncBatchNorm.
 
-    Only if the network's convolutions, and linear layers with as many channels, agree on one.
+    Only if the network's convolutions, and linear layers with as many outputs as the layer has channels, agree on one.
     """
     modules = list(network.modules())
     found = {norm for norm, kinds in KINDS.items() if any(isinstance(module, kinds) for module in modules)}

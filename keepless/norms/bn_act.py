@@ -97,7 +97,7 @@ class BatchNormActivation(torch.autograd.Function):
             z = backend.normalise(x_hat, first.beta, first.gamma, affine)  # a mean of 0, an invstd of 1
             ctx.save_for_backward(x_hat, gamma, beta, invstd)
         elif strategy.keep == "x":
-            # The running mean may change.
+            # A copy, because the running mean may change before the backward pass.
             ctx.save_for_backward(values, gamma, beta, invstd, mean if use_batch_statistics else mean.clone())
         else:
             if strategy.overwrite_input:
@@ -113,7 +113,7 @@ class BatchNormActivation(torch.autograd.Function):
     def backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:
         """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Now, because not every tensor would reach an error in the gradient's own backward pass.
+            # Raised now: not every second backward pass would reach an error placed in the graph of the gradient.
             raise RuntimeError(
                 "create_graph=True: in-place, checkpointed, synchronised and fused norms have no second derivative; "
                 "use ABN with backend='eager' and sync=False, or keepless.to_standard(network)"

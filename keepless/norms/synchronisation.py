@@ -50,7 +50,7 @@ def gathered_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessG
     ranks = dist.get_world_size(group)
     own = torch.cat([mean, var, mean.new_full((1,), count, dtype=torch.float64)])  # all become float64
     gathered = own.new_empty(ranks, len(own))
-    # PyTorch 2.13 renamed it.
+    # PyTorch 2.13 renamed all_gather_into_tensor.
     all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     all_gather(gathered.view(-1), own, group=group)
     if not torch.compiler.is_compiling() and not (mean.is_cuda and is_capturing()):

@@ -27,7 +27,7 @@ from ..torch_internals import (
 )
 from .values import autocast_as, autocast_of
 
-_profiler = threading.Lock()  # one per process, which crashes if two threads start it
+_profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
 _BEGINS = "keepless: the step begins"  # an event of the profiler
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
 
@@ -144,7 +144,7 @@ def peak_bytes(
     """Peak bytes of tensors during a step, beyond those allocated before it.
 
     `device`: the tensors' device; "cuda" is the current one, and resets the peak statistics of PyTorch's allocator.
-    `first` runs before the step: on the CPU, its allocations are subtracted when the step frees them.
+    `first` runs before the step. On the CPU, it does not count if memory older than `first` is freed.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -245,7 +245,7 @@ def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: b
 
 @contextmanager
 def _measured(device: torch.device) -> Iterator[None]:
-    """Context for measuring outside recordings, in one thread at a time. Random state and autocast's cache stay.
+    """Context for measuring outside recordings, one thread at a time. Keeps the random state and autocast's cache.
 
     Hooks hold tensors without their graphs: a graph that held its own output through a hook would never be freed.
     """

@@ -341,7 +341,7 @@ class ByPlan:
             mask = how_to_repeat(known, row.mask, call, result)
         if guard is not None and (way := again or mask) is not None and not _reads_overwritten(call, result):
             computed = (Flag.AGAIN | Flag.MASK) if guard.computes(way, result) else 0
-        # With gradients as in the forward pass, by which attention also chooses its backend.
+        # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
         is_whole = again is not None and row.inside and row.mask is None
         if mask is not None and computed & Flag.MASK:
             draw_inside(mask, call)

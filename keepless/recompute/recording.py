@@ -303,7 +303,7 @@ class Recording(TorchFunctionMode):
         return result
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
-        """Decide about a call's result. `target`, `version`: the argument it may have overwritten, before the call."""
+        """Decide about a call's result. `target`: argument it may have overwritten, with its `version` before."""
         row, known = call.row, self.known
         rule = row.again if known.by_plan or not row.is_slow else None
         if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):

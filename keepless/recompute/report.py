@@ -21,7 +21,7 @@ class Line(NamedTuple):
     made_by: str  # the operation that made them, or a tensor subclass; "input" if the network did not make them
     kept_for: str  # the function that reads them
     module: str  # the module whose parameters were used last
-    why: str = ""  # given only with a budget
+    why: str = ""  # with a budget, or for a tensor subclass
 
 
 class Report(NamedTuple):

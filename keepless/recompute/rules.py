@@ -81,7 +81,7 @@ def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
 
 
 def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call may write over."""
+    """The tensors that a call may write over, if `may_overwrite` is true for it."""
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         written = _written(function)
         found: Any = [args[position] for position, _ in written if position < len(args)]

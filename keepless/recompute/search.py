@@ -65,7 +65,7 @@ def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
     values that cost the least for the bytes that they free while the step is above the target. Where too much is
     recomputed at once, they keep some values again to shorten the chains of recipes. They also try checkpoints of whole
     blocks: the first search before this, the second afterwards. Finally they flip single values, as long as this helps.
-    They end after a fixed number of simulations, not after a time.
+    They end after a number of simulations, not of seconds.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front

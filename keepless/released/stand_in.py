@@ -68,7 +68,7 @@ class InPlaceABN(in_place.InPlaceABN, ABN):
     """The released layer: keeps its output alone, and scales by |weight| + eps."""
 
     def strategy(self) -> Strategy:
-        return super().strategy()._replace(gamma_floor=0.0)  # eps is one
+        return super().strategy()._replace(gamma_floor=0.0)  # eps is the floor
 
     def training_scale(self, weight: Tensor) -> Tensor:
         return released_scale(weight, self.eps)

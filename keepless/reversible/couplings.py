@@ -229,7 +229,7 @@ def in_halves(module: object) -> TypeGuard[Coupling]:
     """Whether a module is a coupling that may run as `couple`, on halves, or as its half-steps if it is invertible.
 
     Not if a subclass overrides other methods, or if the module has hooks, which would not run. A subclass may override
-    `couple` if it agrees with `half_steps`, and defines the attribute `couples_in_half_steps` to say so.
+    `couple` if it agrees with `half_steps`, and itself defines the attribute `couples_in_half_steps` to say so.
     """
     if not isinstance(module, Coupling) or has_hooks(module):
         return False
@@ -246,7 +246,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """The number of in-place writes to each tensor; -1 for inference tensors, where PyTorch does not count them."""
+    """The number of in-place writes to each tensor; -1 for inference tensors (not counted); [] in torch.compile."""
     if torch.compiler.is_compiling():
         return []
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

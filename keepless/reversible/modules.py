@@ -195,7 +195,7 @@ def is_invertible_module(
 ) -> bool:
     """Whether inverse(forward(x)) and forward(inverse(x)) are x, tried on random numbers in the module's current mode.
 
-    Does not change the global random state, running statistics and the module's parameters.
+    Does not change the global random state, the running statistics or the module's parameters.
 
     Args:
         module_in: any module; False if it has no methods `forward` and `inverse`.

@@ -121,6 +121,4 @@ def _metadata(tensor: Tensor) -> tuple:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-_CHANGED = (
-    "a module computed other values when the backward pass repeated its forward pass; it must do the same each time"
-)
+_CHANGED = "a module did something else when the backward pass repeated its forward pass; it must do the same each time"

@@ -19,7 +19,7 @@ class Tiling(NamedTuple):
     align: int  # elements: the longest vector, up to 128 bits, that divides L
     tile: tuple[int, int, int]
     num_warps: int
-    resident: int  # at least so many programs run on a multiprocessor at once; see `registers`
+    resident: int  # at least this many programs run on a multiprocessor at once; see `registers`
     fold: int  # 128-bit vectors of a tile per thread, which the thread adds up
     tiles_per_part: int
     parts: int

@@ -529,7 +529,7 @@ class Moody(nn.Module):
 def test_a_branch_that_saves_something_else_is_named(saved, message):
     checks._enabled.set(False)  # the fixture resets it
     coupling = InvertibleModuleWrapper(AdditiveCoupling(Moody(saved), nn.Identity()))
-    with pytest.raises(RuntimeError, match=f"other values when.*{message}"):
+    with pytest.raises(RuntimeError, match=f"something else when.*{message}"):
         coupling(IMAGES.clone().requires_grad_()).sum().backward()
 
 
