@@ -75,7 +75,7 @@ ANSWERS = {
     "train_seg.py memory.budget=12 GiB": "GiB: expected key=value without spaces",
     "train_seg.py 'run_dir=${nope}'": "Interpolation key 'nope' not found",
     # Numbers that nobody needs, which no loop is to count to.
-    "train_seg.py memory.budget=100MiB memory.fit=batch trainer.compile=true": "leaves nothing for tensors, less ",
+    "train_seg.py memory.budget=100MiB memory.fit=batch trainer.compile=true": "expected more than 0.5GiB for CUDA",
     f"train_seg.py memory.budget={10**28}GiB": "a number and one of KiB, MiB, GiB, kB, MB, GB, such as 12GiB; at most",
     f"train_seg.py trainer.timeout_seconds={10**30}": "expected a number above 0, at most 1000000",
     "train_seg.py body.structure=[1000000,1,1,1]": "expected a number above 0, at most 1000",

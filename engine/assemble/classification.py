@@ -94,7 +94,7 @@ def classified_images(
 ) -> Loader:
     """This rank's share of a split, for evaluation.
 
-    `images`: evaluate only so many, spread evenly over the split because files are sorted by class.
+    `images`: evaluate only this many, spread evenly over the split because files are sorted by class.
     """
     source: Dataset = ImagesInMemory(dataset)
     if isinstance(config, ImageNetData):

@@ -70,7 +70,7 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
 
 
 def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
-    """Set this process's TF32 and determinism. `fixed_sizes`: cuDNN searches the fastest convolutions per size."""
+    """Set this process's TF32 and determinism. `fixed_sizes`: cuDNN looks for the fastest kernels per size."""
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32
     if config.deterministic:

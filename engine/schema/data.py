@@ -18,7 +18,7 @@ class Data:
     train_split: Any = key("train", names=True)  # the split, or a list of splits, to train on
     val_split: str = "val"  # the split that is evaluated
     crop_size: int = key(MISSING, above=0, most=MOST_PIXELS)  # pixels, square unless there is data.crop_aspect
-    # The paper's number: global, over all processes and accumulation steps.
+    # Crops per optimiser step, as in the paper: over all processes and accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0, most=1_000_000)
     # Mean of each colour channel, from 0 to 1: images are normalised by mean and std. null: with body=timm what the
     # network's published weights expect, else ImageNet's.
@@ -58,9 +58,9 @@ class Data:
 class ColourJitter:
     """Random changes of a crop's colours; off by default, as in the paper."""
 
-    brightness: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
-    contrast: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
-    saturation: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
+    brightness: float = key(0.0, least=0)  # s: times a random factor from max(0, 1 - s) to 1 + s
+    contrast: float = key(0.0, least=0)  # s: times a random factor from max(0, 1 - s) to 1 + s
+    saturation: float = key(0.0, least=0)  # s: times a random factor from max(0, 1 - s) to 1 + s
     hue: float = key(0.0, least=0, most=0.5)  # largest shift, in turns of the colour circle, either way
 
 

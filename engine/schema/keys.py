@@ -45,7 +45,7 @@ def key(
     per_machine: bool = False,
     task: str | None = None,
 ) -> T:
-    """A key with a default. Bounds hold for every number in a list; None (null) is always allowed.
+    """A key with a default. Bounds hold for every number in a list; None (null) is allowed, except for `names`.
 
     Args:
         above, least, most: a number must be > above, >= least, <= most.

@@ -12,7 +12,7 @@ MOST_BYTES = 2**50
 
 @dataclass
 class Memory:
-    """The memory of each device. A step's tensors get what `deductions` leave; `keepless.fit` subtracts the same.
+    """The memory of each device. A step's tensors get what `deductions` leave (in `keepless.fit` the same, but NCCL).
 
     They are calibrated, not measured: the largest with which every row of the paper's Table 3 still fits its four
     devices of 12 GB. docs/results/memory_plan.md compares the planner's choices with the table.
@@ -40,7 +40,7 @@ class Memory:
         devices = self.gpus or 1
         available = self.available(devices)
         if available is not None and available <= 0:
-            raise ValueError(f"memory.budget={self.budget} leaves nothing for tensors, less {deductions(devices)}")
+            raise ValueError(f"memory.budget={self.budget}: expected more than {deductions(devices)}")
 
     def available(self, devices: int) -> int | None:
         """Bytes for tensors on each device; None if the device memory is not given."""

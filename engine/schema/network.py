@@ -23,7 +23,7 @@ class Norm:
     # trained with it (body=torchvision, body=timm, init.format=torchvision), else leaky_relu.
     activation: str | None = None
     activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
-    momentum: float = key(0.1, above=0, most=1)  # of the running statistics
+    momentum: float = key(0.1, above=0, most=1)  # weight of the newest minibatch in the running statistics
     eps: float = key(1e-5, above=0)  # added to the variance
 
 
@@ -116,7 +116,7 @@ class StemmedBody(Body):
 class ResNetBody(StemmedBody):
     name: str = "resnet"
     structure: list[int] = key([3, 4, 6, 3], above=0, most=MOST_BLOCKS)
-    # Of the first stage; two make basic blocks.
+    # Channels of each convolution in the first stage's blocks: two for basic blocks, three for bottlenecks.
     base_channels: list[int] = key([64, 64, 256], above=0, most=MOST_CHANNELS)
     groups: int = key(1, above=0, most=MOST_CHANNELS)  # of each bottleneck's 3x3 convolution
     stem: str = key("7x7", one_of=tuple(STEM_STRIDES))
@@ -126,7 +126,7 @@ class ResNetBody(StemmedBody):
 class ResNeXtBody(StemmedBody):
     name: str = "resnext"
     structure: list[int] = key([3, 4, 23, 3], above=0, most=MOST_BLOCKS)
-    base_channels: list[int] = key([128, 128, 256], above=0, most=MOST_CHANNELS)  # of the first stage's bottlenecks
+    base_channels: list[int] = key([128, 128, 256], above=0, most=MOST_CHANNELS)  # of each convolution in stage 1
     groups: int = key(64, above=0, most=MOST_CHANNELS)  # of each bottleneck's 3x3 convolution
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
 
@@ -143,7 +143,7 @@ class DenseNetBody(StemmedBody):
 @dataclass
 class RevNetBody(StemmedBody):
     name: str = "revnet"
-    # Per stage, of the convolutions of a residual unit: two (3x3, 3x3) or three (a bottleneck of 1x1, 3x3, 1x1).
+    # Per stage, channels of each convolution in a residual unit: two (3x3, 3x3) or three (bottleneck: 1x1, 3x3, 1x1).
     channels: list[list[int]] = key(MISSING, above=0, most=MOST_CHANNELS)
     stem_channels: int = key(MISSING, above=0, most=MOST_CHANNELS)  # channels after the stem
     stem: str = key("cifar", one_of=tuple(STEM_STRIDES))
@@ -166,7 +166,7 @@ class RevNetBody(StemmedBody):
 class WiderResNetBody(Body):
     name: str = "wider_resnet"
     structure: list[int] = key([3, 3, 6, 3, 1, 1], above=0, most=MOST_BLOCKS)  # blocks in mod2 … mod7
-    # Of each block's convolutions, in mod2 … mod7.
+    # Channels of each convolution in a block, for mod2 … mod7.
     channels: list[list[int]] = key(MISSING, above=0, most=MOST_CHANNELS)
     stem_channels: int = key(64, above=0, most=MOST_CHANNELS)  # channels after the stem
     downsampling: str = "stride"  # before mod4, mod5, mod6: stride (the A2 variant, for segmentation) or pool (plain)

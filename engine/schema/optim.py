@@ -45,7 +45,7 @@ class AdamW(Optim):
 
 @dataclass
 class LRSchedule:
-    """The learning rate of every step, starting from optim.lr."""
+    """The learning rate of every step; the highest is optim.lr."""
 
     name: str = MISSING
     # Epochs of warm-up, in which the rate rises linearly from lr / 100 to lr; or give warmup_steps.

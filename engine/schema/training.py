@@ -65,7 +65,7 @@ class Init:
     weights: str | None = None
     # For a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names (or below
     # the key "state_dict", and with "module." before each); released: a checkpoint of the in-place ABN release;
-    # torchvision, timm: of body=torchvision or body=timm; or a ResNet, ResNeXt-50 or DenseNet for our bodies.
+    # torchvision, timm: a library's file, for body=torchvision or timm, or for our ResNets, ResNeXt-50 and DenseNets.
     format: str | None = key(None, one_of=("standard_bn", "released", *LIBRARIES))
     # In a released file, norms scale by |weight| + eps (released) or by weight (raw). null: known by the file's md5.
     scale: str | None = key(None, one_of=SCALES)

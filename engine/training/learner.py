@@ -116,7 +116,7 @@ class Learner:
                 clip_grads_with_norm_(parameters, self.max_gradient_norm, norm)
             self.optimizer.step()
         else:
-            self.scaler.step(self.optimizer)  # not above, as it would read the gradients again and wait for the device
+            self.scaler.step(self.optimizer)  # skips the step; not used above, because it waits for the device
         self.scaler.update()
         # float16 may skip the first optimiser steps. (In float16 only, as catch_warnings makes Python repeat warnings.)
         with _schedule_alone() if self.scaler.is_enabled() else nullcontext():

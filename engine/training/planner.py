@@ -89,11 +89,11 @@ def _train_split(data: Data) -> Dataset:
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
     """A learner, a loss and a minibatch for `engine.training.trace.traced`.
 
-    As on a GPU, the optimiser works on all weights at once, and norms are fused kernels, unless a backend is given.
+    As on a GPU, the optimiser works on all weights at once. Norms are fused unless backend is given or device is cpu.
     """
     norm = config.norm
     if isinstance(norm, OurNorm) and norm.backend == "auto" and config.trainer.device != "cpu":
-        if norm.sync or not isinstance(norm, StandardNorm):  # which is two of PyTorch's operators
+        if norm.sync or not isinstance(norm, StandardNorm):  # plain std: two of PyTorch's operators
             config = replace(config, norm=replace(norm, backend="compiled"))
     classes, task = classes_of(config.data), TASKS[config.task]
     network = network_of(config, classes)
