@@ -195,7 +195,7 @@ def _below(root: Path, split: str) -> Path:
 def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path]]:
     """All label files in a folder, of every split: those that have an image, and those that have none.
 
-    If there is no folder of images beside the labels, all of them count as having one.
+    If there is no folder of images beside the labels, all labels count as having an image.
     """
     root = _LAYOUT.top(root)
     found: tuple[list[Path], list[Path]] = ([], [])

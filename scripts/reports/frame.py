@@ -45,7 +45,7 @@ class Arguments:
 
     out: str = MISSING  # FILE.json; the page and its pictures are written beside it
     measure: bool = True  # false: only rewrite the page from FILE.json
-    only: list[str] = field(default_factory=list)  # items, or what their names begin with up to a slash; empty: all
+    only: list[str] = field(default_factory=list)  # items, or names up to one of their slashes; empty: all
     minutes: float | None = key(None, above=0)  # after which the item being measured is stopped; null: never
 
 
