@@ -6,8 +6,7 @@
     python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std
     python -m scripts.plan_memory table=table3 out=FILE.json   # or all; see below
 
-Prints the tensors on one device at the peak of a step, the pass in which the peak occurs, and the bytes kept for the
-backward pass.
+Prints the tensors on one device at the peak of a step, the pass of the peak, and the bytes kept for the backward pass.
 memory.fit also finds, for standard, checkpointed and in-place norms, the largest minibatch within memory.budget: the
 most crops of data.crop_size (batch; the paper's FIXED CROP) or the largest data.crops_per_minibatch crops (crop; its
 FIXED BATCH). With trainer.recompute=budget, a step recomputes as many activations as the budget requires, and
@@ -27,6 +26,7 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 
 from omegaconf import MISSING, DictConfig
+from rich.console import Console
 from rich.table import Table
 
 from datasets.registry import FOR_CLASSIFICATION
@@ -36,7 +36,7 @@ from engine.configuration.command_line import configured
 from engine.process.console import make_console, table_of
 from engine.process.stopping import errors_for_users
 from engine.schema.classification import ClassificationRun
-from engine.schema.keys import key
+from engine.schema.keys import check_values, key
 from engine.schema.memory import Memory, deductions, device_memory
 from engine.schema.network import NORMS, Norm
 from engine.schema.segmentation import SegmentationRun
@@ -74,7 +74,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun
     console.print(table_of(["at the peak", "memory"], at_peak))
     console.print(f"kept for the backward pass: {size_text(trace.kept)}")
     if config.memory.fit is not None:
-        found, paper = fits(config, devices), FITS[config.memory.fit].replace("_", " ")
+        found, paper = fits(config, devices, console), FITS[config.memory.fit].replace("_", " ")
         console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {each}:")
         console.print(fit_table(found, devices))
     if config.trainer.precision != "float32":
@@ -89,13 +89,18 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun
     return found
 
 
-def fits(config: TrainingRun, devices: int) -> dict[str, TrainingRun]:
-    """{norm: the configuration with the largest minibatch that fits}; norms without the activation are left out."""
+def fits(config: TrainingRun, devices: int, console: Console) -> dict[str, TrainingRun]:
+    """{norm: the configuration with the largest minibatch that fits}; prints why other norms have none."""
     found = {}
     for norm in ("std", "checkpoint", "inplace"):
-        if norm != "inplace" or config.norm.activation in INVERTIBLE_ACTIVATIONS:
-            changed = replace(deepcopy(config), norm=as_norm(norm, config.norm))
+        changed = replace(deepcopy(config), norm=as_norm(norm, config.norm))
+        try:
+            check_values(changed)
             found[norm] = planner.fitting(changed, devices)
+        except ValueError as reason:
+            console.print(f"norm={norm}: {reason}", soft_wrap=True)
+    if not found:
+        raise ValueError(f"memory.budget={config.memory.budget}: no norm of these has a minibatch that fits")
     return found
 
 
@@ -352,11 +357,7 @@ def main() -> None:
         plan_tables()
         return
     schema = papers.SCHEMAS[entry]
-
-    def run(values: DictConfig) -> None:
-        plan(values, schema)
-
-    configured(entry, schema, about=__doc__)(run)()
+    configured(entry, schema, about=__doc__)(lambda values: plan(values, schema))()
 
 
 if __name__ == "__main__":

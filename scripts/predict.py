@@ -79,9 +79,8 @@ def predict(values: DictConfig) -> list[Path]:
                     ids = segment(network, image, places, options.probabilities, windows)
                     written.append(places["ids"])
                     if options.report:
-                        page.add(
-                            shown, image, np.bincount(ids.reshape(-1), minlength=len(network.classes)) / ids.size, ids
-                        )
+                        pixels = np.bincount(ids.reshape(-1), minlength=len(network.classes))
+                        page.add(shown, image, pixels / ids.size, ids)
                 else:
                     probabilities = network.probabilities(image)
                     rows.append([shown, *likeliest(probabilities, network.classes, options.top_k)])

@@ -147,6 +147,27 @@ def test_the_plan_of_an_experiment(capsys):
     )
 
 
+@pytest.mark.usefixtures("modelled")
+def test_a_plan_shows_what_fits_if_other_norms_have_nothing(capsys):
+    """Two crops of 128 pixels need 13.4 MiB with standard norms, and 10.2 with in-place ones."""
+    values = runs.composed("train_seg", "run_dir=unused", *SMALL, leaving(11.5), "memory.fit=batch")
+    found = plan_memory.plan(values, SegmentationRun)
+    assert [*found] == ["checkpoint", "inplace"]
+    assert "norm=std: memory.budget=" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no norm of these has a minibatch that fits"):
+        plan_memory.plan(runs.composed("train_seg", *SMALL, leaving(3), "memory.fit=batch"), SegmentationRun)
+
+
+@pytest.mark.usefixtures("modelled")
+def test_a_plan_leaves_out_norms_that_a_network_of_torchvision_cannot_have(capsys):
+    body = ("body=torchvision", "body.network=mobilenet_v3_small", "norm=std")
+    values = runs.composed("train_seg", *body, leaving(100), "memory.fit=batch")
+    assert [*plan_memory.plan(values, SegmentationRun)] == ["std"]
+    printed = capsys.readouterr().out
+    assert "norm=checkpoint: norm=checkpoint with body=torchvision: its norms can be std, inplace" in printed
+    assert "norm=inplace: norm.activation='relu' maps all negative inputs to one value" in printed
+
+
 def test_a_reversible_body_takes_the_place_of_another_at_its_stride(monkeypatch):
     monkeypatch.setattr(planner, "step_memory", lambda *_: SimpleNamespace(parameters=2**40))
     config = runs.classification_config("run_dir=unused", "body=resnext101")
