@@ -5,9 +5,8 @@
     python -m scripts.run_table table=table3 "seeds=[0,1,2]" overrides=[trainer.precision=bfloat16] dry_run=true
 
 Lists each training with its command. Without dry_run it then runs them in RUNS/EXPERIMENT/seedN: the same command
-continues after a stop, and if a training fails, the others still run. Rows that are the same training
-run once. `python -m scripts.evidence.tables runs=[RUNS]` writes the page. `weights` are checkpoints of this project or
-files that the authors released.
+continues after a stop, and if a training fails, the others still run. Rows that are the same training run once.
+For the page: `python -m scripts.evidence.tables runs=[RUNS]`. `weights` are our checkpoints or the authors' files.
 """
 
 import shlex
@@ -146,9 +145,8 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
 def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list[str]:
     """The override of micro-batches with which an experiment's norms see as many crops on fewer devices."""
     config, usual = papers.configured_as(experiment, *overrides), papers.devices_of(experiment)
-    of_row = papers.crops_per_norm(config, usual)
     is_given = any(each.startswith("trainer.accumulation_steps=") for each in overrides)
-    if is_given or papers.crops_per_norm(config, devices) <= of_row or usual % devices:
+    if is_given or papers.crops_per_norm(config, devices) <= papers.crops_per_norm(config, usual) or usual % devices:
         return []
     return [f"trainer.accumulation_steps={config.trainer.accumulation_steps * usual // devices}"]
 

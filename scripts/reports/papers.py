@@ -10,6 +10,7 @@ from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS, choices
 from engine.configuration.command_line import composed
 from engine.configuration.help import as_text
+from engine.configuration.messages import explained
 from engine.schema.training import TrainingRun
 
 REPOSITORY = CONFIGS.parent
@@ -67,7 +68,8 @@ def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
     entry = all_experiments().get(experiment or "", "train_seg")
     importlib.import_module(entry)  # declares its command
     chosen = () if experiment is None else (f"experiment={experiment}",)
-    return configuration.typed(composed(entry, "run_dir=unused", *chosen, *overrides), SCHEMAS[entry])
+    with explained(entry, SCHEMAS[entry], overrides):
+        return configuration.typed(composed(entry, "run_dir=unused", *chosen, *overrides), SCHEMAS[entry])
 
 
 def header(experiment: str) -> str:

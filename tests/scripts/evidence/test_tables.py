@@ -147,6 +147,12 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
     assert calls == [(3, 0), (1, 2), (3, 0)]  # other commands: each training refuses what it cannot continue
 
 
+@pytest.mark.usefixtures("of_few_tables")
+def test_a_wrong_override_of_a_table_is_named():
+    with pytest.raises(ValueError, match=r"^optim.learning_rate=3: there is no such key; give optim.lr=3$"):
+        run_table.jobs_of(RunTable(table="cifar10", overrides=["optim.learning_rate=3"]))
+
+
 def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_path):
     arguments = RunTable(table="table3", runs=str(tmp_path), roots={"cityscapes": "DIR"}, weights={"wrn38": "FILE"})
     job = run_table.job_of("table3/cityscapes_wrn38_std", 0, arguments)
