@@ -216,14 +216,14 @@ def fitted(config: Config) -> Config:
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
     memory, processes = config.memory, world_size()
-    available = memory.available(processes)
-    if available is None:
-        return config
     if memory.gpus not in (None, processes):
         raise ValueError(
             f"memory.gpus={memory.gpus}, but this run has {processes} process(es): leave it out, or start as many with "
             f"torchrun --nproc-per-node {memory.gpus}"
         )
+    available = memory.available(processes)
+    if available is None:
+        return config
     rank = int(os.environ.get("RANK", "0"))
     log_to(make_console(rank), None, rank)
     chosen = deepcopy(config)

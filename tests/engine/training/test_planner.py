@@ -122,6 +122,7 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
         ([leaving(3), "memory.fit=batch"], r"nothing fits; 2 crops of \d+x\d+ pixels already need .* MiB"),
         ([leaving(3), "memory.fit=crop"], r"nothing fits; \d+ crops of 64x64 pixels already need .* MiB"),
         ([leaving(3)], rf"{leaving(3)}: .* need .* MiB, and 3.0 MiB are left .* memory.fit=batch or"),
+        (["memory.gpus=4"], r"memory.gpus=4, but this run has 1 process\(es\): "),
         (["memory.budget=2GiB", "memory.gpus=4"], r"memory.gpus=4, but this run has 1 process\(es\): .*torchrun"),
     ],
 )
