@@ -9,7 +9,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.configuration.choices import choices, groups_in, no_such_choice
-from engine.schema.commands import SYNONYMS
+from engine.schema.commands import RUNS, SYNONYMS
 from engine.schema.keys import Keys, groups_of, types_in
 
 OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
@@ -51,6 +51,9 @@ def _explanation(error: Exception, groups: list[str], words: Sequence[str], sche
             if word.startswith("+"):
                 return f"{word}: leave out the +: {word.lstrip('+')}"
             if (choice := value.removesuffix(".yaml")) not in (fitting := choices(name, schema)):
+                of = [task for task, run in RUNS.items() if choice in choices(name, run)]
+                if of and schema in RUNS.values():
+                    return f"{word} is for {of[0]}: train_seg.py trains segmentation, train_imagenet.py classification"
                 return str(no_such_choice(name, choice, fitting))
     if isinstance(error, OverrideParseException):
         return f"{error.override}: Hydra cannot read the value; {QUOTE}"
