@@ -57,6 +57,8 @@ class Export:
     def check(self) -> None:
         if self.format == "onnx" and self.precision == "bfloat16":
             raise ValueError("precision=bfloat16 with format=onnx: onnxruntime has no such convolutions; give float16")
+        if self.format != "onnx" and self.output.endswith(".onnx"):
+            raise ValueError(f"output={self.output} with format={self.format}: give format=onnx, or output=….pt2")
 
 
 def export(values: DictConfig) -> dict:
@@ -67,8 +69,7 @@ def export(values: DictConfig) -> dict:
     found = opened(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
     about = metadata(found, options)
     writable_file("output", output, source)
-    precision = getattr(torch, options.precision)
-    program = exported(found.network, options.size, precision, options.argmax)
+    program = exported(found.network, options.size, getattr(torch, options.precision), options.argmax)
     content = onnx_model(program, about, options.size) if options.format == "onnx" else exported_program(program, about)
     loaded = run_onnx(content) if options.format == "onnx" else torch.export.load(BytesIO(content)).module()
     try:
