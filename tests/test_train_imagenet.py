@@ -342,8 +342,8 @@ def test_a_swapped_activation_has_its_usual_parameter():
 
 
 def test_a_part_of_the_images_has_every_class():
-    """Files lie by class: the first 40 photographs would be of one. Shapes come in turn, and every 25th is taken."""
+    """Files lie by class: the first 40 photographs would be of one. Shapes come in turn: every 10th is of four."""
     config, val_set = classification_config("data.workers=0").data, shapes(None, "val")
-    for images, expected in ((40, [5] * 8), (None, [125] * 8), (1001, [125] * 8)):
+    for images, expected in ((40, [5] * 8), (100, [13, 12] * 4), (None, [125] * 8), (1001, [125] * 8)):
         loaded = assemble.classified_images(config, val_set, World(), images, batch_size=30)
         assert torch.cat([minibatch["label"] for minibatch in loaded]).bincount().tolist() == expected

@@ -1,5 +1,6 @@
 """Configuration keys -> classification datasets, loaders and networks."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -94,13 +95,14 @@ def classified_images(
 ) -> Loader:
     """This rank's share of a split, for evaluation.
 
-    `images`: evaluate only this many, spread evenly over the split because files are sorted by class.
+    `images`: evaluate only this many, spread evenly over the split in the order of classes.
     """
     source: Dataset = ImagesInMemory(dataset)
     if isinstance(config, ImageNetData):
         source = EvaluatedImages(dataset, fixed_crops(config.resize, config.crop_size, ten))
     if images is not None and images < len(dataset):
-        source = Subset(source, [number * len(dataset) // images for number in range(images)])
+        by_class = np.argsort(dataset.labels, kind="stable").tolist()
+        source = Subset(source, [by_class[number * len(dataset) // images] for number in range(images)])
     return evaluation_loader(source, config, world, batch_size=batch_size, collate_fn=collated)
 
 
