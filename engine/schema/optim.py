@@ -92,7 +92,7 @@ class MultiStep(LRSchedule):
 def _check_one_of(name: str, value: object, other: str, other_value: object, needed: bool = False) -> None:
     """Raise ValueError if both are given, or neither where one is `needed`."""
     if value is not None and other_value is not None:
-        raise ValueError(f"lr_schedule.{name}={value} and lr_schedule.{other}={other_value}: give one of them")
+        raise ValueError(f"lr_schedule.{name}={value} and lr_schedule.{other}={other_value}: give null for one of them")
     if needed and value is None and other_value is None:
         raise ValueError(f"lr_schedule.{name} and lr_schedule.{other} are both null: give one of them")
 

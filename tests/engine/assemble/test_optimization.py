@@ -71,8 +71,11 @@ def test_a_warm_up_rises_to_the_rate_that_the_schedule_starts_from(config, expec
     [
         (MultiStep(), "lr_schedule.epochs and lr_schedule.steps are both null"),
         (MultiStep(epochs=[3, 2]), r"lr_schedule.epochs=\[3, 2\]: expected rising numbers"),
-        (MultiStep(epochs=[1], steps=[2]), r"lr_schedule.epochs=\[1\] and lr_schedule.steps=\[2\]: give one of them"),
-        (Poly(warmup_epochs=1, warmup_steps=2), "give one of them"),
+        (
+            MultiStep(epochs=[1], steps=[2]),
+            r"lr_schedule.epochs=\[1\] and lr_schedule.steps=\[2\]: give null for one of them",
+        ),
+        (Poly(warmup_epochs=1, warmup_steps=2), "give null for one of them"),
         (Cosine(warmup_epochs=10), "the warm-up takes 200 steps, and the run 200; expected less"),
         (Linear(end=0.2), "lr_schedule.end=0.2: expected at most optim.lr=0.1"),
         (Cosine(end=0.2, warmup_steps=2), "lr_schedule.end=0.2: expected at most optim.lr=0.1"),
