@@ -1,8 +1,8 @@
 """The table of functions, with a row for each; and `Call`, the call that is running.
 
 To add a function, name it in its group of the table: with `rules.activation` if it has an argument `inplace`, else with
-`rules.made` if its result is always a new tensor, or `rules.repeated` if not; with `is_slow` if only plans repeat it. What
-it saves need not be said. Its test is an entry of `ACTIVATIONS` or `FUNCTIONS` in test_programs.py.
+`rules.made` if its result is always a new tensor, or `rules.repeated` if not; with `is_slow` if only plans repeat it.
+What it saves need not be said. Its test is an entry of `ACTIVATIONS` or `FUNCTIONS` in test_programs.py.
 
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
 """
