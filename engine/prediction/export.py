@@ -73,7 +73,8 @@ def exported(
         reason = " ".join(str(error).split())[:300]
         sizes = "images of all sizes" if size is None else f"images of {height}x{width} pixels"
         raise ValueError(
-            f"torch.export cannot follow the network for {sizes}: {type(error).__name__}: {reason}"
+            f"torch.export cannot follow the network for {sizes} in {network.dtype}: {type(error).__name__}: {reason} "
+            f"(bodies that add in float32, such as RevNets, need float32)"
         ) from error
     graph = program.graph_module
     _drop_equalities(graph)

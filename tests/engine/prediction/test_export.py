@@ -64,3 +64,9 @@ def test_a_network_with_a_pooling_window_is_exported_for_one_size():
     with pytest.raises((RuntimeError, ValueError)):
         largest_difference(exported(made).module(), made)
     assert largest_difference(exported(made, size=(97, 131)).module(), made, size=(97, 131)) < 1e-10
+
+
+@pytest.mark.slow
+def test_a_body_that_adds_in_float32_is_refused_in_16_bits_with_the_reason():
+    with pytest.raises(ValueError, match=r"images of 32x32 pixels in torch.float16: .*such as RevNets, need float32"):
+        exported(predictor(segmenter("revnet"), torch.float32), size=(32, 32), dtype=torch.float16)
