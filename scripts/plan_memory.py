@@ -55,7 +55,8 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun
     devices = config.memory.gpus or 1
     config.check_shares(devices)
     share, size, crop = planner.share_of(config, devices), config.data.crop_size, planner.crop_text(config.data)
-    budget, step, found = config.memory.available(devices), config, dict[str, TrainingRun]()
+    budget, step = config.memory.available(devices), config
+    found: dict[str, TrainingRun] = {}
     if budget is not None and config.trainer.recompute == "budget":
         memory, _, about = planner.within_budget(config, devices)
         step = replace(config, memory=memory)
