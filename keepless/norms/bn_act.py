@@ -92,6 +92,8 @@ class BatchNormActivation(torch.autograd.Function):
             mean, invstd, ctx.count = backend.joint_statistics(gathered, beta.dtype, eps, running)
             z = backend.normalise(values, mean, invstd, first, overwrite)
 
+        if strategy.recompute_output:  # FSDP frees its gathered parameters, perhaps until z has been recomputed
+            gamma, beta = gamma.clone(), beta.clone()
         if strategy.keep == "x_hat":
             x_hat = z
             z = backend.normalise(x_hat, first.beta, first.gamma, affine)  # a mean of 0, an invstd of 1

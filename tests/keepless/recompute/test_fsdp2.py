@@ -1,4 +1,4 @@
-"""A budget for a network that FSDP2 shards."""
+"""Networks that FSDP2, or FSDP1, shards."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from keepless import recompute_activations, share_plans
+from keepless import CheckpointedABN, recompute_activations, share_plans
 from keepless.recompute import rehearsal
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.recipes import ByPlan
@@ -88,6 +88,27 @@ def test_a_sharded_network_follows_one_plan_on_all_ranks(ranks, is_prepared_firs
     assert same and also_same and plan == other_plan
     assert plan.peak < 0.51 * plan.plain
     assert 0 < beyond < 6 * sum(parameter.nbytes for parameter in Block().parameters())
+
+
+def _read_by_another_unit(rank: int, wrapper: str, norm: str) -> bool:
+    """Whether a prepared network has the gradients of a plain one, both with each norm as a unit of FSDP's."""
+    wrap = partial(FullyShardedDataParallel, device_id=torch.device("cpu")) if wrapper == "fsdp1" else fully_shard
+    layers = {"checkpoint": lambda: [CheckpointedABN(8)], "group": lambda: [nn.GroupNorm(2, 8), nn.SiLU()]}[norm]
+    gradients = []
+    for prepare in (recompute_activations, nn.Sequential):
+        torch.manual_seed(0)
+        norms = [wrap(nn.Sequential(*layers())) for _ in range(3)]
+        made = wrap(nn.Sequential(nn.Conv2d(8, 8, 3), *norms, nn.Conv2d(8, 4, 1)))
+        prepare(made)(torch.randn(2, 8, 9, 9)).square().mean().backward()
+        found = [parameter.grad for parameter in made.parameters()]
+        gradients.append([one.to_local() if wrapper == "fsdp2" else one for one in found])
+    return all(map(torch.equal, *gradients))
+
+
+@FSDP2_ON_CPUS
+@pytest.mark.parametrize("wrapper, norm", [("fsdp2", "checkpoint"), ("fsdp1", "checkpoint")])
+def test_a_convolution_reads_the_output_of_a_norm_whose_parameters_are_freed(ranks, wrapper, norm):
+    assert ranks.run(_read_by_another_unit, wrapper, norm) == [True, True]
 
 
 def test_copies_of_parameters_are_planned(monkeypatch):
