@@ -147,9 +147,13 @@ class KnownValues:
             self.trace.keeps(value, tensor)
         return self.remember(tensor, value)
 
+    def copies(self, tensor: Tensor) -> bool:
+        """Whether recipes get a copy of a tensor: a parameter, or a view of one, which is what FSDP1 gathers."""
+        return self.copy_parameters and (isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter))
+
     def lend(self, tensor: Tensor) -> Value | Kept:
         """Keep a tensor for a recipe, if it has no value yet."""
-        if self.copy_parameters and isinstance(tensor, nn.Parameter):
+        if self.copies(tensor):
             return Kept(tensor.detach().clone(), None)
         value = self.value_of(tensor)
         if value is None and isinstance(tensor, nn.Parameter):  # it stays where it is

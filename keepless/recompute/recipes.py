@@ -35,7 +35,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
 
     def find(tensor: Tensor, lend: bool = False) -> Value | Kept:
         nonlocal alone
-        copy_it = known.copy_parameters and isinstance(tensor, nn.Parameter)
+        copy_it = known.copies(tensor)
         if not copy_it:
             for parameter, kept in call.parameters:
                 if parameter is tensor:

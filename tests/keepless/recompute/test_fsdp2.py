@@ -106,7 +106,7 @@ def _read_by_another_unit(rank: int, wrapper: str, norm: str) -> bool:
 
 
 @FSDP2_ON_CPUS
-@pytest.mark.parametrize("wrapper, norm", [("fsdp2", "checkpoint"), ("fsdp1", "checkpoint")])
+@pytest.mark.parametrize("wrapper, norm", [("fsdp2", "checkpoint"), ("fsdp1", "checkpoint"), ("fsdp1", "group")])
 def test_a_convolution_reads_the_output_of_a_norm_whose_parameters_are_freed(ranks, wrapper, norm):
     assert ranks.run(_read_by_another_unit, wrapper, norm) == [True, True]
 
