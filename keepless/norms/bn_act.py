@@ -92,7 +92,8 @@ class BatchNormActivation(torch.autograd.Function):
             mean, invstd, ctx.count = backend.joint_statistics(gathered, beta.dtype, eps, running)
             z = backend.normalise(values, mean, invstd, first, overwrite)
 
-        if strategy.recompute_output:  # FSDP frees its gathered parameters, perhaps until z has been recomputed
+        if strategy.recompute_output and dist.is_available() and dist.is_initialized():
+            # FSDP frees its gathered parameters after each use, perhaps before z is recomputed from them.
             gamma, beta = gamma.clone(), beta.clone()
         if strategy.keep == "x_hat":
             x_hat = z
