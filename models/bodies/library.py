@@ -5,7 +5,7 @@ import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -99,9 +99,10 @@ class LibraryBody(Body):
             return self.classified(_run([getattr(self, name) for name in self.order], images))
         parts = self.parts()
         blocks = [index for index, part in enumerate(parts) if not _is_layer(part)] or [0]
-        first, end = blocks[0], blocks[-1] + 1
-        (x,) = run_blocks(parts[first:end], _run(parts[:first], images), self.recompute)
-        return self.classified(_run(parts[end:], x))
+        # Layers belong to the block after them: an activation may overwrite its input, which is not to be kept.
+        units = [partial(_chain, *parts[one + 1 : other + 1]) for one, other in pairwise([blocks[0] - 1, *blocks])]
+        (x,) = run_blocks(units, _run(parts[: blocks[0]], images), self.recompute)
+        return self.classified(_run(parts[blocks[-1] + 1 :], x))
 
     def parts(self) -> list[nn.Module]:
         """The blocks, and the single layers before and after them, in the order in which they run."""
@@ -204,6 +205,10 @@ def _run(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x)
     return x
+
+
+def _chain(*layers_and_x: Any) -> Tensor:
+    return _run(layers_and_x[:-1], layers_and_x[-1])
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

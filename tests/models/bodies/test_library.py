@@ -160,6 +160,23 @@ def test_every_network_composes_steps_and_evaluates(name, number):
     again.load_state_dict(network.state_dict())
 
 
+@pytest.mark.parametrize("recompute", ("blocks", "sqrt"))
+def test_an_activation_after_the_first_block_may_overwrite_its_input(recompute):
+    """As in timm's resnet50d, whose first convolution is a block."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 1))
+    stem = {"conv1": first, "bn1": nn.BatchNorm2d(8), "act1": nn.ReLU(inplace=True)}
+    layers = stem | {f"layer{number}": nn.Sequential(nn.Conv2d(8, 8, 1), nn.Tanh()) for number in range(3)}
+    body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
+    stored = copy.deepcopy(body)
+    body.recompute = recompute
+    images = torch.randn(2, 3, 8, 8)
+    for each in (body, stored):
+        each(images).square().mean().backward()
+    for ours, theirs in zip(body.parameters(), stored.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 @pytest.mark.slow
 def test_blocks_begin_and_end_with_tensors_and_compile():
     """An in-place norm and its activation are one block: in the stem of ResNets, at the start of MobileNets."""
