@@ -36,7 +36,7 @@ class LibraryBody(Body):
     Parameters keep their names and shapes, so the library's weights fit. With standard norms and ReLU, features are the
     library's. Another activation of the norms replaces its ReLUs and ReLU6s; other activations stay. In-place norms are
     used where `to_inplace` can, standard ones elsewhere, each keeping its eps. Images are padded with zeros to a
-    multiple of the output stride if the network would round sizes down.
+    multiple of the output stride if the network would round sizes down, or refuse them.
 
     Args (in addition to `Body`):
         make: () -> the modules by name, in the order in which they run.
@@ -77,9 +77,12 @@ class LibraryBody(Body):
             self.order = tuple(layers)
             self.classifier, self.rounds_up = None, True
             channels, self.output_stride = self._dilate(torch.zeros(1, 3, SIDE, SIDE), output_stride, title)
-            with torch.no_grad():  # one pixel more leaves a remainder at every stride
-                odd = self.eval()(torch.zeros(1, 3, SIDE + 1, SIDE + 1))
-            self.rounds_up = odd.shape[2] == SIDE // self.output_stride + 1
+            try:  # one pixel more leaves a remainder at every stride
+                with torch.no_grad():
+                    odd = self.eval()(torch.zeros(1, 3, SIDE + 1, SIDE + 1))
+                self.rounds_up = odd.shape[2] == SIDE // self.output_stride + 1
+            except Exception:  # DLA's shortcuts round down, its convolutions up
+                self.rounds_up = False
             ends = (f"ends with {last}; without {', '.join(self.left_out)}",) if last is not None else ()
             self.remarks = ends + _exchange_activations(self, norm_act) + _exchange_norms(self.train(), norm_act)
             self.add_classifier(channels, classes)

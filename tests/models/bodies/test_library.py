@@ -128,6 +128,25 @@ def test_no_pixel_is_dropped_whichever_stride_rounds_down():
     assert body.output_stride == 4 and body(torch.zeros(1, 3, 66, 63)).shape[2:] == (17, 16)
 
 
+class Shortcut(nn.Module):
+    """A block of stride 2 whose shortcut pools."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.MaxPool2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) + self.pool(x)
+
+
+@torch.no_grad()
+def test_sizes_that_a_network_itself_cannot_take_are_padded():
+    """As in timm's dla34, where a block's shortcut rounds down and its convolution up."""
+    layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "block": Shortcut()}
+    body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
+    assert body(torch.zeros(1, 3, 65, 62)).shape[2:] == (17, 16)
+
+
 NUMBERED = [
     pytest.param(name, number, marks=() if name in QUICK else pytest.mark.slow) for number, name in enumerate(LAST)
 ]
