@@ -27,6 +27,7 @@ LIBRARY_ACTIVATIONS = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.EL
 SIDE = 64  # pixels of the example that a new body runs on
 _HEADS = ("avgpool", "classifier", "fc", "flatten", "head", "heads")  # of torchvision's networks
 _OF_THE_LAYER = ("num_features", "eps", "affine", "track_running_stats", "activation", "activation_param")
+_EXPECTED = "expected a network of convolutions, such as resnet50 or convnext_tiny"
 _RELU = partial(ABN, activation="relu")
 
 
@@ -129,7 +130,7 @@ class LibraryBody(Body):
         except Exception as error:  # a module may raise anything
             raise ValueError(
                 f"{title} does not run its {', '.join(self.order)} one after the other ({type(error).__name__}): "
-                f"expected a network of convolutions, such as resnet50 or convnext_tiny"
+                f"{_EXPECTED}"
             ) from error
         stride, remainder = divmod(SIDE, cells)
         if remainder:
@@ -171,12 +172,18 @@ def timm_body(
     title = f"timm's {network}"
 
     def make() -> dict[str, nn.Module]:
-        whole: Any = timm.create_model(network, features_only=True, out_indices=(-1,)).eval()
-        layers, example = dict(whole.named_children()), torch.ones(1, 3, SIDE, SIDE)
-        with torch.no_grad():
-            *_, features = whole(example)
-            if not torch.equal(_run(list(layers.values()), example), features):
-                raise ValueError(f"{title} does not run its {', '.join(layers)} one after the other")
+        try:
+            whole: Any = timm.create_model(network, features_only=True, out_indices=(-1,)).eval()
+            layers, example = dict(whole.named_children()), torch.ones(1, 3, SIDE, SIDE)
+            with torch.no_grad():
+                *_, features = whole(example)
+                if not torch.equal(_run(list(layers.values()), example), features):
+                    raise ValueError("they give other features")
+        except Exception as error:  # a module may raise anything
+            raise ValueError(
+                f"{title} does not run its modules one after the other on images of any size "
+                f"({type(error).__name__}: {error}): {_EXPECTED}"
+            ) from error
         return layers
 
     return LibraryBody(norm_act, classes, output_stride, make=make, title=title, last=last)

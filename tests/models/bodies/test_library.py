@@ -303,6 +303,16 @@ def test_features_are_timm_s(name):
         check_dilation(partial(timm_body, network=name), (8, 16), first=int(name.startswith("convnext")))
 
 
+@pytest.mark.parametrize(
+    "name, reason",
+    [("hrnet_w18_small", "NotImplementedError"), ("vit_tiny_patch16_224", "AssertionError: Input height")],
+)
+def test_networks_of_timm_that_cannot_be_are_refused(name, reason):
+    pytest.importorskip("timm")
+    with pytest.raises(ValueError, match=f"timm's {name} does not run its modules .*{reason}.*: expected a network of"):
+        timm_body(network=name)
+
+
 def test_normalisation_is_the_one_of_timm_s_weights_unless_given(monkeypatch):
     published = SimpleNamespace(mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1))
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(get_pretrained_cfg={"net": published}.get))
