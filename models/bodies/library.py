@@ -122,7 +122,10 @@ class LibraryBody(Body):
                 stride = x.shape[-1] // y.shape[-1] if SIDE > output_stride * y.shape[-1] else 1
                 if dilation * stride > 1:
                     _dilate(part, dilation, dilation * stride)
-                    y, dilation = part(x), dilation * stride
+                    try:
+                        y, dilation = part(x), dilation * stride
+                    except RuntimeError:  # its shortcut pools, and still strides
+                        pooling = pooling or type(part).__name__
                 if SIDE > output_stride * y.shape[-1]:
                     pooling = pooling or type(part).__name__
                 x = y

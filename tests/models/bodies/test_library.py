@@ -145,6 +145,8 @@ def test_sizes_that_a_network_itself_cannot_take_are_padded():
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "block": Shortcut()}
     body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
     assert body(torch.zeros(1, 3, 65, 62)).shape[2:] == (17, 16)
+    with pytest.raises(ValueError, match="output_stride=2, because its Shortcut strides .*: give output_stride=4"):
+        LibraryBody(LEAKY, 0, 2, make=lambda: layers, title="it", last=None)
 
 
 NUMBERED = [
