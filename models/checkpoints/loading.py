@@ -149,7 +149,7 @@ def _reason_to_skip(name: str, tensor: Tensor, own: Mapping[str, Tensor]) -> str
     elif name.startswith(("head.", "cls.")):
         return "it classifies pixels"
     elif is_of_classifier(name):
-        return "the network has no classifier"
+        return "the network has no such classifier"
     return None
 
 

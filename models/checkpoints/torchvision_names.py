@@ -48,9 +48,9 @@ def from_library(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Give a network's tensors the names of its features, `names`; all others become `classifier`.
 
-    So do the parts `left_out`. Another program's names for the same network are matched by order: its tensors are used
-    if each has the same kind (the last part of its name) and shape, and a remark says so. Returns the tensors and
-    remarks.
+    So do the parts `left_out`. The last layer becomes `classifier.fc` if no other layer lies between the features and
+    it. Another program's names for the same network are matched by order: its tensors are used if each has the same
+    kind (the last part of its name) and shape, and a remark says so. Returns the tensors and remarks.
     """
     parts = {name.partition(".")[0] for name in names}
     renamed = {}
@@ -66,6 +66,8 @@ def from_library(
         elif name.partition(".")[0] not in parts:
             name = f"classifier.{name}"
         renamed[name] = tensor
+    if any(name.startswith("classifier.") and not name.startswith("classifier.fc.") for name in renamed):
+        renamed = {name.replace("classifier.fc.", "classifier.last.", 1): tensor for name, tensor in renamed.items()}
     if renamed.keys().isdisjoint(names) and (pairs := _in_order(state, names)):
         others = {f"classifier.{name}": tensor for name, tensor in state.items() if name not in pairs.values()}
         first, there = next(iter(pairs.items()))

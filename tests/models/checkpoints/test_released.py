@@ -195,7 +195,7 @@ def test_a_network_that_does_not_fit_is_told_its_options(file, build, message):
 
 
 def test_a_classifier_that_the_network_has_not_is_skipped_and_named(file):
-    for classes, reason in ((0, "the network has no classifier"), (5, "for 3 classes: expected 5")):
+    for classes, reason in ((0, "the network has no such classifier"), (5, "for 3 classes: expected 5")):
         assert set(load_released(small_resnext(classes=classes), file).skipped.values()) == {reason}
 
 

@@ -33,3 +33,14 @@ def test_a_file_with_other_names_is_read_in_order_if_kinds_and_shapes_agree():
     for other in (dict(others), reordered, {**theirs, "_head.weight": torch.zeros(4, 4, 3, 3)}):
         tensors, remarks = from_library(other, names)
         assert not remarks and tensors.keys().isdisjoint(names)
+
+
+def test_a_classifier_that_reads_more_than_the_features_is_not_taken():
+    """timm's EfficientNets and MobileNets have a convolution before it, its ConvNeXts a norm."""
+    state = net().state_dict()
+    names = {name: tensor for name, tensor in state.items() if name.startswith("blocks.")}
+    assert from_library(state, names)[0].keys() == names.keys() | {"classifier.fc.weight", "classifier.fc.bias"}
+    tensors, _ = from_library({**state, "head.norm.weight": torch.ones(4)}, names)
+    assert tensors.keys() - names.keys() == {
+        *("classifier.last.weight", "classifier.last.bias", "classifier.head.norm.weight")
+    }
