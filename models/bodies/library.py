@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from keepless import ABN, InPlaceABN
 from keepless.conversion.activated import MergedActivation
@@ -121,7 +122,7 @@ class LibraryBody(Body):
                 y = part(x)
                 stride = x.shape[-1] // y.shape[-1] if SIDE > output_stride * y.shape[-1] else 1
                 if dilation * stride > 1:
-                    _dilate(part, dilation, dilation * stride)
+                    _dilate(part, x, dilation, stride)
                     try:
                         y, dilation = part(x), dilation * stride
                     except RuntimeError:  # its shortcut pools, and still strides
@@ -238,20 +239,24 @@ def _is_layer(module: nn.Module) -> bool:
     return not module._modules or isinstance(module, MergedActivation)
 
 
-def _dilate(part: nn.Module, before: int, after: int) -> None:
-    """Dilate a part whose input has dilation `before`. Its stride, `after` / `before`, becomes 1.
+def _dilate(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:
+    """Dilate a part whose input `x` has a dilation. Its stride becomes 1.
 
-    A strided convolution must read the same cells, so it gets its input's dilation; later convolutions get more.
+    Convolutions that read as many cells as the part, such as the strided one, get its input's dilation; those that
+    read fewer get more, in whichever order the part lists or runs them.
     """
-    dilation = before
-    for conv in part.modules():
-        if not isinstance(conv, nn.Conv2d):
-            continue
-        strided = conv.stride != (1, 1) and after > before
-        if strided:
+    cells: dict[nn.Conv2d, int] = {}
+
+    def note(module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, nn.Conv2d):
+            cells[module] = inputs[0].shape[-1]
+
+    with register_module_forward_pre_hook(note):
+        part(x)
+    for conv in cells:
+        if stride > 1:
             conv.stride = (1, 1)
-        by = before if strided else dilation
-        dilation = after if strided else dilation
+        by = dilation * min(stride, max(1, round(x.shape[-1] / cells[conv])))
         if any(side % 2 == 0 for side in conv.kernel_size):
             conv.padding = "same"
         elif not isinstance(conv.padding, str):

@@ -120,6 +120,28 @@ def test_a_dilated_network_has_the_strided_one_s_features(name):
     check_dilation(partial(torchvision_body, network=name), (8, 16), first=int(name.startswith("convnext")))
 
 
+class Reversed(nn.Module):
+    """A stage that lists its convolutions in another order than it runs them."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.downsample = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.downsample(x))
+
+
+@torch.no_grad()
+def test_convolutions_are_dilated_in_whichever_order_they_are_listed():
+    """timm's FasterNets list a stage's blocks before the convolution that strides."""
+    layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "stage": Reversed()}
+    strided, dilated = (
+        LibraryBody(LEAKY, 0, stride, make=lambda: copy.deepcopy(layers), title="it", last=None) for stride in (4, 2)
+    )
+    images = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(dilated(images)[:, :, ::2, ::2], strided(images))
+
+
 @torch.no_grad()
 def test_no_pixel_is_dropped_whichever_stride_rounds_down():
     """In torchvision's DenseNets a later one does, the transitions', and the stem's does not."""
