@@ -72,6 +72,14 @@ class Save(NamedTuple):
     unpacking: int = 0  # temporary bytes to make values from the signs, besides the values
 
 
+class Costs(NamedTuple):
+    """The cost of recomputing a value. `busy`: see `StepValue`."""
+
+    seconds: float = 0.0
+    busy: int = 0
+    operations: int = 0
+
+
 class Step(NamedTuple):
     """The memory of a training step."""
 

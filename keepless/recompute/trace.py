@@ -34,7 +34,8 @@ from .costs import (
 from .functions import Call
 from .rules import is_mask_alike
 from .signs import ShapeOnly, unpacking_bytes
-from .step import Event, Flag, Kind, Save, Step, StepValue, in_order
+from .step import Costs, Event, Flag, Kind, Save, Step, StepValue, in_order
+from .sums import Edges, Sums, edges_of
 from .values import Again, Recipe, Saved, Value
 
 Gradients = Sequence[Tensor | None]
@@ -58,14 +59,6 @@ class _Busy(NamedTuple):
     call: MeasuredCall
     event: int  # number of its BUSY event
     value: int  # number of the value that this call computes; -1 if unknown
-
-
-class Costs(NamedTuple):
-    """The cost of recomputing a value. `busy`: see `StepValue`."""
-
-    seconds: float = 0.0
-    busy: int = 0
-    operations: int = 0
 
 
 class StepTrace:
@@ -93,6 +86,7 @@ class StepTrace:
         self._vectors: list[Gone] = []  # the same, for tensors without a value
         self._unnumbered: list[tuple[Saved, int, int]] = []  # saved by the running call
         self._handles: list[Any] = []
+        self._sums = Sums(self.events, self.memories)
         self._copies: list[int] = []  # numbers of the memories that running nodes hold
         self.seconds = 0.0  # of the last call
         self._began = 0  # number of the last call's first event
@@ -311,8 +305,8 @@ class StepTrace:
             is_copying = type(node).__name__ == _OF_WRITTEN_VIEW
             if type(node).__name__ == _OF_CHECKPOINT:
                 self.unseen = "a checkpoint of its own"
-            self._handles.append(node.register_prehook(partial(self._before, inside, is_copying)))
-            self._handles.append(node.register_hook(partial(self._after, call, is_copying)))
+            self._handles.append(node.register_prehook(partial(self._before, node_number(node), inside, is_copying)))
+            self._handles.append(node.register_hook(partial(self._after, edges_of(node), call, is_copying)))
             for following, _ in node.next_functions:
                 if following is None or following in seen or hasattr(following, "variable"):
                     continue
@@ -320,12 +314,13 @@ class StepTrace:
                     seen.add(following)
                     pending.append(following)
 
-    def _before(self, call: MeasuredCall | None, is_copying: bool, gradients: Gradients) -> None:
+    def _before(self, number: int, call: MeasuredCall | None, is_copying: bool, gradients: Gradients) -> None:
         """A node of the backward pass is about to run; with `call`, the first node of that call.
 
         `is_copying`: the node is an `_OF_WRITTEN_VIEW`, which holds the view's gradient before and after, while another
         node runs inside.
         """
+        self._sums.run(number)
         self._gradients(gradients)
         if is_copying:
             self._copies.append(len(self.memories))
@@ -335,7 +330,9 @@ class StepTrace:
             self._busy_backward.append((len(self.events), call, gradients[0].stride(), call.trained))
             self.events.append((Event.BUSY, 0))
 
-    def _after(self, call: MeasuredCall | None, is_copying: bool, found: Gradients, given: Gradients) -> None:
+    def _after(
+        self, edges: Edges, call: MeasuredCall | None, is_copying: bool, found: Gradients, given: Gradients
+    ) -> None:
         """A node of the backward pass has run."""
         self._gradients(found)
         if is_copying:
@@ -344,6 +341,7 @@ class StepTrace:
             self._busy_backward.append((len(self.events), call, given[0].stride(), 0))
             self.events.append((Event.BUSY, 0))
         self.events.append((Event.DONE, 0))
+        self._sums.add(edges, found)
 
     def _gradients(self, gradients: Gradients) -> None:
         """The backward pass holds these tensors."""
@@ -359,6 +357,7 @@ class StepTrace:
 
     def _backward_ends(self) -> None:
         self.in_pass = False
+        self._sums.end()
         self.events.append((Event.PASS, 0))
 
     def progress(self) -> Progress:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from keepless import plan, recompute_activations, report
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.functions import random_state
-from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.rehearsal import rehearsed_step, traced_step
 from keepless.recompute.simulation import plain_peak
 from tests.keepless.recompute.ahead import planned_sizes, step
 
@@ -386,6 +386,22 @@ def test_the_plain_peak_has_what_functions_written_in_python_take_while_they_run
     network(x).backward()
     traced, _ = traced_step(network, (x,), {})
     assert plain_peak(traced) == pytest.approx(peak_bytes(lambda: network(x).backward(), "cpu"), rel=0.05)
+
+
+class ReadAgain(nn.Linear):
+    """Its result is read three times; the gradients of the last two are added up long before that of the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).exp()
+        return y.repeat(1, 4).exp().sum() + (y.square() + y.sin()).sum()
+
+
+@pytest.mark.parametrize("of_step", [traced_step, lambda *given: (rehearsed_step(*given), 0.0)])
+def test_the_plain_peak_has_sums_of_gradients_that_wait_for_more(of_step):
+    network, x = ReadAgain(16, 64), torch.randn(256, 16)
+    network(x).backward()
+    traced, _ = of_step(network, (x,), {})
+    assert plain_peak(traced) == pytest.approx(peak_bytes(lambda: network(x).backward(), "cpu"), rel=0.01)
 
 
 class Noisy(nn.Linear):
