@@ -147,13 +147,9 @@ class KnownValues:
             self.trace.keeps(value, tensor)
         return self.remember(tensor, value)
 
-    def copies(self, tensor: Tensor) -> bool:
-        """Whether recipes get a copy of a tensor: a parameter, or a view of one, which is what FSDP1 gathers."""
-        return self.copy_parameters and (isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter))
-
     def lend(self, tensor: Tensor) -> Value | Kept:
         """Keep a tensor for a recipe, if it has no value yet."""
-        if self.copies(tensor):
+        if self.copy_parameters and is_parameter(tensor):
             return Kept(tensor.detach().clone(), None)
         value = self.value_of(tensor)
         if value is None and isinstance(tensor, nn.Parameter):  # it stays where it is
@@ -345,6 +341,11 @@ class KnownValues:
         """Whether a tensor is in memory noted by `note_made`, and not shared with NumPy or the like."""
         storage = tensor.untyped_storage()
         return bool(self.made.get(storage)) and storage.resizable()
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one, as FSDP1's gathered parameters are."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def _argument_copied_by(node: Any, call: Call) -> Tensor | None:

@@ -13,7 +13,7 @@ from ..inputs import tensors_in
 from ..saved import Kept, copied, is_ordinary, laid_out, size_text
 from ..torch_internals import address, node_number
 from .functions import Call, Inside
-from .known_values import KnownValues
+from .known_values import KnownValues, is_parameter
 from .report import KeptTensor, Log
 from .rules import NotFollowed, Rule
 from .step import Flag, Plan
@@ -35,7 +35,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
 
     def find(tensor: Tensor, lend: bool = False) -> Value | Kept:
         nonlocal alone
-        copy_it = known.copies(tensor)
+        copy_it = known.copy_parameters and is_parameter(tensor)
         if not copy_it:
             for parameter, kept in call.parameters:
                 if parameter is tensor:
