@@ -59,6 +59,8 @@ class RunTable:
                 raise ValueError(f"weights={{{name}: …}}: no experiment has this in its name")
             if not Path(path).is_file():
                 raise ValueError(f"weights={{{name}: {path}}}: there is no such file")
+        if own := [each for each in self.overrides if each.partition("=")[0] in ("seed", "run_dir", "resume")]:
+            raise ValueError(f"overrides=[{','.join(own)}]: a table sets these itself; give seeds=[…] or runs=FOLDER")
 
 
 class Job(NamedTuple):
@@ -101,13 +103,8 @@ def run(values: DictConfig) -> int:
 
 def jobs_of(arguments: RunTable) -> list[Job]:
     """The trainings of a table; rows that are the same training, of this table or another, are listed once."""
-    jobs, seen = [], set()
-    for experiment in papers.experiments_of(arguments.table):
-        first = papers.first_of(experiment)
-        if first not in seen:
-            seen.add(first)
-            jobs += [job_of(first, seed, arguments) for seed in arguments.seeds]
-    return jobs
+    firsts = dict.fromkeys(map(papers.first_of, papers.experiments_of(arguments.table)))
+    return [job_of(first, seed, arguments) for first in firsts for seed in arguments.seeds]
 
 
 def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:

@@ -190,6 +190,7 @@ def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, mon
         ("roots={citiscapes: DIR}", "roots={citiscapes: …}: expected one of camvid, cifar10, "),
         ("weights={xyz: b}", "weights={xyz: …}: no experiment has"),
         ("weights={resnet: b}", "weights={resnet: b}: there is no such file"),
+        ("overrides=[trainer.steps=9,seed=3]", r"overrides=\[seed=3\]: a table sets these itself; give seeds="),
     ):
         with pytest.raises(ValueError, match=message):
             run_table.run(composed("run_table", "table=cifar10", option))
