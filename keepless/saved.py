@@ -1,4 +1,4 @@
-"""Saved tensors: `Kept` holds one as autograd would; `SavedTensors` collects those of a graph."""
+"""`Kept` holds a saved tensor as autograd would. `SavedTensors` collects the saved tensors of a graph."""
 
 import weakref
 from collections.abc import Callable, Iterable

@@ -23,9 +23,10 @@ def dilated_groups(network: nn.Module) -> list[str]:
 
 
 def correct_gradients(network: nn.Module) -> list[str]:
-    """Give the network's `dilated_groups` correct gradients, and return the names of those that stay wrong.
+    """Correct the gradients of the network's `dilated_groups`.
 
-    These are convolutions with their own forward pass, or with padding other than zeros on both sides.
+    Returns the names of the convolutions that stay wrong: those with their own forward pass, with a padding mode other
+    than zeros, or with padding given as a word.
     """
     left = []
     for name in dilated_groups(network):

@@ -154,9 +154,10 @@ def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> R
 
 
 def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
-    """For trainer.recompute=budget: keys whose `memory.activations` are the bytes that `memory.budget` leaves.
+    """For trainer.recompute=budget: keys with `memory.activations`, the bytes that `memory.budget` leaves for them.
 
-    If no plan fits, they are those of the lowest peak. Also returns the step's bytes, and the sum as text.
+    If no plan fits, the bytes of the plan with the lowest peak. Also returns the step's bytes, and a text that shows
+    how these add up.
     """
     available = config.memory.available(devices)
     assert available is not None

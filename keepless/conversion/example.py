@@ -185,7 +185,7 @@ class _Observer(TorchFunctionMode):
         if not isinstance(output, Tensor):
             return None
         if call is not None:
-            if _storage_of(output) in self.outputs:  # otherwise readers of both outputs could not be told apart
+            if _storage_of(output) in self.outputs:  # it ran in place: a copy has other readers
                 with without_function_modes():
                     output = output.clone()
             self.activated[_storage_of(output)] = call

@@ -65,8 +65,8 @@ def fit(
 
     Bytes are exact: weights, gradients, optimiser states, the example, and all tensors of the forward and backward
     pass. Backward starts from the loss if the network returns one; otherwise the gradients of the outputs count.
-    Operators are those of the network's device (the CPU for meta tensors). Temporary memory inside them is covered only
-    by the allowance for convolutions. Times are estimated for this machine's CUDA device, or for recent GPUs.
+    Operators run as on the network's device (on the CPU for meta tensors). Their temporary memory is covered only by
+    the allowance for convolutions. Times are estimated for this machine's CUDA device, or for recent GPUs.
 
     Args:
         network: any that runs on fake tensors; it is counted in training mode.

@@ -234,8 +234,8 @@ def is_packed(x: Tensor) -> bool:
 def is_misread(x: Tensor) -> bool:
     """Whether PyTorch's batch normalisation treats x as channels_last, but dL/dz as contiguous.
 
-    Its gradients are then wrong. It judges dL/dz by all strides of x, even those of dimensions of size 1, which have
-    no effect on memory: e.g. strides (C, 1, 1, C) for the shape (1, C, 1, W).
+    PyTorch's gradients are then wrong. It chooses the layout of dL/dz by all strides of x, although the stride of a
+    dimension of size 1 does not matter: e.g. strides (C, 1, 1, C) for the shape (1, C, 1, W).
     """
     if 1 not in x.shape or x.is_contiguous() or not _is_channels_last(x):
         return False

@@ -29,9 +29,9 @@ class Kind(IntEnum):
 
 
 class Event(IntEnum):
-    """Events. Each has a number: HOLD and LET that of a memory; SAVE, READ and RELEASE that of a `Save`; BUSY bytes.
+    """What happens in a step. Events carry a number.
 
-    DONE and PASS have none.
+    It is a memory's for HOLD and LET, a `Save`'s for SAVE, READ and RELEASE, bytes for BUSY, and 0 for DONE and PASS.
     """
 
     HOLD = 0  # the program, or the backward pass, gets a tensor

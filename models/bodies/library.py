@@ -83,7 +83,7 @@ class LibraryBody(Body):
                 with torch.no_grad():
                     odd = self.eval()(torch.zeros(1, 3, SIDE + 1, SIDE + 1))
                 self.rounds_up = odd.shape[2] == SIDE // self.output_stride + 1
-            except Exception:  # DLA's shortcuts round down, its convolutions up
+            except Exception:  # a module may raise anything: DLA's shortcuts round down, its convolutions up
                 self.rounds_up = False
             ends = (f"ends with {last}; without {', '.join(self.left_out)}",) if last is not None else ()
             self.remarks = ends + _exchange_activations(self, norm_act) + _exchange_norms(self.train(), norm_act)
@@ -222,6 +222,7 @@ def _run(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def _chain(*layers_and_x: Any) -> Tensor:
+    """Run layers one after the other. They are arguments, where `run_blocks` looks for norms with statistics."""
     return _run(layers_and_x[:-1], layers_and_x[-1])
 
 
@@ -242,8 +243,8 @@ def _is_layer(module: nn.Module) -> bool:
 def _dilate(part: nn.Module, x: Tensor, dilation: int, stride: int) -> None:
     """Dilate a part whose input `x` has a dilation. Its stride becomes 1.
 
-    Convolutions that read as many cells as the part, such as the strided one, get its input's dilation; those that
-    read fewer get more, in whichever order the part lists or runs them.
+    Convolutions at the resolution of `x`, such as the strided one, get its dilation. Convolutions at a lower resolution
+    get a larger one, in whichever order the part lists or runs them.
     """
     cells: dict[nn.Conv2d, int] = {}
 
