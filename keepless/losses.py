@@ -31,8 +31,8 @@ def upsampled_cross_entropy(
     cross-entropy, up to rounding. Neither the upsampled logits, nor their softmax, nor its gradient is ever in memory
     as a whole: besides some values per pixel, there are two tiles of about 1 MiB on a CPU, or 64 MiB elsewhere. The
     gradient of the logits is computed in the forward pass and kept, in at least float32, until the backward pass.
-    `torch.compile` breaks the graph at the loss, and does not compile it. Logits are interpolated by matrix products;
-    where TF32 is allowed (`torch.backends.cuda.matmul`), it rounds them by about a thousandth of the largest logit.
+    `torch.compile` breaks the graph at the loss, and does not compile it. Logits are interpolated by matrix products in
+    full float32, also where TF32 is allowed: it would round them by about a thousandth of the largest logit.
 
     With logits at the resolution of the labels, this is a tiled cross-entropy.
 
@@ -129,7 +129,7 @@ def _value_and_gradient(
     """The loss, and its gradient with respect to the logits, (N, K, h, w); an empty one if it is not needed."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     gradient = torch.zeros_like(logits, dtype=dtype) if needs_gradient else None
-    with torch.no_grad(), _without_autocast(logits.device.type):
+    with torch.no_grad(), _full_precision(logits.device.type):
         is_class = labels != ignore_index
         weights = is_class.to(dtype)  # of the pixels, (N, H, W)
         if weight is not None:
@@ -241,6 +241,29 @@ def _interpolation(old: int, new: int, align_corners: bool, like: Tensor) -> Ten
 
 
 @contextmanager
-def _without_autocast(device: str) -> Iterator[None]:
+def _full_precision(device: str) -> Iterator[None]:
+    """Context without autocast and, on CUDA, without TF32 in matrix products."""
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
-        yield
+        if device != "cuda" or torch.backends.cuda.matmul.fp32_precision != "tf32":
+            yield
+            return
+        # TF32 has two switches, and PyTorch raises an error if only one of them is on when the older one is read.
+        try:
+            before = torch.get_float32_matmul_precision()
+        except RuntimeError:  # only the newer one is on
+            before = None
+        _allow_tf32(False, before)
+        try:
+            yield
+        finally:
+            _allow_tf32(True, before)
+
+
+def _allow_tf32(allow: bool, before: str | None) -> None:
+    """Switch TF32 in CUDA's matrix products; `before`: the older switch where TF32 is on, None if it is not used."""
+    if before is None:
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if allow else "ieee"
+    elif allow and before == "medium":
+        torch.set_float32_matmul_precision(before)
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = allow

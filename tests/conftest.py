@@ -63,6 +63,12 @@ def private_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True)
+def without_tf32():
+    """A training may have allowed TF32 in this process; tests that want it switch it on."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
 @pytest.fixture(autouse=True, scope="session")
 def hastened():
     with pytest.MonkeyPatch.context() as patch:

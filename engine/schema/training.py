@@ -39,7 +39,7 @@ class Trainer:
     log_every_steps: int = key(20, above=0, free_on_resume=True)  # record loss and speed this often
     device: str = key("auto", one_of=DEVICES, per_machine=True)  # auto: CUDA if there is a device
     precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
-    tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
+    tf32: bool = True  # on CUDA, convolutions and matrix products multiply float32 with 10-bit mantissas
     channels_last: bool = True  # memory format of activations; false: contiguous
     # activations: see `recompute_activations`; budget: recompute as many activations as memory.budget requires;
     # blocks, sqrt: checkpoint the body's blocks, i.e. keep each block's input, or every sqrt(L)-th of L inputs,

@@ -128,7 +128,8 @@ def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
         changed = [(run, changes[name, run.folder]) for run in others]
         by_speed: dict[str, list[Run]] = {}
         for run in counted:
-            speed = (f"{key}={value}" for key, value in papers.differing(run.typed, name).items())  # keys of SPEED
+            differing = papers.differing(run.typed, name).items()  # keys of SPEED
+            speed = (f"{key}={value}" for key, value in differing if key in run.keys)
             by_speed.setdefault(" ".join(speed), []).append(run)
         return Row(name, by_speed, changed, planned.get(name))
 

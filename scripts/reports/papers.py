@@ -30,7 +30,10 @@ TABLES = {  # folders of configs/experiment
 # minibatch is computed, which `changed_keys` judges.
 FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
 # Keys that change a training's speed and rounding but not its recipe: a row may differ in them, and says so.
-SPEED = ("trainer.precision", "trainer.channels_last", "trainer.compile")
+SPEED = (
+    *("trainer.precision", "trainer.channels_last", "trainer.compile", "trainer.tf32"),
+    *("trainer.deterministic", "optim.fused", "norm.backend"),
+)
 WEIGHTS = "init.weights=FILE"  # in commands of experiments that start from a trained body
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 VIEWS = {"": "", "_ten_crop": "ten crops", "_crop320": "320 pixels"}  # of results*.json, as eval.py names them

@@ -27,6 +27,7 @@ MOST_POINTS = 250  # of a curve in a copy of a run
 LONGEST_TEXT = 500  # characters that a page quotes from a file
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 OF_A_RUN = ("run_dir", "resume", "seed")  # keys in which runs of one configuration differ
+OF_CUDA = ("trainer.tf32",)  # keys without effect on a CPU
 
 
 class Scores(NamedTuple):
@@ -55,7 +56,8 @@ class Run:
         typed: its configuration.
         experiment: the one that it was started from, if any.
         classes: their names.
-        keys: the configuration's keys without `OF_A_RUN`, paths and devices; the processes, the images evaluated.
+        keys: the configuration's keys without `OF_A_RUN`, paths, devices and, on a CPU, `OF_CUDA`; the processes, the
+            images evaluated.
     """
 
     def __init__(self, folder: Path):
@@ -96,7 +98,8 @@ class Run:
         self.entry = task.entry
         self.typed = configuration.from_plain(self.results["config"], task.schema, f"{folder}")
         shared = configuration.shared(self.typed).items()
-        self.keys = {name: value for name, value in shared if name not in OF_A_RUN}
+        left_out = (*OF_A_RUN, *(OF_CUDA if self.config.split()[3] == "cpu" else ()))
+        self.keys = {name: value for name, value in shared if name not in left_out}
         self.keys |= {"processes": self.processes, "images": self.results["images"]}
 
     def launched(self) -> str:

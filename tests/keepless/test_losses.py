@@ -78,6 +78,36 @@ def test_16_bit_logits_are_interpolated_in_float32_also_under_autocast(dtype):
     assert torch.equal(gradient, expected[1].to(dtype))
 
 
+def test_on_cuda_its_products_are_in_full_float32_and_the_settings_are_put_back():
+    """Whichever of PyTorch's switches allows TF32; it raises an error if it reads one that disagrees with the other."""
+    matmul, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+    def settings() -> list[str]:
+        found = [matmul.fp32_precision, mkldnn.fp32_precision]
+        for read in (torch.get_float32_matmul_precision, lambda: str(matmul.allow_tf32)):
+            try:
+                found.append(read())
+            except RuntimeError:
+                found.append("refused")
+        return found
+
+    for switch, value in [
+        (matmul.__setattr__, ("allow_tf32", True)),
+        (torch.set_float32_matmul_precision, ("high",)),
+        (torch.set_float32_matmul_precision, ("medium",)),
+        (matmul.__setattr__, ("fp32_precision", "tf32")),
+    ]:
+        try:
+            switch(*value)
+            before = settings()
+            with losses._full_precision("cuda"):
+                assert matmul.fp32_precision == "ieee" and not matmul.allow_tf32
+            assert settings() == before and before[0] == "tf32"
+        finally:
+            torch.set_float32_matmul_precision("highest")
+            matmul.fp32_precision = mkldnn.fp32_precision = "none"
+
+
 def test_channels_last_logits_give_a_gradient_in_their_format():
     logits, labels = sample()
     expected = value_and_gradient(upsampled_cross_entropy, logits, labels)

@@ -16,6 +16,7 @@ from scripts.evidence import tables
 from scripts.evidence.tables import Tables
 from scripts.reports import papers
 from scripts.reports.frame import RESULTS
+from scripts.reports.runs import Run, by_configuration, titles_of
 from scripts.run_table import RunTable
 from tests.runs import composed
 from tests.scripts.evidence.records import CIFAR, changed, copied
@@ -77,6 +78,17 @@ def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
     assert text.startswith(f"# Mine\n{START}\n") and text.endswith(f"{END}\nafter\n") and "\nold\n" not in text
     (missing,) = [line for line in text.splitlines() if line.startswith("| cifar10/revnet38 |")]
     assert " not run |" in missing and "`python train_imagenet.py experiment=cifar10/revnet38 data.root=DIR" in missing
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_a_run_without_tf32_says_so_if_it_was_on_cuda(tmp_path):
+    """The records of CPUs, where it has no effect, are from before it became the default."""
+    cpu, cuda = copied(tmp_path / "runs" / "cpu", 0.90), copied(tmp_path / "runs" / "cuda", 0.92, seed=1)
+    assert "`trainer.tf32=false`" not in written(tmp_path, cpu, cuda)
+    config = cuda / "config.yaml"
+    config.write_text(config.read_text().replace("# 1 x cpu", "# 1 x cuda"))
+    assert " 90.00; 92.00, with `trainer.tf32=false` |" in written(tmp_path, cpu, cuda)
+    assert len({*titles_of(by_configuration([Run(cpu), Run(cuda)]))}) == 2
 
 
 @pytest.mark.usefixtures("of_few_tables")
@@ -198,6 +210,10 @@ def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, mon
         run_table.run(OmegaConf.structured(RunTable(table="cifar10", runs=str(tmp_path))))
 
 
+FAST = {
+    **{"trainer.precision": "bfloat16", "trainer.channels_last": "false", "trainer.compile": "true"},
+    **{"trainer.tf32": "false", "trainer.deterministic": "true", "optim.fused": "false", "norm.backend": "triton"},
+}
 ON_FOUR, SMALL = "table3/cityscapes_resnext101_std", "camvid/resnext_small"
 
 
@@ -210,7 +226,7 @@ ON_FOUR, SMALL = "table3/cityscapes_resnext101_std", "camvid/resnext_small"
         (ON_FOUR, ["init.weights=FILE"], 1, ["processes=1 trainer.accumulation_steps=1"]),
         (ON_FOUR, ["init.weights=FILE", "trainer.accumulation_steps=4"], 1, []),
         (ON_FOUR, ["init.weights=FILE", "norm.sync=true"], 4, ["norm.sync=true"]),
-        (ON_FOUR, ["init.weights=FILE", "trainer.precision=bfloat16", "trainer.tf32=true"], 4, ["trainer.tf32=true"]),
+        (ON_FOUR, ["init.weights=FILE", *(f"{key}={value}" for key, value in FAST.items())], 4, []),
         (SMALL, ["data.antialias=false"], 1, []),  # its images never shrink so far that it would change a pixel
         (SMALL, ["data.antialias=false", "data.base_size=100"], 1, ["data.base_size=100", "data.antialias=false"]),
     ],
