@@ -39,7 +39,7 @@ class RunTable:
     dry_run: bool = False  # only list the trainings
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
-    weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
+    weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: file}; the longest wins
     # Processes of each training; null: as many as in its header. With fewer, trainer.accumulation_steps is added if
     # norms then see as many crops at a time as in the row.
     devices: int | None = key(None, above=0)
@@ -120,14 +120,15 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
         options.append(override("data.root", roots[config.data.name]))
     elif config.data.name in DATA:
         missing.append(f"roots={{{config.data.name}: DIR}}")
-    if papers.WEIGHTS in papers.command_of(experiment):
+    for name in papers.weights_of(experiment):
+        is_given = any(each.startswith(f"{name}=") for each in arguments.overrides)
         config.init.weights = config.init.weights or "FILE"  # which one counts for no row
         fitting = sorted((name for name in weights if name in experiment), key=len)
         if fitting:
             file = Path(weights[fitting[-1]])
-            options.append(override("init.weights", file))
-            options += ["init.format=released"] if file.is_file() and released_file(file) else []
-        else:
+            options.append(override(name, file))
+            options += ["init.format=released"] if name == "init.weights" and released_file(file) else []
+        elif not is_given:
             network = experiment.split("/")[1].removeprefix(f"{config.data.name}_")
             missing.append(f"weights={{{network}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []

@@ -35,7 +35,7 @@ SPEED = (
     *("trainer.precision", "trainer.channels_last", "trainer.compile", "trainer.tf32"),
     *("trainer.deterministic", "optim.fused", "norm.backend"),
 )
-WEIGHTS = "init.weights=FILE"  # in commands of experiments that start from a trained body
+WEIGHTS = ("init.weights", "body.weights")  # one is FILE in commands of experiments that start from a trained body
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 VIEWS = {"": "", "_ten_crop": "ten crops", "_crop320": "320 pixels"}  # of results*.json, as eval.py names them
 
@@ -90,6 +90,11 @@ def command_of(experiment: str) -> str:
     return found[1]
 
 
+def weights_of(experiment: str) -> list[str]:
+    """The key in an experiment's command that takes a file of weights; none if it starts from random weights."""
+    return [name for name in WEIGHTS if f"{name}=FILE" in command_of(experiment).split()]
+
+
 def devices_of(experiment: str) -> int:
     """The devices of the command in an experiment's header."""
     processes = re.search(r"--nproc-per-node (\d+)", command_of(experiment))
@@ -129,8 +134,8 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[s
     Processes and micro-batches count if norms see another number of crops than on the devices of the header.
     """
     changed = [f"{name}={value}" for name, value in differing(config, experiment).items() if name not in SPEED]
-    if WEIGHTS in command_of(experiment) and config.init.weights is None:
-        changed.append("init.weights=null")
+    started = config.init.weights or getattr(config.body, "weights", None)
+    changed += [f"{name}=null" for name in weights_of(experiment) if not started]
     own, parts = _configuration(experiment), config.trainer.accumulation_steps
     if not changed and crops_per_norm(config, processes) != crops_per_norm(own, devices_of(experiment)):
         changed.append(f"processes={processes} trainer.accumulation_steps={parts}")
