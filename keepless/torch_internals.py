@@ -59,6 +59,8 @@ try:
     # Whether `__torch_function__` of tensor subclasses is enabled.
     subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
     without_dispatch_modes = torch._C._DisableTorchDispatch
+    # RuntimeError with a message if a tensor () is 0. On CUDA nothing waits for it: a later call raises the error.
+    assert_on_device: Callable[[Tensor, str], None] = torch._assert_async
     # The level of functorch's transforms, such as `torch.vmap`, where functions see wrapped tensors; None outside.
     transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
     _is_wrapped, _unwrapped = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.get_unwrapped

@@ -221,14 +221,19 @@ class TrainingRun:
 
     def check_shares(self, processes: int) -> None:
         """Raise ValueError if a process would have too few images in a micro-batch."""
-        fewest, reason = self.fewest_at_a_time
+        fewest, reason = self.fewest_on_each(processes), self.fewest_at_a_time[1]
         parts = processes * self.trainer.accumulation_steps
         at_a_time = self.data.crops_per_minibatch // parts
         if at_a_time < fewest:
+            or_together = ", or norm.sync=true" if processes > 1 and getattr(self.norm, "sync", None) is False else ""
             raise ValueError(
                 f"{self.division(processes)} gives {at_a_time} crop(s) at a time, and {reason}: use at least "
-                f"{fewest * parts} crops"
+                f"{fewest * parts} crops{or_together}"
             )
+
+    def fewest_on_each(self, processes: int) -> int:
+        """The images that each process needs in a micro-batch; synchronised norms see those of all processes."""
+        return -(-self.fewest_at_a_time[0] // (processes if getattr(self.norm, "sync", False) else 1))
 
     def unsynchronised(self, processes: int) -> str | None:
         """A warning if the norms of each of several processes see only its own crops; otherwise None."""

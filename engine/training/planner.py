@@ -183,7 +183,7 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     `images`: of the training split, which a minibatch must not exceed; None: the published number.
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
-    memory, fewest = config.memory, config.fewest_at_a_time[0] * config.trainer.accumulation_steps
+    memory, fewest = config.memory, config.fewest_on_each(devices) * config.trainer.accumulation_steps
     available = memory.available(devices)
     assert available is not None
     size, share = config.data.crop_size, share_of(config, devices)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..inputs import is_number
-from ..torch_internals import NormBase, backward_runs, without_function_modes
+from ..torch_internals import FakeTensor, NormBase, backward_runs, without_function_modes
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
 from .backends.eager import EagerBackend
@@ -112,17 +112,28 @@ class ABN(NormBase):
 
         Raises:
             ValueError: x is not (N, num_features, *spatial), its dtype does not fit the parameters, or minibatch
-                statistics are needed and it has a single value per channel. A synchronised layer raises on every rank,
-                the first time that this rank has this many values (never inside `torch.compile` or a CUDA graph).
+                statistics are needed and it has a single value per channel. If a synchronised layer refuses one rank's
+                input, or all ranks together have fewer than two values per channel, it raises on every rank. On a
+                device, and inside `torch.compile`, the other ranks get a RuntimeError from an assertion instead.
         """
         own, minibatches = self._own()
         running_mean, running_var = own.running_mean, own.running_var
         use_batch = self.training or (running_mean is None and running_var is None)
         group = synchronised_group(self.group) if self.sync and use_batch else None
+        if (
+            use_batch
+            and group is None
+            and self.sync
+            and isinstance(x, FakeTensor)
+            and 0 < x.numel() <= self.num_features
+        ):
+            return self.forward(torch.cat([x, x]))[:1]  # plans a step in which other ranks have the second value
         try:
             # Otherwise function modes, such as a recording, would see every attribute access.
             with nullcontext() if torch.compiler.is_compiling() else without_function_modes():
                 self._check_input(x, own, alone=use_batch and group is None)
+            if use_batch and self.momentum is not None:
+                check_momentum(self.momentum, ", or None")
             if group is not None:
                 backend_for(self.backend, x)  # raises before other ranks wait
         except ValueError:
@@ -135,7 +146,6 @@ class ABN(NormBase):
         if not tracked or running_mean is None or running_var is None:
             return self._bn_act(x, own._replace(running_mean=None, running_var=None), True, 0.0, group)
         if self.momentum is not None and not _is_recomputation():
-            check_momentum(self.momentum, ", or None")
             z = self._bn_act(x, own, True, self.momentum, group)
             if minibatches is not None:
                 minibatches.add_(1)

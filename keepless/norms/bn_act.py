@@ -14,7 +14,7 @@ from .backends import backend_for
 from .backends.activations import Activation
 from .backends.eager import EagerBackend
 from .backends.interface import Affine, BackwardInputs, Running, floored
-from .synchronisation import gathered_moments, joint_sums
+from .synchronisation import check_total, gathered_moments, joint_sums
 
 
 class Strategy(NamedTuple):
@@ -86,10 +86,11 @@ class BatchNormActivation(torch.autograd.Function):
             z, mean, invstd = backend.forward(values, first, eps, running, overwrite)
         else:
             count = values.numel() // values.shape[1]
-            local = backend.moments(values) if count > 1 else (torch.zeros_like(beta),) * 2
+            local = backend.moments(values) if count > 1 else _moments_of_one(values, beta.dtype)
             gathered = gathered_moments(*local, count, group)
             running = Running(running_mean, running_var, momentum)
             mean, invstd, ctx.count = backend.joint_statistics(gathered, beta.dtype, eps, running)
+            check_total(ctx.count)
             z = backend.normalise(values, mean, invstd, first, overwrite)
 
         if strategy.recompute_output and dist.is_available() and dist.is_initialized():
@@ -127,6 +128,8 @@ class BatchNormActivation(torch.autograd.Function):
         dz = dz.contiguous() if is_misread(dz) else dz
         if not dz.numel():  # PyTorch's kernels divide by the number of values
             dx, dgamma, dbeta = torch.empty_like(kept.values), torch.zeros_like(kept.gamma), torch.zeros_like(kept.beta)
+            if ctx.arguments.group is not None:
+                joint_sums((dbeta, dgamma), ctx.arguments.group)  # the other ranks need this one
         elif not ctx.arguments.use_batch_statistics:
             dx, dgamma, dbeta = backend.backward_frozen(kept, dz)
         elif ctx.arguments.group is None:
@@ -137,6 +140,12 @@ class BatchNormActivation(torch.autograd.Function):
             dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
         wanted = ctx.needs_input_grad
         return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None, None, None, None
+
+
+def _moments_of_one(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`Backend.moments` of an input with one value per channel, its mean, or none."""
+    mean = x.sum([dim for dim in range(x.dim()) if dim != 1], dtype=dtype)
+    return mean, torch.zeros_like(mean)
 
 
 def check_momentum(momentum: Any, other: str = "") -> None:

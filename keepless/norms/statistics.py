@@ -37,7 +37,7 @@ def renew_statistics(
     def weigh(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the norm's calls, this one included, equal weights."""
         x, *_ = (*args, *kwargs.values())
-        if x.numel():  # an empty minibatch has no statistics
+        if x.numel() or (getattr(norm, "sync", False) and synchronised_group(norm.group)):  # else it has no statistics
             calls[norm] += 1
             norm.momentum = 1 / calls[norm]
         if calls[norm] == 1:

@@ -1,15 +1,14 @@
 """Minibatch statistics over all processes of a group (the paper's INPLACE-ABN sync)."""
 
-from weakref import WeakKeyDictionary
+import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals import is_capturing
+from ..torch_internals import assert_on_device
 
-# By process group: this process's numbers of values per channel that were already checked with the other ranks'.
-_CHECKED: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
+REFUSED = -math.inf  # sent as the number of values of a rank that refused its input
 
 
 def check_group(group: object) -> None:
@@ -38,14 +37,11 @@ def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | N
     return group if dist.get_world_size(group) > 1 else None
 
 
-def gathered_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+def gathered_moments(mean: Tensor, var: Tensor, count: float, group: dist.ProcessGroup) -> Tensor:
     """The mean and biased variance (C,) and the number of values per channel of every rank: (ranks, 2 C + 1), float64.
 
-    Reading the other ranks' counts waits for the device, so they are checked once for each number of values on this
-    rank, and never in compiled or captured graphs, which cannot raise. If another rank gets too few values later, only
-    that rank raises, and this one loses its connection.
-
-    ValueError, on every rank of the group that checks, if a rank has fewer than two values per channel.
+    ValueError, on every rank of a group that computes on CPUs: see `check_counts`. On other devices reading the counts
+    would make the host wait: see `check_total`.
     """
     ranks = dist.get_world_size(group)
     own = torch.cat([mean, var, mean.new_full((1,), count, dtype=torch.float64)])  # all become float64
@@ -53,19 +49,45 @@ def gathered_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessG
     # PyTorch 2.13 renamed all_gather_into_tensor.
     all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     all_gather(gathered.view(-1), own, group=group)
-    if not torch.compiler.is_compiling() and not (mean.is_cuda and is_capturing()):
-        checked = _CHECKED.setdefault(group, set())
-        if count not in checked:
-            _check_counts(gathered[:, -1].tolist())
-            checked.add(count)
+    if gathered.is_cpu and not torch.compiler.is_compiling():
+        check_counts(gathered[:, -1].tolist())
     return gathered
+
+
+def check_counts(counts: list[float]) -> None:
+    """ValueError if a rank refused its input, or if all ranks together have fewer than two values per channel."""
+    if REFUSED in counts:
+        raise ValueError(
+            f"a synchronised norm: rank {counts.index(REFUSED)} of its group refused its input; that rank's own error "
+            f"says why"
+        )
+    if sum(counts) < 2:
+        raise ValueError(
+            f"a synchronised norm needs at least two values per channel over all ranks of its group, but they have "
+            f"{[int(count) for count in counts]}: give it more crops, or call .eval() on this layer to use its "
+            f"running statistics"
+        )
+
+
+def check_total(total: Tensor) -> None:
+    """Raise the error of `check_counts` without a wait, where `gathered_moments` does not.
+
+    `total`: (), values per channel over all ranks; 0 if they are too few or a rank refused its input. On a device the
+    assertion runs there. It ends the process's use of the device, so no rank waits for one that has left.
+    """
+    if not total.is_cpu or torch.compiler.is_compiling():
+        assert_on_device(
+            total,
+            "a synchronised norm: a rank of its group refused its input (that rank's own error says why), or all ranks "
+            "together have fewer than two values per channel",
+        )
 
 
 def refuse_jointly(channels: int, device: torch.device, group: dist.ProcessGroup) -> None:
     """Make the ranks waiting in `gathered_moments` raise, before this rank raises its own error."""
     nothing = torch.zeros(channels, device=device)
     try:
-        gathered_moments(nothing, nothing, 0, group)
+        gathered_moments(nothing, nothing, REFUSED, group)
     except ValueError:
         pass
 
@@ -76,14 +98,3 @@ def joint_sums(sums: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> tuple[T
     dist.all_reduce(joint, group=group)
     first, second = joint.unbind()
     return first, second
-
-
-def _check_counts(counts: list[float]) -> None:
-    short = {rank: int(count) for rank, count in enumerate(counts) if count < 2}
-    if short:
-        listed = ", ".join(f"rank {rank} has {count}" for rank, count in short.items())
-        raise ValueError(
-            f"a synchronised norm needs at least two values per channel on every rank of its group, but {listed}: "
-            f"give every device at least two crops (a head's pooled branch has one value per crop), or call "
-            f".eval() on this layer to use its running statistics"
-        )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..norms.backends.activations import Activation, check_activation
 from ..norms.bn_act import BatchNormActivation, NormArguments, Strategy, check_momentum
-from ..norms.synchronisation import check_group, synchronised_group
+from ..norms.synchronisation import check_group, refuse_jointly, synchronised_group
 
 _KEEP_OUTPUT = Strategy(keep="z")
 
@@ -67,6 +67,8 @@ def _normalised(arguments: NormArguments, x: Tensor, *vectors: Tensor | None) ->
     weight, bias, running_mean, running_var = vectors
     sizes = {len(each) for each in vectors if each is not None}
     if x.dim() < 2 or sizes - {x.shape[1]}:
+        if arguments.group is not None and sizes:
+            refuse_jointly(max(sizes), x.device, arguments.group)
         raise ValueError(
             f"inplace_abn got an input of shape {tuple(x.shape)}: expected (N, {max(sizes, default='C')}, …)"
         )

@@ -57,7 +57,8 @@ class DeepLabV3(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, out_channels, H, W).
 
-        ValueError for a single crop in training: the pooled branch has one value per channel and crop, for a norm.
+        ValueError for a single crop in training, unless norms are synchronised over several processes: the pooled
+        branch has one value per channel and crop, for a norm.
         """
         maps = torch.cat([conv(x) for conv in self.map_convs], dim=1)  # (N, 4 * hidden, H, W)
         reduced = self.red_conv(self.map_bn(maps))  # (N, out, H, W)

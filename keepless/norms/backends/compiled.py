@@ -112,7 +112,7 @@ def as_blocks(x: Tensor) -> tuple[Tensor, int]:
     Contiguous: (N, C, H*W). channels_last: (N, H*W, C) if such blocks fit in the cache, otherwise (N*H, W, C).
     """
     if x.is_contiguous():
-        return x.reshape(x.shape[0], x.shape[1], -1), 2
+        return x.reshape(x.shape[0], x.shape[1], x.shape[2:].numel()), 2
     rows = x.movedim(1, -1)  # (N, *spatial, C)
     image = rows.shape[1:-1].numel()
     size = image if image * rows.shape[-1] <= CHANNELS_LAST_BLOCK else rows.shape[-2]

@@ -9,6 +9,7 @@ float64 tensors. No function records a graph. Functions change no arguments but 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import Activation
@@ -113,7 +114,7 @@ class Backend:
     def joint_statistics(
         self, gathered: Tensor, dtype: torch.dtype, eps: float, running: Running
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and invstd (C,) over all ranks, and the number of values per channel () in float64.
+        """Mean and invstd (C,) over all ranks, and the number of values per channel () in float64; 0 if below 2.
 
         `gathered`: (ranks, 2 C + 1), each rank's mean, biased variance and number of values per channel, in float64.
         var = sum_r count_r * (var_r + (mean_r - mean)^2) / count, the parallel variance formula. Updates the running
@@ -121,7 +122,7 @@ class Backend:
         """
         channels = gathered.shape[1] // 2
         means, variances, counts = gathered.split([channels, channels, 1], dim=1)
-        total = counts.sum()  # stays on the device
+        total = F.threshold(counts.sum(), 1.5, 0.0)  # stays on the device
         mean = (counts * means).sum(0) / total
         var = (counts * (variances + (means - mean).square())).sum(0) / total
         mean, var = mean.to(dtype), var.to(dtype)

@@ -289,7 +289,7 @@ def _joint_statistics_kernel(
     tl.store(mean + channels, centre.to(tl.float32), exists)
     tl.store(invstd + channels, tl.rsqrt(var.to(tl.float32) + eps), exists)
     if tl.program_id(0) == 0:
-        tl.store(total, count)
+        tl.store(total, tl.where(count >= 2, count, 0.0))
     if running_mean is not None:
         old_mean = tl.load(running_mean + channels, exists, 0.0)
         old_var = tl.load(running_var + channels, exists, 0.0)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -124,6 +125,16 @@ def test_parts_of_the_shares_step_as_those_of_the_whole_minibatch(ranks, norm, r
     assert together.tolist() != order.tolist()
     found = ranks.run(steps, norm, order.tolist(), parts, (f"trainer.recompute={recompute}",))
     assert_equal_to_rounding(found, steps(0, norm, together.tolist(), parts))
+
+
+def test_ranks_with_one_crop_each_step_as_one_process(ranks):
+    """The head's pooled branch then has one value per channel on each rank, which no norm can use alone."""
+    order = list(range(WORLD_SIZE))
+    assert_equal_to_rounding(ranks.run(steps, "inplace", order), steps(0, "inplace", order))
+    config = run_config(*SHORT, f"data.crops_per_minibatch={WORLD_SIZE}", "norm.sync=true")
+    config.check_shares(WORLD_SIZE)
+    with pytest.raises(ValueError, match=r"gives 1 crop\(s\) at a time.*use at least 6 crops, or norm.sync=true"):
+        replace(config, norm=replace(config.norm, sync=False)).check_shares(WORLD_SIZE)
 
 
 def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:

@@ -91,6 +91,15 @@ def test_what_fits_is_the_most_that_fits():
     assert planner.step_memory(inplace, round(1.3 * share), size, devices=2).peak <= 40 * 2**20
 
 
+def test_the_least_share_of_synchronised_norms_is_one_crop():
+    config = planned("norm=inplace", "norm.sync=true")
+    one, two = (planner.step_memory(config, share, config.data.crop_size, devices=2).peak for share in (1, 2))
+    config = planned(leaving((one + two) / 2**21, devices=2), "memory.fit=batch", "norm=inplace", "norm.sync=true")
+    assert planner.fitting(config, devices=2).data.crops_per_minibatch == 2
+    with pytest.raises(ValueError, match="2 crops of .* pixels already need"):
+        planner.fitting(replace(config, norm=replace(config.norm, sync=False)), devices=2)
+
+
 @pytest.mark.usefixtures("modelled")
 def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     run = ("debug=smoke", *SMALL, "norm.backend=eager", "data.crop_size=64", "trainer.device=cpu")

@@ -60,18 +60,18 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_synchronised_norm_launches_seven_kernels(launched, monkeypatch):
-    """Forward, on fake CUDA tensors: moments, their exchange, what all ranks' moments give, z, and a counter."""
+def test_a_synchronised_norm_launches_eight_kernels_and_waits_for_none(launched, monkeypatch):
+    """Forward, on fake CUDA tensors, which raise if they are read: moments, their exchange, what all ranks' moments
+    give and whether they are enough, z, and a counter."""
     monkeypatch.setattr(bn_act, "backend_for", lambda name, x: triton_kernels.TritonBackend())
     monkeypatch.setattr(abn, "backend_for", lambda name, x: triton_kernels.TritonBackend())
     monkeypatch.setattr(abn, "synchronised_group", lambda group: group)
     monkeypatch.setattr(synchronisation.dist, "get_world_size", lambda group: 8)
     monkeypatch.setattr(synchronisation.dist, "all_gather_single", lambda *tensors, group: None, raising=False)
-    monkeypatch.setattr(synchronisation, "is_capturing", lambda: True)  # counts are not checked
     with FakeTensorMode(), torch.device("cuda"):
         layer, x = InPlaceABN(8, sync=True, group=dist.ProcessGroup(0, 1)), torch.empty(2, 8, 4, 4)
         with Launches() as operators:
             layer(x)
-    assert operators.names == ["new_full", "cat", "add_"]
+    assert operators.names == ["new_full", "cat", "_assert_async", "add_"]
     of_ranks = ["_partial_moments_kernel", "_moments_kernel", "_joint_statistics_kernel", "_normalise_kernel"]
     assert launched == of_ranks

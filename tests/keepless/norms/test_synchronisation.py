@@ -17,7 +17,16 @@ from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, layer_health, recompute_activations
+from keepless import (
+    ABN,
+    CheckpointedABN,
+    InPlaceABN,
+    InPlaceABNSync,
+    inplace_abn_sync,
+    layer_health,
+    recompute_activations,
+    renew_statistics,
+)
 from keepless.released import stand_in
 from keepless.saved import kept_bytes
 from tests.cuda import FSDP2_ON_CPUS
@@ -86,50 +95,97 @@ def test_ranks_with_unequal_counts_equal_one_process(ranks, strategy, activation
             assert_close([*ours], [theirs] * len(members), rtol=1e-12, atol=1e-12)
 
 
-def with_shapes(rank: int, shapes: list[tuple[int, ...]]) -> torch.Tensor:
-    """Pass a different shape on every rank; the group still works even if that raised."""
-    layer = layer_of("inplace", sync=True)
-    try:
-        return layer(torch.randn(shapes[rank], dtype=torch.float64)).sum()
-    finally:
-        x, dz = minibatch(2)
-        forward_and_backward(layer, x, dz)
-        assert layer.num_batches_tracked == 1
+SHAPES = [(2, CHANNELS, 3, 3), (1, CHANNELS, 1, 1), (0, CHANNELS, 3, 3)]
 
 
-TOO_FEW = "at least two values per channel on every rank of its group, but rank 1 has"
+def values_of(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """An input of this shape, and the gradient of its output."""
+    generator = torch.Generator().manual_seed(len(shape) + shape[0])
+    x, dz = torch.randn(2, *shape, generator=generator, dtype=torch.float64).unbind()
+    return 2 * x + 30, dz
 
 
-@pytest.mark.parametrize(
-    "shape, values, own", [((0, 5, 1, 1), 0, TOO_FEW), ((1, 5, 1, 1), 1, TOO_FEW), ((2, 6), 0, "expected (N, 5")]
-)
-def test_a_rank_that_refuses_its_input_does_not_leave_the_others_waiting(ranks, shape, values, own):
-    """If it has too few values, all ranks raise the same error."""
-    errors = ranks.run(with_shapes, [(2, CHANNELS, 3, 3), shape, (2, CHANNELS, 3, 3)])
-    assert all(isinstance(error, ValueError) for error in errors), errors
-    assert str(errors[0]) == str(errors[2]) and f"{TOO_FEW} {values}" in str(errors[0])
-    assert own in str(errors[1]) and (own != TOO_FEW or str(errors[1]) == str(errors[0]))
+def rows(t: Tensor) -> Tensor:
+    """(N, C, H, W) -> (values, C)."""
+    return t.movedim(1, -1).reshape(-1, CHANNELS)
 
 
-def reads_of_steps(rank: int, strategy: str, crops: list[list[int]]) -> list[int]:
-    """Host reads of each forward and backward pass, with crops[step][rank] crops."""
-    network = nn.Sequential(*(layer_of(strategy, sync=True, group=dist.new_group([0, 1, 2])) for _ in range(3)))
-    for layer in network[1:]:
-        layer.group = network[0].group
-    counts = []
-    for each in crops:
-        with host_reads() as reads:
-            network(minibatch(each[rank])[0].requires_grad_()).sum().backward()
-        counts.append(len(reads))
-    return counts
+def with_one_value_or_none(rank: int, strategy: str) -> list:
+    return [t.numpy() for t in forward_and_backward(layer_of(strategy, sync=True), *values_of(SHAPES[rank]))]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_layer_waits_for_the_device_after_the_first_step(ranks, strategy):
-    steps = [[2, 2, 2], [2, 2, 2], [2, 3, 2], [2, 3, 1]]
-    # Once for all layers and each number of values that the rank did not have before.
-    expected = [[1, 0, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
-    assert ranks.run(reads_of_steps, strategy, steps) == expected
+def test_a_rank_may_have_one_value_per_channel_or_none_if_the_group_has_enough(ranks, strategy):
+    x, dz = (torch.cat([*map(rows, parts)]) for parts in zip(*map(values_of, SHAPES), strict=True))
+    expected = forward_and_backward(layer_of(strategy), x, dz)
+    found = [[torch.from_numpy(t) for t in result] for result in ranks.run(with_one_value_or_none, strategy)]
+    z, dx, dweight, dbias, *statistics = zip(*found, strict=True)
+    assert_close([torch.cat([*map(rows, z)]), torch.cat([*map(rows, dx)]), sum(dweight), sum(dbias)], expected[:4])
+    for ours, theirs in zip(statistics, expected[4:], strict=True):
+        assert_close([*ours], [theirs] * WORLD_SIZE)
+
+
+def renewed(rank: int) -> list:
+    network = nn.Sequential(layer_of("inplace", sync=True))
+    renew_statistics(network, [values_of(shape)[0] for shape in (SHAPES[rank], SHAPES[0])])
+    return [network[0].running_mean.numpy(), network[0].running_var.numpy()]
+
+
+def test_statistics_are_renewed_where_a_rank_has_no_values(ranks):
+    first, second = torch.cat([rows(values_of(shape)[0]) for shape in SHAPES]), rows(values_of(SHAPES[0])[0])
+    second = second.repeat(WORLD_SIZE, 1)
+    expected = [(first.mean(0) + second.mean(0)) / 2, (first.var(0) + second.var(0)) / 2]
+    for found in ranks.run(renewed):
+        assert_close([torch.from_numpy(t) for t in found], expected)
+
+
+def caught(rank: int, shapes: list[tuple[int, ...]], function: bool) -> str:
+    """The error that a program catches in its second step; the third step works again."""
+    layer = layer_of("inplace", sync=True)
+
+    def step(x: Tensor, dz: Tensor) -> None:
+        if function:
+            inplace_abn_sync(x, layer.weight, layer.bias, layer.running_mean, layer.running_var).backward(dz)
+        else:
+            layer(x).backward(dz)
+
+    step(*minibatch(2))
+    before = [layer.running_mean.clone(), layer.running_var.clone()]
+    with pytest.raises(ValueError) as raised:
+        step(*values_of(shapes[rank]))
+    assert all(map(torch.equal, before, (layer.running_mean, layer.running_var)))
+    step(*minibatch(2))
+    assert layer.num_batches_tracked == (0 if function else 2)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "shapes, own",
+    [
+        (SHAPES[1:] + SHAPES[2:], "over all ranks of its group, but they have [1, 0, 0]"),
+        (SHAPES[2:] * 3, "over all ranks of its group, but they have [0, 0, 0]"),
+        (((2, CHANNELS + 1), *SHAPES[:1] * 2), "expected (N, 5"),
+    ],
+)
+@pytest.mark.parametrize("function", [False, True], ids=["layer", "function"])
+def test_a_refusal_reaches_every_rank_in_any_step(ranks, shapes, own, function):
+    """Programs that catch it are not left waiting, and the group works on."""
+    first, *others = ranks.run(caught, [*shapes], function)
+    told = first if "they have" in own else "a synchronised norm: rank 0 of its group refused its input"
+    assert own in first and all(other.startswith(told) for other in others), (first, others)
+
+
+def reads_of_a_step(rank: int, strategy: str) -> list[str]:
+    layer, (x, dz) = layer_of(strategy, sync=True), minibatch(2)
+    with host_reads() as reads:
+        layer(x.requires_grad_()).backward(dz)
+    return reads
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_layer_reads_nothing_but_the_counts_which_have_arrived_on_a_cpu(ranks, strategy):
+    for (read,) in ranks.run(reads_of_a_step, strategy):
+        assert "gathered_moments" in read
 
 
 def needs_no_other_rank(rank: int) -> bool:

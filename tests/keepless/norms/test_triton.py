@@ -16,6 +16,7 @@ from keepless import InPlaceABN  # noqa: E402
 from keepless.norms import backends
 from keepless.norms.backends.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
+from keepless.norms.synchronisation import REFUSED
 from tests import cubins
 from tests.backend_cases import (
     EAGER,
@@ -264,6 +265,14 @@ def test_statistics_over_ranks(backend, device, ranks, channels):
         results.append([*tracked, vectors, *each.joint_statistics(gathered, torch.float32, 1e-5, UNTRACKED)])
     assert results[1][2].dtype == torch.float64 and results[1][2].shape == ()
     torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("counts, total", [((1, 0, 1), 2), ((1, 0, 0), 0), ((REFUSED, 9, 9), 0)])
+def test_the_total_is_zero_if_ranks_have_too_few_values_or_refuse(backend, device, counts, total):
+    gathered = torch.tensor([[0.5, 0.0, count] for count in counts], dtype=torch.float64, device=device)
+    for each in (EAGER, backend):
+        assert each.joint_statistics(gathered, torch.float32, 1e-5, UNTRACKED)[2] == total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
