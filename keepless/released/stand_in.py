@@ -52,11 +52,13 @@ def stand_in_for_inplace_abn() -> None:
 class ABN(abn.ABN):
     """The released base class: standard batch normalisation and activation, scaled by the weight itself."""
 
+    _version = 1  # of its state dict: as in the release, without num_batches_tracked
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         # The file and this layer use the same scale.
-        metadata = {**local_metadata, CONVERTED: True, "version": 1}  # without num_batches_tracked
+        metadata = {**local_metadata, CONVERTED: True, "version": self._version}
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import keepless
 from keepless import inplace_abn
 from keepless.released import stand_in
 from keepless.saved import kept_bytes
@@ -76,6 +77,18 @@ def test_a_program_that_imports_the_released_package_finds_this_one():
         pytest.skip("the released package is installed: the program finds it")
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["InPlaceABN", "InPlaceABNSync"])
+def test_a_state_dict_of_the_stand_in_loads_into_this_package(kind, tmp_path):
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), getattr(stand_in, kind)(4))
+    nn.init.normal_(network[1].weight)
+    torch.save(network.state_dict(), tmp_path / "state.pt")
+    twin = nn.Sequential(nn.Conv2d(3, 4, 1), getattr(keepless, kind)(4))
+    twin.load_state_dict(keepless.from_released(torch.load(tmp_path / "state.pt")))
+    x = torch.randn(2, 3, 5, 5)
+    for training in (True, False):
+        torch.testing.assert_close(twin.train(training)(x), network.train(training)(x))
 
 
 def test_it_does_not_stand_in_for_what_is_there(monkeypatch):
