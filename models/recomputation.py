@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, recompute_activations
 from keepless.reversible.state import statistics_kept
+from keepless.torch_internals import is_capturing
 
 BLOCKS = ("none", "blocks", "sqrt")
 RECOMPUTE = ("none", "activations", *BLOCKS[1:])
@@ -108,7 +109,8 @@ def _checkpointed(blocks: Sequence[Block], tensors: Tensors) -> Tensors:
         with context:
             return _run(blocks, *tensors)
 
-    return checkpoint(run, *tensors, use_reentrant=False)
+    # A generator cannot be read while a CUDA graph is captured; nothing draws there: `trainer.capture` has checked it.
+    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=not is_capturing())
 
 
 def _modules(block: Block) -> list[nn.Module]:

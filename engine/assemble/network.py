@@ -64,7 +64,9 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) * 255 for values in config.data.normalisation())
     dtype = getattr(torch, config.trainer.precision)
     low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast refuses float32, which needs none
-    autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
+    # A graph would not compute a cast again that autocast has kept.
+    cached = not config.trainer.capture
+    autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32, cache_enabled=cached)
     network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]  # torch's hints lack it
     return Forward(network, mean, std, memory_format, autocast)
 

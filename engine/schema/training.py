@@ -21,6 +21,7 @@ OF_OTHERS = (  # for messages about a file that is not a checkpoint
     "if it is of the in-place ABN release, scripts.convert_checkpoint makes a checkpoint of it; a training starts from "
     "its weights with init.weights=FILE and init.format=standard_bn, released, torchvision or timm"
 )
+CAPTURE_ADVICE = "give trainer.capture=false"
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
@@ -46,6 +47,8 @@ class Trainer:
     # and recompute the rest in the backward pass.
     recompute: str = key("none", one_of=(*RECOMPUTE, "budget"), free_on_resume=True)
     compile: bool = False  # in training, compile forward and backward pass by torch.compile, as one graph
+    # On CUDA, from the fourth step on, run the forward pass, loss and backward pass of a micro-batch as one CUDA graph.
+    capture: bool = key(False, free_on_resume=True)
     deterministic: bool = False  # deterministic algorithms only: repeated runs give equal weights
     accumulation_steps: int = key(1, above=0)  # micro-batches per minibatch in each process
     # Decay per step of the weights' exponential moving average, which is then evaluated; null: no average.
@@ -116,6 +119,7 @@ class TrainingRun:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
         self.check_precision()
         self.check_shares(processes=1)
+        self.check_capture(trainer.device, processes=1)
         if trainer.compile and isinstance(self.norm, ReleasedNorm):
             raise ValueError(
                 "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
@@ -234,6 +238,30 @@ class TrainingRun:
     def fewest_on_each(self, processes: int) -> int:
         """The images that each process needs in a micro-batch; synchronised norms see those of all processes."""
         return -(-self.fewest_at_a_time[0] // (processes if getattr(self.norm, "sync", False) else 1))
+
+    def check_capture(self, device_type: str, processes: int) -> None:
+        """Raise ValueError if `trainer.capture` is set and micro-batches cannot be captured in a CUDA graph."""
+        trainer = self.trainer
+        if not trainer.capture:
+            return
+        problem = None
+        if device_type == "cpu":
+            problem = "on a CPU: only a CUDA device has graphs"
+        elif isinstance(self.norm, ReleasedNorm):
+            problem = "with norm=package: the released layer has not been tried in a CUDA graph"
+        elif trainer.compile:
+            problem = "with trainer.compile=true: compiled code has graphs of its own"
+        elif self.data.crops_per_minibatch % (processes * trainer.accumulation_steps):
+            problem = f"with {self.division(processes)}: micro-batches have several sizes, and a CUDA graph has one"
+        elif processes > 1 and getattr(self.norm, "sync", False):
+            problem = f"with norm.sync=true over {processes} processes: their exchange cannot be part of a CUDA graph"
+        if problem is not None:
+            raise ValueError(f"trainer.capture=true {problem}; {CAPTURE_ADVICE}")
+
+    def repeats_blocks(self) -> str | None:
+        """The key with which blocks run a second time in the backward pass (`torch.utils.checkpoint`), for messages."""
+        recompute = self.trainer.recompute
+        return f"trainer.recompute={recompute}" if recompute in ("blocks", "sqrt") else None
 
     def unsynchronised(self, processes: int) -> str | None:
         """A warning if the norms of each of several processes see only its own crops; otherwise None."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine.process.distributed import World
 from engine.process.forward import Forward
+from engine.training.capture import CapturedMicroBatches, MicroBatch
 
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large
 
@@ -66,6 +68,7 @@ class Learner:
     accumulation_steps: int = 1  # micro-batches per minibatch on each rank
     average: WeightAverage | None = None  # exponential moving average of the weights, evaluated instead of `network`
     max_gradient_norm: float | None = None  # gradients are clipped to it; None: never
+    captured: CapturedMicroBatches | None = None  # runs micro-batches as a CUDA graph; None: eagerly
 
     @property
     def evaluated(self) -> Forward:
@@ -84,6 +87,17 @@ class Learner:
         if more_follow and isinstance(self.forward.network, DistributedDataParallel):
             return self.forward.network.no_sync()
         return nullcontext()
+
+    def zero_grad(self) -> None:
+        """Forget the last step's gradients."""
+        if self.captured is None:
+            self.optimizer.zero_grad()
+        else:
+            self.captured.gradients.zero_()
+
+    def run(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a micro-batch, computed eagerly or by a graph, which overwrites it in its next call."""
+        return (micro_batch if self.captured is None else partial(self.captured, micro_batch))(images, labels)
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()

@@ -61,6 +61,8 @@ def train(
                 loss_value, gradient_norm = train_step(learner, loss, minibatch, minibatch_size, world)
             if step == run.start_step + PLANNED_STEPS:
                 run.share_plans()
+                if learner.captured is not None:
+                    learner.captured.begin()
             asked = run.stop.anywhere(world)
             metrics.step(loss_value, gradient_norm, minibatch_size, waited_s)
             if schedule.logs(step):
@@ -131,7 +133,7 @@ def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: in
     FloatingPointError: loss or gradient is not finite; weights are unchanged.
     """
     learner.network.train()
-    learner.optimizer.zero_grad()
+    learner.zero_grad()
     total_loss = accumulate_gradients(learner, loss, minibatch, minibatch_size, world)
     mean_loss = world.sum_(total_loss) / world.size
     mean_loss, gradient_norm = torch.stack([mean_loss, learner.gradient_norm().double()]).tolist()
@@ -147,13 +149,19 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
     gradients over ranks, so a micro-batch's mean loss is weighted by its number of images / the mean number per rank.
     Returns this rank's sum of weighted losses, a float64 scalar on the device.
     """
+
+    def micro_batch(images: Tensor, labels: Tensor) -> Tensor:
+        # Without a name, the logits are freed as soon as the backward pass no longer needs them.
+        part_loss = loss(learner.forward(images), labels.to(world.device, non_blocking=True))
+        part_loss = part_loss * (len(images) * world.size / minibatch_size)
+        learner.backward(part_loss)
+        return part_loss.detach()
+
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     images, labels = (minibatch[key].tensor_split(learner.accumulation_steps) for key in ("image", "label"))
-    for number, (image_part, label_part) in enumerate(zip(images, labels, strict=True), start=1):
+    for number, part in enumerate(zip(images, labels, strict=True), start=1):
         with learner.accumulating(more_follow=number < learner.accumulation_steps):
-            # Without a name, the logits are freed as soon as the backward pass no longer needs them.
-            part_loss = loss(learner.forward(image_part), label_part.to(world.device, non_blocking=True))
-            part_loss = part_loss * (len(image_part) * world.size / minibatch_size)
-            learner.backward(part_loss)
-        total_loss += part_loss.detach()
+            total_loss += learner.run(micro_batch, *part)
+    if learner.captured is not None:
+        learner.captured.average_gradients(world)
     return total_loss

@@ -101,7 +101,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     plain = forward(config, nn.Identity(), torch.device("cpu")).through(network)
-    uncompiled = replace(config, trainer=replace(config.trainer, compile=False), lr_schedule=Poly())
+    uncompiled = replace(config, trainer=replace(config.trainer, compile=False, capture=False), lr_schedule=Poly())
     learner = learner_of(uncompiled, plain, _STEPS, World())
     learner.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read the gradients' values
     for group in learner.optimizer.param_groups:
@@ -112,8 +112,13 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
 
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> Trace:
-    """The memory of one device in a step on crops of `crop_size`. With several devices, DDP holds all gradients."""
-    return traced(partial(fake_step, config, crops, crop_size), in_buckets=devices > 1)
+    """The memory of one device in a step on crops of `crop_size`. With several devices, DDP holds all gradients.
+
+    So does a captured step: see `engine.training.capture`. (With several micro-batches, the first makes them.)
+    """
+    trainer = config.trainer
+    held = trainer.accumulation_steps == 1 if trainer.capture else devices > 1
+    return traced(partial(fake_step, config, crops, crop_size), in_buckets=held)
 
 
 def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
@@ -147,7 +152,7 @@ def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> R
         with MadeTensors() as of_optimizer:
             learner.gradient_norm()
             learner.step(1.0)
-    times = 2 if devices > 1 and learner.accumulation_steps > 1 else 1
+    times = 2 if devices > 1 and learner.accumulation_steps > 1 and not config.trainer.capture else 1
     beside |= {"gradients": times * sum(parameter.nbytes for parameter in parameters), "loss": of_loss.peak}
     plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
     return Room(beside, of_optimizer.peak, list(plans))

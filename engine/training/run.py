@@ -148,6 +148,8 @@ class Run(Generic[Config, Split]):
         self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
         if self.world.device.type == "cuda":
             self.metrics.note_memory(peak_memory_mib(self.world.device))
+        if self.learner.captured is not None:
+            self.learner.captured.release()
         with varying_sizes():
             evaluated = evaluate()
         forget_peak(self.world.device)  # an evaluation may need more than training
@@ -199,6 +201,7 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
         StopRequest() as stop,
     ):
         config.check_shares(world.size)
+        config.check_capture(world.device.type, world.size)
         given = deciding((word for word in shlex.split(command) if "=" in word), config)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config):

@@ -10,7 +10,8 @@ from engine.assemble.network import forward
 from engine.process.distributed import World, data_parallel
 from engine.process.forward import Forward
 from engine.schema.schedule import Schedule
-from engine.schema.training import TrainingRun
+from engine.schema.training import CAPTURE_ADVICE, TrainingRun
+from engine.training.capture import CapturedMicroBatches
 from engine.training.learner import Learner, WeightAverage
 from keepless.norms.backends.compiled import check_compiler
 from models.dilated_groups import correct_gradients, dilated_groups
@@ -49,7 +50,10 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
     if trainer.compile:
         check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
-    if world.size > 1:
+    captured = None
+    if trainer.capture:
+        captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, config.repeats_blocks())
+    elif world.size > 1:
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
         trained = data_parallel(trained, world.device, fixed_buckets)
     optimizer = optimization.optimizer(config.optim, plain.network, config.head_modules)
@@ -62,4 +66,5 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         accumulation_steps=trainer.accumulation_steps,
         average=average,
         max_gradient_norm=config.optim.max_gradient_norm,
+        captured=captured,
     )

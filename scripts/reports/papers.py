@@ -32,7 +32,7 @@ TABLES = {  # folders of configs/experiment
 FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
 # Keys that change a training's speed and rounding but not its recipe: a row may differ in them, and says so.
 SPEED = (
-    *("trainer.precision", "trainer.channels_last", "trainer.compile", "trainer.tf32"),
+    *("trainer.precision", "trainer.channels_last", "trainer.compile", "trainer.tf32", "trainer.capture"),
     *("trainer.deterministic", "optim.fused", "norm.backend"),
 )
 WEIGHTS = ("init.weights", "body.weights")  # one is FILE in commands of experiments that start from a trained body
@@ -124,7 +124,9 @@ def published(experiment: str) -> list[Published]:
 def training_of(config: TrainingRun) -> dict[str, object]:
     """The keys, with values, that have an effect and distinguish one training, or its score, from another."""
     without_effect = {"data.antialias"} if getattr(config.data, "never_shrinks", False) else set()
-    keys = {**configuration.fixed(config), "trainer.evaluate_images": config.trainer.evaluate_images}
+    trainer = config.trainer  # these two keys may change on resuming
+    free = {"trainer.evaluate_images": trainer.evaluate_images, "trainer.capture": trainer.capture}
+    keys = {**configuration.fixed(config), **free}
     return {name: value for name, value in keys.items() if name not in {*FREE, *without_effect}}
 
 

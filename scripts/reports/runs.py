@@ -27,7 +27,7 @@ MOST_POINTS = 250  # of a curve in a copy of a run
 LONGEST_TEXT = 500  # characters that a page quotes from a file
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 OF_A_RUN = ("run_dir", "resume", "seed")  # keys in which runs of one configuration differ
-OF_CUDA = ("trainer.tf32",)  # keys without effect on a CPU
+OF_CUDA = ("trainer.tf32", "trainer.capture")  # keys without effect on a CPU
 
 
 class Scores(NamedTuple):

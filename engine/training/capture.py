@@ -1,0 +1,205 @@
+"""Micro-batches as a CUDA graph: the host launches one graph instead of thousands of kernels (`trainer.capture`)."""
+
+import random
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from engine.process.distributed import World
+from engine.process.memory import is_out_of_memory
+
+MicroBatch = Callable[[Tensor, Tensor], Tensor]  # images, labels -> the loss, after its backward pass
+Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+_ALIGNED = 128  # values: gradients begin where an allocator would put them, so kernels read them in the same order
+
+
+class FlatGradients:
+    """The gradients of a network, in one buffer per dtype that stays where it is: a graph adds to them.
+
+    Parameters that no backward pass reaches have no gradient, so optimisers leave them alone.
+    """
+
+    def __init__(self, network: nn.Module):
+        self.network = network
+        self.owners: dict[nn.Parameter, Tensor] = {}  # each with its part of a buffer
+        self.buffers: list[Tensor] = []
+
+    def zero_(self) -> None:
+        """Set all gradients to zero, in place."""
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def average_(self, world: World) -> None:
+        """Average the gradients over the ranks, in place. Every rank must call it."""
+        if world.size > 1:
+            for buffer in self.buffers:
+                world.sum_(buffer.div_(world.size))  # in DDP's order
+
+    def strangers(self) -> list[str]:
+        """Names of parameters whose gradient lies elsewhere."""
+        return [
+            name
+            for name, parameter in self.network.named_parameters()
+            if parameter.grad is not self.owners.get(parameter)
+        ]
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Move gradients that backward passes have made into buffers."""
+        if not self.strangers():
+            return
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.network.parameters():
+            if parameter.grad is not None:
+                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+        self.owners, self.buffers = {}, []
+        for parameters in by_dtype.values():
+            lengths = [-(-parameter.numel() // _ALIGNED) * _ALIGNED for parameter in parameters]
+            assert parameters[0].grad is not None, "those without a gradient are left out"
+            buffer = parameters[0].grad.new_zeros(sum(lengths))
+            for parameter, part in zip(parameters, buffer.split(lengths), strict=True):
+                like = torch.empty_like(parameter, device="meta")  # dense, in the parameter's memory format
+                own = part.as_strided(like.shape, like.stride())
+                assert parameter.grad is not None, "those without a gradient are left out"
+                parameter.grad = self.owners[parameter] = own.copy_(parameter.grad)
+            self.buffers.append(buffer)
+
+
+class CapturedMicroBatches:
+    """Runs micro-batches: eagerly at first, and from `begin` on as a CUDA graph with static crops and labels.
+
+    The first passes, which are steps of the run, warm up what a graph must not do: compiling, choosing algorithms,
+    measuring. Capturing runs nothing on the device, so it changes no statistics and draws no numbers there.
+
+    Args:
+        network: its parameters get `gradients`.
+        repeats: the forward pass runs parts again (`torch.utils.checkpoint`); they must not draw random numbers.
+        record: runs a function once; returns a function that runs it again on the same memory, and its result.
+    """
+
+    def __init__(self, network: nn.Module, advice: str, repeats: str | None = None, record: Recorder | None = None):
+        self.network, self.advice, self.repeats = network, advice, repeats
+        self.gradients = FlatGradients(network)
+        self.stream = torch.cuda.Stream() if record is None else None
+        self.record = record or self._graph
+        self.is_warm = False
+        self.replay: Callable[[], None] | None = None
+        self.images: Tensor
+        self.labels: Tensor
+        self.loss: Tensor
+
+    def begin(self) -> None:
+        """Capture the next micro-batch, and replay it from then on."""
+        self.is_warm = True
+
+    def release(self) -> None:
+        """Free the graph's memory, which nothing else can use; the next micro-batch is captured again."""
+        self.replay = None
+        self.images = self.labels = self.loss = torch.empty(0)
+
+    def average_gradients(self, world: World) -> None:
+        """Average the gradients over the ranks, after the last micro-batch. Every rank must call it."""
+        if self.replay is None:
+            self.gradients.adopt()
+        self.gradients.average_(world)
+
+    def __call__(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a micro-batch, whose gradients were added to `gradients`; the next call overwrites it.
+
+        ValueError: the micro-batch cannot be captured.
+        """
+        if not self.is_warm:
+            return self._eagerly(micro_batch, images, labels)
+        if self.replay is None:
+            self.images, self.labels = images.clone(), labels.clone()
+            self.replay, self.loss = self._captured(micro_batch)
+        if images.shape != self.images.shape:
+            sizes = f"{tuple(images.shape)} and {tuple(self.images.shape)}"
+            raise ValueError(f"images of shapes {sizes} cannot share a CUDA graph: {self.advice}")
+        self.images.copy_(images, non_blocking=True)
+        self.labels.copy_(labels, non_blocking=True)
+        self.replay()
+        return self.loss
+
+    def _eagerly(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
+        """On the stream of the capture, where libraries keep their workspaces."""
+        if self.stream is None:
+            return micro_batch(images, labels)
+        before = torch.cuda.get_rng_state()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            loss = micro_batch(images, labels)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        if self.repeats is not None and not torch.equal(before, torch.cuda.get_rng_state()):
+            raise ValueError(
+                f"{self.repeats} runs blocks a second time, and the network draws random numbers{self._drawing()}, "
+                f"which would be others in a CUDA graph: {self.advice}"
+            )
+        return loss
+
+    def _captured(self, micro_batch: MicroBatch) -> tuple[Callable[[], None], Tensor]:
+        drawn, raised = (torch.get_rng_state(), random.getstate()), None
+
+        def watched() -> Tensor:
+            nonlocal raised
+            try:
+                return micro_batch(self.images, self.labels)
+            except Exception as error:
+                raised = error
+                raise
+
+        try:
+            captured = self.record(watched)
+        except RuntimeError as last:  # PyTorch may raise another one when the capture ends
+            error = raised or last
+            if not isinstance(error, RuntimeError) or is_out_of_memory(error):
+                raise error from None
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"{self._module_of(error)} cannot be captured in a CUDA graph, where nothing may read a tensor's value "
+                f"({reason}): {self.advice}"
+            ) from last
+        if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
+            raise ValueError(
+                f"the network draws random numbers on the CPU{self._drawing()}, and a CUDA graph would repeat them: "
+                f"{self.advice}"
+            )
+        if strangers := self.gradients.strangers():
+            raise ValueError(
+                f"{strangers[0]} has a gradient in some steps only, and a CUDA graph in all: {self.advice}"
+            )
+        return captured
+
+    def _graph(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """The function as a CUDA graph."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, which pin memory for the loader or write checkpoints, may go on.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            result = function()
+        return graph.replay, result
+
+    def _module_of(self, error: BaseException) -> str:
+        """The name and class of the innermost module that was running when the error was raised."""
+        names = {id(module): name for name, module in self.network.named_modules()}
+        found, line = "the network or its loss", error.__traceback__
+        while isinstance(line, TracebackType):
+            module = line.tb_frame.f_locals.get("self")
+            if id(module) in names:
+                found = f"{names[id(module)] or 'the network'} ({type(module).__name__})"
+            line = line.tb_next
+        return found
+
+    def _drawing(self) -> str:
+        """The modules that draw, for messages, as far as their names say it."""
+        words = ("dropout", "droppath", "stochasticdepth")
+        found = [
+            name for name, module in self.network.named_modules() if type(module).__name__.lower().startswith(words)
+        ]
+        return f" ({_listed(found)})" if found else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more

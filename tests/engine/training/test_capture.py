@@ -1,0 +1,192 @@
+"""Captured micro-batches, with a stand-in for CUDA graphs: the trainings of eager ones, and what is refused."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.process.distributed import World, data_parallel
+from engine.segmentation.losses import CrossEntropy
+from engine.training.capture import CapturedMicroBatches, FlatGradients
+from engine.training.learner import Learner
+from engine.training.loop import accumulate_gradients, train_step
+from keepless import InPlaceABN
+from tests.engine.learners import forward_of, learner_of
+from tests.engine.training.tape import recorded_on
+from tests.runs import run_config, same
+
+ADVICE, WORLD_SIZE = "give trainer.capture=false", 2
+
+
+class Unused(nn.Sequential):
+    """Has a parameter without a gradient, which weight decay must not change."""
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__(*layers)
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def small_learner(captured: bool = False, precision: str = "float32", extra: nn.Module | None = None) -> Learner:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), InPlaceABN(8, backend="eager"), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)]
+    network = Unused(*layers, extra or nn.ReLU(), nn.Conv2d(8, 5, 1))
+    network.to(memory_format=torch.channels_last)
+    learner = learner_of(network, precision=precision, accumulation_steps=2, max_gradient_norm=1.0)
+    learner.optimizer.param_groups[0].update(momentum=0.9, weight_decay=0.1)
+    if captured:
+        learner.captured = CapturedMicroBatches(network, ADVICE, record=recorded_on(network))
+    return learner
+
+
+def minibatch(number: int) -> dict:
+    generator = torch.Generator().manual_seed(number)
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, 5, (4, 8, 8), dtype=torch.uint8, generator=generator)
+    return {"image": images, "label": labels}
+
+
+def losses_of(learner: Learner, steps: int) -> list[float]:
+    """Of steps that are captured from the fourth on, and again after the sixth."""
+    found = []
+    for number in range(steps):
+        if learner.captured is not None and number == 3:
+            learner.captured.begin()
+        if learner.captured is not None and number == 6:
+            learner.captured.release()  # for an evaluation
+        loss, _ = train_step(learner, CrossEntropy(fraction=0.25), minibatch(number), minibatch_size=4, world=World())
+        found.append(loss)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_captured_steps_are_the_eager_ones_to_the_bit(precision):
+    """With two micro-batches: static gradients that autograd takes over would count the first one twice."""
+    eager, captured = small_learner(precision=precision), small_learner(True, precision)
+    assert losses_of(captured, 8) == losses_of(eager, 8)
+    assert captured.captured.replay is not None
+    assert same(captured.network.state_dict(), eager.network.state_dict())  # with running statistics and their count
+    assert captured.network.unused.grad is None and torch.equal(captured.network.unused, torch.ones(3))
+
+
+def test_gradients_keep_their_place_and_the_memory_format_of_their_weights():
+    learner = small_learner(True)
+    losses_of(learner, 1)
+    places = [p.grad.data_ptr() for p in learner.network.parameters() if p.grad is not None]
+    losses_of(learner, 5)
+    assert places == [p.grad.data_ptr() for p in learner.network.parameters() if p.grad is not None]
+    assert learner.network[0].weight.grad.stride() == learner.network[0].weight.stride()
+    assert all(place % 512 == places[0] % 512 for place in places)  # aligned as an allocator would
+
+
+class Reads(nn.Module):
+    """As PyTorch does, it raises an error where the host would wait for a captured value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with …")
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (random.random() if self.training else 1.0)
+
+
+class Sometimes(nn.Module):
+    """Uses its weight after the third step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(())), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x if self.calls <= 6 else x * self.weight
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        (nn.Dropout(0.5), r"draws random numbers on the CPU \(4\), and a CUDA graph would repeat them: "),
+        (Draws(), "draws random numbers on the CPU, and a CUDA graph would repeat them: "),
+        (Sometimes(), "^4.weight has a gradient in some steps only, and a CUDA graph in all: "),
+    ],
+)
+def test_what_a_graph_would_do_otherwise_is_refused(extra, message):
+    with pytest.raises(ValueError, match=f"{message}{ADVICE}"):
+        losses_of(small_learner(True, extra=extra), 4)
+
+
+def test_a_module_that_reads_a_value_is_named():
+    learner = small_learner(True)
+    losses_of(learner, 3)
+    learner.network[4] = nn.Sequential(Reads())
+    learner.captured.begin()
+    expected = r"^4\.0 \(Reads\) cannot be captured .* \(CUDA error: operation not .* capturing\): give trainer.capture"
+    with pytest.raises(ValueError, match=expected):
+        losses_of(learner, 1)
+
+
+def test_crops_of_another_size_are_refused():
+    learner = small_learner(True)
+    losses_of(learner, 4)
+    wide = {"image": torch.zeros(4, 3, 8, 9, dtype=torch.uint8), "label": torch.zeros(4, 8, 9, dtype=torch.uint8)}
+    message = r"images of shapes \(2, 3, 8, 9\) and \(2, 3, 8, 8\) cannot share a CUDA graph"
+    with pytest.raises(ValueError, match=message):
+        train_step(learner, CrossEntropy(), wide, minibatch_size=4, world=World())
+
+
+@pytest.mark.parametrize(
+    "options, processes, problem",
+    [
+        (["trainer.device=cpu"], 1, "on a CPU: only a CUDA device has graphs"),
+        (["norm=package"], 1, "with norm=package: the released layer has not been tried in a CUDA graph"),
+        (["trainer.compile=true"], 1, "with trainer.compile=true: compiled code has graphs of its own"),
+        (["data.crops_per_minibatch=9"], 2, "with data.crops_per_minibatch=9 over 2 processes: micro-batches have"),
+        (["data.crops_per_minibatch=9", "trainer.accumulation_steps=2"], 1, "over trainer.accumulation_steps=2: micro"),
+        (["norm.sync=true"], 2, "with norm.sync=true over 2 processes: their exchange cannot be part of a CUDA graph"),
+    ],
+)
+def test_combinations_that_cannot_be_captured_are_refused(options, processes, problem):
+    words = ["trainer.device=cuda", "trainer.capture=true", *options]
+    if processes == 1:
+        with pytest.raises(ValueError, match=f"^trainer.capture=true .*{problem}.*; {ADVICE}$"):
+            run_config(*words)
+    else:
+        config = run_config(*words)
+        config.check_capture("cuda", processes=1)
+        with pytest.raises(ValueError, match=f"^trainer.capture=true .*{problem}.*; {ADVICE}$"):
+            config.check_capture("cuda", processes)
+
+
+def gradients_of(rank: int, flat: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 5, 1))
+    learner, world = learner_of(network, accumulation_steps=2), World(rank, WORLD_SIZE)
+    if flat:
+        learner.captured = CapturedMicroBatches(network, ADVICE, record=recorded_on(network))
+    else:
+        learner.forward = forward_of(data_parallel(network, world.device), channels_last=False)
+    for number in range(3):
+        if flat and number == 2:
+            learner.captured.begin()
+        learner.zero_grad()
+        accumulate_gradients(learner, CrossEntropy(), minibatch(2 * number + rank), 8, world)
+    return [parameter.grad for parameter in network.parameters()]
+
+
+def test_ranks_average_all_gradients_at_once_as_ddp_does(ranks):
+    (flat, others), (ddp, _) = ranks.run(gradients_of, True), ranks.run(gradients_of, False)
+    assert all(map(torch.equal, flat, others)) and all(map(torch.equal, flat, ddp))
+
+
+def test_gradients_of_two_dtypes_have_a_buffer_each():
+    network = nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 2).double()])
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = FlatGradients(network)
+    gradients.adopt()
+    assert [(buffer.dtype, buffer.sum().item()) for buffer in gradients.buffers] == [
+        (torch.float32, 9.0),
+        (torch.float64, 8.0),
+    ]
+    assert not gradients.strangers()
