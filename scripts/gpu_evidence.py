@@ -1,6 +1,6 @@
 """Measure on a CUDA device what the documents claim about it, in parts of at most eight minutes:
 
-    python -m scripts.gpu_evidence part=check|host|exact|abn|networks|steps|fit|train|ranks out=DIR [camvid=DIR]
+    python -m scripts.gpu_evidence part=check|steps|fit|abn|networks|train|host|exact|ranks out=DIR [camvid=DIR]
     python -m scripts.gpu_evidence part=abn rehearse=true out=DIR   # on a CPU, to check that every line runs
     python -m scripts.gpu_evidence part=abn measure=false out=DIR   # page and picture from the record, without a GPU
 
@@ -23,6 +23,7 @@ from engine.process.distributed import device_of
 from engine.schema.keys import key
 from scripts.evidence import check, equal_memory, fit, layers, networks, ranks, training
 from scripts.evidence.layers import HOST
+from scripts.evidence.training import BFLOAT16, CAPTURE, STANDARD
 from scripts.evidence.zoo import DECODER
 from scripts.reports import frame
 
@@ -43,34 +44,43 @@ TINY_LAYERS: dict[str, Any] = {
 }
 OF_HOST: dict[str, Any] = {"groups": [*HOST]}
 NETWORKS: dict[str, Any] = {
-    **{"device": "cuda", "images": 128, "precisions": ["bfloat16", "float32"], "shares": [0.3, 0.15], "rounds": 10},
+    **{"device": "cuda", "images": 128, "precisions": ["float32", "bfloat16"], "shares": [0.3], "rounds": 10},
+    **{"captured": True, "compiler": None},
     "only": ["resnet50", "densenet121", "convnext_tiny", "efficientnet_v2_s", "vit_b_16", DECODER],
 }
 TINY_NETWORKS: dict[str, Any] = {
     **{"only": ["squeezenet1_1", DECODER], "precisions": ["bfloat16"], "images": 2, "image_size": 32},
-    **{"shares": [0.5], "rounds": 1, "compiler": None},
+    **{"shares": [0.5], "rounds": 1, "compiler": None, "captured": True},
 }
-EXACT: dict[str, Any] = {"exact": True, "precisions": ["float64", "float32", "bfloat16"], "compiler": None, "rounds": 1}
-STEPS = CUDA | {"crop_size": 512, "parts": ["memory", "memory_bfloat16"], "starts": 1, "rounds": 20}
+EXACT: dict[str, Any] = {
+    **{"exact": True, "precisions": ["float64", "float32", "bfloat16"], "compiler": None, "rounds": 1},
+    "captured": False,
+}
+STEPS = CUDA | {"crop_size": 512, "parts": ["card"], "starts": 1, "rounds": 20, "warm_up": 4}
 TINY_STEPS: dict[str, Any] = {
-    **{"recipe": None, "crop_size": 48, "crops": 2, "starts": 1, "rounds": 1, "parts": ["memory"], "threads": 1},
+    **{"recipe": None, "crop_size": 48, "crops": 2, "starts": 1, "rounds": 1, "parts": ["card"], "threads": 1},
     **{"compiler": "aot_eager", "overrides": ["body.base_channels=[8,8,16]", "norm.backend=eager"]},
+}
+BODIES: dict[str, dict[str, Any]] = {  # crops: of the first rows of Table 3, on each of four devices
+    "resnext101": {"crops": 4},
+    "wrn38": {
+        "crops": 5,
+        "only": [f"start1/{name}" for name in ("default", CAPTURE, BFLOAT16, f"{BFLOAT16} {CAPTURE}", STANDARD)],
+    },
 }
 PARTS = {  # in the order in which they should be run
     "check": Part(check.BENCHMARK, [{}], {"only": ["trainings"]}),
-    "host": Part(layers.BENCHMARK, [LAYERS | OF_HOST], TINY_LAYERS | OF_HOST | {"backend": "eager"}),
-    "exact": Part(networks.BENCHMARK, [NETWORKS | EXACT | {"images": 8, "image_size": 64}], TINY_NETWORKS | EXACT),
-    "abn": Part(layers.BENCHMARK, [LAYERS], TINY_LAYERS),
-    "networks": Part(networks.BENCHMARK, [NETWORKS], TINY_NETWORKS),
     "steps": Part(
         training.BENCHMARK,
-        [STEPS | {"recipe": f"table3/cityscapes_{b}_inplace_fixed_batch", "crops": n} for b, n in fit.BODIES.items()],
+        [STEPS | {"recipe": f"table3/cityscapes_{body}_inplace_fixed_crop"} | own for body, own in BODIES.items()],
         TINY_STEPS,
     ),
-    "fit": Part(
-        fit.BENCHMARK, [{}], {"device": "cpu", "tiny": True, "only": ["resnext101/inplace/12GiB", "RevNet-104"]}
-    ),
+    "fit": Part(fit.BENCHMARK, [{}], {"device": "cpu", "tiny": True, "only": ["cityscapes_resnext101", "RevNet-104"]}),
+    "abn": Part(layers.BENCHMARK, [LAYERS], TINY_LAYERS),
+    "networks": Part(networks.BENCHMARK, [NETWORKS], TINY_NETWORKS),
     "train": Part(equal_memory.BENCHMARK, [CUDA], {"seeds": [0], "steps": 2, "only": ["standard"]}),
+    "host": Part(layers.BENCHMARK, [LAYERS | OF_HOST], TINY_LAYERS | OF_HOST | {"backend": "eager"}),
+    "exact": Part(networks.BENCHMARK, [NETWORKS | EXACT | {"images": 8, "image_size": 64}], TINY_NETWORKS | EXACT),
     "ranks": Part(ranks.BENCHMARK, [CUDA], {"small": True}),
 }
 
@@ -79,7 +89,7 @@ PARTS = {  # in the order in which they should be run
 class GpuArguments:
     out: str = MISSING  # folder for gpu_PART.json, its page and its picture
     measure: bool = True  # false: make page and picture from DIR/gpu_PART.json, without a GPU
-    part: str = key(MISSING, one_of=tuple(PARTS))  # check, host, exact, abn, networks, steps, fit, train or ranks
+    part: str = key(MISSING, one_of=tuple(PARTS))  # check, steps, fit, abn, networks, train, host, exact or ranks
     only: list[str] = field(default_factory=list)  # items of the part, or what their names begin with up to a slash
     camvid: str | None = None  # folder of CamVid, which part=train needs
     minutes: float = key(7.8, above=0)  # after which the item being measured is stopped

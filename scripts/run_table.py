@@ -127,7 +127,9 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
         if fitting:
             file = Path(weights[fitting[-1]])
             options.append(override(name, file))
-            options += ["init.format=released"] if name == "init.weights" and file.is_file() and released_file(file) else []
+            options += (
+                ["init.format=released"] if name == "init.weights" and file.is_file() and released_file(file) else []
+            )
         elif not is_given:
             network = experiment.split("/")[1].removeprefix(f"{config.data.name}_")
             missing.append(f"weights={{{network}: FILE}}")

@@ -1,11 +1,12 @@
-"""The largest minibatch that really fits into a CUDA device, compared with the plan:
+"""The largest training steps that really fit into a CUDA device, compared with the plan:
 
     python -m scripts.evidence.fit out=FILE.json
-    python -m scripts.evidence.fit only=[resnext101/std/12GiB] out=FILE.json
+    python -m scripts.evidence.fit only=[cityscapes_resnext101] out=FILE.json
     python -m scripts.evidence.fit limits=[24GiB] out=FILE.json
 
-Networks of Table 3 on 512x512 crops, three float32 steps, and RevNet's claims on 224x224 images. A 12GiB device
-is emulated by a limit on PyTorch's allocator, less CUDA's context.
+For each network and dataset of the paper's Table 3: the most crops of the first row's size with standard and with
+in-place norms, and the largest crops with in-place norms; and RevNet's claims on 224x224 images. Three float32 steps
+must fit. A 12GiB device is emulated by a limit on PyTorch's allocator, less CUDA's context.
 """
 
 import gc
@@ -27,8 +28,9 @@ from scripts.plan_memory import CLAIMS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, MIB, Rows
 
-BODIES = {"resnext101": 4, "wrn38": 5}  # of Table 3: crops on each of four devices, as in the first rows
-FEWEST = 2  # crops: the pooled branch of the head needs two
+TABLE3 = [f"{data}_{body}" for body in ("resnext101", "wrn38") for data in ("cityscapes", "coco_stuff")]
+ROWS = {"std": "std", "inplace": "inplace_fixed_crop", "inplace/size": "inplace_fixed_batch"}  # of Table 3
+FEWEST, SMALLEST, STRIDE = 2, 256, 8  # crops: the head's pooled branch needs two; pixels
 TINY = {  # smaller networks of the same kind
     "resnext101": ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8"),
     "RevNet-104": ("body=revnet_tiny",),
@@ -38,36 +40,36 @@ TINY = {  # smaller networks of the same kind
 @dataclass
 class FitArguments(frame.DeviceArguments):
     device: str = "cuda"
-    limits: list[str] = field(default_factory=lambda: ["12GiB", "card"])
+    limits: list[str] = field(default_factory=lambda: ["12GiB"])  # or card: all of the device's memory
     tiny: bool = False  # tiny networks of `TINY`, and no limit: a rehearsal of every line, also on a CPU
 
 
 def items(arguments: FitArguments) -> dict[str, tuple]:
-    found: list[tuple] = [
-        (*case[1:], case[0]) for case in itertools.product(arguments.limits, BODIES, ("std", "inplace"))
-    ]
+    found = list(itertools.product(TABLE3, ROWS, arguments.limits))
     found += [(network, "std", arguments.limits[0]) for network in CLAIMS]
     return {"/".join(item): item for item in found}
 
 
 class Trained:
-    """A training on random images; their number may change from step to step."""
+    """A training on random images; their number and size may change from step to step."""
 
-    def __init__(self, arguments: FitArguments, network: str, norm: str):
-        table3 = (f"table3/cityscapes_{network}_std", "data=synthetic", "data.base_size=512", "data.crop_size=512")
-        experiment, *words = CLAIMS.get(network) or (*table3, f"data.crops_per_minibatch={BODIES[network]}")
-        words += ["data.crop_size=48", "norm.backend=eager", *TINY[network]] if arguments.tiny else []
+    def __init__(self, arguments: FitArguments, network: str, kind: str):
+        row, *words = CLAIMS.get(network) or (f"table3/{network}_{ROWS[kind]}",)
+        if arguments.tiny:
+            body = network.split("_")[-1]
+            words += ["data.crop_size=48", "norm.backend=eager", *TINY[body]]
         trainer = (f"trainer.device={arguments.device}", "trainer.precision=float32", "trainer.accumulation_steps=1")
-        self.config = papers.configured_as(experiment, f"norm={norm}", *words, *trainer)
+        self.config = papers.configured_as(row, *words, *trainer)
+        self.row_crops = self.config.data.crops_per_minibatch // papers.devices_of(row)
         assemble.arithmetic(self.config.trainer)
         self.task, self.world = TASKS[self.config.task], World(device=torch.device(arguments.device))
         make = partial(assemble.network_of, self.config, planner.classes_of(self.config.data))
         self.learner = setup.learner(self.config, make, ENDLESS, self.world)
         self.loss = self.task.loss(self.config)
 
-    def steps_peak(self, crops: int, allowed: int) -> int:
+    def steps_peak(self, crops: int, size: int, allowed: int) -> int:
         """Bytes that the allocator takes for three steps; more than `allowed` if they do not fit."""
-        device, size = self.world.device, self.config.data.crop_size
+        device = self.world.device
         self.learner.network.zero_grad()
         gc.collect()
         if device.type == "cuda":
@@ -85,28 +87,36 @@ class Trained:
         return torch.cuda.max_memory_reserved() if device.type == "cuda" else crops * size**2 * 6000  # about
 
 
-def measure(arguments: FitArguments, network: str, norm: str, limit: str) -> Rows:
-    """The largest batch with which three steps run in `limit`.
+def measure(arguments: FitArguments, network: str, kind: str, limit: str) -> Rows:
+    """The largest number or size of crops with which three steps run in `limit`.
 
-    {"network", "norm", "limit", "most crops", "planned GiB": of the step found, "allocated GiB": its peak,
-    "reserved GiB": of the allocator}
+    {"network", "norm", "limit", "grows": crops or pixels, "the row's": of Table 3, on one of four devices, "most":
+    that fit, "planned GiB": of the step found, "allocated GiB": its peak, "reserved GiB": of the allocator}
     """
-    trained, cuda = Trained(arguments, network, norm), arguments.device == "cuda"
+    trained, cuda = Trained(arguments, network, kind), arguments.device == "cuda"
     allowed = _limited(limit, trained) if cuda else 200 * MIB
-    row: dict = {"network": network, "norm": norm, "limit": limit}
-    found = largest(lambda crops: trained.steps_peak(crops, allowed), allowed, FEWEST, 1, power=1)
+    data, in_size = trained.config.data, kind == "inplace/size"
+    row: dict = {"network": network, "norm": trained.config.norm.name, "limit": limit}
+    row["grows"] = "pixels" if in_size else "crops"
+    row["the row's"] = data.crop_size if in_size else trained.row_crops
+
+    def shape(value: int) -> tuple[int, int]:
+        return (trained.row_crops, value) if in_size else (value, data.crop_size)
+
+    smallest, step, power = (48 if arguments.tiny else SMALLEST, STRIDE, 2) if in_size else (FEWEST, 1, 1)
+    found = largest(lambda value: trained.steps_peak(*shape(value), allowed), allowed, smallest, step, power)
     if found is None:
-        return [{**row, "reason": f"not even {FEWEST} fit"}]
-    trained.steps_peak(found, allowed)  # the device's counters are of this step
+        return [{**row, "reason": f"not even {smallest} fit"}]
+    trained.steps_peak(*shape(found), allowed)  # the device's counters are of this step
     counted = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
-    planned = planner.step_memory(trained.config, found, trained.config.data.crop_size).peak
+    planned = planner.step_memory(trained.config, *shape(found)).peak
     sizes = zip(("planned", "allocated", "reserved"), (planned, *counted), strict=True)
-    return [{**row, "most crops": found, **{f"{name} GiB": round(size / GIB, 3) for name, size in sizes}}]
+    return [{**row, "most": found, **{f"{name} GiB": round(size / GIB, 3) for name, size in sizes}}]
 
 
 def _limited(limit: str, trained: Trained) -> int:
     """Limit this process to what a device of `limit` would leave after CUDA's context; return the bytes left."""
-    trained.steps_peak(FEWEST, 0)  # loads the libraries
+    trained.steps_peak(FEWEST, trained.config.data.crop_size // 2, 0)  # loads the libraries
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()
     allowed = min(total if limit == "card" else bytes_of(limit) or 0, total) - context

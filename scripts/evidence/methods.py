@@ -17,11 +17,12 @@ from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence.zoo import blocks_of
 from scripts.reports.frame import reason
 from scripts.reports.markdown import Rows
-from scripts.reports.measuring import autocast, compiled, timed
+from scripts.reports.measuring import autocast, captured, compiled, timed
 
 PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
 ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
 METHODS = (PLAIN, RECOMPUTED, BLOCKS, ON_CPU, COMPILED, BUDGET)
+AS_GRAPH = ", captured"  # in the name of a step that runs as a CUDA graph
 WITH_COMPILER = ("resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny", "vit_b_16")
 FLOAT64 = "float64"
 WARM_UP_STEPS = 3  # before a peak is measured: the third corrects a plan, which no step does under the profiler
@@ -52,13 +53,16 @@ def training_step(network: nn.Module, inputs: Tensor, precision: str) -> None:
     loss.backward()
 
 
-def forward_of(network: nn.Module, method: str, compiler: str | None = None) -> Forward:
-    """A network's forward pass by one of the methods. This may change the network."""
+def forward_of(network: nn.Module, method: str, compiler: str | None = None, draws: bool = True) -> Forward:
+    """A network's forward pass by one of the methods. This may change the network.
+
+    draws: checkpoints set the state of random numbers back; in a CUDA graph they must not.
+    """
     if method == RECOMPUTED:
         return recompute_activations(network)
     if method == BLOCKS:
         for block in blocks_of(network):
-            block.forward = partial(checkpointed, block.forward)
+            block.forward = partial(checkpointed, block.forward, draws)
     elif method == ON_CPU:
         return partial(_saved_on_cpu, network)
     elif method in (COMPILED, BUDGET):
@@ -67,7 +71,7 @@ def forward_of(network: nn.Module, method: str, compiler: str | None = None) -> 
     return network
 
 
-def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpointed(forward: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any) -> Any:
     """A block that keeps only its inputs. They are passed one by one, so that those in lists also count as kept."""
     leaves, structure = tree_flatten((args, kwargs))
 
@@ -75,7 +79,7 @@ def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_unflatten(leaves, structure)
         return forward(*args, **kwargs)
 
-    return checkpoint(run, *leaves, use_reentrant=False)
+    return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=draws)
 
 
 def _saved_on_cpu(network: nn.Module, inputs: Tensor) -> object:
@@ -142,6 +146,18 @@ class Compared:
             if method == PLAIN:  # nothing to compare with
                 raise
             self.failed.append({**self.common, "method": method, "reason": reason(error)})
+
+    def add_captured(self, method: str, network: Trained) -> None:
+        """Add a method's step as a CUDA graph, which is only timed: its memory is the graph's own."""
+        if method not in self.rows:
+            return
+        step, device = partial(training_step, network, self.inputs, self.precision), self.inputs.device.type
+        try:
+            step()  # gradients exist
+            self.steps[method + AS_GRAPH] = captured(step, device)
+            self.rows[method + AS_GRAPH] = {**self.common, "method": method + AS_GRAPH}
+        except Exception as error:  # e.g. random numbers under checkpoints
+            self.failed.append({**self.common, "method": method + AS_GRAPH, "reason": reason(error)})
 
     def timed(self, rounds: int) -> Rows:
         times_ms = timed(self.steps, rounds, self.inputs.device.type)

@@ -20,7 +20,18 @@ from torch import nn
 from engine.schema.keys import key
 from keepless import plan, recompute_activations
 from scripts.evidence import methods, zoo
-from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, FLOAT64, ON_CPU, PLAIN, RECOMPUTED, Compared, Trained
+from scripts.evidence.methods import (
+    AS_GRAPH,
+    BLOCKS,
+    BUDGET,
+    COMPILED,
+    FLOAT64,
+    ON_CPU,
+    PLAIN,
+    RECOMPUTED,
+    Compared,
+    Trained,
+)
 from scripts.evidence.zoo import NETWORKS
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
@@ -41,6 +52,7 @@ class NetworksArguments(frame.TimedArguments):
     precisions: list[str] = key(["float32"], one_of=(FLOAT64, *PRECISIONS))  # bfloat16 is autocast
     shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the plain network's peak: budgets
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
+    captured: bool = False  # also time steps as CUDA graphs, where the host's time does not count
     exact: bool = False  # also compare gradients with the plain network's in float64, without tf32
 
 
@@ -64,6 +76,9 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
         for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
             network = copy.deepcopy(plain)
             compared.add(method, Trained(network, methods.forward_of(network, method, arguments.compiler)))
+            if arguments.captured and method in (PLAIN, RECOMPUTED, BLOCKS):
+                network = copy.deepcopy(plain)
+                compared.add_captured(method, Trained(network, methods.forward_of(network, method, draws=False)))
         try:
             within_budgets(arguments, compared, plain)
         except Exception as error:  # e.g. a network without a plan
@@ -93,6 +108,8 @@ def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.M
         # The budget for a limit of time is the peak of the plan.
         peak = next((row.peak for row in planned.rows if budget in (row.budget, row.peak)), planned.least)
         compared.add(label, trained, budget=budget if budget >= planned.least else None, planned_bytes=peak)
+        if arguments.captured:
+            compared.add_captured(label, trained)
 
 
 Networks = dict[str, dict[str, dict]]  # rows by network and method
@@ -191,6 +208,16 @@ def _of_plans(networks: Networks) -> Iterator[str]:
                 f"- With the {asked}, a step takes {medians}. Neither peak nor time is above the rival's in "
                 f"{len(own) - len(behind)} of {len(own)}. The others, relative to the rival: {others}."
             )
+    graphs = {
+        name: [_time(rows, each + AS_GRAPH, PLAIN + AS_GRAPH) for each in (AS_BLOCKS, BLOCKS)]
+        for name, rows in networks.items()
+        if {AS_BLOCKS + AS_GRAPH, BLOCKS + AS_GRAPH, PLAIN + AS_GRAPH} <= rows.keys()
+    }
+    if graphs:
+        each = ", ".join(f"{name} {ours:.2f} and {theirs:.2f}" for name, (ours, theirs) in graphs.items())
+        yield (
+            f"- As CUDA graphs, with the {AS_BLOCKS} and with *{BLOCKS}*, relative to a captured plain step: {each}."
+        )
     shares = [_ratio(rows, IN_TIME_OF_BLOCKS, "peak_bytes") for rows in networks.values() if IN_TIME_OF_BLOCKS in rows]
     if shares:
         yield f"- In the {IN_TIME_OF_BLOCKS}, the median peak is {statistics.median(shares):.2f} of plain."
@@ -206,7 +233,7 @@ COLUMNS: Columns = [
     ("kept, MiB", lambda row: mib(row.get("kept_bytes"))),
     ("/ plain", lambda row: md.relative(row, PLAIN, "kept_bytes")),
     ("planned, MiB", lambda row: mib(row.get("planned_bytes"))),
-    ("peak, MiB", lambda row: mib(row["peak_bytes"])),
+    ("peak, MiB", lambda row: mib(row.get("peak_bytes"))),
     ("/ plain", lambda row: md.relative(row, PLAIN, "peak_bytes")),
     ("step, ms", lambda row: f"{md.median_ms(row):.0f}"),
     ("/ plain", lambda row: md.relative_time(row, PLAIN)),

@@ -52,6 +52,7 @@ DEFAULT = "default"
 LONG = 100_000  # steps, more than a benchmark takes
 PLAIN = Switch((), title=DEFAULT)
 COMPILE, STANDARD, BFLOAT16 = "trainer.compile=true", "norm=std", "trainer.precision=bfloat16"
+CAPTURE, FULL_FLOAT32 = "trainer.capture=true", "trainer.tf32=false"
 RECOMPUTE = [f"trainer.recompute={choice}" for choice in ("activations", "blocks", "sqrt")]
 GROUPS = {
     "switches": (
@@ -82,6 +83,15 @@ GROUPS = {
         Switch((BFLOAT16, COMPILE)),
         Switch((STANDARD,)),
         Switch((STANDARD, COMPILE)),
+    ),
+    "card": (  # what a CUDA device is for: matrix units, and a host that does not hold it back
+        PLAIN,
+        Switch((CAPTURE,)),
+        Switch((BFLOAT16,)),
+        Switch((BFLOAT16, CAPTURE)),
+        *(Switch((STANDARD, *own)) for own in ((FULL_FLOAT32,), (), (BFLOAT16,), (BFLOAT16, CAPTURE))),
+        *(Switch((BFLOAT16, RECOMPUTE[1], *own)) for own in ((), (CAPTURE,))),
+        Switch((STANDARD, BFLOAT16, COMPILE)),
     ),
     **{  # every way to save memory, and standard norms; the compiled ones take minutes to compile
         group: tuple(
@@ -146,19 +156,26 @@ class Training:
         return round(1e3 * (time.perf_counter() - started_s), 3)
 
     def warm_up(self, steps: int) -> dict:
-        """Seconds of the first step, which compiles."""
+        """Seconds of the first step, which compiles; then micro-batches are captured, if the switch says so."""
         first_step_s = round(self.step() / 1e3, 2)
         for _ in range(steps - 1):
+            self.step()
+        if self.learner.captured is not None:
+            self.learner.captured.begin()
             self.step()
         return {"first_step_s": first_step_s}
 
     def facts(self) -> dict:
         """Everything but times: memory, and the mean loss of all minibatches after the first step."""
         process_mib = round(peak_memory_mib(torch.device("cpu")), 1)
-        self.learner.network.zero_grad()  # so that the step's own gradients are in its peak
+        is_cuda, captured = self.world.device.type == "cuda", self.learner.captured is not None
+        reserved = {"reserved_bytes": torch.cuda.max_memory_reserved()} if is_cuda else {}
+        if not captured:
+            self.learner.network.zero_grad()  # so that the step's own gradients are in its peak
         return {
-            "saved_bytes": self.saved_bytes(),
-            "peak_bytes": peak_bytes(self.step, self.world.device),
+            "saved_bytes": None if captured else self.saved_bytes(),
+            "peak_bytes": None if captured else peak_bytes(self.step, self.world.device),  # a graph has its own pool
+            **reserved,
             "process_mib": process_mib,
             "loss": round(statistics.mean(self.losses[1 : 1 + MINIBATCHES]), 5),
         }
@@ -306,6 +323,7 @@ SWITCHES: Columns = [
     ("time / default", spread),
     ("saved, MiB", lambda row: mib(row["own"][0]["saved_bytes"])),
     ("peak, MiB", lambda row: mib(row["own"][0]["peak_bytes"])),
+    ("reserved, MiB", lambda row: mib(row["own"][0].get("reserved_bytes"))),
     ("process, MiB", lambda row: f"{row['own'][0]['process_mib']:.0f}"),
     ("first step, s", lambda row: " and ".join(f"{own['first_step_s']:.0f}" for own in row["own"])),
     ("loss", lambda row: f"{row['own'][0]['loss']:.4f}"),

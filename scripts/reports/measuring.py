@@ -18,6 +18,7 @@ from keepless.torch_internals import compile_within
 
 Step = Callable[[], object]
 PRECISIONS = ("float32", "bfloat16")
+WARM_UP_STEPS = 3  # before a step is captured: libraries choose algorithms, and budgets get their plans
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -58,8 +59,33 @@ def operations_of(step: Step) -> int:
 
 
 def autocast(device_type: str, precision: str) -> torch.autocast:
-    """Context of one of `PRECISIONS`."""
-    return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bfloat16")
+    """Context of one of `PRECISIONS`. Inside of a CUDA graph, weights are cast again in every replay."""
+    is_captured = device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return torch.autocast(device_type, torch.bfloat16, precision == "bfloat16", cache_enabled=not is_captured)
+
+
+def captured(step: Step, device: str) -> Step:
+    """Replays a step as a CUDA graph. On a CPU, where a rehearsal runs, it is the step itself.
+
+    Graphs share their memory: none may use what another has computed.
+    """
+    if device != "cuda":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_pool(), stream=stream):
+        step()
+    return graph.replay
+
+
+@functools.cache
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
 
 
 def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:
