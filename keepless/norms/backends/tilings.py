@@ -10,6 +10,7 @@ MAX_PARTS = 256  # per channel; each program of pass 2 combines them
 
 BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
 ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is one access, with an address and a mask in registers
+WHOLE = 128 * 14 * 14  # elements of a channel that one program sweeps twice, instead of two kernels; see `is_whole`
 
 
 class Tiling(NamedTuple):
@@ -67,59 +68,83 @@ class Tiling(NamedTuple):
         return self._replace(tiles_per_part=share, parts=_cdiv(tiles, share))
 
 
+def is_whole(shape: tuple[int, int, int]) -> bool:
+    """Whether one program takes whole channels, so that one kernel is a pass: 128 maps of 14x14, or as many elements.
+
+    Its second sweep finds in the caches what the first has read: 100 KB forward and 200 KB backward in float32. Such a
+    kernel takes less time than it takes to launch another. channels_last: a quarter, because a program has several
+    channels.
+    """
+    n, _, length = shape
+    return n * length <= (WHOLE if length > 1 else WHOLE // 4)
+
+
 @cache
-def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int) -> Tiling:
+def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int, whole: bool = False) -> Tiling:
     """Tiling for kernels that read `reads` tensors (N, C, L): one forward, two backward.
 
-    `itemsize`: bytes per element. `processors`: multiprocessors of the device. On an H100 each moves 25 GB/s and waits
-    about 0.7 us for memory, so 18 KB of requests must be in flight, and about twice as much with pauses for arithmetic.
-    Resident threads request 64 bytes of each tensor: at least 40 KB forward, 64 KB backward (contiguous half-precision
-    maps of odd size: half as much). Backward needs more registers, so fewer threads are resident.
-
-    Contiguous (L > 1): programs of 128 threads and one channel. As tensors grow, programs first take more tiles (up to
-    eight), then there are more programs (up to four times as many), then programs take more than eight tiles; or as few
-    as half of them, if more of the last programs then run at the same time.
-    channels_last (L = 1): one program per multiprocessor, because each combines the parts of all its channels.
+    `itemsize`: bytes per element. `processors`: multiprocessors of the device. `whole`: a program takes whole channels.
     """
     n, c, length = shape
     if length >= 2**31:  # kernels count the pixels of a map in 32 bits
         raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
     vector = 16 // itemsize
     align = math.gcd(length, vector)
-    if length > 1:
-        threads, resident = 128, 5 if reads == 1 else 4
-        block_c, block_l = 1, _block_l(length)
-        per_thread = min(BYTES_PER_THREAD // itemsize, ACCESSES_PER_THREAD * align)
-    else:
-        threads, resident = 1024 if reads == 1 else 512, 1
-        block_c, block_l = min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
-        per_thread = BYTES_PER_THREAD // itemsize
+    threads, resident, per_thread, block_c = _table(length, c, itemsize, reads, whole)
+    block_l = _block_l(length) if length > 1 else 1
     block_n = min(_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
     while block_n > 1 and block_n * c * length >= 2**31:  # offsets within a tile have 32 bits
         block_n //= 2
     blocks = _cdiv(c, block_c)
     programs = resident * processors
-    if length == 1:  # four tiles per program, if each thread still gets a vector
+    if length == 1 and not whole:  # four tiles per program, if each thread still gets a vector
         while block_n * block_c > threads * vector and _cdiv(n, block_n) < 4 * _cdiv(programs, blocks):
             block_n //= 2
     size = block_n * block_c * block_l
-    threads = max(32, min(threads, size // vector))
+    most, threads = threads, max(32, min(threads, size // (per_thread if whole else vector)))
 
     tiles = _cdiv(n, block_n) * _cdiv(length, block_l)
     # channels_last: one wave of programs is best if `blocks` divide it well; else up to four waves have smaller parts.
     shares = [max(_cdiv(tiles, max(1, waves * programs // blocks)), _cdiv(tiles, MAX_PARTS)) for waves in (1, 2, 3, 4)]
-    share = _fullest(shares, tiles, blocks, programs)
+    share = tiles if whole else _fullest(shares, tiles, blocks, programs)
     found = Tiling(
         shape=shape,
         align=align,
         tile=(block_n, block_c, block_l),
         num_warps=threads // 32,
-        resident=resident,
+        resident=most // threads if whole else resident,
         fold=max(1, size // (threads * vector)),
         tiles_per_part=share,
         parts=_cdiv(tiles, share),
     )
-    return found.shared_by(programs)
+    return found if whole else found.shared_by(programs)
+
+
+def _table(length: int, c: int, itemsize: int, reads: int, whole: bool) -> tuple[int, int, int, int]:
+    """Most threads of a program, programs resident on a multiprocessor, elements per thread in a tile, and channels.
+
+    On an H100 each multiprocessor moves 25 GB/s and waits about 0.7 us for memory, so 18 KB of requests must be in
+    flight, and about twice as much with pauses for arithmetic. Resident threads request 64 bytes of each tensor: at
+    least 40 KB forward, 64 KB backward (contiguous half-precision maps of odd size: half as much). Backward needs more
+    registers, so fewer threads are resident.
+
+    Contiguous (L > 1): programs of 128 threads and one channel. As tensors grow, programs first take more tiles (up to
+    eight), then there are more programs (up to four times as many), then programs take more than eight tiles; or as few
+    as half of them, if more of the last programs then run at the same time.
+    channels_last (L = 1): one program per multiprocessor, because each combines the parts of all its channels.
+    Whole channels: as many threads as a channel can use. Two sweeps need more registers, so a thread has at most 16
+    elements, and forward half as many accesses. channels_last: 32 bytes of channels, the least that memory transfers.
+    """
+    most, per_thread, accesses = 1024 if reads == 1 else 512, BYTES_PER_THREAD // itemsize, ACCESSES_PER_THREAD
+    if whole:
+        per_thread, accesses = min(per_thread, 16), accesses // 2 if reads == 1 else accesses
+    if length > 1:
+        per_thread = min(per_thread, accesses * math.gcd(length, 16 // itemsize))
+    if whole:
+        return most, 1, per_thread, 1 if length > 1 else min(_power_of_2(c), 32 // itemsize)
+    if length > 1:
+        return 128, 5 if reads == 1 else 4, per_thread, 1
+    return most, 1, per_thread, min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32)
 
 
 def _fullest(shares: Sequence[int], tiles: int, blocks: int, programs: int) -> int:

@@ -1,26 +1,30 @@
-"""BN + ACT in Triton: two kernels forward and two backward, each one sweep over the pixels.
+"""BN + ACT in Triton: two kernels forward and two backward, each one sweep over the pixels; small maps: one and one.
 
 A tensor is (N, C, L) in memory: contiguous (N, C, *spatial) is (N, C, prod(spatial)), channels_last is
 (N * prod(spatial), C, 1), and element (n, c, l) lies at (n * C + c) * L + l in both. All kernels walk it in tiles of
 BLOCK_N x BLOCK_C x BLOCK_L elements: one channel and a run of L where L is contiguous, a run of channels where L is 1.
 
-    forward   pass 1: x -> partials: mean and squared deviations per part  pass 2: x, partials -> z, mean, invstd
+    forward   pass 1: x -> partials: mean and variance per part            pass 2: x, partials -> z, mean, invstd
     backward  pass 1: v, dz -> partials: sums per part                     pass 2: v, dz, partials -> dx, dgamma, dbeta
 
 A channel's tiles are split over `parts` programs, so even a few channels can fill a device. Pass 2 has the same
 programs. Each first combines the parts of its channels, always in the same order; only the program of part 0 writes
 per-channel results, which no other program reads. Pass 2 walks backwards, because pass 1 left the end in the caches.
+Where one program can take whole channels (`tilings.is_whole`), it makes both sweeps, and nothing is partial.
 
 Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential use the device's
 fast instructions, accurate to a few units in the last place.
 """
 
-# Over 400 lines: kernels and launches are read together. In order: activations, tiles and parts, kernels, launches.
+# Over 400 lines: kernels and launches are read together. In order: activations, tiles and parts, sweeps, vectors,
+# kernels, launches.
 
 # Triton reads a kernel's annotations as types to compile for, so only compile-time constants have them.
 # mypy: allow-untyped-defs
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,7 +35,7 @@ from torch import Tensor
 
 from ...torch_internals import triton_is_interpreted
 from .interface import Affine, Backend, BackwardInputs, Running
-from .tilings import Tiling, tiling
+from .tilings import Tiling, is_whole, tiling
 
 INTERPRETED = triton_is_interpreted()  # kernels then run on CPU tensors only, slowly
 
@@ -129,9 +133,15 @@ def _tile(tile, block, N, C, L, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BL
 
 
 @triton.jit
+def _tiles(N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Tiles of a block of channels."""
+    return (N + BLOCK_N - 1) // BLOCK_N * ((L + BLOCK_L - 1) // BLOCK_L)
+
+
+@triton.jit
 def _part(part, tiles_per_part, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
     """First tile of a part, and one past its last. Empty for parts past the end."""
-    tiles = (N + BLOCK_N - 1) // BLOCK_N * ((L + BLOCK_L - 1) // BLOCK_L)
+    tiles = _tiles(N, L, BLOCK_N, BLOCK_L)
     return tl.minimum(part * tiles_per_part, tiles), tl.minimum((part + 1) * tiles_per_part, tiles)
 
 
@@ -148,6 +158,12 @@ def _elements_before(tile, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
     tiles_l = (L + BLOCK_L - 1) // BLOCK_L
     n = tl.minimum(tile // tiles_l * BLOCK_N, N)
     return n.to(tl.int64) * L + tl.minimum(N - n, BLOCK_N).to(tl.int64) * (tile % tiles_l * BLOCK_L)
+
+
+@triton.jit
+def _count(N, L):
+    """Elements of a channel, as float32."""
+    return (N.to(tl.int64) * L).to(tl.float32)
 
 
 @triton.jit
@@ -197,38 +213,31 @@ def _load_partials(partials, parts, channels, C, PARTS: tl.constexpr):
 
 @triton.jit
 def _combine_moments(
-    partials, parts, channels, tiles_per_part, N, C, L, count,
+    partials, parts, channels, tiles_per_part, N, C, L,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Mean and biased variance of whole channels, from their parts (Chan, Golub and LeVeque 1979)."""
-    means, deviations = _load_partials(partials, parts, channels, C, PARTS)
+    means, variances = _load_partials(partials, parts, channels, C, PARTS)
     first, end = _part(tl.arange(0, PARTS)[:, None, None], tiles_per_part, N, L, BLOCK_N, BLOCK_L)
-    weights = _elements(first, end, N, L, BLOCK_N, BLOCK_L) / count
+    weights = _elements(first, end, N, L, BLOCK_N, BLOCK_L) / _count(N, L)
     mean = _sum(weights * means, BLOCK_C)
     apart = means - mean
-    return mean, _sum(deviations / count + weights * apart * apart, BLOCK_C)
+    return mean, _sum(weights * (variances + apart * apart), BLOCK_C)
 
 
-# ---- Kernels, on a tensor (N, C, L) with L = length * ALIGN and count = N * L ----
-
-_kernel = triton.jit(do_not_specialize=["N", "tiles_per_part", "parts"])  # no recompilation for N = 1, 16, …
+# ---- Sweeps over the tiles first … end - 1 of a block of channels ----
 
 
-@_kernel
-def _partial_moments_kernel(
-    x, partials, N, C, length, tiles_per_part, parts,
-    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+@triton.jit
+def _sweep_moments(
+    x, block, first, end, N, C, L,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """partials (2, parts, C): mean, and sum of squared deviations from it. Traffic: 1 read of x.
+    """Mean and biased variance. Traffic: 1 read of x.
 
-    Sums are taken of x - shift, where shift is the mean of the part's first tile. Whatever the channel's mean,
-    cancellation then costs at most a factor of tiles per part.
+    Sums are taken of x - shift, where shift is the mean of the first tile. Whatever the channel's mean, cancellation
+    then costs at most a factor of the number of tiles.
     """
-    L = length * ALIGN
-    blocks = (C + BLOCK_C - 1) // BLOCK_C
-    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
-
     start, offsets, mask = _tile(first, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
     values = tl.load(x + start + offsets, mask, 0.0).to(tl.float32)
     shift = _sum(_fold(values, FOLD), BLOCK_C) / _elements(first, first + 1, N, L, BLOCK_N, BLOCK_L)
@@ -244,23 +253,181 @@ def _partial_moments_kernel(
 
     count = _elements(first, end, N, L, BLOCK_N, BLOCK_L)
     mean = _sum(sums, BLOCK_C) / count
-    deviations = tl.maximum(_sum(squares, BLOCK_C) - count * mean * mean, 0.0)
+    return shift + mean, tl.maximum(_sum(squares, BLOCK_C) / count - mean * mean, 0.0)
+
+
+@triton.jit
+def _sweep_output(
+    x, z, block, first, end, centre, scale, shift, param, N, C, L,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """z = phi((x - centre) * scale + shift), from the last tile to the first. Traffic: 1 read of x, 1 write of z."""
+    for step in range(first, end):
+        start, offsets, mask = _tile(first + end - 1 - step, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(x + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        values = _activate((values - centre) * scale + shift, param, ACTIVATION)
+        tl.store(z + start + offsets, values.to(z.dtype.element_ty), mask)
+
+
+@triton.jit
+def _x_hat_and_dy(
+    values, dz, vectors, param,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+):  # fmt: skip
+    """x_hat and dL/dy from the values of `BackwardInputs` and dL/dz, all float32. `vectors`: see `_load_vectors`."""
+    offset, factor, gamma, beta = vectors
+    if IS_OUTPUT:
+        z = values
+        x_hat = (_invert_activation(z, param, ACTIVATION, GAP) - offset) * factor
+    else:
+        x_hat = (values - offset) * factor
+        z = _activate(gamma * x_hat + beta, param, ACTIVATION)
+    return x_hat, _activation_backward(z, dz, param, ACTIVATION)
+
+
+@triton.jit
+def _sweep_sums(
+    kept, dz, block, first, end, vectors, param, N, C, L,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """Sums of dL/dy and of dL/dy * x_hat. Traffic: 1 read of kept, 1 of dz."""
+    sum_dy = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
+    sum_dy_x_hat = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
+    for tile in range(first, end):
+        start, offsets, mask = _tile(tile, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(kept + start + offsets, mask, 0.0).to(tl.float32)
+        gradient = tl.load(dz + start + offsets, mask, 0.0).to(tl.float32)  # zero where masked, and so is dy
+        x_hat, dy = _x_hat_and_dy(values, gradient, vectors, param, ACTIVATION, IS_OUTPUT, GAP)
+        sum_dy += _fold(dy, FOLD)
+        sum_dy_x_hat += _fold(dy * x_hat, FOLD)
+    return _sum(sum_dy, BLOCK_C), _sum(sum_dy_x_hat, BLOCK_C)
+
+
+@triton.jit
+def _sweep_gradient(
+    kept, dz, dx, block, first, end, vectors, scale, mean_dy, mean_dy_x_hat, param, N, C, L,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """dx = scale * (dL/dy - mean_dy - x_hat * mean_dy_x_hat), from the last tile to the first.
+
+    Traffic: 1 read of kept, 1 of dz, 1 write of dx.
+    """
+    for step in range(first, end):
+        start, offsets, mask = _tile(first + end - 1 - step, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(kept + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        gradient = tl.load(dz + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        x_hat, dy = _x_hat_and_dy(values, gradient, vectors, param, ACTIVATION, IS_OUTPUT, GAP)
+        tl.store(dx + start + offsets, (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(dx.dtype.element_ty), mask)
+
+
+# ---- Vectors ----
+
+
+@triton.jit
+def _write_statistics(
+    centre, var, mean, invstd, running_mean, running_var, momentum, eps, count, channels, exists
+):  # fmt: skip
+    """Write mean, invstd and the running statistics, if given, of a block of channels."""
+    tl.store(mean + channels, centre, exists)
+    tl.store(invstd + channels, tl.rsqrt(var + eps), exists)
+    if running_mean is not None:
+        old_mean = tl.load(running_mean + channels, exists, 0.0)
+        old_var = tl.load(running_var + channels, exists, 0.0)
+        unbiased = var * (count / (count - 1))
+        # Exact for momentum 1, unlike old + momentum * (new - old).
+        tl.store(running_mean + channels, (1 - momentum) * old_mean + momentum * centre, exists)
+        tl.store(running_var + channels, (1 - momentum) * old_var + momentum * unbiased, exists)
+
+
+@triton.jit
+def _load_vectors(offset, factor, gamma, beta, floor, channels, exists):
+    """offset, factor, floored gamma and beta of `BackwardInputs`, of a block of channels."""
+    gamma, beta = _load_gamma(gamma, channels, exists, floor), tl.load(beta + channels, exists, 0.0)
+    offset = tl.load(offset + channels, exists, 0.0)
+    if factor is None:
+        factor = tl.div_rn(1.0, gamma)
+    else:
+        factor = tl.load(factor + channels, exists, 0.0)
+    return offset, factor, gamma, beta
+
+
+# ---- Kernels, on a tensor (N, C, L) with L = length * ALIGN ----
+
+_kernel = triton.jit(do_not_specialize=["N", "tiles_per_part", "parts"])  # no recompilation for N = 1, 16, …
+
+
+@_kernel
+def _forward_kernel(
+    x, z, mean, invstd, gamma, beta, running_mean, running_var, momentum, eps, floor, param, N, C, length,
+    ACTIVATION: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """Both passes of whole channels. mean, invstd and the running statistics, if given, are outputs."""
+    L, block = length * ALIGN, tl.program_id(0)
     channels = _channels(block, BLOCK_C)
-    tl.store(partials + part * C + channels, shift + mean, channels < C)
-    tl.store(partials + (parts + part) * C + channels, deviations, channels < C)
+    exists = channels < C
+    first, end = tl.full((), 0, tl.int32), _tiles(N, L, BLOCK_N, BLOCK_L)
+    centre, var = _sweep_moments(x, block, first, end, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, FOLD)
+    _write_statistics(
+        centre, var, mean, invstd, running_mean, running_var, momentum, eps, _count(N, L), channels, exists
+    )
+    scale = tl.rsqrt(var + eps) * _load_gamma(gamma, channels, exists, floor)
+    shift = tl.load(beta + channels, exists, 0.0)
+    _sweep_output(x, z, block, first, end, centre, scale, shift, param, N, C, L, ACTIVATION, BLOCK_N, BLOCK_C, BLOCK_L)
+
+
+@_kernel
+def _backward_kernel(
+    kept, dz, dx, offset, factor, gamma, beta, invstd, dbeta, dgamma, floor, param, N, C, length,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """Both passes of whole channels. dbeta and dgamma are outputs."""
+    L, block = length * ALIGN, tl.program_id(0)
+    channels = _channels(block, BLOCK_C)
+    exists = channels < C
+    vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
+    first, end = tl.full((), 0, tl.int32), _tiles(N, L, BLOCK_N, BLOCK_L)
+    sum_dy, sum_dy_x_hat = _sweep_sums(
+        kept, dz, block, first, end, vectors, param, N, C, L,
+        ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L, FOLD,
+    )  # fmt: skip
+    tl.store(dbeta + channels, sum_dy, exists)
+    tl.store(dgamma + channels, sum_dy_x_hat, exists)
+    scale, count = vectors[2] * tl.load(invstd + channels, exists, 0.0), _count(N, L)
+    _sweep_gradient(
+        kept, dz, dx, block, first, end, vectors, scale, sum_dy / count, sum_dy_x_hat / count, param, N, C, L,
+        ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L,
+    )  # fmt: skip
+
+
+@_kernel
+def _partial_moments_kernel(
+    x, partials, N, C, length, tiles_per_part, parts,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """partials (2, parts, C): mean and biased variance."""
+    L = length * ALIGN
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    mean, var = _sweep_moments(x, block, first, end, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, FOLD)
+    channels = _channels(block, BLOCK_C)
+    tl.store(partials + part * C + channels, mean, channels < C)
+    tl.store(partials + (parts + part) * C + channels, var, channels < C)
 
 
 @_kernel
 def _moments_kernel(
-    partials, mean, var, count, N, C, length, tiles_per_part, parts,
+    partials, mean, var, N, C, length, tiles_per_part, parts,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Mean and biased variance (C,) of whole channels; one program per block of channels. Traffic: 2 * parts * C."""
     channels = _channels(tl.program_id(0), BLOCK_C)
     L = length * ALIGN
-    whole = _combine_moments(
-        partials, parts, channels, tiles_per_part, N, C, L, count, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
-    )
+    whole = _combine_moments(partials, parts, channels, tiles_per_part, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, PARTS)
     tl.store(mean + channels, whole[0], channels < C)
     tl.store(var + channels, whole[1], channels < C)
 
@@ -300,12 +467,12 @@ def _joint_statistics_kernel(
 
 @_kernel
 def _normalise_kernel(
-    x, z, mean, invstd, gamma, beta, partials, running_mean, running_var, momentum, eps, floor, param, count,
+    x, z, mean, invstd, gamma, beta, partials, running_mean, running_var, momentum, eps, floor, param,
     N, C, length, tiles_per_part, parts,
     ACTIVATION: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """z = phi(gamma * (x - mean) * invstd + beta). Traffic: 1 read of x, 1 write of z.
+    """z = phi(gamma * (x - mean) * invstd + beta).
 
     With partials, mean and invstd are outputs, and so are the running statistics, if given.
     """
@@ -320,43 +487,17 @@ def _normalise_kernel(
         centre, scale = tl.load(mean + channels, exists, 0.0), tl.load(invstd + channels, exists, 0.0)
     else:
         centre, var = _combine_moments(
-            partials, parts, channels, tiles_per_part, N, C, L, count, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
+            partials, parts, channels, tiles_per_part, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
         )
         scale = tl.rsqrt(var + eps)
         if part == 0:
-            tl.store(mean + channels, centre, exists)
-            tl.store(invstd + channels, scale, exists)
-            if running_mean is not None:
-                old_mean = tl.load(running_mean + channels, exists, 0.0)
-                old_var = tl.load(running_var + channels, exists, 0.0)
-                unbiased = var * (count / (count - 1))
-                # Exact for momentum 1, unlike old + momentum * (new - old).
-                tl.store(running_mean + channels, (1 - momentum) * old_mean + momentum * centre, exists)
-                tl.store(running_var + channels, (1 - momentum) * old_var + momentum * unbiased, exists)
+            _write_statistics(
+                centre, var, mean, invstd, running_mean, running_var, momentum, eps, _count(N, L), channels, exists
+            )
     scale *= _load_gamma(gamma, channels, exists, floor)
     shift = tl.load(beta + channels, exists, 0.0)
-
     first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
-    for step in range(first, end):
-        start, offsets, mask = _tile(first + end - 1 - step, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
-        values = tl.load(x + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-        values = _activate((values - centre) * scale + shift, param, ACTIVATION)
-        tl.store(z + start + offsets, values.to(z.dtype.element_ty), mask)
-
-
-@triton.jit
-def _x_hat_and_dy(
-    values, dz, offset, factor, gamma, beta, param,
-    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
-):  # fmt: skip
-    """x_hat and dL/dy from the values of `BackwardInputs` and dL/dz, all float32."""
-    if IS_OUTPUT:
-        z = values
-        x_hat = (_invert_activation(z, param, ACTIVATION, GAP) - offset) * factor
-    else:
-        x_hat = (values - offset) * factor
-        z = _activate(gamma * x_hat + beta, param, ACTIVATION)
-    return x_hat, _activation_backward(z, dz, param, ACTIVATION)
+    _sweep_output(x, z, block, first, end, centre, scale, shift, param, N, C, L, ACTIVATION, BLOCK_N, BLOCK_C, BLOCK_L)
 
 
 @_kernel
@@ -365,43 +506,30 @@ def _partial_sums_kernel(
     ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """partials (2, parts, C): sums of dL/dy and of dL/dy * x_hat. Traffic: 1 read of kept, 1 of dz."""
+    """partials (2, parts, C): sums of dL/dy and of dL/dy * x_hat."""
     L = length * ALIGN
     blocks = (C + BLOCK_C - 1) // BLOCK_C
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     channels = _channels(block, BLOCK_C)
     exists = channels < C
-    gamma, beta = _load_gamma(gamma, channels, exists, floor), tl.load(beta + channels, exists, 0.0)
-    offset = tl.load(offset + channels, exists, 0.0)
-    if factor is None:
-        factor = tl.div_rn(1.0, gamma)
-    else:
-        factor = tl.load(factor + channels, exists, 0.0)
-
-    sum_dy = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
-    sum_dy_x_hat = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
+    vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
     first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
-    for tile in range(first, end):
-        start, offsets, mask = _tile(tile, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
-        values = tl.load(kept + start + offsets, mask, 0.0).to(tl.float32)
-        gradient = tl.load(dz + start + offsets, mask, 0.0).to(tl.float32)  # zero where masked, and so is dy
-        x_hat, dy = _x_hat_and_dy(values, gradient, offset, factor, gamma, beta, param, ACTIVATION, IS_OUTPUT, GAP)
-        sum_dy += _fold(dy, FOLD)
-        sum_dy_x_hat += _fold(dy * x_hat, FOLD)
-
-    tl.store(partials + part * C + channels, _sum(sum_dy, BLOCK_C), exists)
-    tl.store(partials + (parts + part) * C + channels, _sum(sum_dy_x_hat, BLOCK_C), exists)
+    sum_dy, sum_dy_x_hat = _sweep_sums(
+        kept, dz, block, first, end, vectors, param, N, C, L,
+        ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L, FOLD,
+    )  # fmt: skip
+    tl.store(partials + part * C + channels, sum_dy, exists)
+    tl.store(partials + (parts + part) * C + channels, sum_dy_x_hat, exists)
 
 
 @_kernel
 def _input_gradient_kernel(
     kept, dz, dx, offset, factor, gamma, beta, invstd, mean_dy, mean_dy_x_hat, partials, dbeta, dgamma, floor, param,
-    count,
     N, C, length, tiles_per_part, parts,
     ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dx = gamma * invstd * (dL/dy - mean_dy - x_hat * mean_dy_x_hat). Traffic: 1 read of kept, 1 of dz, 1 write of dx.
+    """dx = gamma * invstd * (dL/dy - mean_dy - x_hat * mean_dy_x_hat).
 
     With partials, the means are computed from them, and dbeta and dgamma are outputs.
     """
@@ -422,22 +550,15 @@ def _input_gradient_kernel(
         if part == 0:
             tl.store(dbeta + channels, sum_dy, exists)
             tl.store(dgamma + channels, sum_dy_x_hat, exists)
+        count = _count(N, L)
         mean_dy, mean_dy_x_hat = sum_dy / count, sum_dy_x_hat / count
-    gamma, beta = _load_gamma(gamma, channels, exists, floor), tl.load(beta + channels, exists, 0.0)
-    offset = tl.load(offset + channels, exists, 0.0)
-    if factor is None:
-        factor = tl.div_rn(1.0, gamma)
-    else:
-        factor = tl.load(factor + channels, exists, 0.0)
-    scale = gamma * tl.load(invstd + channels, exists, 0.0)
-
+    vectors = _load_vectors(offset, factor, gamma, beta, floor, channels, exists)
+    scale = vectors[2] * tl.load(invstd + channels, exists, 0.0)
     first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
-    for step in range(first, end):
-        start, offsets, mask = _tile(first + end - 1 - step, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
-        values = tl.load(kept + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-        gradient = tl.load(dz + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-        x_hat, dy = _x_hat_and_dy(values, gradient, offset, factor, gamma, beta, param, ACTIVATION, IS_OUTPUT, GAP)
-        tl.store(dx + start + offsets, (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(dx.dtype.element_ty), mask)
+    _sweep_gradient(
+        kept, dz, dx, block, first, end, vectors, scale, mean_dy, mean_dy_x_hat, param, N, C, L,
+        ACTIVATION, IS_OUTPUT, GAP, BLOCK_N, BLOCK_C, BLOCK_L,
+    )  # fmt: skip
 
 
 # ---- Launches ----
@@ -450,27 +571,42 @@ def _key(x: Tensor) -> Key:
     return x.shape, x.is_contiguous(), x.dtype, x.device
 
 
-class Launch(NamedTuple):
-    """A kernel, with its arguments except tensors and floats."""
+@dataclass(slots=True)
+class Launch:
+    """A kernel, with its arguments except tensors and floats. It is for one device."""
 
     kernel: Any
     programs: int
     sizes: tuple[int, ...]
     constants: dict[str, Any]  # compile-time constants
     options: dict[str, Any]  # of compilation, e.g. num_warps
+    # What launches the compiled kernel, by the alignment of the tensors and which of them are None, for which it was
+    # compiled. Triton finds it from all arguments at each launch, which takes several times as long as launching it.
+    compiled: dict[tuple[int | None, ...], Callable[..., None]] = field(default_factory=dict)
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
-        """Launch the kernel on the current stream of the first tensor's device."""
-        with torch.cuda.device_of(next(tensor for tensor in tensors if tensor is not None)):
-            self.kernel[self.programs,](*tensors, *floats, *self.sizes, **self.constants, **self.options)
+        """Launch the kernel on the current stream of the first tensor's device. The first is not None."""
+        first = tensors[0]
+        assert first is not None
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device_of(first):
+                return self(tensors, floats)
+        alignment = tuple([None if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
+        launch = self.compiled.get(alignment)
+        if launch is not None:
+            return launch(*tensors, *floats, *self.sizes, *self.constants.values())
+        grid = (self.programs, 1, 1)
+        compiled = self.kernel[grid](*tensors, *floats, *self.sizes, **self.constants, **self.options)
+        if compiled is not None:  # it is None where kernels are interpreted
+            self.compiled[alignment] = compiled[grid]
 
 
 class _Pass(NamedTuple):
-    """Kernels with the same programs."""
+    """Kernels with the same programs. Without a second, the first takes whole channels and is the whole pass."""
 
     tiling: Tiling
     first: Launch
-    second: Launch
+    second: Launch | None
 
     @property
     def partials(self) -> int:
@@ -485,38 +621,59 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tiling(key: Key, reads: int) -> Tiling:
+def _tiling(key: Key, reads: int, sums: bool = True) -> Tiling:
+    """`sums`: whether a kernel sums over channels; one program then takes whole channels, if it can."""
     shape, contiguous, dtype, device = key
     n, c, *spatial = shape
     length = math.prod(spatial)
-    return tiling((n, c, length) if contiguous else (n * length, c, 1), dtype.itemsize, _processors(device), reads)
+    packed = (n, c, length) if contiguous else (n * length, c, 1)
+    return tiling(packed, dtype.itemsize, _processors(device), reads, sums and is_whole(packed))
 
 
 @cache
 def _forward_pass(key: Key, activation: str) -> _Pass:
     tiling = _tiling(key, reads=1)
+    if tiling.parts == 1:
+        return _Pass(tiling, _launch(_forward_kernel, tiling, {"ACTIVATION": activation, "FOLD": tiling.fold}), None)
     return _Pass(tiling, _moments_launch(tiling), _normalise_launch(tiling, activation, tiling.padded_parts))
 
 
 @cache
 def _moments_pass(key: Key) -> _Pass:
     tiling = _tiling(key, reads=1)
-    second = _launch(_moments_kernel, tiling, {"PARTS": tiling.padded_parts}, per_part=False)
-    return _Pass(tiling, _moments_launch(tiling), second)
+    second = _launch(_moments_kernel, tiling, {"PARTS": tiling.padded_parts}, programs=tiling.blocks)
+    return _Pass(tiling, _moments_launch(tiling), None if tiling.parts == 1 else second)
 
 
 @cache
-def _normalise_alone(key: Key, activation: str) -> tuple[Tiling, Launch]:
-    tiling = _tiling(key, reads=1)
-    return tiling, _normalise_launch(tiling, activation, parts=1)  # it reads no parts, so it is compiled once for all
+def _normalise_alone(key: Key, activation: str) -> Launch:
+    tiling = _tiling(key, reads=1, sums=False)
+    return _normalise_launch(tiling, activation, parts=1)  # it reads no parts, so it is compiled once for all
 
 
 @cache
 def _backward_pass(key: Key, activation: str, is_output: bool) -> _Pass:
+    tiling, constants = _tiling(key, reads=2), _of_activation(key, activation, is_output)
+    if tiling.parts == 1:
+        return _Pass(tiling, _launch(_backward_kernel, tiling, {**constants, "FOLD": tiling.fold}), None)
+    second = _launch(_input_gradient_kernel, tiling, {**constants, "PARTS": tiling.padded_parts})
+    return _Pass(tiling, _sums_launch(tiling, constants), second)
+
+
+@cache
+def _sums_pass(key: Key, activation: str, is_output: bool) -> _Pass:
     tiling = _tiling(key, reads=2)
-    constants = {"ACTIVATION": activation, "IS_OUTPUT": is_output, "GAP": torch.finfo(key[2]).eps / 2}
-    first = _launch(_partial_sums_kernel, tiling, {**constants, "FOLD": tiling.fold})
-    return _Pass(tiling, first, _launch(_input_gradient_kernel, tiling, {**constants, "PARTS": tiling.padded_parts}))
+    return _Pass(tiling, _sums_launch(tiling, _of_activation(key, activation, is_output)), None)
+
+
+@cache
+def _gradient_alone(key: Key, activation: str, is_output: bool) -> Launch:
+    constants = _of_activation(key, activation, is_output)
+    return _launch(_input_gradient_kernel, _tiling(key, reads=2, sums=False), {**constants, "PARTS": 1})
+
+
+def _of_activation(key: Key, activation: str, is_output: bool) -> dict[str, Any]:
+    return {"ACTIVATION": activation, "IS_OUTPUT": is_output, "GAP": torch.finfo(key[2]).eps / 2}
 
 
 def _moments_launch(tiling: Tiling) -> Launch:
@@ -527,18 +684,28 @@ def _normalise_launch(tiling: Tiling, activation: str, parts: int) -> Launch:
     return _launch(_normalise_kernel, tiling, {"ACTIVATION": activation, "PARTS": parts})
 
 
-def _launch(kernel: Any, tiling: Tiling, constants: dict[str, Any], per_part: bool = True) -> Launch:
-    """Prepare a kernel: one program per block of channels and, with `per_part`, per part."""
+def _sums_launch(tiling: Tiling, constants: dict[str, Any]) -> Launch:
+    return _launch(_partial_sums_kernel, tiling, {**constants, "FOLD": tiling.fold})
+
+
+def _launch(kernel: Any, tiling: Tiling, constants: dict[str, Any], programs: int | None = None) -> Launch:
+    """Prepare a kernel: by default, one program per block of channels and part."""
     n, c, length = tiling.shape
-    tile = {"ALIGN": tiling.align} | dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
+    own = dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True)) | {"ALIGN": tiling.align, **constants}
+    in_parts = "parts" in kernel.arg_names
     return Launch(
         kernel,
-        programs=tiling.blocks * (tiling.parts if per_part else 1),
-        sizes=(n, c, length // tiling.align, tiling.tiles_per_part, tiling.parts),
-        constants=constants | tile,
+        programs=programs or tiling.blocks * tiling.parts,
+        sizes=(n, c, length // tiling.align, *((tiling.tiles_per_part, tiling.parts) if in_parts else ())),
+        constants={name: own[name] for name in kernel.arg_names if name in own},
         # A program alone fits a multiprocessor anyway.
         options={"num_warps": tiling.num_warps, "maxnreg": tiling.registers if tiling.resident > 1 else None},
     )
+
+
+@cache
+def _joint_statistics_launch(channels: int, ranks: int, device: torch.device) -> Launch:
+    return Launch(_joint_statistics_kernel, triton.cdiv(channels, 128), (channels, ranks), {"BLOCK": 128}, {})
 
 
 def runs_on(x: Tensor) -> bool:
@@ -548,7 +715,7 @@ def runs_on(x: Tensor) -> bool:
 
 
 def probe(device: torch.device) -> None:
-    """Launch two small kernels. Raises whatever Triton raises if it cannot, e.g. without a C compiler."""
+    """Launch a small kernel. Raises whatever Triton raises if it cannot, e.g. without a C compiler."""
     TritonBackend().moments(torch.zeros(1, 1, 2, device=device))
 
 
@@ -560,9 +727,12 @@ class TritonBackend(Backend):
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         prepared = _moments_pass(_key(x))
         partials = x.new_empty(prepared.partials, dtype=torch.float32)
-        mean, var = partials.new_empty((2, x.shape[1]))
         prepared.first((x, partials))
-        prepared.second((partials, mean, var), (prepared.tiling.channel_elements,))
+        if prepared.second is None:
+            mean, var = partials.view(2, -1)
+        else:
+            mean, var = partials.new_empty((2, x.shape[1]))
+            prepared.second((partials, mean, var))
         return mean, var
 
     def joint_statistics(
@@ -576,18 +746,15 @@ class TritonBackend(Backend):
         ranks, channels = gathered.shape[0], gathered.shape[1] // 2
         mean, invstd = (gathered.new_empty(channels, dtype=dtype) for _ in range(2))
         total = gathered.new_empty(())
-        programs, sizes = triton.cdiv(channels, 128), (channels, ranks)
-        launch = Launch(_joint_statistics_kernel, programs, sizes, {"BLOCK": 128}, {"num_warps": 4})
         tensors = (gathered, total, mean, invstd, running_mean, running_var)
-        launch(tensors, (float(momentum), float(eps)))
+        _joint_statistics_launch(channels, ranks, gathered.device)(tensors, (float(momentum), float(eps)))
         return mean, invstd, total
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, overwrite: bool = False) -> Tensor:
         gamma, beta, activation, floor = affine
         z = x if overwrite else torch.empty_like(x)
-        tiling, launch = _normalise_alone(_key(x), activation.name)
-        floats = (0.0, 0.0, floor, float(activation.param), tiling.channel_elements)
-        launch((x, z, mean, invstd, gamma, beta, None, None, None), floats)
+        floats = (0.0, 0.0, floor, float(activation.param))
+        _normalise_alone(_key(x), activation.name)((x, z, mean, invstd, gamma, beta, None, None, None), floats)
         return z
 
     def forward(
@@ -600,51 +767,58 @@ class TritonBackend(Backend):
             return super().forward(x, affine, eps, running, overwrite)
         gamma, beta, activation, floor = affine
         prepared = _forward_pass(_key(x), activation.name)
-        partials = beta.new_empty(prepared.partials)
         mean, invstd = torch.empty_like(beta), torch.empty_like(beta)  # two storages: the mean may be freed first
         z = x if overwrite else torch.empty_like(x)
-        prepared.first((x, partials))
-        floats = (float(momentum), float(eps), floor, float(activation.param), prepared.tiling.channel_elements)
-        prepared.second((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)
+        floats = (float(momentum), float(eps), floor, float(activation.param))
+        if prepared.second is None:
+            prepared.first((x, z, mean, invstd, gamma, beta, running_mean, running_var), floats)
+        else:
+            partials = beta.new_empty(prepared.partials)
+            prepared.first((x, partials))
+            prepared.second((x, z, mean, invstd, gamma, beta, partials, running_mean, running_var), floats)
         return z, mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
-        prepared = _prepared_backward(kept)
+        prepared = _sums_pass(_key(kept.values), kept.activation.name, kept.is_output)
         partials = _partial_sums(prepared, kept, _in_order_of(kept.values, dz))
-        dbeta, dgamma = partials.view(2, -1, len(kept.beta)).sum(1)
+        parts = partials.view(2, -1, len(kept.beta))
+        dbeta, dgamma = parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
         return dbeta, dgamma
 
     def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
-        prepared = _prepared_backward(kept)
-        sums = (mean_dy, mean_dy_x_hat, None, None, None)
-        return _input_gradient(prepared, kept, _in_order_of(kept.values, dz), sums)
+        launch = _gradient_alone(_key(kept.values), kept.activation.name, kept.is_output)
+        dx = torch.empty_like(kept.values)
+        vectors = (*_vectors(kept), kept.invstd, mean_dy, mean_dy_x_hat, None, None, None)
+        launch((kept.values, _in_order_of(kept.values, dz), dx, *vectors), _floats(kept))
+        return dx
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        prepared = _prepared_backward(kept)
+        prepared = _backward_pass(_key(kept.values), kept.activation.name, kept.is_output)
         dz = _in_order_of(kept.values, dz)
-        partials = _partial_sums(prepared, kept, dz)
+        dx = torch.empty_like(kept.values)
         dgamma, dbeta = torch.empty_like(kept.beta), torch.empty_like(kept.beta)
-        dx = _input_gradient(prepared, kept, dz, (None, None, partials, dbeta, dgamma))
+        tensors = (kept.values, dz, dx, *_vectors(kept), kept.invstd)
+        if prepared.second is None:
+            prepared.first((*tensors, dbeta, dgamma), _floats(kept))
+        else:
+            partials = _partial_sums(prepared, kept, dz)
+            prepared.second((*tensors, None, None, partials, dbeta, dgamma), _floats(kept))
         return dx, dgamma, dbeta
-
-
-def _prepared_backward(kept: BackwardInputs) -> _Pass:
-    return _backward_pass(_key(kept.values), kept.activation.name, kept.is_output)
 
 
 def _partial_sums(prepared: _Pass, kept: BackwardInputs, dz: Tensor) -> Tensor:
     partials = kept.beta.new_empty(prepared.partials)
-    tensors = (kept.values, dz, kept.offset, kept.factor, kept.gamma, kept.beta, partials)
-    prepared.first(tensors, (kept.floor, float(kept.activation.param)))
+    prepared.first((kept.values, dz, *_vectors(kept), partials), _floats(kept))
     return partials
 
 
-def _input_gradient(prepared: _Pass, kept: BackwardInputs, dz: Tensor, sums: tuple[Tensor | None, ...]) -> Tensor:
-    dx = torch.empty_like(kept.values)
-    vectors = (kept.offset, kept.factor, kept.gamma, kept.beta, kept.invstd)
-    floats = (kept.floor, float(kept.activation.param), prepared.tiling.channel_elements)
-    prepared.second((kept.values, dz, dx, *vectors, *sums), floats)
-    return dx
+def _vectors(kept: BackwardInputs) -> tuple[Tensor | None, ...]:
+    """The arguments of `_load_vectors`."""
+    return kept.offset, kept.factor, kept.gamma, kept.beta
+
+
+def _floats(kept: BackwardInputs) -> tuple[float, float]:
+    return kept.floor, float(kept.activation.param)
 
 
 def _in_order_of(values: Tensor, dz: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What a layer launches on a device, counted without one."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -10,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepless import InPlaceABN
 from keepless.norms import abn, bn_act, synchronisation
 from keepless.torch_internals import FakeTensorMode
+from tests import cubins
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 from keepless.norms.backends import triton_kernels  # noqa: E402
 from keepless.norms.backends.triton_kernels import Launch  # noqa: E402
 
@@ -25,23 +27,86 @@ def launched(monkeypatch) -> list[str]:
     return names
 
 
-def test_a_layer_launches_four_kernels_and_allocates_what_they_write(launched, monkeypatch):
+SMALL, LARGE = (2, 8, 4, 4), (2, 8, 120, 120)  # whole channels by one program, and in parts
+FORWARD, BACKWARD = ["_partial_moments_kernel", "_normalise_kernel"], ["_partial_sums_kernel", "_input_gradient_kernel"]
+
+
+@pytest.mark.parametrize(
+    "shape, kernels, partials", [(SMALL, ["_forward_kernel", "_backward_kernel"], 0), (LARGE, FORWARD + BACKWARD, 2)]
+)
+def test_a_layer_launches_two_or_four_kernels_and_allocates_what_they_write(
+    launched, monkeypatch, shape, kernels, partials
+):
     """Host time is counted by the operators of PyTorch beside them."""
     monkeypatch.setattr(triton_kernels, "runs_on", lambda x: True)
-    layer, x = InPlaceABN(8, backend="triton"), torch.randn(2, 8, 4, 4).requires_grad_()
-    dz = torch.ones(2, 8, 4, 4)
+    layer, x = InPlaceABN(8, backend="triton"), torch.randn(shape).requires_grad_()
+    dz = torch.ones(shape)
     for _ in range(2):  # the first prepares
         launched.clear()
         with torch.autograd.profiler.profile(use_kineto=False) as profile:
             torch.autograd.grad(layer(x), [x, *layer.parameters()], dz)
-    forward = ["_partial_moments_kernel", "_normalise_kernel"]
-    assert launched == [*forward, "_partial_sums_kernel", "_input_gradient_kernel"]
+    assert launched == kernels
     operators = Counter(event.name for event in profile.function_events if event.name.startswith("aten::"))
     # empty_like makes z, mean, invstd, dx, dgamma and dbeta. new_empty and empty make the partial results of the two
     # passes. add_ counts the minibatch.
-    assert operators - Counter(("aten::empty_strided",) * 6) == {
-        "aten::empty_like": 6, "aten::new_empty": 2, "aten::empty": 2, "aten::add_": 1
-    }  # fmt: skip
+    wanted = {"aten::empty_like": 6, "aten::new_empty": partials, "aten::empty": partials, "aten::add_": 1}
+    assert operators - Counter(("aten::empty_strided",) * 6) == Counter(wanted) - Counter()
+
+
+class Driver:
+    """In place of CUDA's driver: notes what is launched."""
+
+    def __init__(self):
+        self.utils, self.launched = self, []
+
+    def get_current_target(self):
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 99  # no device of this machine, so its caches stay as they are
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+    def get_device_properties(self, device: int) -> dict:
+        return {"max_shared_mem": 1 << 20}
+
+    def load_binary(self, name: str, *arguments: object) -> tuple:
+        return (object(), name, 32, 0, 1024)
+
+    def unload_module(self, module: object) -> None: ...
+
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: self.launched.append(arguments)
+
+
+def test_triton_looks_at_the_arguments_of_the_first_launch_only(monkeypatch, tmp_path):
+    """Later ones take the binary that it found: one for each alignment of the tensors, with and without statistics."""
+    cubins.compiler(monkeypatch, tmp_path)
+    driver, bound = Driver(), []
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    run = triton.JITFunction.run
+    monkeypatch.setattr(triton.JITFunction, "run", lambda *own, **named: bound.append(own) or run(*own, **named))
+    kernel = triton_kernels._forward_kernel
+    aligned, vectors = torch.empty(2, 2, 8, 4, 4), torch.empty(6, 16).unbind()
+    shifted = torch.empty(513)[1:].view(2, 2, 8, 4, 4)
+    prepared, floats = (
+        triton_kernels._forward_pass(triton_kernels._key(aligned[0]), "leaky_relu"),
+        (0.1, 1e-5, 0.0, 0.5),
+    )
+    launch = dataclasses.replace(prepared.first, compiled={})
+    for x, z in (aligned, shifted):
+        for running in (vectors[4:], (None, None)):
+            for repeated in (False, True):
+                bound.clear(), driver.launched.clear()
+                launch((x, z, *vectors[:4], *running), floats)
+                assert bool(bound) != repeated
+                ((grid, stream, arguments),) = [(own[:3], own[3], own[9:]) for own in driver.launched]
+                assert (grid, stream) == ((8, 1, 1), 7) and len(arguments) == len(kernel.arg_names)
+                given = dict(zip(kernel.arg_names, arguments, strict=True))
+                assert given["x"] is x and given["running_var"] is running[1] and given["param"] == 0.5
+                assert given["length"] == 4 and given["ACTIVATION"] == "leaky_relu" and given["FOLD"] == 1
+    assert len(launch.compiled) == 4
 
 
 class Launches(TorchDispatchMode):
@@ -60,7 +125,8 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_synchronised_norm_launches_eight_kernels_and_waits_for_none(launched, monkeypatch):
+@pytest.mark.parametrize("shape, moments", [(SMALL, FORWARD[:1]), (LARGE, [*FORWARD[:1], "_moments_kernel"])])
+def test_a_synchronised_norm_launches_seven_or_eight_kernels_and_waits_for_none(launched, monkeypatch, shape, moments):
     """Forward, on fake CUDA tensors, which raise if they are read: moments, their exchange, what all ranks' moments
     give and whether they are enough, z, and a counter."""
     monkeypatch.setattr(bn_act, "backend_for", lambda name, x: triton_kernels.TritonBackend())
@@ -69,9 +135,8 @@ def test_a_synchronised_norm_launches_eight_kernels_and_waits_for_none(launched,
     monkeypatch.setattr(synchronisation.dist, "get_world_size", lambda group: 8)
     monkeypatch.setattr(synchronisation.dist, "all_gather_single", lambda *tensors, group: None, raising=False)
     with FakeTensorMode(), torch.device("cuda"):
-        layer, x = InPlaceABN(8, sync=True, group=dist.ProcessGroup(0, 1)), torch.empty(2, 8, 4, 4)
+        layer, x = InPlaceABN(8, sync=True, group=dist.ProcessGroup(0, 1)), torch.empty(shape)
         with Launches() as operators:
             layer(x)
     assert operators.names == ["new_full", "cat", "_assert_async", "add_"]
-    of_ranks = ["_partial_moments_kernel", "_moments_kernel", "_joint_statistics_kernel", "_normalise_kernel"]
-    assert launched == of_ranks
+    assert launched == [*moments, "_joint_statistics_kernel", "_normalise_kernel"]

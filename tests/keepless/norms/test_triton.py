@@ -64,14 +64,15 @@ def backend(device, copies):
     return copies[device].TritonBackend()
 
 
-@pytest.fixture
-def many_parts(device, copies, monkeypatch):
-    """Small tiles, so small tensors have several tiles per part and several parts per channel."""
-    module = copies[device]
+@pytest.fixture(params=["parts", "whole"])
+def many_tiles(request, device, copies, monkeypatch) -> bool:
+    """Small tiles: small tensors have several per part and several parts per channel, or are taken whole."""
+    module, whole = copies[device], request.param == "whole"
+    monkeypatch.setattr(tilings, "WHOLE", tilings.WHOLE if whole else 0)
     monkeypatch.setattr(tilings, "BYTES_PER_THREAD", 4)
     monkeypatch.setattr(module, "_processors", lambda device: 2)
     forget(module)
-    yield
+    yield whole
     forget(module)
 
 
@@ -81,7 +82,7 @@ def forget(module) -> None:
         getattr(cached, "cache_clear", lambda: None)()
 
 
-def test_every_activation_in_one_and_in_pieces(backend, device, many_parts):
+def test_every_activation_in_one_and_in_pieces(backend, device, many_tiles):
     """Elements are activated in tiles of any shape, so each activation needs one memory format."""
     for activation, memory_format in zip(ACTIVATIONS, cycle(FORMATS), strict=False):
         example = case((3, 2, 3, 7), device, memory_format=memory_format, activation=activation)
@@ -118,12 +119,14 @@ def test_half_precision_tensors_with_float32_vectors(backend, device, activation
     ],
     ids=str,
 )
-def test_shapes(backend, device, copies, many_parts, shape, memory_format):
+def test_shapes(backend, device, copies, many_tiles, shape, memory_format):
     """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
     example = case(shape, device, memory_format=memory_format)
     for reads in (1, 2):
         tiling = copies[device]._tiling(copies[device]._key(example.x), reads)
-        assert example.x.numel() < 1000 or min(tiling.parts, tiling.tiles_per_part) > 1
+        least = tiling.tiles_per_part if many_tiles else min(tiling.parts, tiling.tiles_per_part)
+        assert example.x.numel() < 1000 or least > 1
+        assert tiling.parts == 1 or not many_tiles
     assert_forward(backend, example)
     assert_pieces(backend, example, keep(example, "z", eps=0.1))  # a variance of 0 must not amplify rounding
     assert_moments(backend, example.x, 1e-5)
@@ -136,7 +139,7 @@ def assert_moments(backend, x: Tensor, tolerance: float, least: float = 0.0) -> 
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-def test_moments_do_not_cancel(backend, device, many_parts, memory_format):
+def test_moments_do_not_cancel(backend, device, many_tiles, memory_format):
     x = case((6, 3, 5, 30), device, memory_format=memory_format).x + 1000
     assert_moments(backend, x, 1e-5)
     x[0] = 0  # an image unlike the others
@@ -146,7 +149,7 @@ def test_moments_do_not_cancel(backend, device, many_parts, memory_format):
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-def test_running_statistics_are_those_of_pytorch(backend, device, many_parts, memory_format):
+def test_running_statistics_are_those_of_pytorch(backend, device, many_tiles, memory_format):
     bn = nn.BatchNorm2d(4, momentum=0.3).to(device).double()
     running_mean, running_var = torch.zeros(4, device=device), torch.ones(4, device=device)
     for seed in range(2):
@@ -165,7 +168,7 @@ def test_running_statistics_are_those_of_pytorch(backend, device, many_parts, me
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-def test_writes_over_its_input(backend, device, many_parts, memory_format):
+def test_writes_over_its_input(backend, device, many_tiles, memory_format):
     x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format)
     affine = Affine(gamma, beta, activation)
     wanted, mean, invstd = backend.forward(x, affine, 1e-5, UNTRACKED)
@@ -321,6 +324,8 @@ def test_not_a_number_is_not_hidden(backend, device, activation):
 # Compiled without a device
 
 Compiled = namedtuple("Compiled", "name tiling architecture binary")
+IN_PARTS = ["_partial_moments_kernel", "_normalise_kernel", "_partial_sums_kernel", "_input_gradient_kernel"]
+WHOLE = ["_forward_kernel", "_backward_kernel"]
 
 
 @pytest.fixture
@@ -344,11 +349,12 @@ def compile_for(monkeypatch, tmp_path):
         backend.backward(inputs, torch.empty_like(x))
         key = triton_kernels._key(x)
         compiled = []
-        for reads, (launch, tensors, *floats) in zip((1, 1, 2, 2), launches, strict=True):
+        for i, (launch, tensors, *floats) in enumerate(launches):
             arguments = (*tensors, *sum(floats, ()), *launch.sizes)
             binary = compiler.compile(launch.kernel, architecture, arguments, launch.constants, **launch.options)
-            compiled.append(Compiled(launch.kernel.__name__, triton_kernels._tiling(key, reads), architecture, binary))
-        names = ["_partial_moments_kernel", "_normalise_kernel", "_partial_sums_kernel", "_input_gradient_kernel"]
+            tiling = triton_kernels._tiling(key, reads=1 if i < len(launches) / 2 else 2)
+            compiled.append(Compiled(launch.kernel.__name__, tiling, architecture, binary))
+        names = WHOLE if compiled[0].tiling.parts == 1 else IN_PARTS
         assert [kernel.name for kernel in compiled] == names
         return compiled
 
@@ -361,7 +367,7 @@ def assert_wide(compiled: list[Compiled], vector: str) -> None:
     for kernel in compiled:
         loads = re.findall(r"ld\.global\S*\.(v\d)\.b\d+", kernel.binary.ptx)
         assert loads and set(loads) >= {vector}, f"{kernel.name}: {set(loads)}"
-        if kernel.name in ("_normalise_kernel", "_input_gradient_kernel"):
+        if kernel.name not in ("_partial_moments_kernel", "_partial_sums_kernel"):
             assert re.search(rf"st\.global\S*\.{vector}\.b32", kernel.binary.ptx), kernel.name
 
 
@@ -388,9 +394,13 @@ def assert_resident(compiled: list[Compiled], spilled: int = 0) -> None:
         (90, (16, 256, 56, 56), CHANNELS_LAST, "v4"),
         (80, (64, 512, 56, 56), CHANNELS_LAST, "v4"),
         (90, (4, 4096, 109, 109), CHANNELS_LAST, "v4"),  # few parts of many channels
-        (90, (32, 1024, 14, 14), CONTIGUOUS, "v2"),  # rows of 392 bytes
+        (90, (256, 1024, 14, 14), CONTIGUOUS, "v2"),  # rows of 392 bytes
         (80, (4, 256, 109, 109), CONTIGUOUS, None),  # odd maps: each element is an access of its own
-        (90, (32, 1024, 7, 7), CONTIGUOUS, None),  # with short rows
+        (90, (1024, 1024, 7, 7), CONTIGUOUS, None),  # with short rows
+        # Whole channels
+        (80, (128, 1024, 14, 14), CONTIGUOUS, "v2"),
+        (90, (32, 2048, 7, 7), CONTIGUOUS, None),
+        (90, (32, 1024, 14, 14), CHANNELS_LAST, "v4"),
     ],
 )
 def test_compiles_to_wide_loads_without_spills(compile_for, architecture, shape, memory_format, vector):
@@ -422,7 +432,7 @@ def test_statistics_over_ranks_compile(monkeypatch, tmp_path):
 @pytest.mark.parametrize("activation, kept", KEPT)
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_everything_compiles(compile_for, activation, kept, dtype, memory_format, architecture):
-    for shape in ((16, 256, 56, 56), (16, 64, 28, 28)):
+    for shape in ((16, 256, 56, 56), (64, 64, 28, 28), (32, 64, 16, 8)):
         compiled = compile_for(shape, dtype, memory_format, activation, kept, architecture)
         assert_wide(compiled, "v4")
         assert_resident(compiled, spilled=72)  # by Triton 3.8 in tanh and ELU, which neither network uses
@@ -438,7 +448,17 @@ on_a_device = pytest.mark.parametrize("device", [CUDA], indirect=True)
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize(
     "shape",
-    [(16, 64, 112, 112), (8, 256, 65, 65), (8, 1024, 28, 28), (32, 2048, 7, 7), (4, 256, 97, 97), (256, 2048, 1, 1)],
+    [
+        *(
+            (16, 64, 112, 112),
+            (8, 256, 65, 65),
+            (64, 512, 28, 28),
+            (1024, 512, 7, 7),
+            (4, 256, 97, 97),
+            (256, 2048, 1, 1),
+        ),
+        *((128, 1024, 14, 14), (32, 1024, 14, 14), (128, 2048, 7, 7), (32, 2048, 7, 7)),  # whole channels
+    ],
 )
 def test_realistic_shapes(backend, device, shape, memory_format, dtype):
     for activation, kept in (("leaky_relu", "z"), ("elu", "z"), ("relu", "x")):
