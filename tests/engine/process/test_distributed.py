@@ -169,7 +169,8 @@ def test_renewed_statistics_are_those_of_all_processes_minibatches(ranks):
 
 def run_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
     """A training in which every warning is an error."""
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         return train(composed("train_seg", *(override.format(rank=rank) for override in overrides)))
 
 

@@ -514,7 +514,8 @@ def test_outputs_that_cannot_be_seen_are_said():
     with pytest.warns(UserWarning, match="returns no tensor with a graph .* may exceed the budget"):
         network(x)
     frozen = recompute_activations(Chain(4), budget=0.5).requires_grad_(False)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         frozen(x), frozen(x)
 
 
@@ -724,6 +725,7 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
     with pytest.warns(UserWarning, match="no plan keeps this step within 1.0 KiB: the lowest peak is") as found:
         prepared(x)
     assert found[0].filename == __file__
-    with warnings.catch_warnings(action="error"):  # it is said once, also about other passes
+    with warnings.catch_warnings():  # it is said once, also about other passes
+        warnings.simplefilter("error")
         for number in range(6):
             train(prepared.train(number % 3 != 1), x)

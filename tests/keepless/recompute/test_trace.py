@@ -199,7 +199,8 @@ def test_unusual_networks_are_like_the_plain_ones_to_the_bit(name, budget):
 
 def test_a_network_inside_vmap_needs_no_plan():
     network = recompute_activations(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 2, 1)), budget=1.0)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         for _ in range(3):
             torch.vmap(network)(IMAGES.float()).sum().backward()
 
@@ -318,7 +319,8 @@ def test_attention_is_computed_again_with_gradients_by_which_it_chooses_its_back
             return F.scaled_dot_product_attention(*self.project(x).chunk(3, -1)).sin()
 
     network, x = recompute_activations(nn.Sequential(Heads(), Heads()), budget="1kB"), torch.randn(2, 64, 32)
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for _ in range(3):
             network(x).sum().backward()
     assert modes and all(modes)
