@@ -55,9 +55,12 @@ def lr_schedule(
     if smoke and warmup >= schedule.total_steps:
         warmup = 0
     if warmup >= schedule.total_steps:
+        by_epochs = config.warmup_epochs is not None
+        given = f"warmup_epochs={config.warmup_epochs}" if by_epochs else f"warmup_steps={config.warmup_steps}"
+        shorter = "lr_schedule.warmup_epochs=null lr_schedule.warmup_steps" if by_epochs else "lr_schedule.warmup_steps"
         raise ValueError(
-            f"lr_schedule.warmup_epochs={config.warmup_epochs} lr_schedule.warmup_steps={config.warmup_steps}: the "
-            f"warm-up takes {warmup} steps, and the run {schedule.total_steps}; expected less"
+            f"lr_schedule.{given}: the warm-up takes {warmup:,} steps, and the run has {schedule.total_steps:,}; give "
+            f"{shorter}={schedule.total_steps // 10 or 'null'}, or more trainer.steps"
         )
     made = _main_schedule(config, optimizer, schedule, warmup)
     if not warmup:

@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from engine.schema.keys import groups_of
 
-WORDS = {"bn": "std", "batchnorm": "std", "batchnorm2d": "std", "syncbn": "std", "iabn": "inplace"}  # of other programs
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -56,8 +55,9 @@ def _defaults(file: Path) -> list:
 
 
 def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
-    """The error for a choice that does not exist; it names the nearest ones."""
-    meant = WORDS.get(choice.lower().replace("_", ""))
-    nearest = sorted(difflib.get_close_matches(choice, known, n=5, cutoff=0), key=lambda name: name != meant)
+    """The error for a choice that does not exist; it names those in a folder of this name, or the nearest ones."""
+    known = [*known]
+    below = [name for name in known if name.startswith(f"{choice}/")]
+    nearest = difflib.get_close_matches(choice, below or known, n=5, cutoff=0)
     are = "is" if len(nearest) == 1 else "are"
     return ValueError(f"{group}={choice}: there is no such {group}; the nearest {are} {', '.join(nearest)}")

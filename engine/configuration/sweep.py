@@ -97,6 +97,9 @@ def jobs_of(
 
 def _parsed(arguments: list[str], has_run_dir: bool) -> tuple[list[str], dict[str, list[str]], list[str]]:
     """The overrides that all jobs share, the values of the other keys, and the override of `run_dir`, if any."""
+    for before, word in itertools.pairwise(arguments):
+        if "=" in before and "=" not in word:
+            raise ValueError(f"{word}: a sweep's values have commas between them, without spaces: {before},{word}")
     try:
         given = {each.get_key_element(): each for each in OverridesParser.create().parse_overrides(arguments)}
     except HydraException as error:

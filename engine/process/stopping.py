@@ -1,5 +1,6 @@
 """How commands end: on a stop request (Ctrl-C, or a scheduler's SIGTERM or SIGUSR1), or with an error message."""
 
+import hashlib
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -130,7 +131,24 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
         message = f"error: {message.strip()}"
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints this file: replace the text of `record`
-            about = {"py_callstack": message, "timestamp": str(int(time.time()))}
-            Path(file).write_text(json.dumps({"message": {"extraInfo": about}}))
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            _for_torchrun(Path(file), message)
+            if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
+                sys.exit(1)  # torchrun prints the file
         sys.exit(message)
+
+
+def _for_torchrun(file: Path, message: str) -> None:
+    """Write a process's error where torchrun reads it, in place of the traceback of `record`.
+
+    Of several processes with the same error one has the message, and the earliest time: torchrun prints it last.
+    """
+    now = int(time.time())
+    said = file.parents[1] / f"{hashlib.sha256(message.encode()).hexdigest()[:16]}.said"  # beside the ranks' folders
+    with suppress(OSError):
+        try:
+            said.touch(exist_ok=False)
+        except FileExistsError:
+            message, now = "the same error as in another process", now + 1
+    about = {"py_callstack": message, "timestamp": str(now)}
+    file.write_text(json.dumps({"message": {"extraInfo": about}}))

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import Field, field, fields, is_dataclass
 from functools import cache
-from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, runtime_checkable
+from types import NoneType, UnionType
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
@@ -100,20 +101,33 @@ def groups_of(schema: type[Keys]) -> dict[str, Mapping[str, type[Keys]]]:
     return {entry.name: entry.metadata["alternatives"] for entry in fields(schema) if "alternatives" in entry.metadata}
 
 
+class Declared(NamedTuple):
+    """A key's type, and what its declaration says of its values (see `key`)."""
+
+    kind: Any
+    metadata: Mapping[str, Any]
+
+
 @cache
-def types_in(schema: type[Keys], prefix: str = "") -> dict[str, Any]:
-    """{key: its type}, of a schema, its groups, and all their alternatives; Any where these differ."""
-    found: dict[str, Any] = {}
+def declared_in(schema: type[Keys], prefix: str = "") -> dict[str, Declared]:
+    """The keys of a schema, its groups, and all their alternatives; a type that differs between these is Any."""
+    found: dict[str, Declared] = {}
     hints, groups = get_type_hints(schema), groups_of(schema)
     for entry in fields(schema):
         name = prefix + entry.name
         of_entry = groups.get(entry.name, {"": hints[entry.name]}).values()
-        below = [types_in(each, f"{name}.") for each in of_entry if isinstance(each, type) and is_dataclass(each)]
-        for each in below:
-            found |= {key: kind if found.get(key, kind) == kind else Any for key, kind in each.items()}
+        below = [declared_in(each, f"{name}.") for each in of_entry if isinstance(each, type) and is_dataclass(each)]
+        for key, declared in (pair for each in below for pair in each.items()):
+            same = found.get(key, declared).kind == declared.kind
+            found[key] = declared if same else declared._replace(kind=Any)
         if entry.name in groups or not below:
-            found[name] = hints[entry.name]
+            found[name] = Declared(hints[entry.name], entry.metadata)
     return found
+
+
+def types_in(schema: type[Keys], prefix: str = "") -> dict[str, Any]:
+    """{key: its type}, see `declared_in`."""
+    return {name: declared.kind for name, declared in declared_in(schema, prefix).items()}
 
 
 def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any) -> type[T]:
@@ -155,6 +169,28 @@ def expected(bounds: Mapping[str, Any]) -> str | None:
         return None
     low = f"a number above {above}" if least is None else f"{least} or more"
     return low if most is None else f"{low}, at most {most}"
+
+
+def expected_of(declared: Declared) -> str:
+    """The type of a key and the values that it allows, in words: a whole number above 0."""
+    kind, bounds = declared
+    (kind,) = [each for each in get_args(kind) if each is not NoneType] if isinstance(kind, UnionType) else [kind]
+    one, several = "", 0
+    while get_origin(kind) is list:
+        (kind,), several = get_args(kind), several + 1
+    if kind is bool:
+        return "true or false"
+    allowed = expected(bounds)
+    if kind in (int, float):
+        one = "a whole number" if kind is int else "a number"
+        for start in ("a number", ""):
+            if allowed is not None and allowed.startswith(start):
+                allowed = f"{one}{'' if start else ', '}{allowed.removeprefix(start)}"
+                break
+    one = allowed or one or ("a text or a list" if kind is Any else "a text")
+    if entries := bounds.get("entries"):
+        return f"{len(entries)} numbers: {', '.join(entries)}"
+    return f"{'a list of lists' if several > 1 else 'a list'}, each {one}" if several else one
 
 
 def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:

@@ -12,7 +12,9 @@ import argparse
 import importlib
 import logging
 import sys
+import traceback
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,13 +48,22 @@ def main(given: list[str]) -> Fit:
         logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         logging.getLogger("keepless.fit").setLevel(logging.INFO)  # each way as it is found
     with torch.autocast(device, getattr(torch, options.autocast)) if options.autocast else nullcontext():
-        found = fit(network, example, options.device, optimizer=optimizer, grow=options.grow, time=options.time)
+        try:
+            found = fit(network, example, options.device, optimizer=optimizer, grow=options.grow, time=options.time)
+        except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+            raise _in_a_line(error, f"a step of {options.function}'s network on its example") from error
     print(found)
     return found
 
 
+def _in_a_line(error: Exception, what: str) -> ValueError:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    about = str(error).strip().partition("\n")[0]
+    return ValueError(f"{what} raises {type(error).__name__} ({Path(place.filename).name}:{place.lineno}): {about}")
+
+
 def _made(name: str) -> tuple[nn.Module, Any]:
-    """The result of MODULE:FUNCTION. ValueError: there is no such function, or it returns something else."""
+    """The result of MODULE:FUNCTION. ValueError: there is no such function, it fails, or it returns something else."""
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
@@ -61,8 +72,11 @@ def _made(name: str) -> tuple[nn.Module, Any]:
     try:
         with torch.device("meta"):
             made = function()
-    except (RuntimeError, TypeError):  # raised by meta tensors where values are needed; TypeError by NumPy
-        made = function()
+    except Exception:  # raised by meta tensors where values are needed: RuntimeError, by NumPy TypeError
+        try:
+            made = function()
+        except Exception as error:
+            raise _in_a_line(error, name) from error
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]
         raise ValueError(

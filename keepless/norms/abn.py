@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from ..inputs import is_number
+from ..inputs import is_number, names_slope
 from ..torch_internals import FakeTensor, NormBase, backward_runs, without_function_modes
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
@@ -64,6 +64,7 @@ class ABN(NormBase):
     invertible_activation = False
     weight: nn.Parameter | None  # type: ignore[assignment]
 
+    @names_slope
     def __init__(
         self,
         num_features: int,

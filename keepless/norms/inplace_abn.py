@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..inputs import Network, check_module, is_number
+from ..inputs import Network, check_module, is_number, names_slope
 from ..torch_internals import InstanceNormBase
 from .abn import ABN
 from .backends.interface import floored
@@ -43,6 +43,7 @@ class InPlaceABN(ABN):
 
     invertible_activation = True
 
+    @names_slope
     def __init__(
         self,
         num_features: int,
@@ -91,6 +92,7 @@ class InPlaceABN(ABN):
 class InPlaceABNSync(InPlaceABN):
     """`InPlaceABN` with sync=True: minibatch statistics over all processes of `group`."""
 
+    @names_slope
     def __init__(
         self,
         num_features: int,

@@ -379,7 +379,9 @@ def _apart(leaf: Any) -> Any:
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that an example stands for: see `plan`."""
+    """The arguments that an example stands for: see `plan`. ValueError: it is the shape of a tensor."""
+    if isinstance(example, tuple) and example and all(type(size) is int for size in example):
+        raise ValueError(f"example={tuple(example)} has no tensor: expected one, such as torch.zeros{tuple(example)}")
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}

@@ -7,6 +7,7 @@ asymptote, y is lost: the inverse then uses the nearest value that the dtype can
 keeps y finite (see `invertible_range`). dL/dy is zero to rounding there, so a finite y is all that is needed.
 """
 
+import difflib
 import math
 from typing import NamedTuple
 
@@ -44,7 +45,10 @@ def check_activation(activation: Activation, invertible: bool) -> None:
     name, param = activation
     if name not in ACTIVATIONS:
         old = "; 'none' of older versions of inplace_abn is 'identity'" if name in ("none", None) else ""
-        raise ValueError(f"activation={name!r} is not known; choose one of {', '.join(ACTIVATIONS)}{old}")
+        known = INVERTIBLE_ACTIVATIONS if invertible else ACTIVATIONS
+        nearest = difflib.get_close_matches(str(name).lower(), known, n=1)
+        fix = f"use {nearest[0]!r}" if nearest else f"choose one of {', '.join(known)}"
+        raise ValueError(f"activation={name!r} is not known; {fix}{old}")
     if invertible and name not in INVERTIBLE_ACTIVATIONS:
         raise ValueError(
             f"activation={name!r} maps all negative inputs to one value, so an in-place layer cannot recover them; "

@@ -470,7 +470,7 @@ def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     learner = setup.learner(config, partial(assemble.segmentation_network, config, 3), schedule, World())
     assert {norm.backend for norm in learner.network.modules() if isinstance(norm, ABN)} == {"eager"}
     assert learner.max_gradient_norm == 0.5
-    with pytest.raises(ValueError, match="the warm-up takes 80 steps, and the run 2"):
+    with pytest.raises(ValueError, match="the warm-up takes 80 steps, and the run has 2"):
         no_smoke = replace(config, trainer=replace(config.trainer, smoke=False))
         setup.learner(no_smoke, partial(assemble.segmentation_network, config, 3), schedule, World())
 

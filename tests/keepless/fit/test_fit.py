@@ -258,6 +258,10 @@ def asks_by_numpy():
     return torch.nn.Linear(2, int(torch.ones(1).numpy()[0])), (torch.zeros(3, 2),)
 def alone():
     return torch.nn.Linear(2, 2)
+def fails():
+    return 1 / 0
+def misfits():
+    return torch.nn.Linear(2, 2), torch.zeros(3, 5)
 """
 
 
@@ -301,6 +305,8 @@ def test_functions_that_need_values_are_called_without_meta(module, name):
         ("my_networks:nothing", "my_networks:nothing: .* has no attribute 'nothing'; expected MODULE:FUNCTION"),
         ("my_networks", "my_networks: .*; expected MODULE:FUNCTION"),
         ("my_networks:alone", "my_networks:alone returns Linear: expected a network .* and an example of its input"),
+        ("my_networks:fails", r"my_networks:fails raises ZeroDivisionError \(my_networks.py:\d+\): division by zero"),
+        ("my_networks:misfits", r"a step of my_networks:misfits's network on its example raises RuntimeError \("),
     ],
 )
 def test_wrong_functions_are_named(module, given, message):

@@ -1,6 +1,7 @@
 """Every strategy against PyTorch's batch normalisation, activation and autograd."""
 
 import copy
+import inspect
 from functools import partial
 from itertools import cycle, product
 from types import SimpleNamespace
@@ -377,7 +378,8 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
     "cls, options, message",
     [
         (InPlaceABN, {"activation": "relu"}, "cannot recover.*leaky_relu"),
-        (InPlaceABN, {"activation": "swish"}, "'swish' is not known; choose one of leaky_relu"),
+        (InPlaceABN, {"activation": "swish"}, "'swish' is not known; choose one of leaky_relu.* tanh$"),
+        (InPlaceABN, {"activation": "leakyrelu"}, "'leakyrelu' is not known; use 'leaky_relu'$"),
         (InPlaceABNSync, {"activation": "none"}, "'none' is not known; .* is 'identity'"),
         (InPlaceABN, {"activation": "leaky_relu", "activation_param": 0.0}, "slope above 0"),
         (InPlaceABN, {"activation": "elu", "activation_param": -1.0}, "above 0"),
@@ -398,6 +400,13 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
 def test_options_without_a_meaning_are_refused(cls, options, message):
     with pytest.raises(ValueError, match=message):
         cls(CHANNELS, **options)
+
+
+def test_the_old_name_of_the_slope_is_answered():
+    for cls in (ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync):
+        with pytest.raises(TypeError, match="slope=0.02: give activation_param=0.02"):
+            cls(CHANNELS, slope=0.02)
+        assert "activation_param" in inspect.signature(cls).parameters
 
 
 @pytest.mark.parametrize("cls", [ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync])

@@ -529,6 +529,8 @@ def test_with_an_example_the_first_step_is_planned():
     assert "planned" in {line.why for line in report(within).lines}
     with pytest.raises(ValueError, match="without a budget"):
         recompute_activations(plain, example=x)
+    with pytest.raises(ValueError, match=r"has no tensor: expected one, such as torch.zeros\(4, 3, 16, 16\)"):
+        plan(plain, (4, 3, 16, 16))
 
 
 @dataclass
