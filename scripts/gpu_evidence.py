@@ -37,12 +37,14 @@ class Part(NamedTuple):
 
 
 CUDA: dict[str, Any] = {"device": "cuda"}
-LAYERS = CUDA | {"dtypes": ["float32", "bfloat16"], "batch": 128, "sample_ms": 8.0, "rounds": 20}
+LAYERS: dict[str, Any] = {"device": "cuda", "dtypes": ["float32", "bfloat16"], "sample_ms": 6.0, "rounds": 15}
+LAYERS |= {"groups": ["bn_act_conv", "bn_act"], "captured": True}
+ABN = [LAYERS | {"batch": 32}, LAYERS | {"batch": 128, "compiler": None}]  # the paper's minibatch first
 TINY_LAYERS: dict[str, Any] = {
     **{"backend": "triton", "compiler": "aot_eager", "dtypes": ["float32"], "layouts": ["channels_last"]},
-    **{"rounds": 1, "sample_ms": 0.01, "batch": 2, "channels": 2, "pixels": [2]},
+    **{"rounds": 1, "sample_ms": 0.01, "batch": 2, "channels": 2, "pixels": [2], "captured": True},
 }
-OF_HOST: dict[str, Any] = {"groups": [*HOST]}
+OF_HOST: dict[str, Any] = {"groups": [*HOST], "captured": False}
 NETWORKS: dict[str, Any] = {
     **{"device": "cuda", "images": 128, "precisions": ["float32", "bfloat16"], "shares": [0.3], "rounds": 10},
     **{"captured": True, "compiler": None},
@@ -76,7 +78,7 @@ PARTS = {  # in the order in which they should be run
         TINY_STEPS,
     ),
     "fit": Part(fit.BENCHMARK, [{}], {"device": "cpu", "tiny": True, "only": ["cityscapes_resnext101", "RevNet-104"]}),
-    "abn": Part(layers.BENCHMARK, [LAYERS], TINY_LAYERS),
+    "abn": Part(layers.BENCHMARK, ABN, TINY_LAYERS),
     "networks": Part(networks.BENCHMARK, [NETWORKS], TINY_NETWORKS),
     "train": Part(equal_memory.BENCHMARK, [CUDA], {"seeds": [0], "steps": 2, "only": ["standard"]}),
     "host": Part(layers.BENCHMARK, [LAYERS | OF_HOST], TINY_LAYERS | OF_HOST | {"backend": "eager"}),

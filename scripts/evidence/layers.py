@@ -3,6 +3,7 @@
     python -m scripts.evidence.layers [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.layers dtypes=[float32] only=[bn_act_conv] out=FILE.json
     python -m scripts.evidence.layers groups=[host,host_eval] rounds=25 out=FILE.json
+    python -m scripts.evidence.layers device=cuda batch=32 captured=true out=FILE.json
 
 FILE.png is a chart like Figure 4.
 """
@@ -32,7 +33,7 @@ from scripts.evidence.counted import STRATEGIES
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section, time_ratio
-from scripts.reports.measuring import LAYOUTS, Step, compiled, timed
+from scripts.reports.measuring import LAYOUTS, Step, captured, compiled, timed
 
 BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,6 +54,12 @@ class LayersArguments(frame.TimedArguments):
     backend: str = key("auto", one_of=BACKENDS)  # of the checkpointing and in-place strategies
     sample_ms: float = key(20.0, above=0)  # least time of one sample, a mean over repeats
     compiler: str | None = "inductor"  # of torch.compile, for whole blocks; null leaves those strategies out
+    captured: bool = False  # also time each step as a CUDA graph, where the host's time does not count
+
+    def check(self) -> None:
+        super().check()
+        if self.captured and self.device != "cuda":
+            raise ValueError(f"captured=true needs device=cuda: device={self.device} has no CUDA graphs")
 
 
 class Cell(NamedTuple):
@@ -165,16 +172,28 @@ def measure(arguments: LayersArguments, cell: Cell) -> Rows:
         with torch.no_grad():
             dz = cell.tensor(tuple(cell.block(chosen[0].norm_act)(x).shape))
         for strategy in chosen:
+            measured = strategy.name
             try:
-                facts[strategy.name], steps[strategy.name] = prepared(strategy, cell, x, dz)
+                facts[measured], steps[measured] = prepared(strategy, cell, x, dz)
+                if arguments.captured:
+                    measured = as_graph(measured)
+                    steps[measured] = captured(steps[strategy.name], cell.device)
             except Exception as error:  # of a compiler or of the package: the others can still be measured
-                failed.append({"cell": str(cell), "strategy": strategy.name, "reason": frame.reason(error)})
+                failed.append({"cell": str(cell), "strategy": measured, "reason": frame.reason(error)})
         times_ms = timed(steps, arguments.rounds, cell.device, arguments.sample_ms)
     steps.clear()
     gc.collect()
     common: dict = {"group": cell.group, "shape": cell.shape, "size": list(cell.size), "layout": cell.layout}
     common |= {"dtype": cell.dtype, "input_bytes": x.nbytes}
-    return [{**common, "strategy": name, **facts[name], "times_ms": times_ms[name]} for name in facts] + failed
+    rows: Rows = [{**common, "strategy": name, **facts[name], "times_ms": times_ms[name]} for name in facts]
+    for row in rows:
+        graph_ms = times_ms.get(as_graph(row["strategy"]))
+        row |= {} if graph_ms is None else {"captured_ms": graph_ms}
+    return rows + failed
+
+
+def as_graph(strategy: str) -> str:
+    return f"{strategy}, captured"
 
 
 def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor) -> tuple[dict, Step]:
@@ -246,7 +265,7 @@ def by_kind(cells: Iterable[Strategies]) -> dict[str, list[Strategies]]:
 def about(arguments: dict) -> tuple[str, str]:
     title = ", ".join(TITLES[group] for group in arguments["groups"])
     return (
-        f"{title}, on {frame.DEVICES[arguments['device']]}",
+        f"{title}, on {frame.DEVICES[arguments['device']]}" + ", and as CUDA graphs" * arguments.get("captured", False),
         f"Batch {arguments['batch']}, {arguments['rounds']} rounds",
     )
 
@@ -264,10 +283,15 @@ def sections(call: dict, picture: str) -> Iterator[str]:
 def overheads(cells: list[Strategies]) -> str:
     """The overhead of the paper's strategies over standard layers, medians over BN + ACT + CONV in all sizes."""
     complete = [cell for cell in of_group("bn_act_conv", cells) if {*PAPER} <= cell.keys()]
-    ratios = {name: [time_ratio(cell, name, STANDARD).median for cell in complete] for name in PAPER if complete}
-    medians = (f"{name} {100 * statistics.median(own) - 100:+.1f} %" for name, own in ratios.items())
-    about = f"Overhead over standard, {TITLES['bn_act_conv']}, medians: {', '.join(medians)}. {OF_THE_PAPER}"
-    return about if complete else ""
+    about = f"Overhead over standard, {TITLES['bn_act_conv']}, medians: {_medians(complete, 'times_ms')}. "
+    graphs = [cell for cell in complete if all("captured_ms" in cell[name] for name in (STANDARD, *PAPER))]
+    about += f"As CUDA graphs: {_medians(graphs, 'captured_ms')}. " if graphs else ""
+    return about + OF_THE_PAPER if complete else ""
+
+
+def _medians(cells: list[Strategies], times: str) -> str:
+    ratios = {name: [time_ratio(cell, name, STANDARD, times).median for cell in cells] for name in PAPER if cells}
+    return ", ".join(f"{name} {100 * statistics.median(own) - 100:+.1f} %" for name, own in ratios.items())
 
 
 def of_group(group: str, cells: list[Strategies]) -> list[Strategies]:
@@ -284,6 +308,8 @@ COLUMNS: Columns = [
     ("backend", "{backend}"),
     ("ms", lambda row: f"{md.median_ms(row):.3f}"),
     ("/ standard", lambda row: md.relative_time(row, STANDARD)),
+    ("captured ms", lambda row: f"{md.median_ms(row, 'captured_ms'):.3f}" if "captured_ms" in row else ""),
+    ("/ standard", lambda row: md.relative_time(row, STANDARD, "captured_ms") if "captured_ms" in row else ""),
     ("saved MiB", lambda row: mib(row["saved_bytes"], 2)),
     ("peak MiB", lambda row: mib(row["peak_bytes"], 2)),
 ]
@@ -294,21 +320,25 @@ def pictures(call: dict) -> dict[str, Figure]:
 
     There is none without CONV1 … CONV4, e.g. if only host time was measured.
     """
-    cells = cells_in(call)
+    cells, times = cells_in(call), "times_ms"
+    if any("captured_ms" in cell[STANDARD] for cell in cells):  # the host's time does not count there, as in the paper
+        times = "captured_ms"
+        cells = [{name: row for name, row in cell.items() if times in row} for cell in cells if times in cell[STANDARD]]
     kinds = by_kind(of_group("bn_act_conv", cells) or of_group("bn_act", cells))
     if not kinds:
         return {}
+    label = "forward + backward, ms" + ", as a CUDA graph" * (times == "captured_ms")
     figure, panels = charts.panels(len(kinds), 1, (12, 0.8 + 3.4 * len(kinds)))
     for axes, (title, own) in zip(panels, kinds.items(), strict=True):
         names = [f"{cell[STANDARD]['shape']}\n{_size(cell[STANDARD])}" for cell in own]
         shown, texts = dict[str, list[float]](), dict[str, list[str]]()
         for name in COLOURS:
-            times_ms = [md.median_ms(cell[name]) if name in cell else math.nan for cell in own]
-            ratios = [f"{time_ratio(cell, name, STANDARD).median:.2f}" if name in cell else "" for cell in own]
+            times_ms = [md.median_ms(cell[name], times) if name in cell else math.nan for cell in own]
+            ratios = [f"{time_ratio(cell, name, STANDARD, times).median:.2f}" if name in cell else "" for cell in own]
             if any(ratios):
                 shown[name] = times_ms
                 texts |= {} if name == STANDARD else {name: ratios}
-        charts.bars(axes, names, shown, COLOURS, texts, title=title, ylabel="forward + backward, ms")
+        charts.bars(axes, names, shown, COLOURS, texts, title=title, ylabel=label)
     charts.legend(figure, columns=4)
     return {"": figure}
 

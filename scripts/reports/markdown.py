@@ -89,14 +89,14 @@ def grouped(rows: Iterable[dict], by: Sequence[str], name: str) -> dict[str, dic
     return groups
 
 
-def median_ms(row: dict) -> float:
-    return statistics.median(row["times_ms"])
+def median_ms(row: dict, times: str = "times_ms") -> float:
+    return statistics.median(row[times])
 
 
-def relative_time(row: dict, other: str) -> str:
+def relative_time(row: dict, other: str, times: str = "times_ms") -> str:
     """A cell of a table: the time of this row, relative to the row `other` of the same group."""
-    base = row["beside"].get(other)
-    return "" if base is None else "1" if base is row else f"{ratio_of(row['times_ms'], base['times_ms']):.2f}"
+    base = row["beside"].get(other, {})
+    return "" if times not in base else "1" if base is row else f"{ratio_of(row[times], base[times]):.2f}"
 
 
 def relative(row: dict, other: str, value: str) -> str:
@@ -106,9 +106,9 @@ def relative(row: dict, other: str, value: str) -> str:
     return "" if not known else "1" if base is row else f"{row[value] / base[value]:.2f}"
 
 
-def time_ratio(rows: Mapping[str, dict], ours: str, others: str) -> Ratio:
+def time_ratio(rows: Mapping[str, dict], ours: str, others: str, times: str = "times_ms") -> Ratio:
     """`ratio_of` the times of two rows of a group."""
-    return ratio_of(rows[ours]["times_ms"], rows[others]["times_ms"])
+    return ratio_of(rows[ours][times], rows[others][times])
 
 
 def longer(ratios: Mapping[str, float]) -> str:

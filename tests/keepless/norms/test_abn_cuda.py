@@ -26,10 +26,10 @@ def gradients(layer, x, dz) -> list[torch.Tensor]:
 
 @each_layer
 @each_backend
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training, pixels", [(True, 16), (True, 96), (False, 16)])  # one kernel a pass, or two
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_equals_the_cpu_in_float64(strategy, backend, training, memory_format, dtype):
+def test_equals_the_cpu_in_float64(strategy, backend, training, pixels, memory_format, dtype):
     torch.manual_seed(0)
     reference = ABN(32).double().train(training)
     with torch.no_grad():
@@ -37,7 +37,9 @@ def test_equals_the_cpu_in_float64(strategy, backend, training, memory_format, d
         reference.bias.uniform_(-0.5, 0.5)
     layer = LAYERS[strategy](32, backend=backend).to("cuda", torch.promote_types(dtype, torch.float32)).train(training)
     layer.load_state_dict(reference.state_dict())
-    x, dz = torch.randn(2, 4, 32, 16, 16, dtype=torch.float64).to(dtype).unbind()  # both sides see the same signs
+    x, dz = (
+        torch.randn(2, 4, 32, pixels, pixels, dtype=torch.float64).to(dtype).unbind()
+    )  # both sides see the same signs
     x, dz = (tensor.to(memory_format=memory_format) for tensor in (x, dz))
     expected = gradients(reference, x.double(), dz.double())
     results = gradients(layer, x.to("cuda"), dz.to("cuda"))
@@ -58,10 +60,10 @@ def shared(monkeypatch) -> Iterator[None]:
 
 @each_layer
 @each_backend
-@pytest.mark.parametrize("sync", [False, True])
-def test_a_layer_never_waits_for_the_device_and_a_captured_graph_replays_it(strategy, backend, sync, shared):
+@pytest.mark.parametrize("sync, pixels", [(False, 16), (False, 96), (True, 16)])
+def test_a_layer_never_waits_for_the_device_and_a_captured_graph_replays_it(strategy, backend, sync, pixels, shared):
     layer = LAYERS[strategy](32, backend=backend, sync=sync).to("cuda")
-    x, dz = torch.randn(2, 4, 32, 16, 16, device="cuda").unbind()
+    x, dz = torch.randn(2, 4, 32, pixels, pixels, device="cuda").unbind()
     gradients(layer, x, dz)  # compiles, and checks the count of values
     torch.cuda.set_sync_debug_mode("error")
     try:

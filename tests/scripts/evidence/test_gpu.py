@@ -26,7 +26,7 @@ def test_a_rehearsal_runs_and_says_what_it_is(in_process, monkeypatch, tmp_path)
     assert call["rehearsal"] and call["left"] == {}
     assert call["command"] == "python -m scripts.gpu_evidence part=abn rehearse=true out=DIR"
     rows = {row["strategy"]: row for row in frame.rows_of(call) if row.get("group") == "bn_act"}
-    assert rows["in-place II"]["times_ms"][0] > 0
+    assert rows["in-place II"]["times_ms"][0] > 0 and rows["in-place II"]["captured_ms"][0] > 0
     assert f"**{frame.REHEARSED}**" in text and "| in-place II |" in text and "(rehearsed_abn.png)" in text
     drawn: list[str] = []
     monkeypatch.setattr(frame.charts, "save", lambda figure, file: drawn.extend(own.get_text() for own in figure.texts))
