@@ -102,10 +102,10 @@ IMPOSSIBLE = [  # (command, options, message)
     (layers, "backend=cuda", "expected one of auto"),
     (layers, "out=page.md", "ends in .json"),
     (layers, "measure=false", "does not exist"),
-    (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, memory"),
+    (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, memory"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[all]", "only=all: there is no such item"),
-    (gpu_evidence, "part=all", "part=all: expected one of check, host, exact, abn"),
+    (gpu_evidence, "part=all", "part=all: expected one of check, steps, fit, abn"),
     (gpu_evidence, "part=host", "PyTorch sees no CUDA device"),
     (gpu_evidence, "part=host measure=false", "does not exist"),
 ]
