@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from errno import ENOSPC
-from multiprocessing import parent_process, popen_fork
+from multiprocessing import parent_process, popen_fork, util
+from multiprocessing.connection import Listener
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 Progress = Callable[[int, int], None] | None  # called with (done, total) after each item
 
 _SECONDS_TO_DIE = 5  # it takes longer only in an uninterruptible system call
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to send when the parent ends
 _limit: tuple[float, str] = (0, "")  # seconds (0: none) that workers may take, and the message about it
 _KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes per pixel
 
@@ -55,7 +56,8 @@ def worker_init(worker_id: int) -> None:
     if parent_process() is not None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        die_with_parent(signal.SIGKILL)
+        if sys.platform == "linux":  # a stopped or stuck worker obeys only SIGKILL
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     cv2.setNumThreads(0)  # OpenCV's own threads would compete with the other workers
     # Let Pillow reuse the memory of a large image: getting new pages from the system each time can take as long as
     # decoding. (This call is private, but the only alternative is an environment variable.)
@@ -66,9 +68,12 @@ class Loader(DataLoader):
     """A DataLoader whose `workers` processes run `worker_init`; 0 reads in this process.
 
     Inside `reading_errors` it raises TimeoutError if its workers deliver nothing in the time given there.
+    ValueError: workers cannot make sockets in the folder for temporary files, TMPDIR.
     """
 
     def __init__(self, source: Dataset | Sequence, workers: int, **options: Any):
+        if workers:
+            _check_sockets()
         super().__init__(
             source,  # type: ignore[arg-type]  # any sequence will do
             num_workers=workers,
@@ -107,10 +112,16 @@ class Loader(DataLoader):
                 items._shutdown_workers()
 
 
-def die_with_parent(number: signal.Signals) -> None:
-    """Have Linux send this process a signal when its parent ends. (A stopped or stuck process obeys only SIGKILL.)"""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+def _check_sockets() -> None:
+    """ValueError unless workers can open sockets, by which they hand over tensors. Without one, no data would come."""
+    try:
+        Listener(family="AF_UNIX").close()
+    except OSError as error:
+        folder = util.get_temp_dir()
+        raise ValueError(
+            f"processes that read data cannot open sockets in {folder} ({error}): set TMPDIR to a folder with a short "
+            f"path, such as /tmp (sockets allow 107 bytes), or read without processes, with workers=0"
+        ) from None
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Run commands one after the other: the trainings of a sweep, or of a table."""
 
+from engine.process.start import die_with_parent
+
 import shlex
 import signal
 import subprocess
@@ -8,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from datasets.workers import die_with_parent
 from engine.process.stopping import EXIT_CODE, ONE_REQUEST_SECONDS, Preempted
 
 

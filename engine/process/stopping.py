@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from datasets.workers import die_with_parent
 from engine.process.console import SizedIterable, logger, make_printing_safe
 from engine.process.distributed import World, launched
 from engine.process.memory import is_out_of_memory
@@ -34,8 +33,8 @@ class StopRequest:
     """Context in which a signal asks for a stop: it sets `requested` instead of killing the process.
 
     Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. A signal that comes
-    again, more than `ONE_REQUEST_SECONDS` after the first, kills the process. The death of the torchrun that started
-    this process is also a request. Ignored signals stay ignored (`nohup`, `&`).
+    again, more than `ONE_REQUEST_SECONDS` after the first, kills the process. If torchrun dies, SIGTERM comes
+    (engine/process/start.py). Ignored signals stay ignored (`nohup`, `&`).
     """
 
     def __init__(self) -> None:
@@ -48,8 +47,6 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():  # no other thread may install handlers
             heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
             self.before = {number: signal.signal(number, self._request) for number in heard}
-        if launched():
-            die_with_parent(signal.SIGTERM)  # a torchrun that is killed cannot stop its processes
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

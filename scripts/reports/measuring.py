@@ -1,5 +1,7 @@
 """Measure time, peak memory and operations of steps in turns; compile one, or run it in its own process."""
 
+from engine.process.start import die_with_parent
+
 import functools
 import multiprocessing
 import random
@@ -13,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from datasets.workers import die_with_parent
 from keepless.torch_internals import compile_within
 
 Step = Callable[[], object]

@@ -1,11 +1,13 @@
 """Worker processes that read data: signals, the end of the process, errors."""
 
 import errno
+import multiprocessing
 import os
 import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import active_children, get_context
@@ -171,6 +173,18 @@ def test_workers_may_open_as_many_files_as_the_system_permits():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_workers_refuse_a_folder_for_temporary_files_whose_path_is_too_long_for_sockets(tmp_path, monkeypatch):
+    """Otherwise no data comes, and the run waits for data.timeout_seconds."""
+    deep = tmp_path / ("t" * 90)
+    deep.mkdir()
+    config = multiprocessing.current_process()._config
+    monkeypatch.setitem(config, "tempdir", None)  # where Python remembers its folder
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ValueError, match=f"cannot open sockets in {deep}/.*: set TMPDIR to a .* short path"):
+        Loader(torch.zeros(2, 3), workers=1)
+    assert len(Loader(torch.zeros(2, 3), workers=0)) == 2  # which needs none
 
 
 def leaves_a_stopped_worker(worker_ids) -> None:
