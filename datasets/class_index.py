@@ -28,13 +28,15 @@ class ClassIndex:
     """Pixel counts and sampled pixel positions of every class in every image.
 
     `classes`: names. `counts`: pixels, int64 (images, classes). `places`: (row, column), uint16 (all positions, 2),
-    sorted by image, then by class. Each class of an image has min(pixels, `positions`) entries.
+    sorted by image, then by class; uint32 if a side is longer than 65,536 pixels. Each class of an image has
+    min(pixels, `positions`) entries. `folder`: where it is saved.
     """
 
     classes: tuple[str, ...]
     counts: np.ndarray
     places: np.ndarray
     positions: int = POSITIONS
+    folder: Path | None = None
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -53,7 +55,7 @@ class ClassIndex:
         return np.flatnonzero(self.counts[:, class_id])
 
     def pixels(self, image: int, class_id: int) -> np.ndarray:
-        """Up to `positions` random pixels of a class in an image: (row, column), uint16 (n, 2)."""
+        """Up to `positions` random pixels of a class in an image: (row, column), uint16 or uint32 (n, 2)."""
         end = self._ends[image, class_id]
         return self.places[end - min(self.counts[image, class_id], self.positions) : end]
 
@@ -94,19 +96,19 @@ def index_classes(
     counts, places = found
     if len(counts) != len(dataset) or np.minimum(counts, positions).sum() != len(places):
         raise ValueError(f"the class index {file} is damaged or of other images; remove it")
-    return ClassIndex(dataset.classes, counts, places, positions)
+    return ClassIndex(dataset.classes, counts, places, positions, kept)
 
 
 def index_label(
     label: np.ndarray, classes: int, positions: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Count a label's pixels, int64 (classes,), and sample (row, column), uint16 (n, 2), sorted by class.
+    """Count a label's pixels, int64 (classes,), and sample (row, column), see `ClassIndex`, sorted by class.
 
     `label`: train ids, uint8 (H, W). Each class gets min(pixels, `positions`) distinct pixels; every subset of that
     size is equally likely, as in reservoir sampling. This is faster than reservoirs: it counts the pixels, draws which
     of a class's pixels to keep, and searches only the bands that contain them.
     """
-    assert label.dtype == np.uint8 and max(label.shape) <= 1 << 16, f"{label.dtype}, {label.shape}"
+    assert label.dtype == np.uint8, label.dtype
     flat = np.ascontiguousarray(label).reshape(-1)
     starts = range(0, len(flat), _BAND)
     histograms = [cv2.calcHist([flat[i : i + _BAND][None]], [0], None, [256], [0, 256]).ravel() for i in starts]
@@ -121,7 +123,8 @@ def index_label(
             of_class = np.flatnonzero(flat[start : start + _BAND] == class_id)
             found.append(start + of_class[ranks[bands == band] - before])
     places = np.concatenate(found) if found else np.empty(0, np.int64)
-    return counts, np.stack(np.divmod(places, label.shape[1]), axis=1).astype(np.uint16)
+    kind = np.uint16 if max(label.shape) <= 1 << 16 else np.uint32
+    return counts, np.stack(np.divmod(places, label.shape[1]), axis=1).astype(kind)
 
 
 def _indexed(dataset: SegmentationDataset, positions: int, image: int) -> tuple[np.ndarray, np.ndarray]:

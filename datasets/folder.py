@@ -1,6 +1,5 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +12,7 @@ import numpy as np
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
 from datasets.file_formats import PALETTE
 from datasets.file_list import composed, is_hidden
-from datasets.layout import (
-    PHOTOGRAPHS,
-    Layout,
-    list_files,
-    read_list,
-)
+from datasets.layout import PHOTOGRAPHS, Layout, list_files, read_json, read_list
 from datasets.reading import Stored, Window, decode_mask
 from datasets.segmentation import Files, SegmentationDataset
 
@@ -51,7 +45,7 @@ def folder_classes(file: Path) -> ClassTable:
     ids, as PNGs with the classes' colours, unless these are `alike`. ValueError for a file of another form.
     """
     try:
-        content = json.loads(file.read_text("utf-8-sig"))
+        content = read_json(file)
         if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content["classes"]):
             raise ValueError('every class needs an object, such as {"name": "wood"}')
         if not isinstance(content.get("ignored", []), list):

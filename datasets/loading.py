@@ -6,6 +6,7 @@ In classification, images in files are read one by one, images in memory by the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
@@ -61,15 +62,26 @@ class _Crops(_Items):
         return np.random.default_rng([self.seed, draw.epoch, draw.image, *place])
 
 
+@dataclass(eq=False)
 class TrainingCrops(_Crops):
-    """Crops of images with labels of pixels. "label": uint8 tensor (h, w) of train ids."""
+    """Crops of images with labels of pixels. "label": uint8 tensor (h, w) of train ids.
+
+    `index_folder`: of the class index that the pixels of the keys are from.
+    """
 
     dataset: SegmentationDataset
     transform: TrainingTransform
+    index_folder: Path | None = None
 
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         draw = Draw(*key)
         read = self.dataset.undecoded(draw.image)
+        if draw.pixel is not None and np.greater_equal(draw.pixel, size := read[0].shape).any():
+            raise ValueError(
+                f"{self.dataset.path(draw.image)}: is {size[1]}x{size[0]} pixels, but the class index has its pixel "
+                f"(row, column) {draw.pixel}: the image changed after it was indexed. Restore it, or remove "
+                f"{self.index_folder} and start again"
+            )
         image, label = self.transform(*read, self._rng(draw), draw.pixel, draw.class_id)
         return {
             "image": _channels_first(image),

@@ -94,15 +94,7 @@ class TrainingTransform:
     def draw(
         self, size: tuple[int, int], rng: np.random.Generator, pixel: tuple[int, int] | None = None
     ) -> tuple[tuple[int, int], tuple[int, int], bool]:
-        """Draw the scaled size (H, W) of an image of `size`, the crop's offset (top, left) in it, and the flip.
-
-        ValueError: `pixel` is outside of the image.
-        """
-        if pixel is not None and not all(0 <= place < side for place, side in zip(pixel, size, strict=True)):
-            raise ValueError(
-                f"no crop contains the pixel {pixel} of an image of {size}: the class index is damaged, or of other "
-                f"images; remove its folder"
-            )
+        """Draw the scaled size (H, W) of an image of `size`, the crop's offset (top, left) in it, and the flip."""
         mirrored = rng.random() < self.flip
         scale = rng.uniform(*self.scale)
         scaled_size = scaled(size, scale * base_scale(size, self.base_size))

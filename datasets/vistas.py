@@ -1,11 +1,10 @@
 """Mapillary Vistas, research edition v1.2: street photographs of up to 22 megapixels, 65 classes."""
 
-import json
 import os
 from pathlib import Path
 
 from datasets.class_table import ClassTable, rgb
-from datasets.layout import Layout
+from datasets.layout import Layout, read_json
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
 
 _FOLDERS = {"train": "training", "val": "validation", "test": "testing"}
@@ -32,7 +31,7 @@ def vistas_classes(config: Path) -> ClassTable:
     Label values and official ids are positions in the file's list. ValueError for v2.0 or a malformed file.
     """
     try:
-        content = json.loads(config.read_text("utf-8-sig"))
+        content = read_json(config)
         labels = [(str(entry["readable"]), rgb(entry["color"]), entry["evaluate"]) for entry in content["labels"]]
         version = str(content.get("version")).lstrip("v")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -75,7 +75,8 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> dict[str, TrainingRun
     console.print(f"kept for the backward pass: {size_text(trace.kept)}")
     if config.memory.fit is not None:
         found, paper = fits(config, devices, console), FITS[config.memory.fit].replace("_", " ")
-        console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {each}:")
+        limit = max(planner.all_images(chosen, devices) for chosen in found.values())
+        console.print(f"memory.fit={config.memory.fit} (the paper's {paper}), {each}{limit}:")
         console.print(fit_table(found, devices))
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")

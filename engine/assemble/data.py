@@ -121,7 +121,8 @@ def training_loader(
         minibatches: Sampler[list] = ClassUniformMinibatches(index, fraction=sampler.fraction, **order)
     else:
         minibatches = ShuffledMinibatches(len(dataset), **order)
-    return loader(training_crops(data, dataset, config.seed), data, world, batch_sampler=minibatches)
+    crops = training_crops(data, dataset, config.seed, index)
+    return loader(crops, data, world, batch_sampler=minibatches)
 
 
 def class_index(
@@ -159,7 +160,9 @@ def order_of(config: TrainingRun, total_steps: int, world: World, start_step: in
     )
 
 
-def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed: int) -> TrainingCrops:
+def training_crops(
+    config: SegmentationData, dataset: SegmentationDataset, seed: int, index: ClassIndex | None = None
+) -> TrainingCrops:
     """The augmented crops that a sampler draws from."""
     jitter, (lowest, highest) = config.colour_jitter, config.scale
     transform = TrainingTransform(
@@ -172,7 +175,7 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
         colour_jitter=colour_jitter(**vars(jitter)) if any(vars(jitter).values()) else None,
         antialias=config.antialias,
     )
-    return TrainingCrops(dataset, transform, seed)
+    return TrainingCrops(dataset, transform, seed, None if index is None else index.folder)
 
 
 def evaluation_loader(

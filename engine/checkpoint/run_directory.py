@@ -1,6 +1,5 @@
 """A run's folder: the paths of its files, and whether a run may start or resume there."""
 
-import errno
 import fcntl
 import os
 import platform
@@ -15,13 +14,13 @@ from typing import IO
 from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
 from engine.process.console import logger
+from engine.process.output_files import NO_ROOM
 from engine.process.transfers import HostCopy
 from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
 _ANOTHER = "give another run_dir to start a new run"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def new_run_path(dataset: str, norm: str, overrides: Sequence[str]) -> str:
@@ -120,7 +119,9 @@ class RunDirectory:
             kept = f"The last good checkpoint is {path}, of step {step}" if path else "There is no checkpoint yet"
             raise FloatingPointError(f"{error}. {kept}: {config.divergence_advice(path)}") from error
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if self._lock is not None and not self.path.exists():
+                raise OSError(f"run_dir={self.path} was removed while the run used it: start the run again") from error
+            if error.errno in NO_ROOM:
                 left = checkpoint.what_is_left(self.path, self.last, self.previous)
                 raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
             file = error.filename if isinstance(error.filename, (str, bytes)) else ""

@@ -5,10 +5,13 @@ import os
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def writable_folder(key: str, folder: Path) -> Path:
@@ -42,12 +45,15 @@ def check_outside(key: str, folder: Path, images: Iterable[Path]) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, and create its folder. OSError names the file."""
+    """Write a file, text as UTF-8, and create its folder. OSError names the file, of which no part is left."""
+    file: IO | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     except OSError as error:  # it names no file if the disk is full or fails
+        if file is not None and path.is_file():  # not a device
+            path.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +17,12 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
         print("interrupted", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def _say_of_thread(arguments: threading.ExceptHookArgs) -> None:
+    """`threading.excepthook`: nothing about TensorBoard's thread, whose error the main thread raises again."""
+    if not type(arguments.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(arguments)
 
 
 def die_with_parent(number: signal.Signals) -> None:
@@ -43,5 +50,5 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process. If it 
     die_with_parent(signal.SIGTERM)
     if _lost_torchrun():
         sys.exit("error: torchrun ended before this process started: start it again")
-sys.excepthook = _say
+sys.excepthook, threading.excepthook = _say, _say_of_thread
 os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend is set

@@ -1,5 +1,6 @@
 """How commands end: on a stop request (Ctrl-C, or a scheduler's SIGTERM or SIGUSR1), or with an error message."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -18,11 +19,19 @@ import torch
 from engine.process.console import SizedIterable, logger, make_printing_safe
 from engine.process.distributed import World, launched
 from engine.process.memory import is_out_of_memory
+from engine.process.output_files import NO_ROOM
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 # Stop signals, and for how many seconds a repeated signal counts as the same request: Slurm and torchrun
 # may both pass it on, and torchrun repeats Ctrl-C at once.
 ONE_REQUEST_SECONDS: dict[int, float] = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 1.0}
+
+
+# What to do about an error of a file, by its number.
+_CURES = {
+    **dict.fromkeys(NO_ROOM, "make room there (or raise the quota or limit), then start it again"),
+    errno.ELOOP: "a link leads back to itself; remove it, or let it lead to the file",
+}
 
 
 class Preempted(BaseException):
@@ -127,7 +136,8 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
             )
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
-        message = f"error: {message.strip()}"
+        cure = _CURES.get(error.errno or 0) if isinstance(error, OSError) else None
+        message = f"error: {message.strip()}" + f": {cure}" * bool(cure)
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             _for_torchrun(Path(file), message)
             if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):

@@ -216,6 +216,15 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     return chosen
 
 
+def all_images(config: TrainingRun, devices: int) -> str:
+    """For messages: says so if the training images, and not memory, limit a minibatch that was fitted. Else empty."""
+    if config.memory.fit != "batch":
+        return ""
+    images = _images(config) or training_images(config.data)
+    is_limited = images - config.data.crops_per_minibatch < devices
+    return f"; a minibatch has no more than the {images} training images" if is_limited else ""
+
+
 def fitted(config: Config) -> Config:
     """The configuration to train, with `memory.fit` turned into plain numbers. A resumed run already has them.
 
@@ -242,6 +251,7 @@ def fitted(config: Config) -> Config:
         peak, about = step_memory(chosen, share, data.crop_size, processes).peak, size_text(available)
         chosen.memory = Memory()
     step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(peak)}"
+    about += all_images(replace(chosen, memory=memory), processes)
     if peak > available:
         raise ValueError(
             f"memory.budget={memory.budget}: {step}, and {size_text(available)} are left for tensors; "

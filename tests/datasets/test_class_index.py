@@ -1,6 +1,7 @@
 """The class index: exact counts, uniform positions, the same from any number of processes."""
 
 import os
+import re
 import shutil
 
 import numpy as np
@@ -11,8 +12,12 @@ from hypothesis import strategies as st
 
 from datasets import ClassIndex, SegmentationDataset, camvid, cityscapes, index_classes
 from datasets.cache import write_arrays
+from datasets.camvid import camvid_classes
 from datasets.class_index import index_label
+from datasets.loading import Draw, TrainingCrops
+from datasets.segmentation import Files
 from datasets.transforms import TrainingTransform
+from tests import trees
 
 
 def of(index: ClassIndex, label: np.ndarray, image: int, class_id: int) -> set[tuple[int, int]]:
@@ -68,6 +73,33 @@ def test_large_images_fit_their_positions():
     assert counts.tolist() == [label.size - 1, 1] and places[-1].tolist() == [3999, 5631]
 
 
+def test_an_image_wider_than_65536_pixels_is_indexed_and_cropped(tmp_path):
+    label = np.zeros((2, 70_000), np.uint8)
+    label[1, 69_999] = 1
+    files = Files("wide", tmp_path / "wide.png", tmp_path / "label.png")
+    trees.write(files.label, label)
+    trees.write(files.image, np.repeat(label[..., None] * np.uint8(200), 3, axis=2))
+    dataset = SegmentationDataset("camvid", "train", [files], camvid_classes())
+    index = index_classes(dataset, tmp_path, workers=0)
+    assert index.pixels(0, 1).tolist() == [[1, 69_999]] and index.places.dtype == np.uint32
+    transform = TrainingTransform((2, 4), scale=(1, 1), flip=0)
+    crop = TrainingCrops(dataset, transform, 0)[Draw(0, 0, 0, 1, (1, 69_999))]
+    assert crop["label"][1].tolist() == [0, 0, 0, 1] and crop["image"][0, 1].tolist() == [0, 0, 0, 200]
+
+
+def test_an_image_that_changes_after_it_was_indexed_is_named_with_the_index(camvid_folders, tmp_path):
+    dataset = camvid(camvid_folders, "train")
+    index = index_classes(dataset, tmp_path, workers=0)
+    entry = dataset.files[0]
+    trees.write(entry.label, np.zeros((6, 7), np.uint8))
+    trees.write(entry.image, np.zeros((6, 7, 3), np.uint8))
+    crops = TrainingCrops(dataset, TrainingTransform((8, 8)), 0, index.folder)
+    message = f"^{entry.image}: is 7x6 pixels, .* pixel .* {re.escape('(5, 7)')}: .* remove {index.folder} and start"
+    with pytest.raises(ValueError, match=message):
+        crops[Draw(0, 0, 0, 0, (5, 7))]
+    assert crops[Draw(0, 0, 0, 0, (5, 6))]["label"].shape == (8, 8)
+
+
 def test_the_index_of_a_split(camvid_folders, cache, tmp_path):
     """It is the same for any number of processes."""
     dataset, files = camvid(camvid_folders, "train"), sorted(camvid_folders.rglob("*"))
@@ -115,9 +147,6 @@ def test_positions_that_do_not_fit_the_images_are_refused(camvid_folders, tmp_pa
     write_arrays(file, {"counts": good.counts, "places": good.places[1:]})
     with pytest.raises(ValueError, match=f"{file} is damaged or of other images; remove it"):
         index_classes(dataset, tmp_path, workers=0)
-    transform = TrainingTransform((8, 8))
-    with pytest.raises(ValueError, match=r"no crop contains the pixel \(9, 0\) of an image of \(9, 9\)"):
-        transform.draw((9, 9), np.random.default_rng(0), (9, 0))
 
 
 def test_what_cannot_be_indexed_says_why(camvid_folders, cityscapes_root, tmp_path):

@@ -119,6 +119,7 @@ WRONG_CLASSES = {
     '{"classes": [{"name": "a", "colour": [0, 0]}]}': "not enough values",
     '{"classes": [{"colour": [0, 0, 0]}]}': "KeyError: 'name'",
     '{"classes": [{"name": "a"}, {"name": "a"}]}': "two names are a, expected different ones",
+    "[" * 100_000: "ValueError: it is nested too deeply",
     json.dumps({"classes": [{"name": f"{number}"} for number in range(100_000)]}): "is 100000, expected at most 256",
     json.dumps({"classes": [{"name": "a" * 2**20}, {"name": "b"}]}): "a name has 1,048,576 characters, expected at",
     '{"classes": [{"name": "a", "colour": [0, 0, 7]}, {"name": "b", "colour": [0, 0, 7]}]}': "two colours are",
@@ -383,12 +384,14 @@ def test_folders_of_systems_are_no_part_of_the_data(root):
 
 
 def test_splits_may_be_links(root):
-    """Of which one leads in a circle."""
+    """Links that lead back to a folder above count for nothing."""
     linked = root.parent / "linked"
     linked.mkdir()
     for split in ("train", "val", "test"):
         (linked / split).symlink_to(root / split)
     (linked / "train/again").symlink_to(linked)
+    (root / "train/images/a/again").symlink_to(root / "train/images")
+    (root / "train/labels/again").symlink_to(root / "train")
     assert [len(labels) for labels in folder_labels(linked)] == [len(labels) for labels in folder_labels(root)]
     assert len(folder_labels(linked)[0]) == 8 and made(linked)["classes"]
     assert names(folder(linked, "train")) == names(folder(root, "train"))

@@ -26,7 +26,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_its_key(tmp_path):
 
 
 def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
-    """Also where the error is of the write, and not of opening the file."""
+    """Both opening it and writing to it may fail. No part of it is left."""
     pixels, palette = np.zeros((64, 64), np.uint8), np.arange(768, dtype=np.uint8).reshape(256, 3)
     pixels[::3, 1::5] = 7
     writers = {
@@ -44,6 +44,7 @@ def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
         path = tmp_path / name
         with files_of_at_most(40), pytest.raises(OSError, match=f"File too large.*{path}|{path}.*: File too large"):
             writer(path)
+        assert not path.exists()
         with pytest.raises(OSError, match=f"{tmp_path / 'b' / name}"):
             writer(tmp_path / "b" / name)
         writer(path)

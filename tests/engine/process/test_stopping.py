@@ -11,8 +11,10 @@ import torch
 from datasets.class_table import UnknownIds
 from engine.checkpoint import files as checkpoint
 from engine.process import stopping
+from engine.process.output_files import write_file
 from engine.process.stopping import Preempted, StopRequest, errors_for_users
 from models.checkpoints import torch_files
+from tests.engine.checkpoint.test_files import files_of_at_most
 
 
 def handlers() -> list:
@@ -77,6 +79,16 @@ def test_memory_that_runs_out_anywhere_is_a_message():
     for kind in (KeyError, RuntimeError):  # our own mistakes keep their traceback
         with pytest.raises(kind, match="our own"), errors_for_users():
             raise kind("our own mistake")
+
+
+def test_an_error_of_the_disk_ends_with_what_to_do(tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: .*File too large: '{tmp_path}/a.png': make room there .*again$"):
+        with errors_for_users(), files_of_at_most(40):
+            write_file(tmp_path / "a.png", bytes(41))
+    (tmp_path / "b.png").symlink_to("b.png")
+    with pytest.raises(SystemExit, match=f"Too many levels .*'{tmp_path}/b.png': a link leads back to itself; remove"):
+        with errors_for_users():
+            (tmp_path / "b.png").read_bytes()
 
 
 @pytest.mark.parametrize("kind, name", [(ValueError, "ValueError"), (UnknownIds, "datasets.class_table.UnknownIds")])

@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 import shlex
+import shutil
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory
+from engine.process import start
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import MetricsLogger
 from tests.runs import NARROW_A2, REPOSITORY, SHORT, composed, run_config, same
@@ -53,6 +56,19 @@ def records(run_dir) -> list[dict]:
 
 def events_of(run_dir) -> EventAccumulator:
     return EventAccumulator(str(run_dir / "tensorboard")).Reload()
+
+
+def test_a_folder_that_is_gone_is_an_error_of_the_run_without_a_traceback_of_tensorboard(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", start._say_of_thread)  # in place of pytest's
+    directory = RunDirectory(str(tmp_path / "run"))
+    message = f"^run_dir={directory.path} was removed while the run used it: start the run again$"
+    with pytest.raises(OSError, match=message), directory.in_use(run_config()):
+        directory.lock()
+        with logger(directory.path) as running:
+            shutil.rmtree(directory.path)
+            running.tensorboard.add_scalar("loss", 1.0, 1)
+            running.tensorboard.flush()
+    assert capfd.readouterr().err == ""
 
 
 def trained(run_dir, *overrides: str) -> dict:
