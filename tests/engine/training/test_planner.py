@@ -52,7 +52,7 @@ def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys)
     output = capsys.readouterr().out
     assert "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU nothing enforces it" in output
     limit = f"; a minibatch has no more than the {len(cityscapes(root, 'train'))} training images"
-    assert limit in output and planner.all_images(planned("memory.fit=batch", "memory.budget=1GiB"), 1) == ""
+    assert limit in output and planner.all_images(planned("memory.fit=batch", "memory.budget=24GiB"), 1) == ""
 
 
 @pytest.mark.usefixtures("modelled")
