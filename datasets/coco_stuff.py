@@ -91,7 +91,10 @@ def coco_stuff(
         raise ValueError(f"{keys}lists={lists}: expected one of {', '.join(LISTS)}")
     root = _LAYOUT.check(root, split)
     inside = root / "images" / f"{split}2017"
-    images = _LAYOUT.files(root, inside if inside.is_dir() else root / inside.name, (".jpg",), images_of=split)
+    folder = inside if inside.is_dir() else root / inside.name
+    if split == _WITHHELD and not folder.is_dir():
+        raise _LAYOUT.error(f"coco_stuff: the folder {folder} is missing", root, fix=f"unpack test2017.zip in {root}")
+    images = _LAYOUT.files(root, folder, (".jpg",), images_of=split)
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 PNG, JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
 PNG_END, JPEG_END = b"\0\0\0\0IEND\xaeB`\x82", b"\xff\xd9"  # the end mark; further bytes do not belong to the image
 GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
-COLOURS_OR_ALPHA = (COLOUR, 4, 6)  # also gray and colour with alpha
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a JPEG marker, except restarts between coded pixels
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
 _SEQUENTIAL = (0xC0, 0xC1)  # the markers of JPEGs that decode in one pass from the top

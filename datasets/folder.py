@@ -1,19 +1,22 @@
 """The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import islice, product, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
-from datasets.file_formats import PALETTE
 from datasets.file_list import composed, is_hidden
 from datasets.layout import PHOTOGRAPHS, Layout, list_files, read_json, read_list
-from datasets.reading import Stored, Window, decode_mask
+from datasets.reading import Stored, Window, decode_mask, label_palette
 from datasets.segmentation import Files, SegmentationDataset
 
 CLASSES = "classes.json"
@@ -31,7 +34,7 @@ _LAYOUT = Layout(
     tree="""
 DIR/classes.json              the classes, in the order of their ids
 DIR/train/images/**           or    DIR/images/**             PNG, JPEG, TIFF, BMP, WebP, …
-DIR/train/labels/**                 DIR/labels/**             PNGs of the same names
+DIR/train/labels/**                 DIR/labels/**             PNGs or TIFFs of the same names
 DIR/val/...                         DIR/train.txt, val.txt    names of images, one per line
 """,
     source="sort your images like this",
@@ -120,30 +123,41 @@ def folder_splits(root: str | os.PathLike | None) -> list[str]:
     return sorted(found, key=lambda split: (split not in ("train", "val"), split))
 
 
-def folder(root: str | os.PathLike | None, split: str, palettes: str = "equal", keys: str = "") -> SegmentationDataset:
+def folder(
+    root: str | os.PathLike | None,
+    split: str,
+    palettes: str = "equal",
+    label_folder: str = "labels",
+    label_suffix: str = "",
+    keys: str = "",
+) -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
     The list is `root`/`split`.txt. Images and labels are paired by their paths below the two folders; a split "test"
-    may have no labels. Labels are PNGs of ids, or in the classes' colours, on the images as viewers show them: EXIF
-    orientation counts. `palettes`: "equal" refuses labels whose palettes give an id different colours, "any" does not
-    compare them. `keys`: prefix of option names in messages.
+    may have no labels. Labels hold ids, or the classes' colours, on the images as viewers show them: EXIF orientation
+    counts. `label_folder`: the name of the labels' folder; it may be "images" too. `label_suffix`: what the names of
+    labels add to those of their images, such as "_mask". `palettes`: "equal" refuses labels whose palettes give an id
+    different colours, "any" does not compare them. `keys`: prefix of option names in messages.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
-    root = _LAYOUT.top(root)
+    root, options = _LAYOUT.top(root), LabelNames(label_folder, label_suffix, keys)
+    options.check()
     own = _below(root, split)
     above = root if (root / "images").is_dir() and not (own / "images").is_dir() else own
-    images = _LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True)
-    is_test = own.name == WITHHELD
-    without = is_test and not (above / "labels").is_dir()
-    labels = {} if without else _LAYOUT.files(root, above / "labels", PHOTOGRAPHS, deep=True)
+    images = options.images(_LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True))
+    labels, is_test, looked_in = options.labels(above), own.name == WITHHELD, above / label_folder
     if above == root:
         chosen = _on_list(root, own, images)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if is_test and not labels:
         files = [Files(name, path) for name, path in images.items()]
+    elif looked_in.is_dir() and images.keys() <= labels.keys():
+        files = [Files(name, image, labels[name]) for name, image in images.items()]
     else:
-        fix = "add the labels, under the names of their images, or take the images out"
-        files = _LAYOUT.pair(images, labels, root, f"{above}/labels/NAME.png", fix)
+        fix = options.found(above, images) or "add the labels, under the names of their images, or take the images out"
+        if not looked_in.is_dir():
+            raise _LAYOUT.error(f"folder: the folder {looked_in} is missing", root, fix)
+        files = _LAYOUT.pair(images, labels, root, f"{looked_in}/NAME{label_suffix}.png", fix)  # raises
     if not (root / CLASSES).is_file():
         raise _LAYOUT.error(
             f"folder: {root / CLASSES} is missing",
@@ -154,12 +168,65 @@ def folder(root: str | os.PathLike | None, split: str, palettes: str = "equal", 
     return dataset if palettes == "any" else replace(dataset, palette_fix=palette_fix(keys))
 
 
+class LabelNames(NamedTuple):
+    """Where labels lie: in `folder`, beside images, with names that add `suffix` to those of their images.
+
+    `keys`: prefix of the options label_folder and label_suffix in messages.
+    """
+
+    folder: str = "labels"
+    suffix: str = ""
+    keys: str = ""
+
+    def check(self) -> None:
+        """ValueError unless the folder is one beside images, and labels are no images."""
+        if Path(self.folder).name != self.folder or self.folder in ("", ".."):
+            raise ValueError(f"{self.keys}label_folder={self.folder}: expected the name of a folder, such as masks")
+        if self.folder == "images" and not self.suffix:
+            raise ValueError(
+                f"{self.keys}label_folder=images needs {self.keys}label_suffix, such as _mask, by which labels and "
+                f"images differ"
+            )
+
+    def images(self, found: dict[str, Path]) -> dict[str, Path]:
+        """The images among the files of their folder, which may hold the labels too."""
+        if self.folder != "images":
+            return found
+        return {name: path for name, path in found.items() if not name.endswith(self.suffix)}
+
+    def labels(self, above: Path) -> dict[str, Path]:
+        """{name of the image: label file}; empty if the folder is missing."""
+        folder, suffixes = above / self.folder, [f"{self.suffix}{kind}" for kind in PHOTOGRAPHS]
+        return list_files(folder, suffixes, deep=True) if folder.is_dir() else {}
+
+    def found(self, above: Path, images: Mapping[str, Path]) -> str | None:
+        """The fix if labels of a good part of the images lie in another folder, or have another suffix."""
+        wanted, seen = [*images][:50], Counter[tuple[str, str]]()
+        for folder in filter(Path.is_dir, above.iterdir() if above.is_dir() else ()):
+            with suppress(ValueError):  # two files of one name
+                names = [*list_files(folder, PHOTOGRAPHS, deep=True)]
+                for image in wanted:
+                    same = takewhile(partial(_begins, image), islice(names, bisect_left(names, image), None))
+                    seen.update((folder.name, name.removeprefix(image)) for name in same)
+        del seen["images", ""]
+        if not seen or 4 * max(seen.values()) < len(wanted):
+            return None
+        place, suffix = max(sorted(seen), key=seen.__getitem__)
+        given = {"label_folder": (place, self.folder), "label_suffix": (suffix, self.suffix)}
+        options = " ".join(f"{self.keys}{key}={new}" for key, (new, old) in given.items() if new != old)
+        return f"{above / place} holds labels such as {wanted[0]}{suffix}: give {options}" if options else None
+
+
+def _begins(beginning: str, name: str) -> bool:
+    return name.startswith(beginning)
+
+
 def _labelled(root: Path, split: str, files: list[Files]) -> SegmentationDataset:
     """The dataset of paired files, with the classes of `root`."""
     fix = (
-        f"Labels hold ids, as 8-bit PNGs of mode L or P, or the colours of {root / CLASSES} as RGB, and are as large "
-        f"as viewers show their images. Export them again as PNG from your labelling tool, without smoothed edges, "
-        f"resize them with nearest neighbour, or correct the classes."
+        f"Labels hold ids, as PNGs or TIFFs of mode L or P, or the colours of {root / CLASSES} as RGB, and are as "
+        f"large as viewers show their images. Export them again as PNG from your labelling tool, without smoothed "
+        f"edges, resize them with nearest neighbour, or correct the classes."
     )
     table = folder_classes(root / CLASSES)
     levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
@@ -186,25 +253,41 @@ def _below(root: Path, split: str) -> Path:
     return root / same[0] if len(same) == 1 else below
 
 
-def folder_labels(root: str | os.PathLike | None) -> tuple[list[Path], list[Path]]:
-    """All label files in a folder, of every split: those that have an image, and those that have none.
+_USUAL = LabelNames()
 
-    If there is no folder of images beside the labels, all labels count as having an image.
-    """
+
+class LabelFiles(NamedTuple):
+    """All labels in a folder, of every split."""
+
+    images: dict[Path, Path | None]  # of each label that counts; None if there is no folder of images
+    alone: list[Path]  # labels without an image
+    without: list[Path]  # images without a label, unless no image of a split "test" has one
+
+
+def folder_labels(root: str | os.PathLike | None, options: LabelNames = _USUAL) -> LabelFiles:
+    """Find all labels in a folder. ValueError if there are none."""
     root = _LAYOUT.top(root)
-    found: tuple[list[Path], list[Path]] = ([], [])
-    for above in _folders(root, "labels"):
-        folder, each = above / "images", above / "labels"
-        images = list_files(folder, PHOTOGRAPHS, deep=True) if folder.is_dir() else None
-        for name, path in list_files(each, PHOTOGRAPHS, deep=True).items():
-            found[images is not None and name not in images].append(path)
-    if not found[0]:
-        raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found[1])} in {root}", root)
+    options.check()
+    found, fix = LabelFiles({}, [], []), None
+    for above in _folders(root, {"images", options.folder}):
+        labels, images = options.labels(above), None
+        if (folder := above / "images").is_dir():
+            images = options.images(list_files(folder, PHOTOGRAPHS, deep=True))
+            without = [path for name, path in images.items() if name not in labels]
+            found.without.extend(without if labels or above.name != WITHHELD else ())
+            fix = fix or (options.found(above, images) if without else None)
+        for name, label in labels.items():
+            if images is None or name in images:
+                found.images[label] = None if images is None else images[name]
+            else:
+                found.alone.append(label)
+    if not found.images:
+        raise _LAYOUT.error(f"folder: no labels{' of an image' * bool(found.alone)} in {root}", root, fix)
     return found
 
 
-def _folders(root: Path, name: str) -> Iterator[Path]:
-    """`root` and all folders below it, sorted, that have a folder `name`; folders inside `name` do not count.
+def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
+    """`root` and all folders below it, sorted, that have a folder with one of `names`, whose folders do not count.
 
     Links are followed, as for splits, but no folder is visited twice: links may form a circle.
     """
@@ -212,9 +295,9 @@ def _folders(root: Path, name: str) -> Iterator[Path]:
     for folder, inside, _ in os.walk(root, followlinks=True):
         is_new = (real := os.path.realpath(folder)) not in seen
         seen.add(real)
-        inside[:] = sorted(each for each in inside if is_new and not is_hidden(each))
-        if name in inside:
-            inside.remove(name)
+        others = sorted(each for each in inside if is_new and not is_hidden(each))
+        inside[:] = [each for each in others if each not in names]
+        if len(inside) < len(others):
             yield Path(folder)
 
 
@@ -237,7 +320,7 @@ def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Wi
     """
     raw = decode_mask(file, window)
     if raw.dtype == np.uint8:
-        return levels[raw] if file.data[25] != PALETTE else raw
+        return raw if label_palette(file) else levels[raw]
     known = np.array(sorted(ids) or [-1], np.int32)
     places = np.searchsorted(known, raw).clip(max=len(known) - 1)
     if (foreign := np.unique(raw[known[places] != raw])).size:

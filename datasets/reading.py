@@ -1,7 +1,7 @@
 """Reads image files, with the checks that decoders leave out. Every error names the file and says what is wrong."""
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,6 +21,7 @@ _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  
 
 # Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 3: palette; 6: YCbCr.
 _BITS, _COMPRESSION, _INTERPRETATION, _CHANNELS, _PLANES, _EXTRA_CHANNELS, _KIND = 258, 259, 262, 277, 284, 338, 339
+_MASKS = {bytes(kind) for kind in ((1, 0), (16, 0), (8, 4), (8, 6))}  # PNGs: depth, colour type (4 and 6 have alpha)
 _TIFF = "a TIFF of gray, RGB, CMYK or a palette, with unsigned integers of 8 or 16 bits, channels interleaved"
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
@@ -107,36 +108,60 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
 def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     """Decode a label of the user's own images, (H, W): uint8 ids, or int32 0xRRGGBB if it holds colours.
 
-    Reads what `decode_label` does, PNGs with one bit per pixel (ids 0 and 1), RGB, and both with opaque alpha.
-    ValueError if the file holds anything else, or has an EXIF orientation, which is applied to images only.
+    Reads what `decode_label` does, PNGs with one bit per pixel (ids 0 and 1), 16-bit gray with ids up to 255, RGB,
+    alpha if it is opaque, and the same as TIFFs. ValueError if the file holds anything else, or has an EXIF
+    orientation, which is applied to images only.
     """
-    stored = _stored(file)
-    if b"eXIf" in stored.data and _orientation(BytesIO(stored.data)) > 1:
-        raise Unreadable(f"{stored.path}: has an EXIF orientation, but labels are read as stored; expected none.")
-    depth, colour_type = stored.data[24:26].ljust(2)
-    is_png, is_bit = stored.data.startswith(formats.PNG), (depth, colour_type) == (1, formats.GRAY)
-    if not is_png or not (is_bit or (depth == 8 and colour_type in formats.COLOURS_OR_ALPHA)):
+    path, data = stored = _stored(file, photograph=True)
+    if b"eXIf" in data and _orientation(BytesIO(data)) > 1:
+        raise Unreadable(f"{path}: has an EXIF orientation, but labels are read as stored; expected none.")
+    kind = data[24:26]  # of a PNG: depth and colour type
+    if not stored.has_end_mark:
+        raw = _decode_tiff_label(stored)[window]
+    elif kind == bytes((8, formats.COLOUR)) and data.startswith(formats.PNG):
+        raw = decode_image(checked_png(stored), window)
+    elif kind in _MASKS and data.startswith(formats.PNG):
+        raw = _exact(*checked_png(stored))[window]
+    else:
         return decode_label(stored, window)
-    path, data = checked_png(stored)
-    raw = decode_image(stored, window) if colour_type == formats.COLOUR else _exact(path, data)
-    if is_bit:
-        return raw[window].astype(np.uint8)
-    if colour_type != formats.COLOUR:
+    if raw.ndim == 2:
+        if raw.max(initial=0) > 255:
+            raise Unreadable(f"{path}: holds the value {raw.max()}; expected ids from 0 to 255.")
+        return raw.astype(np.uint8)
+    if raw.shape[2] in (2, 4):
         if (raw[..., -1] < 255).any():
             raise Unreadable(f"{path}: has transparent pixels, which have no class; expected opaque ones.")
-        raw = raw[window][..., :-1]
+        raw = raw[..., :-1]
     if raw.shape[2] == 1:
         return raw[..., 0]
     red, green, blue = np.moveaxis(raw.astype(np.int32), 2, 0)
     return red << 16 | green << 8 | blue
 
 
+def _decode_tiff_label(file: Stored) -> np.ndarray:
+    """The values in a TIFF: (H, W) of 1, 8 or 16 bits, or uint8 (H, W, channels)."""
+    path, data = file
+    if data[:4] not in TiffImagePlugin.PREFIXES:
+        raise Unreadable(f"{path}: is neither PNG nor TIFF (starts with {data[:4]!r}); expected one of them.")
+    with _pillow_errors(path, "a label"), Image.open(BytesIO(data), formats=["TIFF"]) as image:
+        tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+        turned, inverted = tags.get(ExifTags.Base.Orientation, 1) != 1, tags.get(_INTERPRETATION) == 0
+        exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
+        if not exact or turned or inverted or _is_misread(tags) or getattr(image, "n_frames", 1) > 1:
+            raise Unreadable(f"{path}: cannot be decoded as a label; expected {_TIFF}, black as 0, unturned, one page.")
+        return np.asarray(image)
+
+
 def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
-    """{id: RGB} from a PNG's palette; empty if it has none."""
-    if not file.data.startswith(formats.PNG) or file.data[25] != formats.PALETTE:
+    """{id: RGB} from the palette of a PNG or TIFF; empty if it has none."""
+    if not file.has_end_mark:
+        with Image.open(BytesIO(file.data), formats=["TIFF"]) as image:
+            levels = bytes(image.getpalette() or ())
+    elif file.data[25] != formats.PALETTE:
         return {}
-    chunk = next((chunk for chunk in formats.png_chunks(file.data) if chunk[4:8] == b"PLTE"), b"")
-    return {number // 3: tuple(chunk[8 + number :][:3]) for number in range(0, len(chunk) - 12, 3)}
+    else:
+        levels = bytes(next((chunk[8:-4] for chunk in formats.png_chunks(file.data) if chunk[4:8] == b"PLTE"), b""))
+    return {number // 3: tuple(levels[number : number + 3]) for number in range(0, len(levels), 3)}
 
 
 def decode_uint16(file: Path | Stored) -> np.ndarray:
@@ -148,24 +173,36 @@ def decode_uint16(file: Path | Stored) -> np.ndarray:
 def _decode_photograph(file: Stored) -> np.ndarray:
     """`decode_image` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
-    try:
+    expected = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel"
+    expected = _TIFF if data[:4] in TiffImagePlugin.PREFIXES else expected
+    unknown = Unreadable(f"{path}: cannot be decoded as an image; expected {expected}.")
+    with _pillow_errors(path, "an image", unknown):
         with Image.open(BytesIO(data), formats=PHOTOGRAPHS) as stored:
             tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF
             if data.startswith(b"MM\0+") or (tags and _is_misread(tags)):
-                raise UnidentifiedImageError
+                raise unknown
             image = ImageOps.exif_transpose(stored)
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
             levels = np.asarray(image) >> (tags.get(_BITS, (16,))[0] - 8)
             image = Image.fromarray((255 - levels if tags.get(_INTERPRETATION) == 0 else levels).astype(np.uint8))
         if image.mode in ("I", "F"):  # 32 bits: their black and white are unknown
-            raise UnidentifiedImageError
+            raise unknown
         return np.array(image.convert("RGB"))
-    except UnidentifiedImageError:
-        expected = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel"
-        expected = _TIFF if data[:4] in TiffImagePlugin.PREFIXES else expected
-        raise Unreadable(f"{path}: cannot be decoded as an image; expected {expected}.") from None
+
+
+@contextmanager
+def _pillow_errors(path: Path, expected: str, unknown: Unreadable | None = None) -> Iterator[None]:
+    """Context that turns Pillow's errors into Unreadable. `unknown`: if the format is not known, or no image at all."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except Image.DecompressionBombError:
+        raise _too_large(path) from None
     except Exception as error:  # Pillow's readers of rare formats raise whatever Python does for damaged bytes
-        raise Unreadable(f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}).") from None
+        if unknown is not None and isinstance(error, UnidentifiedImageError):
+            raise unknown from None
+        raise Unreadable(f"{path}: cannot be decoded as {expected} ({type(error).__name__}: {error}).") from None
 
 
 def _is_misread(tags: Mapping[int, Any]) -> bool:
@@ -217,8 +254,7 @@ def _size(path: Path, file: BinaryIO, turned: bool) -> tuple[int, int]:
     if size is None:
         raise Unreadable(f"{path}: has no readable image header; expected an intact PNG or JPEG.")
     if size[0] * size[1] > _MOST_PIXELS:
-        limit = _MOST_PIXELS // 10**6
-        raise Unreadable(f"{path}: the header claims more than {limit} megapixels; expected fewer.")
+        raise _too_large(path)
     return size[::-1] if turned and _orientation(file) in _ON_ITS_SIDE else size
 
 
@@ -243,8 +279,16 @@ def _exact(path: Path, data: bytes, dtype: type | None = None, expected: str = "
     return raw
 
 
-def _stored(file: Path | Stored) -> Stored:
-    return file if isinstance(file, Stored) else read(file)
+def _stored(file: Path | Stored, photograph: bool = False) -> Stored:
+    return file if isinstance(file, Stored) else read(file, photograph)
+
+
+def _too_large(path: Path) -> ValueError:
+    """The error for more pixels than Pillow opens; the file may be intact."""
+    return ValueError(
+        f"{path}: has more than {_MOST_PIXELS // 10**6} megapixels; expected fewer: cut large images, and their labels "
+        f"alike, into tiles"
+    )
 
 
 def checked_png(file: Path | Stored) -> Stored:
@@ -252,6 +296,9 @@ def checked_png(file: Path | Stored) -> Stored:
     path, data = stored = _stored(file)
     if not data.startswith(formats.PNG):
         raise Unreadable(f"{path}: is a JPEG, which changes values; expected a PNG.")
+    width, height = formats.png_size(data) or (0, 0)
+    if width * height > _MOST_PIXELS:
+        raise _too_large(path)
     if not formats.png_is_intact(data):
         raise Unreadable(f"{path}: damaged pixels or header, so it cannot be decoded; expected an intact PNG.")
     return stored

@@ -149,18 +149,11 @@ class SegmentationDataset(Dataset):
         sizes of image and label differ; when slicing, for damaged pixels and unknown ids down to the slice.
         """
         with restorable():
-            image = read(self.path(index), photograph=self.turned)
-            decode: Callable[[Window], np.ndarray] = restorable()(partial(decode_image, image, turned=self.turned))
-            if image.has_end_mark:
-                size = image.size(self.turned)
-            else:  # no part can be decoded alone
-                decode = (pixels := decode(EVERYTHING)).__getitem__
-                size = pixels.shape[1::-1]
-            label = self._stored_label(index)
-            label_size = label.size()
-        self.check_size(self.files[index], size, label_size)
-        shape = size[::-1]
-        return Undecoded(shape, decode), Undecoded(shape, partial(self._decode_label, label, self.table.train_ids))
+            stored, stored_label = read(self.path(index), photograph=self.turned), self._stored_label(index)
+            image = _undecoded(stored, restorable()(partial(decode_image, stored, turned=self.turned)), self.turned)
+            label = _undecoded(stored_label, partial(self._decode_label, stored_label, self.table.train_ids))
+        self.check_size(self.files[index], image.shape[::-1], label.shape[::-1])
+        return image, label
 
     def read_image(self, index: int) -> np.ndarray:
         """Image `index`, uint8 (H, W, 3) RGB. ValueError if the file is missing, truncated or not an image."""
@@ -188,7 +181,7 @@ class SegmentationDataset(Dataset):
                 "choose a split with labels, such as val"
             )
         with restorable(self.label_fix or RESTORE):
-            return read(path)
+            return read(path, photograph=self.turned)
 
     def _decode_label(
         self, file: Stored, ids: Callable[[np.ndarray], np.ndarray], window: Window = EVERYTHING
@@ -243,6 +236,13 @@ class SegmentationDataset(Dataset):
         paths = [path for path in every if path is not None]
         top = os.path.commonpath({os.path.dirname(path) for path in paths}) if paths else ""
         return listed(Path(top), paths)
+
+
+def _undecoded(file: Stored, decode: Callable[[Window], np.ndarray], turned: bool = False) -> Undecoded:
+    if not file.has_end_mark:  # no part of it can be decoded alone
+        pixels = decode(EVERYTHING)
+        return Undecoded((pixels.shape[0], pixels.shape[1]), pixels.__getitem__)
+    return Undecoded(file.size(turned)[::-1], decode)
 
 
 def joined(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:

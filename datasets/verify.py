@@ -184,7 +184,7 @@ def _looked(dataset: Split, index: int, size_of: Callable[[Path], tuple[int, int
             attempted("sizes differ", dataset.check_size, entry._replace(label=file), image_size, size)
     pixels = np.bincount(() if label is None else label.reshape(-1), minlength=256)
     if entry.label is not None and label is not None and (dataset.palette_fix or dataset.table.label_palette):
-        colours = label_palette(read(entry.label))
+        colours = label_palette(read(entry.label, photograph=dataset.turned))
         palette = (
             entry.label,
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},

@@ -32,7 +32,7 @@ from engine.configuration.command_line import configured
 from engine.prediction.export import exported, largest_difference
 from engine.prediction.opening import Opened, opened
 from engine.prediction.predictors import Segmenter
-from engine.process.console import make_console
+from engine.process.console import logger, make_console
 from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance
 from engine.schema.evaluation import Prediction
@@ -46,7 +46,7 @@ LARGEST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}  # differences of
 @dataclass
 class Export:
     checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
-    output: str = MISSING  # the file to write
+    output: str = MISSING  # the file to write, such as n.pt2 or n.onnx
     format: str = key("exported", one_of=("exported", "onnx"))
     averaged: bool = True  # the averaged weights, if the checkpoint has them
     argmax: bool = False  # return the class of each pixel, int64 (N, H, W), or of each image, (N,), instead of logits
@@ -85,6 +85,8 @@ def export(values: DictConfig) -> dict:
             f"{difference:.1e}; expected less than {LARGEST[options.precision]}: give size=[HEIGHT,WIDTH]"
         )
     write_file(output, content)
+    if options.format == "exported" and output.suffix != ".pt2":
+        logger.warning(f"output={output}: exported programs are usually called .pt2, by which tools know them")
     make_console().print(f"wrote the network of step {found.state['step']} to {output}", soft_wrap=True)
     return json.loads(about)
 

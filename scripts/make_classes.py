@@ -1,22 +1,24 @@
 """Write classes.json for your own images, from their labels:
 
     python -m scripts.make_classes data.root=DIR
-    python -m scripts.make_classes data.root=DIR ignored=null    # 255 is a class
-    python -m scripts.make_classes data.root=DIR data.timeout_seconds=3600    # a slow disk
+    python -m scripts.make_classes data.root=DIR ignored=0 overwrite=true    # 0 is void, and 255 a class
+    python -m scripts.make_classes data.root=DIR data.label_folder=masks data.label_suffix=_mask
 
-Reads all labels below DIR that have an image. Classes are the ids up to the largest, or the colours of RGB labels and
-of black-and-white masks; RGB labels whose channels are equal and small hold ids, unless gray=colours. `ignored` is not
-a class, nor are ids below the largest that never occur. Palettes give ids their colours. The classes are called
-class_0, class_1, …: rename them in the file before you train. Prints the number of pixels of every id, which reveals
-strays, and whatever looks odd.
+Reads all labels below DIR that have an image, and says which images lack labels or differ from them in size. Classes
+are the ids up to the largest, or the colours of RGB labels and of black-and-white masks; RGB labels whose channels are
+equal and small hold ids, unless gray=colours. `ignored` is not a class, nor are ids below the largest that never occur.
+Palettes give ids their colours. The classes are called class_0, class_1, …: rename them in the file before you train.
+Prints the number of pixels of every id, which reveals strays, and whatever looks odd.
 """
 
 import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from omegaconf import DictConfig
@@ -24,16 +26,16 @@ from rich.console import Console
 
 from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
-from datasets.folder import CLASSES, TRAINED, alike, folder_labels, palette_fix
+from datasets.folder import CLASSES, TRAINED, LabelNames, alike, folder_labels, palette_fix
 from datasets.layout import first_of
-from datasets.reading import decode_mask, label_palette, read
+from datasets.reading import decode_mask, label_palette, read, read_size
 from datasets.segmentation import restorable
 from datasets.workers import in_order
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.console import make_console, progress_bar, tracked
-from engine.process.output_files import write_file
+from engine.process.output_files import replace_file
 from engine.schema.data import FolderData
 from engine.schema.keys import MOST_WORKERS, group, key
 from scripts.verify_data import class_table
@@ -44,10 +46,12 @@ BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colour
 
 @dataclass
 class MakeClasses:
-    data: FolderData = group({"folder": FolderData})  # only root, palettes and timeout_seconds matter
+    # Only root, palettes, label_folder, label_suffix and timeout_seconds matter.
+    data: FolderData = group({"folder": FolderData})
     ignored: int | None = key(255, least=0, most=255)  # the id that is not a class and does not count; null: none
     # What RGB labels with three equal channels hold; null: ids if the levels are small or have few gaps, else colours.
     gray: str | None = key(None, one_of=("ids", "colours"))
+    overwrite: bool = False  # replace a file that is there, with the names in it
     workers: int | None = key(None, least=0, most=MOST_WORKERS)  # processes; null: one per core
 
 
@@ -59,6 +63,7 @@ class Held:
     labels: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     colours: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of ids with a palette, and of colours
     palettes: Palettes = field(default_factory=Palettes)
+    other_sizes: list[str] = field(default_factory=list)  # than their images have
 
     def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
         """Count entries of one kind as another, under the `value` of each."""
@@ -74,17 +79,26 @@ def make_classes(values: DictConfig) -> Path:
     """
     config = configuration.typed(values, MakeClasses)
     with assemble.root_named(config.data):
-        labels, alone = folder_labels(config.data.root)
+        options = LabelNames(config.data.label_folder, config.data.label_suffix, "data.")
+        labels = folder_labels(config.data.root, options)
     root = f"data.root={config.data.root}"
     file = Path(str(config.data.root)) / CLASSES
-    if os.path.lexists(file):  # also a dangling link
-        raise ValueError(f"{root}: {file} is there already; to make it again, move it away")
+    if os.path.lexists(file) and not config.overwrite:  # also a dangling link
+        raise ValueError(f"{root}: {file} is there already; overwrite=true replaces it, and the names in it")
     console = make_console()
     with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
-        held = read_labels(labels, config.workers, console)
+        held = read_labels(labels.images, config.workers, console)
     if held.palettes.conflict is not None and config.data.palettes != "any":
         raise ValueError(f"{root}: {held.palettes.conflict}. {palette_fix('data.')}")
-    notes = [f"left out {len(alone)} labels without an image: {first_of([*map(str, alone)])}"] * bool(alone)
+    notes = [
+        f"{what}: {first_of([*map(str, files)])}"
+        for what, files in (
+            (f"left out {len(labels.alone)} labels without an image", labels.alone),
+            (f"{len(labels.without)} images have no label, so no training takes them", labels.without),
+            (f"{len(held.other_sizes)} labels are of another size than their image", held.other_sizes),
+        )
+        if files
+    ]
     void = [] if config.ignored is None else [config.ignored]
     notes += settle_kind(held, void, config.gray)
     if len(held.pixels) > 1:
@@ -97,27 +111,27 @@ def make_classes(values: DictConfig) -> Path:
             f"{n} ignored" if n in ignored else f"{n} {held.colours.get(value, '')}" for n, value in values_of.items()
         ]
         counts = ([of[value] for value in values_of.values()] for of in (pixels, holding))
-        console.print(class_table(f"ids in the labels ({len(labels)})", names, *counts))
+        console.print(class_table(f"ids in the labels ({len(labels.images)})", names, *counts))
     ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
     check_number(root, kind, pixels, ids, ignored)
     for note in [*notes, *doubts(pixels, ids, ignored)]:
         console.print(note, soft_wrap=True)
-    write_file(file, written(ids, ignored))
+    replace_file(file, written(ids, ignored))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
     return file
 
 
-def read_labels(labels: list[Path], workers: int | None, console: Console) -> Held:
-    held = Held()
+def read_labels(images: Mapping[Path, Path | None], workers: int | None, console: Console) -> Held:
+    """Read labels, {file: its image}."""
+    held, pairs = Held(), [*images.items()]
     with progress_bar(console) as progress:
-        contents_of = in_order(lambda number: contents(labels[number]), range(len(labels)), workers)
-        for label, (kind, pixels, colours) in zip(
-            tracked(progress, labels, "reading labels"), contents_of, strict=True
-        ):
-            held.pixels[kind].update(pixels)
-            held.labels[kind].update(pixels.keys())
-            held.palettes.add(label, colours)
-            held.colours = colours | held.colours
+        contents_of = in_order(lambda number: contents(*pairs[number]), range(len(pairs)), workers)
+        for (label, _), found in zip(tracked(progress, pairs, "reading labels"), contents_of, strict=True):
+            held.pixels[found.kind].update(found.pixels)
+            held.labels[found.kind].update(found.pixels.keys())
+            held.palettes.add(label, found.colours)
+            held.colours = found.colours | held.colours
+            held.other_sizes += filter(None, [found.other_size])
     return held
 
 
@@ -206,22 +220,31 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
     return f'{{"classes": [\n{entries}\n],\n"ignored": {ignored}}}\n'
 
 
-@restorable("Labels are 8-bit PNGs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
-def contents(path: Path) -> tuple[str, dict[int, int], dict[int, tuple[int, ...]]]:
-    """A label's kind; {id or 0xRRGGBB: pixels}; and their known colours."""
-    file = read(path)
+class Contents(NamedTuple):
+    """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; and its and its image's size, if these differ."""
+
+    kind: str
+    pixels: dict[int, int]
+    colours: dict[int, tuple[int, ...]]
+    other_size: str | None
+
+
+@restorable("Labels are PNGs or TIFFs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
+def contents(path: Path, image: Path | None) -> Contents:
+    file = read(path, photograph=True)
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
     pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    size, other_size = raw.shape[::-1], None
+    with suppress(ValueError):  # a damaged image, which a training reports
+        if image is not None and (shown := read_size(image, turned=True)) != size:
+            other_size = f"{path} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
-        return kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}
+        return Contents(kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}, other_size)
     palette = label_palette(file)
-    return (
-        BITS if file.data[24] == 1 and not palette else IDS,
-        pixels,
-        {number: palette[number] for number in pixels if number in palette},
-    )
+    kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
+    return Contents(kind, pixels, {number: palette[number] for number in pixels if number in palette}, other_size)
 
 
 main = configured("make_classes", MakeClasses)(make_classes)

@@ -133,7 +133,7 @@ def write_table(path: Path, rows: list[list[str]]) -> None:
 
 def is_labelled(folder: Path) -> bool:
     """Whether a folder holds the images of a user's dataset: it is called images, with labels beside it."""
-    return folder.name == "images" and (folder.parent / "labels").is_dir()
+    return folder.name == "images" and any((folder.parent / name).is_dir() for name in ("labels", "masks"))
 
 
 def find_images(source: Path, output: Path) -> dict[str, Path]:

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont
+from matplotlib.font_manager import FontProperties, findfont, fontManager
 from matplotlib.ft2font import FT2Font
 from matplotlib.text import Text
 
@@ -38,28 +38,46 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
 
 
 def shown_names(names: Sequence[str]) -> list[str]:
-    """Names as pictures can show them: numbers in place of those with characters that matplotlib's font lacks."""
-    unknown = [name for name in names if not _shown(name)]
+    """Names as pictures can show them: numbers in place of those with characters that no installed font has."""
+    unknown = [name for name in names if not _is_shown(name)]
     if unknown:
-        logger.info(f"pictures show {len(unknown)} classes by number: their font lacks characters of {unknown[0]}")
-    return [printable(name) if _shown(name) else str(number) for number, name in enumerate(names)]
+        logger.info(f"pictures show {len(unknown)} classes by number: no font has the characters of {unknown[0]}")
+    return [str(number) if name in unknown else printable(name) for number, name in enumerate(names)]
 
 
 def with_literal_texts(figure: Figure) -> Figure:
     """Show the figure's texts literally: names of classes and images may contain a $, or bytes that are not UTF-8.
 
-    Characters that matplotlib's font lacks become "?".
+    Texts get a second font if matplotlib's lacks characters. Characters that no installed font has are escaped.
     """
     for text in figure.findobj(Text):
         text.set_parse_math(False)
-        text.set_text("".join(each if _shown(each) else "?" for each in printable(text.get_text())))
+        words = printable(text.get_text())
+        if (lacking := _lacking(words)) and (family := _family_with(lacking)):
+            text.set_fontfamily([*text.get_fontfamily(), family])
+        elif lacking:
+            escaped = {ord(each): each.encode("unicode_escape").decode() for each in lacking}
+            words = words.translate(escaped)
+        text.set_text(words)
     return figure
 
 
-def _shown(text: str) -> bool:
-    return {*filter(str.isprintable, text)} <= _characters()
+def _is_shown(text: str) -> bool:
+    return not (lacking := _lacking(text)) or _family_with(lacking) is not None
+
+
+def _lacking(text: str) -> frozenset[str]:
+    """The characters of a text that matplotlib's font lacks."""
+    return frozenset(filter(str.isprintable, text)) - _characters(findfont(FontProperties()))
 
 
 @cache
-def _characters() -> set[str]:
-    return {*map(chr, FT2Font(findfont(FontProperties())).get_charmap())}
+def _family_with(characters: frozenset[str]) -> str | None:
+    """An installed font that has all characters."""
+    fonts = (font for font in fontManager.ttflist if not font.name.startswith("Last Resort"))  # boxes for all
+    return next((font.name for font in fonts if characters <= _characters(font.fname)), None)
+
+
+@cache
+def _characters(file: str) -> frozenset[str]:
+    return frozenset(map(chr, FT2Font(file).get_charmap()))

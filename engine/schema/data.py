@@ -101,6 +101,8 @@ class CocoStuffData(SegmentationData):
 class FolderData(SegmentationData):
     # equal: refuse labels whose palettes give the same id different colours; any: use only the ids.
     palettes: str = key("equal", one_of=("equal", "any"))
+    label_folder: str = "labels"  # the folder of the labels, beside images; with a label_suffix it may be images itself
+    label_suffix: str = ""  # what the names of labels add to those of their images, such as _mask
 
 
 @dataclass

@@ -66,6 +66,98 @@ def test_an_ignored_class_between_trained_ones_numbers_the_labels_differently(ro
     assert after.numbering != before.numbering == folder(trees.folder(root.parent / "copy"), "train").numbering
 
 
+LAYOUTS = {  # the labels' folder, and what their names add to their images'
+    "train/masks": ("masks", ""),
+    "img_mask.png": ("labels", "_mask"),
+    "train/masks/img_label.png": ("masks", "_label"),
+    "train/images/img_mask.png": ("images", "_mask"),
+}
+
+
+@pytest.mark.parametrize("kind", ["folders", "lists"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_labels_lie_where_two_options_say_and_the_error_names_them(root, layout, kind):
+    label_folder, suffix = LAYOUTS[layout]
+    before = folder(root, "train")
+    labels = [sample.label for sample in before]
+    if kind == "lists":
+        (root / "train.txt").write_text("".join(f"train/{name}\n" for name in names(before)))
+        flat(root)
+    for file in [*root.rglob("labels/**/*.png")]:
+        where = "/".join(label_folder if part == "labels" else part for part in file.relative_to(root).parts)
+        (root / where).parent.mkdir(parents=True, exist_ok=True)
+        file.rename((root / where).with_name(f"{file.stem}{suffix}.png"))
+    for place in root.rglob("labels"):
+        if label_folder != "labels":
+            shutil.rmtree(place)
+    above = root / "train" if kind == "folders" else root
+    given = [f"data.label_folder={label_folder}"] * (label_folder != "labels")
+    given += [f"data.label_suffix={suffix}"] * bool(suffix)
+    with pytest.raises(
+        ValueError, match=f"Fix: {above / label_folder} holds labels such as .*: give {' '.join(given)}"
+    ):
+        folder(root, "train", keys="data.")
+    dataset = folder(root, "train", label_folder=label_folder, label_suffix=suffix)
+    assert [entry.name.removeprefix("train/") for entry in dataset.files] == names(before)
+    assert all(entry.label.stem == f"{entry.image.stem}{suffix}" for entry in dataset.files)
+    assert all(np.array_equal(sample.label, label) for sample, label in zip(dataset, labels, strict=True))
+    (root / "classes.json").unlink()
+    assert len(made(root, *given)["classes"]) == 4
+
+
+def test_options_of_labels_that_lead_elsewhere_are_refused(root):
+    for name in ("..", "/tmp", "a/b", ""):
+        with pytest.raises(ValueError, match=f"label_folder={name}: expected the name of a folder, such as masks"):
+            folder(root, "train", label_folder=name)
+    with pytest.raises(ValueError, match="data.label_folder=images needs data.label_suffix"):
+        folder(root, "train", label_folder="images", keys="data.")
+
+
+def tiff(pixels: np.ndarray, **options) -> bytes:
+    image = Image.fromarray(pixels)
+    if "palette" in options:
+        image.putpalette(options.pop("palette"))
+    image.save(file := BytesIO(), "TIFF", **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "suffix, write",
+    [
+        (".png", lambda ids: png(ids.astype(np.uint16))),
+        (".tif", tiff),
+        (".tiff", lambda ids: tiff(ids.astype(np.uint16), compression="tiff_lzw")),
+        (".tif", lambda ids: tiff(ids, palette=[7, 9, 8] * 256)),
+    ],
+    ids=["16-bit PNG", "TIFF", "16-bit TIFF", "TIFF with a palette"],
+)
+def test_labels_of_16_bits_and_tiffs_hold_the_same_ids(root, suffix, write):
+    before = folder(root, "train")
+    expected = [before[index].label for index in range(2)]
+    for entry in before.files:
+        ids = cv2.imread(str(entry.label), cv2.IMREAD_UNCHANGED)
+        entry.label.unlink()
+        entry.label.with_suffix(suffix).write_bytes(write(ids))
+    after, window = folder(root, "train"), (slice(3, 11), slice(5, 30))
+    for index, label in enumerate(expected):
+        assert np.array_equal(after[index].label, label)
+        assert np.array_equal(after.undecoded(index)[1][window], label[window])
+    verify(after, workers=0)
+    assert len(made(root)["classes"]) == 4
+
+
+def test_the_reason_for_refusing_400_megapixels_is_their_size(root):
+    """The label is intact."""
+    label = next((root / "train/labels/a").iterdir())
+    Image.new("L", (20_000, 20_000)).save(label, compress_level=1)
+    message = (
+        "^[^ ]*: has more than 178 megapixels; expected fewer: cut large images, and their labels alike, into .*s$"
+    )
+    for read in (folder(root, "train").raw_label, folder(root, "train").undecoded):
+        with pytest.raises(ValueError, match=message):
+            read(0)
+
+
 def test_splits_may_be_lists(root):
     flat(root)
     (root / "train.txt").write_text("\n train/b/board.1\r\ntrain/a/board.0.jpg \n\ntest/a/board.0\n")
@@ -184,7 +276,14 @@ def png(pixels: np.ndarray) -> bytes:
 # A label's suffix and content, and the message about it; test_reading.py has other labels that are refused.
 WRONG = {
     "jpeg": (".jpg", jpeg, "is a JPEG, which changes values; expected a PNG"),
-    "bmp": (".bmp", lambda label: cv2.imencode(".bmp", label)[1].tobytes(), "is neither PNG nor JPEG"),
+    "bmp": (".bmp", lambda label: cv2.imencode(".bmp", label)[1].tobytes(), "is neither PNG nor TIFF"),
+    "a value of 16 bits": (
+        ".png",
+        lambda label: png(label + np.uint16(300)),
+        r"holds the value \d+; expected ids from 0 to 255",
+    ),
+    "a turned tiff": (".tif", lambda label: encoded(label, "L", "TIFF", 3), "expected a TIFF .*, black as 0, unturned"),
+    "a cut tiff": (".tif", lambda label: encoded(label, "L", "TIFF", 1)[:-300], "cannot be decoded as a label"),
     "turned": (".png", lambda label: encoded(label, "L", "PNG", 3), "has an EXIF orientation, but labels are read as"),
     "an id without a class": (".png", lambda label: png(label + np.uint8(2)), "contains the ids 4, .*0-3, 255"),
     "another size": (".png", lambda label: png(label.T.copy()), "the label is 24x40 .* 40x24; expected the same"),
@@ -201,7 +300,7 @@ def test_wrong_labels_are_named_with_the_fix(what, root):
     file.write_bytes(content(label))
     train = folder(root, "train")
     message = (
-        f"{file}: .*{problem}.* Labels hold ids, as 8-bit PNGs of mode L or P, or the colours of {root}/classes.json"
+        f"{file}: .*{problem}.* Labels hold ids, as PNGs or TIFFs of mode L or P, or the colours of {root}/classes.json"
     )
     message += r" as RGB.* Export them again as PNG from your labelling tool, without smoothed edges, resize "
     for read in (lambda: verify(train, workers=0), lambda: train[0]):
@@ -287,12 +386,11 @@ def test_training_and_prediction_see_the_same_image(root, tmp_path):
         assert np.array_equal(image_folder(tmp_path / kind, "train").image(0), expected)
 
 
-def made(root: Path) -> dict:
-    (root / "classes.json").unlink(missing_ok=True)
-    file = make_classes(composed("make_classes", f"data.root={root}", "workers=0"))
+def made(root: Path, *keys: str) -> dict:
+    file = make_classes(composed("make_classes", f"data.root={root}", "workers=0", "overwrite=true", *keys))
     assert file == root / "classes.json"
-    with pytest.raises(ValueError, match=f"{file} is there already"):
-        make_classes(composed("make_classes", f"data.root={root}"))
+    with pytest.raises(ValueError, match=f"{file} is there already; overwrite=true replaces it"):
+        make_classes(composed("make_classes", f"data.root={root}", *keys))
     return json.loads(file.read_text())
 
 
@@ -316,7 +414,7 @@ def test_the_classes_are_written_that_the_labels_hold(root):
     assert folder(root, "train")[0].label.all() and not folder(root, "train")[1].label.any()
     label.write_bytes(jpeg(ids))
     with pytest.raises(
-        ValueError, match=f"{label}: is a JPEG.*Labels are 8-bit PNGs.*again as PNG from your labelling"
+        ValueError, match=f"{label}: is a JPEG.*Labels are PNGs or TIFFs.*again as PNG from your labelling"
     ):
         made(root)
 
@@ -328,9 +426,10 @@ def test_nothing_outside_of_the_folder_is_read_or_written(root):
             folder(root, split)
     (root / "classes.json").unlink()
     (root / "classes.json").symlink_to(root.parent / "elsewhere.json")
-    with pytest.raises(ValueError, match="classes.json is there already; to make it again, move it away"):
+    with pytest.raises(ValueError, match="classes.json is there already; overwrite=true replaces it"):
         make_classes(composed("make_classes", f"data.root={root}", "workers=0"))
-    assert not (root.parent / "elsewhere.json").exists()
+    made(root)
+    assert not (root.parent / "elsewhere.json").exists() and not (root / "classes.json").is_symlink()
 
 
 def test_names_are_the_same_with_accents_of_their_own(root, tmp_path):

@@ -113,6 +113,21 @@ def test_only_labels_of_an_image_count(tmp_path, capsys):
         make_classes(composed("make_classes", f"data.root={tmp_path / 'own'}", "workers=0"))
 
 
+def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
+    made(tmp_path, IDS)
+    root = tmp_path / "own"
+    for name in ("train/images/b.png", "train/images/c.png", "test/images/d.png"):  # a test needs no labels
+        trees.write(root / name, np.zeros((24, 40, 3), np.uint8))
+    trees.write(root / "train/labels/c.png", IDS[:, :20].copy())
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="classes.json is there already; overwrite=true replaces it"):
+        made(tmp_path, IDS)
+    assert len(made(tmp_path, IDS, "ignored=0", "overwrite=true")["classes"]) == 3
+    printed = capsys.readouterr().out.splitlines()
+    assert f"1 images have no label, so no training takes them: {root}/train/images/b.png" in printed
+    assert f"1 labels are of another size than their image: {root}/train/labels/c.png (20x24, 40x24)" in printed
+
+
 def test_palettes_may_differ_if_the_ids_count(tmp_path):
     def write(path: Path, ids: np.ndarray) -> None:
         trees.write_palette(path, ids, [(9, 9, 9), (99, 9, 9), (9, 99, 9 + 90 * ("val" in path.parts))])
