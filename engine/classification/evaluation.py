@@ -52,7 +52,7 @@ def evaluate_split(
     classes = len(dataset.classes)
     counts = Counts(classes, world.device)
     forward.network.eval()
-    loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
+    loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}", kind="minibatches")
     for minibatch in prefetched(loaded, world.device):
         size = "x".join(map(str, minibatch["image"].shape))
         with memory_errors(f"while images of shape {size} were evaluated. {memory_advice}"), torch.inference_mode():

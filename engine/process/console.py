@@ -2,8 +2,10 @@
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
@@ -26,6 +28,7 @@ from rich.table import Table
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 logger = logging.getLogger("engine")
+SLOW_SECONDS, LOG_SECONDS = 1.0, 30.0
 
 
 class SizedIterable(Protocol[Item_co]):
@@ -121,15 +124,32 @@ def progress_bar(console: Console, *extra: TextColumn) -> Progress:
     )
 
 
-def tracked(progress: Progress, items: SizedIterable[Item], description: str) -> Iterator[Item]:
-    """Yield the items and count them in a temporary bar of `progress`."""
+def tracked(progress: Progress, items: SizedIterable[Item], description: str, kind: str = "images") -> Iterator[Item]:
+    """Yield the items and count them in a temporary bar of `progress`, or in the log if the bar is off.
+
+    Then a line says how many items (of this `kind`) are done and the time left: after the first, if it took longer
+    than `SLOW_SECONDS`, and every `LOG_SECONDS`.
+    """
     task = progress.add_task(description, total=len(items), status="")
+    started_s = time.perf_counter()
+    due_s = started_s + SLOW_SECONDS
     try:
-        for item in items:
+        for done, item in enumerate(items, start=1):
             yield item
             progress.update(task, advance=1)
+            now_s = time.perf_counter()
+            if progress.disable and now_s > due_s and done < len(items):
+                left = time_left((len(items) - done) * (now_s - started_s) / done)
+                logger.info(f"{description}: {done:,} of {len(items):,} {kind}, {left}")
+            if done == 1 or now_s > due_s:
+                due_s = now_s + LOG_SECONDS
     finally:
         progress.remove_task(task)
+
+
+def time_left(seconds: float) -> str:
+    """For the log: 1:23:45 left"""
+    return f"{timedelta(seconds=round(seconds))} left"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from engine.process.console import logger, printable, progress_bar
+from engine.process.console import SLOW_SECONDS, logger, printable, progress_bar, time_left
 from engine.process.output_files import replace_file
 from engine.records.evaluated import Evaluated, without_nan
 
@@ -63,6 +63,8 @@ class MetricsLogger:
         self.console = console
         self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
+        self.done, self.total_steps = start_step, total_steps
+        self.pauses_s = 0.0  # of this process
         self.recent: Counter[str] = Counter()  # sums since the last record
         self.all: Counter[str] = Counter()  # sums of this process
         self.recent_memory_mib = self.peak_memory_mib = 0.0  # largest noted since the last record, and of all records
@@ -107,11 +109,29 @@ class MetricsLogger:
         self.recent.update(step)
         self.all.update(step)
         self.step_started = now
+        self.done += 1
         self.progress.update(self.task, advance=1)
+        if self.all["steps"] == 1 and step["seconds"] > SLOW_SECONDS and self.run_dir is not None:
+            # It may also have compiled code, or searched for fast kernels.
+            took = f"loss {loss:.3f} {step['seconds']:.1f} s, at most {self._time_left()}"
+            logger.log(self._level, f"step {self.done:,} of {self.total_steps:,}  {took}")
 
     def pause_ended(self) -> None:
         """Exclude the time since the last step (e.g. an evaluation) from the next."""
-        self.step_started = time.perf_counter()
+        now = time.perf_counter()
+        self.pauses_s += now - self.step_started
+        self.step_started = now
+
+    def _time_left(self) -> str:
+        """The time for the remaining steps, at the speed since the last record and with as many pauses as so far."""
+        counts = self.recent if self.recent["steps"] else self.all
+        each_s = counts["seconds"] / counts["steps"] + self.pauses_s / self.all["steps"] if counts["steps"] else 0.0
+        return time_left((self.total_steps - self.done) * each_s) if each_s else "time left unknown"
+
+    @property
+    def _level(self) -> int:
+        """Of lines about steps: on a terminal the progress bar says the same."""
+        return logging.DEBUG if self.console.is_terminal else logging.INFO
 
     def note_memory(self, peak_mib: float) -> None:
         """Note a memory peak before the device resets it; the next record holds the largest."""
@@ -135,6 +155,7 @@ class MetricsLogger:
         `loss_scale`: None unless in float16. `data_waits_s`: of all ranks; None: of this one.
         """
         data_waits_s = data_waits_s or [self.data_wait_s()]
+        left = self._time_left()
         recent, self.recent = self.recent, Counter()
         loss, speed = recent["loss"] / recent["steps"], recent["images"] / recent["seconds"]
         peak_memory_mib, self.recent_memory_mib = max(peak_memory_mib, self.recent_memory_mib), 0.0
@@ -158,8 +179,7 @@ class MetricsLogger:
         # Short enough for a progress bar on a terminal of 80 columns.
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
-        # On a terminal the progress bar says the same.
-        logger.log(logging.DEBUG if self.console.is_terminal else logging.INFO, f"step {step}  {status}")
+        logger.log(self._level, f"step {step:,} of {self.total_steps:,}  {status}, {left}")
 
     def evaluation(self, step: int, epoch: float, evaluated: Evaluated) -> None:
         """Record an evaluation: scores, curves, pictures and layer health."""
@@ -176,7 +196,7 @@ class MetricsLogger:
         for name, pixels in evaluated.pictures.items():
             self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")
         self.tensorboard.flush()
-        logger.info(f"step {step}  val {evaluated.summary}")
+        logger.info(f"step {step:,} of {self.total_steps:,}  val {evaluated.summary}, {self._time_left()}")
 
     def figure(self, name: str, figure: Figure, step: int) -> None:
         """Show a figure in TensorBoard."""

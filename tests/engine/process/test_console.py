@@ -1,7 +1,9 @@
 """Names and paths are printed literally in tables, lines and progress bars."""
 
+import logging
 from functools import partial
 
+from engine.process import console
 from engine.process.console import make_console, progress_bar, tracked
 from engine.records.evaluated import Evaluated, print_results
 from engine.segmentation.evaluation import iou_table
@@ -22,3 +24,15 @@ def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
         for _ in tracked(progress, [1], name):
             progress.refresh()
     assert name in capsys.readouterr().out
+
+
+def test_without_a_terminal_the_log_says_how_many_images_are_done_and_the_time_left(monkeypatch, caplog):
+    """After a first image that took long, and then every half a minute; not after the last."""
+    monkeypatch.setattr(console, "logger", logging.getLogger("of this test"))
+    caplog.set_level(logging.INFO)
+    for seconds_each, said in ((0.1, []), (12.0, ["1 of 5 images, 0:00:48 left", "4 of 5 images, 0:00:12 left"])):
+        clock = iter([seconds_each * number for number in range(6)])
+        monkeypatch.setattr(console.time, "perf_counter", lambda clock=clock: next(clock))
+        with progress_bar(make_console()) as progress:
+            assert progress.disable and len([*tracked(progress, "abcde", "evaluating")]) == 5
+        assert [record.getMessage() for record in caplog.records] == [f"evaluating: {line}" for line in said]

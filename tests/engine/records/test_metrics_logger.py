@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 import shlex
 import shutil
@@ -117,7 +118,9 @@ def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
         assert command == ["python", entry] and composed("eval", argument).checkpoint == str(directory.last)
 
 
-def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
+def test_images_per_second_do_not_count_pauses_but_the_time_left_does(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("engine.records.metrics_logger.logger", logging.getLogger("of this test"))
+    caplog.set_level(logging.INFO)
     clock = iter([0.0, 0.0, 2.0, 100.0, 102.0])  # made, entered, step, end of the pause, step
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with logger(tmp_path) as running:
@@ -127,6 +130,10 @@ def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
         assert running.data_wait_s() == 0.75
         running.note_memory(80.0)  # before an evaluation, after which it counts anew
         running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0)
+        # Eight steps are left, each with 2 s and half of the pause of 98 s.
+        first, second = (record.getMessage() for record in caplog.records)
+        assert first == "step 1 of 10  loss 1.000 2.0 s, at most 0:00:18 left"
+        assert second == "step 2 of 10  loss 2.000 lr 1.0e-01 4.0 img/s 80 MiB, 0:06:48 left"
         values = {"lr": 0.1, "peak_memory_mib": 80.0, "loss": 2.0, "gradient_norm": 3.5, "images_per_second": 4.0}
         assert records(tmp_path) == [{"kind": "train", "step": 2, "epoch": 0.5, **values, "data_wait_s": [0.75]}]
         running.evaluation(2, 0.5, evaluated())
