@@ -23,7 +23,6 @@ from engine.process.distributed import device_of
 from engine.schema.keys import key
 from scripts.evidence import check, equal_memory, fit, layers, networks, ranks, training
 from scripts.evidence.layers import HOST
-from scripts.evidence.training import BFLOAT16, CAPTURE, STANDARD
 from scripts.evidence.zoo import DECODER
 from scripts.reports import frame
 
@@ -65,10 +64,7 @@ TINY_STEPS: dict[str, Any] = {
 }
 BODIES: dict[str, dict[str, Any]] = {  # crops: of the first rows of Table 3, on each of four devices
     "resnext101": {"crops": 4},
-    "wrn38": {
-        "crops": 5,
-        "only": [f"start1/{name}" for name in ("default", CAPTURE, BFLOAT16, f"{BFLOAT16} {CAPTURE}", STANDARD)],
-    },
+    "wrn38": {"crops": 5, "only": ["start1/in-place", "start1/standard"]},
 }
 PARTS = {  # in the order in which they should be run
     "check": Part(check.BENCHMARK, [{}], {"only": ["trainings"]}),

@@ -213,12 +213,15 @@ class TrainingArguments(frame.TimedArguments):
 
 
 def items(arguments: TrainingArguments) -> dict[str, tuple]:
-    """Each start of all switches; on CUDA each switch is an item, because it needs the whole device."""
+    """Each start of all switches. On CUDA by norm, for its memory, and compiled ones apart."""
     found: dict[str, tuple] = {}
     switches = {switch.name: switch for part in arguments.parts for switch in GROUPS[part]}
     for start in range(1, 1 + arguments.starts):
-        alone = {f"start{start}/{name}": (start, (switch,)) for name, switch in switches.items()}
-        found |= alone if arguments.device == "cuda" else {f"start{start}": (start, tuple(switches.values()))}
+        for switch in switches.values():
+            compiles = COMPILE in switch.overrides or switch.compiled_budget
+            share = "compiled" if compiles else "standard" if STANDARD in switch.overrides else "in-place"
+            item = f"start{start}/{share}" if arguments.device == "cuda" else f"start{start}"
+            found[item] = (start, (*found.get(item, (start, ()))[1], switch))
     return found
 
 
