@@ -24,6 +24,7 @@ def upsampled_cross_entropy(
     fraction: float | None = None,
     reduction: str = "crops",
     align_corners: bool = False,
+    stride: int | None = None,
 ) -> Tensor:
     """Cross-entropy of bilinearly upsampled logits, a tile of rows at a time.
 
@@ -47,26 +48,27 @@ def upsampled_cross_entropy(
         reduction: "crops": each crop's mean loss over its labelled pixels (0 if it has none), averaged over crops;
             "mean": as in `F.cross_entropy`, the sum over all pixels divided by the sum of their weights.
         align_corners: as in `F.interpolate`.
+        stride: pixels that each cell of the logits covers along a side. Logits are upsampled to (h * stride,
+            w * stride) and cut to (H, W), for networks that round sizes up. None: they are upsampled to (H, W), which
+            stretches the cells of such a network.
 
     Returns:
         A scalar in float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: shapes do not fit, an option is unknown, or `weight` requires a gradient.
+        ValueError: shapes do not fit, an option is unknown, `weight` requires a gradient, or with `stride` (h, w) is
+            not (ceil(H / stride), ceil(W / stride)).
         IndexError: a label is neither a class nor `ignore_index`; on CUDA an assertion fails.
         RuntimeError: it is differentiated with create_graph=True.
     """
     tensors = (logits, labels) if weight is None else (logits, labels, weight)
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "fraction": fraction}
-    options |= {"reduction": reduction, "align_corners": align_corners}
+    options |= {"reduction": reduction, "align_corners": align_corners, "stride": stride}
     if has_torch_function(tensors):  # a function mode, such as a recording, sees one call
         return handle_torch_function(upsampled_cross_entropy, tensors, logits, labels, **options)
     _check(logits, labels, **options)
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(_Loss.apply)(
-            logits, labels, weight, ignore_index, fraction, reduction, align_corners
-        )
-    return _Loss.apply(logits, labels, weight, ignore_index, fraction, reduction, align_corners)
+    apply = torch.compiler.disable(_Loss.apply) if torch.compiler.is_compiling() else _Loss.apply
+    return apply(logits, labels, *options.values())
 
 
 def _check(
@@ -77,12 +79,22 @@ def _check(
     fraction: float | None,
     reduction: str,
     align_corners: bool,
+    stride: int | None,
 ) -> None:
     if logits.dim() != 4 or labels.dim() != 3 or logits.shape[0] != labels.shape[0] or not logits.numel():
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}: expected (N, K, h, w) "
             f"and (N, H, W), not empty"
         )
+    if stride is not None:
+        if not isinstance(stride, int) or stride < 1:
+            raise ValueError(f"stride={stride!r}: expected a number of pixels per cell, such as 8")
+        cells = tuple(-(-side // stride) for side in labels.shape[1:])
+        if tuple(logits.shape[2:]) != cells:
+            raise ValueError(
+                f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} with "
+                f"stride={stride}: expected {cells[0]}x{cells[1]} cells, as each covers {stride} pixels along a side"
+            )
     if not logits.is_floating_point() or labels.is_floating_point():
         raise ValueError(f"logits in {logits.dtype} and labels in {labels.dtype}: expected floats and integers")
     if reduction not in ("crops", "mean"):
@@ -113,7 +125,7 @@ class _Loss(torch.autograd.Function):
                 "create_graph=True: upsampled_cross_entropy has no second derivative; interpolate the logits and use "
                 "F.cross_entropy"
             )
-        return (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 6
+        return (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 7
 
 
 def _value_and_gradient(
@@ -125,6 +137,7 @@ def _value_and_gradient(
     fraction: float | None,
     reduction: str,
     align_corners: bool,
+    stride: int | None,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and its gradient with respect to the logits, (N, K, h, w); an empty one if it is not needed."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -134,7 +147,7 @@ def _value_and_gradient(
         weights = is_class.to(dtype)  # of the pixels, (N, H, W)
         if weight is not None:
             weights *= weight.to(dtype)[labels.where(is_class, 0).long()]
-        pixels = _Tiles(logits, labels.where(is_class, 0), weights, align_corners)
+        pixels = _Tiles(logits, labels.where(is_class, 0), weights, align_corners, stride)
         if fraction is None:
             counts = weights.sum() if reduction == "mean" else len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
             shares = weights / counts
@@ -164,13 +177,14 @@ class _Tiles:
     Each row of upsampled logits mixes two rows of logits, and each pixel two columns, i.e. by two sparse matrices.
     """
 
-    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool):
+    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool, stride: int | None):
         self.logits, self.labels, self.dtype = logits, labels, weights.dtype
         (_, classes, *cells), (_, *size) = logits.shape, labels.shape
-        self.before = [_source(row, cells[0], size[0], align_corners) for row in range(size[0])]
+        upsampled = size if stride is None else [cell * stride for cell in cells]
+        self.before = [_source(row, cells[0], upsampled[0], align_corners) for row in range(size[0])]
         self.down, self.across = (
-            None if old == new else _interpolation(old, new, align_corners, weights)
-            for old, new in zip(cells, size, strict=True)
+            None if old == new else _interpolation(old, new, align_corners, weights)[:side]
+            for old, new, side in zip(cells, upsampled, size, strict=True)
         )
         limit = _TILE_BYTES.get(logits.device.type, _OTHER_TILE_BYTES)
         self.rows = max(1, limit // (classes * size[1] * self.dtype.itemsize))

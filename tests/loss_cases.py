@@ -9,9 +9,11 @@ from torch import Tensor
 IGNORE = 255
 
 
-def plain(logits, labels, *, weight=None, fraction=None, reduction="crops", align_corners=False) -> Tensor:
+def plain(logits, labels, *, weight=None, fraction=None, reduction="crops", align_corners=False, stride=None) -> Tensor:
     """As defined; the largest losses by a sort, ties in the order of the pixels."""
-    upsampled = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=align_corners)
+    (height, width), cells = labels.shape[1:], logits.shape[2:]
+    covered = (height, width) if stride is None else (cells[0] * stride, cells[1] * stride)
+    upsampled = F.interpolate(logits, covered, mode="bilinear", align_corners=align_corners)[..., :height, :width]
     pixels = F.cross_entropy(upsampled, labels.long(), weight, ignore_index=IGNORE, reduction="none").flatten(1)
     if fraction is not None:
         k = math.ceil(round(fraction * pixels.shape[1], 6))

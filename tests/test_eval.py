@@ -72,6 +72,7 @@ def test_other_evaluations_have_results_of_their_own():
         (("data.base_size=64",), "results_base64"),
         (("tta.scales=[0.7,1,1.2]",), "results_scales0.7-1-1.2"),
         (("window.size=64", "window.overlap=0.5", "tta.flip=true"), "results_window64_overlap0.5_flip"),
+        (("upsampling=stretched",), "results_stretched"),
     ):
         assert default_file("run/checkpoints/last.pt", *overrides) == f"run/{name}.json"
     assert default_file("run/checkpoints/last.pt") == "run/results.json"
@@ -99,6 +100,7 @@ def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir,
         (("data.base_size=96",), ("config", "data", "antialias"), True),
         (("data.base_size=96", "data.antialias=false"), ("config", "data", "antialias"), False),
         (("window.size=64", "window.overlap=0.5"), ("views", "window"), 64),
+        (("data.base_size=90", "upsampling=stretched"), ("views", "upsampling"), "stretched"),
         (("tta.scales=[0.7,1,1.2]", "tta.flip=true"), ("views", "scales"), [0.7, 1.0, 1.2]),
     ):
         evaluate_run(run_dir, *overrides, f"results={file}")

@@ -25,16 +25,21 @@ def segmentation_network(config: SegmentationRun, classes: int) -> SegmentationN
     return network
 
 
-def loss(config: Loss, ignore_index: int, index: ClassIndex | None = None) -> nn.Module:
+def loss(
+    config: Loss, ignore_index: int, index: ClassIndex | None = None, *, network: nn.Module | None = None
+) -> nn.Module:
     """Build the loss: logits (N, K, h, w), labels (N, H, W) -> scalar.
 
-    `index`: of the training split, for class weights; None: equal weights.
+    Args:
+        index: of the training split, for class weights; None: equal weights.
+        network: the network to train, which says how many pixels a cell covers; None: sizes of crops are multiples.
     """
     weights = None
     if index is not None and config.class_weights == "frequency":
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
     fraction = config.fraction if isinstance(config, BootstrappedLoss) else None
-    return CrossEntropy(ignore_index, weights, fraction=fraction, tiles=config.tiles == "auto")
+    stride = network.stride if isinstance(network, SegmentationNetwork) else None
+    return CrossEntropy(ignore_index, weights, fraction=fraction, tiles=config.tiles == "auto", stride=stride)
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:

@@ -47,7 +47,7 @@ def segment(
             forward,
             dataset,
             evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
-            views=views(options, config.data),
+            views=replace(views(options, config.data), upsampling=options.upsampling),
             world=world,
             progress=progress,
             memory_advice=config.evaluation_memory_advice,
@@ -113,7 +113,7 @@ class Task(NamedTuple):
     dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
     evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
     labels: Callable[[int, tuple[int, int]], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
-    loss: Callable[[Any], Callable[[Tensor, Tensor], Tensor]]  # configuration -> loss of logits and labels
+    loss: Callable[..., Callable[[Tensor, Tensor], Tensor]]  # configuration, network -> loss of logits and labels
 
 
 TASKS = {
@@ -123,7 +123,7 @@ TASKS = {
         lambda data, split, _: segmentation_dataset(data, split),
         segment,
         lambda crops, size: torch.zeros(crops, *size, dtype=torch.uint8),
-        lambda config: loss(config.loss, ignore_index=255),
+        lambda config, network: loss(config.loss, ignore_index=255, network=network),
     ),
     ClassificationRun.task: Task(
         "train_imagenet",
@@ -131,6 +131,6 @@ TASKS = {
         evaluated_split,
         classify,
         lambda crops, _: torch.zeros(crops, dtype=torch.int64),
-        lambda _: cross_entropy,
+        lambda *_: cross_entropy,
     ),
 }

@@ -9,6 +9,7 @@ from engine.schema.keys import MOST_SECONDS, MOST_WORKERS, key
 from engine.schema.network import OurNorm, ReleasedNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
 from keepless.norms.backends.activations import ACTIVATIONS
+from models.segmentation import EXACT, UPSAMPLINGS
 
 OVERLAP = 0.25
 ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0}  # slope for negative inputs, alpha
@@ -92,6 +93,8 @@ class Evaluation(TrainedNetwork):
     data: EvaluationData = field(default_factory=EvaluationData)
     # Replaces the activation of every norm (paper, Table 1), with its default parameter; null: as in training.
     activation: str | None = key(None, one_of=tuple(ACTIVATIONS))
+    # exact: a feature cell covers body.output_stride pixels; stretched: all are stretched to the image, as released.
+    upsampling: str = key(EXACT, one_of=UPSAMPLINGS, task=SEGMENTATION)
     predictions: str | None = key(None, task=SEGMENTATION)  # folder for predictions in the dataset's official encoding
     overlays: str | None = key(None, task=SEGMENTATION)  # folder for pictures: image | ground truth | prediction
     results: str | None = None  # JSON file; null: in the run's folder
@@ -137,6 +140,7 @@ class Evaluation(TrainedNetwork):
             *changed(pooling, getattr(config, "head", TrainedHead()).pooling_size, "pooling{0[0]}x{0[1]}"),
             *changed(self.precision, config.trainer.precision),
             *changed(self.activation, config.norm.activation),
+            *changed(self.upsampling, EXACT),
             *changed(self.averaged, True, "trained"),
             *changed(self.window.size, None, "window{}"),
             *changed(self.window.overlap, OVERLAP, "overlap{:g}"),

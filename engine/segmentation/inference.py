@@ -2,12 +2,13 @@
 
 Class scores at full resolution can fill gigabytes (20 megapixels, 65 classes: 5 GB). A single pass over a whole image
 computes them all at once. With windows or several views, logits are kept at the network's resolution (one cell per
-`output_stride` pixels: 81 MB), and interpolated for a few rows of pixels at a time.
+`output_stride` pixels: 81 MB), and interpolated for a few rows of pixels at a time. A cell covers exactly that many
+pixels of the image that the network sees, also at edges that cut it.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from datasets.transforms import base_scale, scaled
 from engine.process.forward import Forward
 from engine.process.memory import memory_errors
-from models.segmentation import SegmentationNetwork
+from models.segmentation import EXACT, STRETCHED, SegmentationNetwork
 
 _MOST_AT_ONCE = 2**31  # class scores that PyTorch's kernels can interpolate, as they use 32-bit indices
 _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
@@ -36,6 +37,7 @@ class Views:
     overlap: float = 0.25  # smallest share of a window's side that the next window also covers, in [0, 1)
     scales: tuple[float, ...] = (1.0,)  # one view each; the softmax is averaged over the views
     flip: bool = False  # add a copy of every view, mirrored left to right
+    upsampling: str = EXACT  # or "stretched", see `SegmentationNetwork`
 
     def size(self, own_size: tuple[int, int], scale: float = 1.0) -> tuple[int, int]:
         """(H, W) at which the network sees an image of `own_size` at a scale."""
@@ -49,9 +51,20 @@ class Views:
         """How many views there are of an image."""
         return len(self.scales) * (1 + self.flip)
 
+    def options(self) -> dict:
+        """Arguments of the network besides images."""
+        return {} if self.upsampling == EXACT else {"upsampling": self.upsampling}
+
+    def covered(self, seen: Sequence[int], size: Sequence[int], stride: int) -> Sequence[float]:
+        """How much of `size` (H, W) the cells of a view of `seen` pixels cover: at least all of it."""
+        if self.upsampling == STRETCHED:
+            return size
+        return [math.ceil(pixels / stride) * stride * side / pixels for pixels, side in zip(seen, size, strict=True)]
+
     def record(self) -> dict:
-        """The fields for results.json, without base_size and antialias, which are in its configuration."""
-        return {"window": self.window, "overlap": self.overlap, "scales": list(self.scales), "flip": self.flip}
+        """The fields for results.json; base_size and antialias are in its configuration."""
+        views = {"window": self.window, "overlap": self.overlap, "scales": list(self.scales), "flip": self.flip}
+        return views | self.options()
 
 
 WHOLE_IMAGE = Views()
@@ -105,9 +118,10 @@ def _predict(
     height, width = images.shape[-2:]
     own_size = (height, width)
     size = views.size(own_size)
-    values = len(images) * getattr(forward.network, "classes", 1) * math.prod(size)
+    classes, stride = _resolution(forward)
+    values = len(images) * classes * math.prod(math.ceil(side / stride) * stride for side in size)
     if views.at_once(size) and values < _MOST_AT_ONCE:
-        predictions = kept(forward(images, at=size, antialias=views.antialias))
+        predictions = kept(forward(images, at=size, antialias=views.antialias, **views.options()))
     else:
         predictions = torch.cat([kept(scores) for scores in _scores(forward, images, size, views, progress)], dim=2)
     return predictions if size == own_size else F.interpolate(predictions, own_size, mode="nearest-exact")
@@ -119,7 +133,7 @@ def _scores(
     """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
     images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
-    own_size, stride = (images.shape[-2], images.shape[-1]), _resolution(forward)[1]
+    own_size, (_, stride) = (images.shape[-2], images.shape[-1]), _resolution(forward)
     seen = [(pixels, views.size(own_size, scale)) for scale in views.scales for pixels in orientations]
     windows = []
     for _, at in seen:
@@ -127,13 +141,17 @@ def _scores(
         windows.append([windows_along(math.ceil(side / stride), window, views.overlap) for side in at])
     done, total = itertools.count(1), sum(len(rows) * len(columns) for rows, columns in windows)
     logits = [
-        _logits(forward, pixels, at, own, views.antialias, lambda: progress(next(done), total))
+        _logits(forward, pixels, at, own, views, lambda: progress(next(done), total))
         for (pixels, at), own in zip(seen, windows, strict=True)
     ]
+    covered = [views.covered(at, size, stride) for _, at in seen]
     rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * logits[0].shape[1] * size[1]))
     for top in range(0, size[0], rows_at_once):
         rows = range(top, min(top + rows_at_once, size[0]))
-        parts = (_rows(each, rows, size, mirrored=views.flip and n % 2 == 1) for n, each in enumerate(logits))
+        parts = (
+            _rows(each, rows, size[1], pixels, mirrored=views.flip and n % 2 == 1)
+            for n, (each, pixels) in enumerate(zip(logits, covered, strict=True))
+        )
         scores = next(parts)  # (N, classes, rows, W)
         if len(logits) > 1:
             scores = scores.softmax(dim=1)
@@ -143,11 +161,9 @@ def _scores(
 
 
 def _resolution(forward: Forward) -> tuple[int, int]:
-    """The network's number of classes, and its output stride."""
-    assert isinstance(forward.network, SegmentationNetwork), type(forward.network)
-    stride = forward.network.body.output_stride
-    assert isinstance(stride, int), stride
-    return forward.network.classes, stride
+    """The network's number of classes, and its output stride; 1 for a module that is no `SegmentationNetwork`."""
+    network = forward.network
+    return (network.classes, network.stride) if isinstance(network, SegmentationNetwork) else (1, 1)
 
 
 def _logits(
@@ -155,7 +171,7 @@ def _logits(
     images: Tensor,
     size: tuple[int, int],
     windows: list[list[tuple[int, Tensor]]],
-    antialias: bool,
+    views: Views,
     window_done: Callable[[], None],
 ) -> Tensor:
     """Logits of `images` (N, 3, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution."""
@@ -170,19 +186,26 @@ def _logits(
         for left, column_weights in columns:
             parts = ((top, len(row_weights), size[0]), (left, len(column_weights), size[1]))  # edges may cut windows
             down, across = (range(first * stride, min((first + n) * stride, side)) for first, n, side in parts)
-            region = resized_region(images, size, down, across, antialias)
-            logits = forward(region, size=(len(row_weights), len(column_weights)))  # nothing is interpolated
+            region = resized_region(images, size, down, across, views.antialias)
+            logits = forward(region, cells=True, **views.options())
             strip[..., left : left + len(column_weights)] += logits * column_weights  # in float32
             window_done()
         found[:, :, top : top + len(row_weights)] += strip * row_weights[:, None]
     return found
 
 
-def _rows(logits: Tensor, rows: range, size: tuple[int, int], mirrored: bool) -> Tensor:
-    """Rows of logits (N, classes, h, w) interpolated to `size`, and mirrored back: (N, classes, rows, W)."""
-    taps = _taps(logits.shape[2], size[0], rows, logits)
+def _rows(logits: Tensor, rows: range, width: int, covered: Sequence[float], mirrored: bool) -> Tensor:
+    """Rows of upsampled logits (N, classes, h, w), cut to `width` pixels and mirrored back: (N, classes, rows, width).
+
+    covered: height and width in pixels that the cells cover, at least the image's.
+    """
+    taps = _taps(logits.shape[2], logits.shape[2] / covered[0], rows, logits)
     cells = taps.blend(logits[:, :, taps.first : taps.last + 1], dim=2)  # (N, classes, rows, w)
-    return F.interpolate(cells.flip(3) if mirrored else cells, (len(rows), size[1]), mode="bilinear")
+    if covered[1] == width:
+        return F.interpolate(cells.flip(3) if mirrored else cells, (len(rows), width), mode="bilinear")
+    scale = (1.0, covered[1] / cells.shape[3])  # an output beyond the image is cut off before it is mirrored
+    pixels = F.interpolate(cells, scale_factor=scale, mode="bilinear", recompute_scale_factor=False)[..., :width]
+    return pixels.flip(3) if mirrored else pixels
 
 
 def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Tensor]]:
@@ -212,7 +235,8 @@ def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: 
     if tuple(images.shape[-2:]) == size:
         return images[..., rows.start : rows.stop, columns.start : columns.stop]
     down, across = (
-        _taps(images.shape[dim], size[dim], part, images, antialias) for dim, part in ((-2, rows), (-1, columns))
+        _taps(images.shape[dim], images.shape[dim] / size[dim], part, images, antialias)
+        for dim, part in ((-2, rows), (-1, columns))
     )
     images = images[..., down.first : down.last + 1, across.first : across.last + 1].float()
     return across.blend(down.blend(images, dim=2), dim=3)
@@ -236,10 +260,9 @@ class _Taps:
         return total
 
 
-def _taps(original: int, resized: int, part: range, like: Tensor, antialias: bool = False) -> _Taps:
-    """The taps of the pixels `part` when F.interpolate resizes an axis from `original` to `resized` pixels."""
+def _taps(original: int, step: float, part: range, like: Tensor, antialias: bool = False) -> _Taps:
+    """The taps of the pixels `part` when F.interpolate resizes an axis of `original` pixels, `step` for one pixel."""
     # On the host, which needs `first` and `last`: reading them from the device would wait for it.
-    step = original / resized
     reach = max(1.0, step) if antialias else 1.0  # weights fall linearly to 0 at this distance
     positions = (np.arange(part.start, part.stop, dtype=np.float32) + 0.5) * step - 0.5
     sources = np.floor(positions - reach).astype(np.int64) + 1 + np.arange(math.ceil(2 * reach))[:, None]

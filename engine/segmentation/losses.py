@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import upsampled_cross_entropy
+from models.segmentation import upsampled
 
 
 class CrossEntropy(nn.Module):
@@ -19,6 +20,7 @@ class CrossEntropy(nn.Module):
             k = ceil(fraction * H * W) largest (weighted) pixel losses. Ignored pixels have zero loss and gradient, so
             they dilute only crops with less than `fraction` of their pixels labelled. None: all labelled pixels count.
         tiles: upsample the logits a tile at a time (`upsampled_cross_entropy`), instead of all at once.
+        stride: pixels that a cell of the logits covers along a side; None: the cells are stretched to the labels.
     """
 
     def __init__(
@@ -28,9 +30,10 @@ class CrossEntropy(nn.Module):
         *,
         fraction: float | None = None,
         tiles: bool = True,
+        stride: int | None = None,
     ):
         super().__init__()
-        self.ignore_index, self.fraction, self.tiles = ignore_index, fraction, tiles
+        self.ignore_index, self.fraction, self.tiles, self.stride = ignore_index, fraction, tiles, stride
         self.weights: Tensor | None
         self.register_buffer("weights", weights)
 
@@ -38,9 +41,14 @@ class CrossEntropy(nn.Module):
         """logits (N, K, h, w) of any floating dtype, labels (N, H, W) of any integer dtype -> scalar, float32 or 64."""
         if self.tiles:
             return upsampled_cross_entropy(
-                logits, labels, weight=self.weights, ignore_index=self.ignore_index, fraction=self.fraction
+                logits,
+                labels,
+                weight=self.weights,
+                ignore_index=self.ignore_index,
+                fraction=self.fraction,
+                stride=self.stride,
             )
-        logits = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
+        logits = upsampled(logits, labels.shape[1:], self.stride)
         losses = pixel_losses(logits, labels, self.ignore_index, self.weights)
         if self.fraction is None:
             labelled = (labels != self.ignore_index).flatten(1).sum(dim=1).clamp(min=1)

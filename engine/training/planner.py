@@ -108,7 +108,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         group["foreach"] = True
     size = config.data.crop(crop_size)
     images = torch.zeros(crops, 3, *size, dtype=torch.uint8)
-    return learner, task.loss(config), {"image": images, "label": task.labels(crops, size)}
+    return learner, task.loss(config, network), {"image": images, "label": task.labels(crops, size)}
 
 
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> Trace:

@@ -65,7 +65,7 @@ class Trained:
         self.task, self.world = TASKS[self.config.task], World(device=torch.device(arguments.device))
         make = partial(assemble.network_of, self.config, planner.classes_of(self.config.data))
         self.learner = setup.learner(self.config, make, ENDLESS, self.world)
-        self.loss = self.task.loss(self.config)
+        self.loss = self.task.loss(self.config, self.learner.network)
 
     def steps_peak(self, crops: int, size: int, allowed: int) -> int:
         """Bytes that the allocator takes for three steps; more than `allowed` if they do not fit."""

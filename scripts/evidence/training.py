@@ -140,7 +140,7 @@ class Training:
             self.learner.forward = self.learner.forward.through(cast(nn.Module, network))
         elif switch.budget:
             recompute_activations(self.learner.network, budget=switch.budget)
-        self.loss = assemble.loss(self.config.loss, self.dataset.ignore_index)
+        self.loss = assemble.loss(self.config.loss, self.dataset.ignore_index, network=self.learner.network)
         self.in_memory = list(assemble.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
         self.minibatches = prefetched(itertools.cycle(self.in_memory), self.world.device)  # as the training loop's
         self.losses: list[float] = []

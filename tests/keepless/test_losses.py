@@ -41,6 +41,21 @@ def test_it_equals_interpolation_and_cross_entropy(chosen, numbers, cells, size,
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)  # NaN: a mean of nothing
 
 
+@settings(max_examples=30, deadline=None)
+@given(options(), st.tuples(st.integers(1, 6), st.integers(1, 6)), st.integers(1, 9), st.integers(1, 8), st.data())
+def test_with_a_stride_the_last_cells_reach_beyond_the_labels(chosen, cells, stride, rows, data):
+    size = tuple(cell * stride - data.draw(st.integers(0, stride - 1)) for cell in cells)
+    logits, labels = sample(2, 3, cells, size, seed=rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(losses._TILE_BYTES, "cpu", 8 * rows * 3 * size[1])
+        found = value_and_gradient(upsampled_cross_entropy, logits, labels, stride=stride, **chosen)
+    expected = value_and_gradient(plain, logits, labels, stride=stride, **chosen)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    if size == tuple(cell * stride for cell in cells):
+        whole = value_and_gradient(upsampled_cross_entropy, logits, labels, **chosen)
+        torch.testing.assert_close(found, whole, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("fraction", [None, 0.25])
 @pytest.mark.parametrize("scale", [1, 30])
 def test_float32_is_no_farther_from_float64_than_the_plain_way(fraction, scale):
@@ -149,6 +164,9 @@ def test_wrong_arguments_are_refused():
         ({"fraction": 0.5, "reduction": "mean"}, "fraction with reduction='mean'"),
         ({"weight": torch.ones(5, requires_grad=True)}, "with a gradient: expected"),
         ({"weight": torch.ones(4)}, r"weight of shape \(4,\): expected \(5,\)"),
+        ({"stride": 4}, r"\(2, 5, 4, 5\) and labels of shape \(2, 29, 33\) with stride=4: expected 8x9 cells"),
+        ({"stride": 0}, "stride=0: expected a number of pixels per cell, such as 8"),
+        ({"stride": 8.0}, "stride=8.0: expected"),
     ):
         with pytest.raises(ValueError, match=message):
             upsampled_cross_entropy(logits, labels, **wrong)

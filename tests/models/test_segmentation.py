@@ -11,22 +11,26 @@ from models.segmentation import SegmentationNetwork
 from tests.bodies import small_segmentation
 
 
-@pytest.mark.parametrize("size", [None, (50, 31)])
-def test_logits_are_interpolated_between_the_cells(size):
+@pytest.mark.parametrize("upsampling", ["exact", "stretched"])
+def test_logits_are_interpolated_between_the_cells(upsampling):
+    """A cell covers 8 pixels along each side, and the last one reaches beyond the image; or all are stretched to it."""
     torch.manual_seed(0)
     network = small_segmentation().double().eval().to(memory_format=torch.channels_last)
     assert not network.cls.bias.any()
     network.cls.bias.data.uniform_()
-    images = torch.randn(2, 3, 33, 41, dtype=torch.float64).to(memory_format=torch.channels_last)
+    height, width = 33, 41
+    images = torch.randn(2, 3, height, width, dtype=torch.float64).to(memory_format=torch.channels_last)
+    padded = F.pad(images, (0, 7, 0, 7), mode="replicate") if upsampling == "exact" else images
     with torch.no_grad():
-        cells = network.cls(network.head(network.body(images)))
-        logits = network(images, size=size)
-    height, width = size or (33, 41)
+        cells = network.cls(network.head(network.body(padded)))
+        logits = network(images, upsampling)
+        assert torch.equal(network(images, upsampling, cells=True), cells)
     assert cells.shape == (2, 4, 5, 6) and logits.shape == (2, 4, height, width)
-    assert logits.is_contiguous(memory_format=torch.channels_last) and not logits.is_contiguous()
-    # Pixel i lies at cell (i + 0.5) * cells / pixels - 0.5, clamped at the border: bilinear, pixel centres aligned.
-    rows = ((torch.arange(height, dtype=torch.float64) + 0.5) * 5 / height - 0.5).clamp(0, 4)
-    columns = ((torch.arange(width, dtype=torch.float64) + 0.5) * 6 / width - 0.5).clamp(0, 5)
+    assert logits.stride(1) == 1  # channels last
+    # Pixel i lies at cell (i + 0.5) / stride - 0.5, clamped at the border: bilinear, pixel centres aligned.
+    stride_y, stride_x = (8, 8) if upsampling == "exact" else (height / 5, width / 6)
+    rows = ((torch.arange(height, dtype=torch.float64) + 0.5) / stride_y - 0.5).clamp(0, 4)
+    columns = ((torch.arange(width, dtype=torch.float64) + 0.5) / stride_x - 0.5).clamp(0, 5)
     grid_y, grid_x = torch.meshgrid(rows / 4 * 2 - 1, columns / 5 * 2 - 1, indexing="ij")
     grid = torch.stack([grid_x, grid_y], dim=-1).expand(2, -1, -1, -1)
     expected = F.grid_sample(cells, grid, mode="bilinear", align_corners=True)

@@ -233,15 +233,32 @@ def test_every_pixel_of_any_size_is_predicted(height, width, window, overlap, ba
     assert torch.equal(predictions, whole)
 
 
+def upsampled(network: nn.Module, seen: torch.Tensor, size: tuple[int, int], upsampling: str) -> torch.Tensor:
+    """Logits at `size` of an image seen at another size: a cell covers `STRIDE` pixels of what is seen."""
+    cells = network(seen, upsampling, cells=True)
+    places = []
+    for side, pixels, count in zip(size, seen.shape[2:], cells.shape[2:], strict=True):
+        covered = STRIDE * count if upsampling == "exact" else pixels
+        place = ((torch.arange(side) + 0.5) * pixels / side * count / covered - 0.5).clamp(0, count - 1)
+        places.append(place / max(1, count - 1) * 2 - 1)
+    grid = torch.stack(torch.meshgrid(*places, indexing="ij")[::-1], dim=-1)
+    return F.grid_sample(cells, grid[None], mode="bilinear", align_corners=True)
+
+
 @pytest.mark.parametrize(
-    "flip, antialias, base_size, window",
-    [(False, True, None, None), (True, True, 128, 64), (True, False, None, 64), (True, False, 128, None)],
+    "flip, antialias, base_size, window, upsampling",
+    [
+        (False, True, None, None, "exact"),
+        (True, True, 128, 64, "exact"),
+        (True, False, None, 64, "stretched"),
+        (True, False, 128, None, "exact"),
+    ],
 )
-def test_views_are_averaged_after_the_softmax(flip, antialias, base_size, window):
+def test_views_are_averaged_after_the_softmax(flip, antialias, base_size, window, upsampling):
     """Scales of the base size, mirrored and mirrored back; within a view, windows see what it sees."""
     network, images = small_network(), pictures(77, 110)
     scales = (0.7, 1.0, 1.2) if window is None else (0.3, 0.5)  # of which every one fits the window
-    options = dict(scales=scales, flip=flip, antialias=antialias)
+    options = dict(scales=scales, flip=flip, antialias=antialias, upsampling=upsampling)
     predictions = predicted(network, images, base_size, **options, window=window)
 
     normalised = (images / 255 - 0.5) / 0.25
@@ -251,13 +268,35 @@ def test_views_are_averaged_after_the_softmax(flip, antialias, base_size, window
     with torch.inference_mode():
         for scale in scales:
             seen = F.interpolate(normalised, scaled((77, 110), scale * factor), mode="bilinear", antialias=antialias)
-            probabilities.append(network(seen, size).softmax(1))
+            probabilities.append(upsampled(network, seen, size, upsampling).softmax(1))
             if flip:
-                probabilities.append(network(seen.flip(3), size).flip(3).softmax(1))
+                mirrored = upsampled(network, seen.flip(3), size, upsampling).flip(3)
+                probabilities.append(mirrored.softmax(1))
     expected = torch.stack(probabilities).mean(0).argmax(1)[:, None].float()
     expected = F.interpolate(expected, (77, 110), mode="nearest-exact")[:, 0].byte()
     assert (predictions == expected).float().mean() > 0.999  # but for near ties
     assert (predictions != predicted(network, images, base_size)).float().mean() > 0.01
+
+
+@pytest.mark.parametrize("size", [(76, 73), (73, 121), (121, 76)])
+@pytest.mark.parametrize(
+    "views",
+    [{}, {"window": 32}, {"flip": True}, {"scales": (0.7, 1.3)}, {"window": 64, "scales": (1.5,), "flip": True}],
+)
+def test_pixels_are_where_the_cells_saw_them(size, views):
+    """A ramp of columns, and one of rows, come back as they are, except from cells that the image does not fill."""
+    ramps = [torch.arange(side, dtype=torch.uint8) for side in size]
+    image = torch.stack([ramps[1].expand(size), ramps[0][:, None].expand(size), torch.zeros(size, dtype=torch.uint8)])
+    body = nn.AvgPool2d(8)
+    body.out_channels, body.output_stride = 3, 8
+    network = without_head(body, classes=3)
+    with torch.no_grad():
+        network.cls.weight.copy_(0.05 * torch.eye(3)[..., None, None])
+    forward = forward_of(network, mean=0.0, std=1 / 255)
+    logs = predict(forward, image[None], Views(**views), probabilities=True)[0].double().log()
+    found = (logs[:2] - logs[2]) / 0.05  # the third class has no logit
+    middle = (..., slice(16, -16), slice(16, -16))
+    torch.testing.assert_close(found[middle], image[:2].double()[middle], rtol=0, atol=0.02)
 
 
 @given(data=st.data())

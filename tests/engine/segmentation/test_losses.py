@@ -31,11 +31,11 @@ def test_bootstrapping_averages_the_hardest_pixels_of_each_crop(fraction, ignore
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy, partial(CrossEntropy, fraction=0.25)])
-@pytest.mark.parametrize("weights", [None, torch.linspace(0.5, 2, 5, dtype=torch.float64)])
-def test_tiles_give_the_loss_and_gradient_of_whole_upsampled_logits(loss, weights):
+@pytest.mark.parametrize("weights, stride", [(None, 8), (torch.linspace(0.5, 2, 5, dtype=torch.float64), None)])
+def test_tiles_give_the_loss_and_gradient_of_whole_upsampled_logits(loss, weights, stride):
     logits, _ = crops(size=(5, 6))
     labels = crops(size=(37, 45))[1]
-    found = [loss(weights=weights, tiles=tiles)(logits, labels) for tiles in (True, False)]
+    found = [loss(weights=weights, tiles=tiles, stride=stride)(logits, labels) for tiles in (True, False)]
     torch.testing.assert_close(*found, rtol=1e-13, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(value, logits) for value in found), rtol=1e-12, atol=1e-15)
 

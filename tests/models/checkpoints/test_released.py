@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from keepless import ABN, InPlaceABN
@@ -96,16 +97,17 @@ def segmenter(**options) -> SegmentationNetwork:
 
 @torch.no_grad()
 def test_the_segmentation_network_with_the_sliding_window(tmp_path):
-    """The head on a map larger than the window of 84 cells, and the whole network on a smaller one."""
-    images, large = torch.randn(1, 3, 96, 120, dtype=torch.float64), torch.randn(1, 16, 87, 90, dtype=torch.float64)
+    """The head on a map larger than the window of 84 cells, and the whole network, stretched, on a smaller one."""
+    images, large = torch.randn(1, 3, 93, 117, dtype=torch.float64), torch.randn(1, 16, 87, 90, dtype=torch.float64)
     body, head, cls = (Released(seed=seed) for seed in range(3))
     features = body.wider(images, **files.WIDER, a2=8)
     expected = cls.cls(head.head(features, 4, 6, window=84), 65)
     path = files.write_segmenter(tmp_path / "vistas.pth.tar", body, head, cls)
     network = segmenter(pooling_size=(84, 84)).double()
     report = load_released(network, path)
-    cells = network.eval()(images, size=features.shape[2:])
-    torch.testing.assert_close(cells, expected, rtol=1e-9, atol=1e-9)
+    stretched = F.interpolate(expected, images.shape[2:], mode="bilinear")  # as the release does
+    torch.testing.assert_close(network.eval()(images, "stretched"), stretched, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(network(images), stretched, rtol=0.1)
     windowed = head.head(large, 4, 6, window=84)
     torch.testing.assert_close(network.head(large), windowed, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(windowed, head.head(large, 4, 6))
