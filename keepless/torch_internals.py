@@ -16,14 +16,16 @@ Other files use only private parts on which PyTorch's extensions rely: `Tensor._
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, methodcaller
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn.attention import sdpa_kernel
 
 from .version import __version__
@@ -89,6 +91,8 @@ ASKS_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
 
 _INNER = frozenset(["keepless", "torch", "contextlib"])  # packages whose lines are skipped in warnings
 
+_MODULE_CALL = nn.Module.__call__.__code__
+
 _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 
 
@@ -98,6 +102,14 @@ def warn(message: str) -> None:
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").split(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def calling_module() -> "weakref.ref[nn.Module] | None":
+    """The innermost module whose forward pass runs now; None outside of modules."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _MODULE_CALL:
+        frame = frame.f_back
+    return None if frame is None else weakref.ref(frame.f_locals["self"])
 
 
 def backward_runs() -> bool:

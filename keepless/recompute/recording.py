@@ -50,7 +50,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -260,7 +260,7 @@ class Recording(TorchFunctionMode):
             return self._run(call)
         if call.row.draws is not None:
             call.note_random()
-        self.known.log.parameter, self.known.log.function = None, call.function  # its parameters are not noted
+        self.known.log.function = call.function
         hooks = self.hooks.pack_hook, self.hooks.unpack_hook
         result = called_without(hooks, call.function, call.args, call.kwargs)
         self.known.call = call
@@ -287,9 +287,6 @@ class Recording(TorchFunctionMode):
                 target = call.args[0]
                 version, call.before = target._version, known.value_of(target)
             known.log.function = function
-            for argument in call.arguments:
-                if type(argument) is nn.Parameter:  # isinstance takes a microsecond
-                    known.log.parameter = argument
             if call.row.draws is not None and known.by_plan:
                 call.note_random()
             known.call = call

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..saved import PLAIN, Kept
-from ..torch_internals import address, node_number
+from ..torch_internals import address, calling_module, node_number
 from .signs import Signs
 from .values import Value
 
@@ -20,7 +20,7 @@ class Line(NamedTuple):
     tensors: int
     made_by: str  # the operation that made them, or a tensor subclass; "input" if the network did not make them
     kept_for: str  # the function that reads them
-    module: str  # the module whose parameters were used last
+    module: str  # the module that calls this function; "" outside of the network's modules
     why: str = ""  # with a budget, or for a tensor subclass
 
 
@@ -51,7 +51,7 @@ class KeptTensor(NamedTuple):
     bytes: int
     made_by: str
     kept_for: str
-    parameter: weakref.ref[Tensor] | None
+    module: weakref.ref[nn.Module] | None  # that called the function
     why: str = ""
 
 
@@ -60,10 +60,9 @@ class Log:
 
     def __init__(self) -> None:
         # Each with the address and bytes of its storage, the number and name of the node that made it, the function
-        # that reads it, and the last parameter.
-        self.entries: list[tuple[weakref.ref[Value | Kept], int, int, int, str, Any, Tensor | None]] = []
+        # that reads it, and the module that calls this.
+        self.entries: list[tuple[weakref.ref[Value | Kept], int, int, int, str, Any, Any]] = []
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
-        self.parameter: Tensor | None = None  # the last one that a call used
         self.function: Callable[..., Any] | None = None  # the one that is running
 
     def keep(self, value: Value | Kept, tensor: Tensor) -> None:
@@ -74,20 +73,20 @@ class Log:
             return
         number, name = (-1, "input") if node is None else (node_number(node), type(node).__name__)
         storage = tensor.untyped_storage()
-        entry = (weakref.ref(value), address(storage), storage.nbytes(), number, name, self.function, self.parameter)
+        entry = (weakref.ref(value), address(storage), storage.nbytes(), number, name, self.function, calling_module())
         self.entries.append(entry)
 
     def keep_other(self, kept: Kept, tensor: Tensor) -> None:
         """Note a kept tensor that has no value, if it is a tensor subclass."""
         if type(tensor) not in PLAIN and not tensor.is_nested:
             size, name = tensor.numel() * tensor.itemsize, getattr(self.function, "__name__", "")
-            entry = KeptTensor(size, type(tensor).__name__, name, _reference(self.parameter), "a subclass of tensors")
+            entry = KeptTensor(size, type(tensor).__name__, name, calling_module(), "a subclass of tensors")
             self.others.append((weakref.ref(kept), entry))
 
     def kept(self, why: Callable[[Value | Kept, int], str] = lambda value, node: "") -> list[KeptTensor]:
         """The tensors kept at the end of the forward pass, one per storage. `why`: (value, node's number) -> reason."""
         found: dict[int, KeptTensor] = {}
-        for reference, storage, size, node, made_by, function, parameter in self.entries:
+        for reference, storage, size, node, made_by, function, module in self.entries:
             value = reference()
             if value is None or storage in found:
                 continue
@@ -98,20 +97,15 @@ class Log:
                 if isinstance(value.source, Signs):
                     size, kept_for = value.source.bytes, f"signs for {kept_for}"
             made_by = made_by.partition("Backward")[0]
-            found[storage] = KeptTensor(size, made_by, kept_for, _reference(parameter), why(value, node))
+            found[storage] = KeptTensor(size, made_by, kept_for, module, why(value, node))
         return [*found.values(), *(entry for reference, entry in self.others if reference() is not None)]
 
 
-def _reference(tensor: Tensor | None) -> "weakref.ref[Tensor] | None":
-    return None if tensor is None else weakref.ref(tensor)
-
-
 def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:
-    """One line for each kind of tensor; modules are found in `network` by their parameters."""
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    """One line for each kind of tensor."""
+    names = {id(module): name for name, module in network.named_modules()}
     sizes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     for tensor in kept:
-        parameter = None if tensor.parameter is None else tensor.parameter()
-        module = names.get(id(parameter), "").rpartition(".")[0]
+        module = names.get(id(tensor.module and tensor.module()), "")
         sizes[tensor.made_by, tensor.kept_for, module, tensor.why].append(tensor.bytes)
     return Report(sorted((Line(sum(found), len(found), *key) for key, found in sizes.items()), reverse=True))

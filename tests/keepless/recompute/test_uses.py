@@ -377,6 +377,28 @@ def test_a_report_says_what_is_kept_and_where(networks):
     assert report(prepared) == found
 
 
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_a_report_names_the_module_that_calls_the_function(budget):
+    """Also one without parameters, and one that calls the function itself."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(x) * 2
+
+    parts = [
+        nn.Conv2d(3, 4, 1),
+        nn.SiLU(),
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.Identity()),
+        Scaled(),
+        nn.Conv2d(4, 4, 1),
+    ]
+    network = recompute_activations(nn.Sequential(*parts), budget=budget)
+    for _ in range(3):
+        loss_of(network, IMAGES.float()).backward()
+        readers = {(line.kept_for, line.module) for line in report(network).lines if line.made_by == "Convolution"}
+        assert readers == {("silu", "1"), ("silu", "3")}
+
+
 def test_code_that_is_no_module(networks):
     """A context does what a prepared network does."""
     prepared, plain = networks
