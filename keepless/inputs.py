@@ -48,13 +48,21 @@ def check_has_forward(network: nn.Module, receiver: str) -> None:
     """
     if _has_forward(network):
         return
-    called = [path for path, module in network.named_modules() if _has_forward(module)]
-    parts = [path for path in called if not any(path.startswith(f"{other}.") for other in called)]
+    parts = list(parts_with_forward(network))
     several = ", ".join(f"network.{path}" for path in parts[:3]) + (", …" if len(parts) > 3 else "")
     raise ValueError(
         f"{receiver} got a {type(network).__name__}, whose forward pass is never called: give it the module that calls "
         f"this one{', or the parts ' + several if parts else ''}"
     )
+
+
+def parts_with_forward(network: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The outermost modules inside a network that have a forward pass of their own, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, child in network.named_children():
+        path = f"{prefix}{name}"
+        found |= {path: child} if _has_forward(child) else parts_with_forward(child, f"{path}.")
+    return found
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from .inputs import Network, check_has_forward, check_module, tensors_in
+from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
 from .recompute.plans import Budget, Plans, arguments_of, checked
 from .recompute.recording import Recording, is_ours, is_running
 from .recompute.report import KeptTensor, Report, summary
@@ -45,7 +47,8 @@ def recompute_activations(
 
     Args:
         network: any uncompiled network; it is returned with two hooks around its forward pass, which `undo` removes.
-            Branches of couplings inside get hooks of their own, because they run again separately.
+            Branches of couplings inside get hooks of their own, because they run again separately. If the first step
+            of a training calls only parts of the network, as a LightningModule's may, a warning names them.
         checkpointed_only: recompute only the outputs of `CheckpointedABN` (the paper's checkpointing).
         budget: limit on the peak memory of a forward and backward pass: bytes, such as "6GiB" or an int, or a share of
             the plain network's peak, such as 0.3. What existed before the step does not count. Parameter gradients are
@@ -79,6 +82,8 @@ def recompute_activations(
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave, always_call=True)
         module.__dict__[_PREPARES_SCRIPT] = hooks.refuse_script
+        if module is network:
+            hooks.await_call(network)
     return network
 
 
@@ -138,6 +143,8 @@ def _recorded_by_themselves(network: nn.Module) -> list[nn.Module]:
 
 def _take_off(module: nn.Module) -> None:
     """Remove our hooks from a module."""
+    if (ours := _hooks_of(module, "undo")) is not None:
+        ours.stop_awaiting()
     for registered in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in registered.items() if _is_ours(hook)]:
             del registered[key]
@@ -189,20 +196,45 @@ class _Hooks:
         self.checkpointed_only = checkpointed_only
         self.plans = plans
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
+        self.awaited: RemovableHandle | None = None  # of a parameter's hook, until the module is called
+        self.is_compiled = False  # a compiled graph has called the module
 
     def __getstate__(self) -> dict[str, Any]:
         plans = None if self.plans is None else Plans(self.plans.budget)
-        return {"checkpointed_only": self.checkpointed_only, "plans": plans, "kept": None}
+        return vars(_Hooks(self.checkpointed_only, plans))
+
+    def await_call(self, network: nn.Module) -> None:
+        """Warn if a parameter of the network gets a gradient in training before the network itself is called."""
+        reference = weakref.ref(network)
+
+        def see(_: Tensor) -> None:
+            prepared = reference()
+            if prepared is not None and prepared.training:
+                self.stop_awaiting()
+                if not self.is_compiled:
+                    _warn_if_parts_are_called(prepared)
+
+        parameter = next((one for one in network.parameters() if one.requires_grad), None)
+        if parameter is not None:
+            self.awaited = parameter.register_post_accumulate_grad_hook(see)
+
+    def stop_awaiting(self) -> None:
+        if self.awaited is not None:
+            self.awaited.remove()
+            self.awaited = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start recording, before the module's forward pass."""
         if torch.compiler.is_compiling():
+            self.is_compiled = True
             if not self.checkpointed_only:
                 call_at_compilation(_say_that_the_compiler_decides)
             return
         _drop_abandoned()
         recording: Recording | None = None
         frame = sys._getframe(1)
+        if self.awaited is not None and module.training and torch.is_grad_enabled():
+            self.stop_awaiting()
         if _can_record():
             recording = self._recording(module, args, kwargs, frame)
             recording.__enter__()
@@ -271,6 +303,23 @@ def _say_that_the_compiler_decides(_: object) -> None:
         "torch._functorch.config.activation_memory_budget, e.g. to 0.5, or train without torch.compile",
         stacklevel=1,
     )
+
+
+def _warn_if_parts_are_called(network: nn.Module) -> None:
+    """Called in a backward pass through parts of a network that was not called itself."""
+    parts = {
+        path: part
+        for path, part in parts_with_forward(network).items()
+        if any(parameter.grad is not None for parameter in part.parameters())
+        and not any(map(_is_ours, part._forward_hooks.values()))
+    }
+    if parts:
+        several = ", ".join(map(repr, [*parts][:3])) + (", …" if len(parts) > 3 else "")
+        warn(
+            f"recompute_activations has prepared a {type(network).__name__}, but this step calls only parts of it, so "
+            f"everything is kept: prepare its sub-module{'s' if len(parts) > 1 else ''} {several} instead, or leave it "
+            f"unprepared and compute the loss inside `with keepless.recomputing():`"
+        )
 
 
 def _is_sharded(network: nn.Module) -> bool:

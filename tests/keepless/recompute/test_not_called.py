@@ -1,0 +1,76 @@
+"""A prepared network of which training steps call only parts."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keepless import recompute_activations, undo
+
+X = torch.randn(2, 3, 8, 8)
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 3, 3))
+
+
+class Task(nn.Module):
+    """As a LightningModule that defines `forward` too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.other, self.metric = block(), block(), nn.Softmax(1)
+        self.heads = nn.ModuleList([nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+    def training_step(self) -> Tensor:
+        return self.network(X).square().mean()
+
+    def training_loss(self) -> Tensor:
+        return F.mse_loss(self.heads[1](self.network(X)), torch.zeros(2, 2, 4, 4))
+
+
+def said(steps: list) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in steps:
+            step().backward()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("budget", [None, 0.8])
+def test_a_step_that_calls_a_part_is_told_once_which_to_prepare(budget):
+    task = recompute_activations(Task(), budget=budget)
+    (text,) = said([task.training_step, task.training_step, lambda: task(X).sum()])
+    assert "has prepared a Task" in text and "prepare its sub-module 'network' instead" in text
+    task = recompute_activations(Task())
+    (text,) = said([task.training_loss, task.training_step])
+    assert "prepare its sub-modules 'network', 'heads.1' instead" in text
+    task = recompute_activations(Task())
+    task.eval()(X)  # as an evaluation does before the training
+    with torch.no_grad():
+        task.train()(X)
+    assert len(said([task.training_step])) == 1
+
+
+def test_other_uses_of_parts_are_not_warned_of():
+    task = recompute_activations(Task())
+    assert said([lambda: task.network(X).sum() + task(X).sum(), task.training_step]) == []
+    task = recompute_activations(Task()).eval()
+    assert said([task.training_step, lambda: task.train()(X).sum(), task.training_step]) == []
+    task = undo(recompute_activations(Task()))
+    assert said([task.training_step]) == []
+    task = recompute_activations(Task())
+    recompute_activations(task.network)
+    assert said([task.training_step]) == []
+
+
+def test_a_compiled_network_is_called():
+    network = recompute_activations(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+    compiled = torch.compile(network, backend="eager")
+    (text,) = said([lambda: compiled(torch.ones(2, 4)).sum()] * 2)
+    assert "inside torch.compile" in text
