@@ -47,8 +47,8 @@ def recompute_activations(
 
     Args:
         network: any uncompiled network; it is returned with two hooks around its forward pass, which `undo` removes.
-            Branches of couplings inside get hooks of their own, because they run again separately. If the first step
-            of a training calls only parts of the network, as a LightningModule's may, a warning names them.
+            Branches of couplings get hooks of their own, because they run again separately. If a training step calls
+            only parts of the network, a warning names them.
         checkpointed_only: recompute only the outputs of `CheckpointedABN` (the paper's checkpointing).
         budget: limit on the peak memory of a forward and backward pass: bytes, such as "6GiB" or an int, or a share of
             the plain network's peak, such as 0.3. What existed before the step does not count. Parameter gradients are
@@ -78,12 +78,7 @@ def recompute_activations(
         plans.plan_for(network, *arguments_of(example))
     for module in _recorded_by_themselves(network):
         _take_off(module)
-        hooks = _Hooks(checkpointed_only, plans if module is network else None)
-        module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
-        module.register_forward_hook(hooks.leave, always_call=True)
-        module.__dict__[_PREPARES_SCRIPT] = hooks.refuse_script
-        if module is network:
-            hooks.await_call(network)
+        _Hooks(checkpointed_only, plans if module is network else None).put_on(module, awaited=module is network)
     return network
 
 
@@ -203,7 +198,14 @@ class _Hooks:
         plans = None if self.plans is None else Plans(self.plans.budget)
         return vars(_Hooks(self.checkpointed_only, plans))
 
-    def await_call(self, network: nn.Module) -> None:
+    def put_on(self, module: nn.Module, awaited: bool) -> None:
+        module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        module.register_forward_hook(self.leave, always_call=True)
+        module.__dict__[_PREPARES_SCRIPT] = self.refuse_script
+        if awaited:
+            self._await_call(module)
+
+    def _await_call(self, network: nn.Module) -> None:
         """Warn if a parameter of the network gets a gradient in training before the network itself is called."""
         reference = weakref.ref(network)
 
