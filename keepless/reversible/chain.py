@@ -41,7 +41,7 @@ from torch.autograd.graph import Node
 from ..saved import Kept
 from ..torch_internals import Hooks, current_hooks, keeps_graph
 from .checks import Checksum
-from .couplings import Coupling, HalfStep, detached, versions
+from .couplings import Coupling, HalfStep, detached, versions, widened
 from .environment import Environment
 from .replay import Section
 from .state import Values
@@ -285,8 +285,11 @@ _MARK = "reversible boundary"  # in the metadata of an output's node
 class Pass:
     """One forward pass through reversible modules, and the chain that its backward pass walks."""
 
-    def __init__(self, inputs: Values, *, preserve_rng_state: bool = True, reversible: bool = True):
+    def __init__(
+        self, inputs: Values, *, preserve_rng_state: bool = True, reversible: bool = True, widens: bool = False
+    ):
         self.reversible = reversible  # False: an ordinary forward pass
+        self.widens = widens  # under autocast couplings get float32, see `widened`
         self.values = inputs
         self.boundary = (_boundary_of(inputs) if reversible else None) or Boundary()
         # If this pass continues an earlier one: its last boundary, and the first step of this pass.
@@ -361,7 +364,12 @@ class Pass:
         if self.halves_of is not None and self.halves_of.split_dim == coupling.split_dim:
             return
         self._join()
-        self._regroup(lambda whole: coupling.split(*whole), lambda halves: (coupling.join(halves),))
+        dtype = self.values[0].dtype
+
+        def split(whole: Values) -> Values:
+            return coupling.split(*(map(widened, whole) if self.widens else whole))
+
+        self._regroup(split, lambda halves: (coupling.join(halves).to(dtype),))
         self.halves_of = coupling
 
     def _join(self) -> None:

@@ -245,6 +245,15 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks)
 
 
+def widened(x: Tensor) -> Tensor:
+    """x as float32, if it has low precision under autocast: the sums of many couplings would add up its rounding."""
+    return x.float() if is_low_under_autocast(x) else x
+
+
+def is_low_under_autocast(x: Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
+
+
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """The number of in-place writes to each tensor; -1 for inference tensors (not counted); [] in torch.compile."""
     if torch.compiler.is_compiling():

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import check_module
-from ..torch_internals import call_at_compilation
+from ..torch_internals import call_at_compilation, warn
 from .chain import Pass, as_tuple
-from .couplings import has_hooks, in_halves
+from .couplings import has_hooks, in_halves, is_low_under_autocast, widened
 from .state import statistics_kept
 
 Block = nn.Module | tuple[nn.Module, ...]
@@ -96,6 +96,11 @@ class InvertibleModuleWrapper(nn.Module):
         if keep:
             run.keep_input([self._fn], function)
         elif in_halves(self._fn):
+            if is_low_under_autocast(values[0]) and not run.boundary.outputs:  # none leads up to it
+                warn(
+                    f"InvertibleModuleWrapper got a {values[0].dtype} input under autocast, so the sums of many such "
+                    f"modules add up rounding: give the first one x.float(), or use a ReversibleSequence, which does"
+                )
             couple(run, self._fn)
         else:
             run.invert(self._fn, function, inverse)
@@ -109,7 +114,8 @@ class ReversibleSequence(nn.Module):
     Couplings with the same `split_dim` pass on their halves, so nothing is concatenated between them. A coupling that
     is not invertible (`Coupling.invertible`), and any module without a method `inverse`, keeps its input.
 
-    Every module takes the one tensor that the module before it returned. `disable`: keep all activations.
+    Every module takes the one tensor that the module before it returned. Under autocast couplings get and return at
+    least float32 (their branches compute in low precision), or rounding would add up. `disable`: keep all activations.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], disable: bool = False):
@@ -146,9 +152,9 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
     reversible = torch.is_grad_enabled() and not disable
     if reversible and _is_compiling():
         for block in blocks:
-            x = in_turn(block, x)
+            x = in_turn(block, widened(x) if in_halves(block) else x)
         return x
-    forward = Pass((x,), reversible=reversible)
+    forward = Pass((x,), reversible=reversible, widens=True)
     for block in blocks:
         if in_halves(block):
             forward.couple(block)

@@ -64,15 +64,16 @@ def test_pure_bfloat16_adds_up_rounding():
     checks._enabled.set(False)  # they might find it
     x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(100))
 
-    def gradient(dtype: torch.dtype, autocast: bool, stored: bool) -> Tensor:
+    def gradient(dtype: torch.dtype, stream: torch.dtype, autocast: bool, stored: bool) -> Tensor:
         network = sequence(50).to(dtype)
         network.disable = stored
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = network(x.to(dtype)).float().square().mean()
+            loss = network(x.to(stream)).float().square().mean()
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(network.parameters()))]).double()
 
     deviations = []
-    for dtype, autocast in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
-        stored, reversed_ = (gradient(dtype, autocast, stored) for stored in (True, False))
+    wide, low = torch.float32, torch.bfloat16
+    for options in ((wide, wide, False), (low, low, False), (wide, wide, True), (wide, low, True)):
+        stored, reversed_ = (gradient(*options, stored) for stored in (True, False))
         deviations.append(((reversed_ - stored).norm() / stored.norm()).item())
-    assert deviations[0] < 2e-6 and 0.05 < deviations[1] < 0.2 and deviations[2] < 0.04, deviations
+    assert deviations[0] < 2e-6 and 0.05 < deviations[1] < 0.2 and max(deviations[2:]) < 0.04, deviations
