@@ -38,7 +38,7 @@ def recompute_activations(
     ReLU and LeakyReLU keep one bit per value if nothing else reads the tensor.
 
     It works in eager mode, while gradients are recorded, inside the network's own forward pass. In `torch.compile` the
-    compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
+    compiler decides what to keep, and a warning says so: wrap blocks in `torch.utils.checkpoint` there. Other
     saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working: they get the kept tensors.
 
     Tensors that the backward pass reads must not be modified in place before it: this raises PyTorch's error about an
@@ -301,8 +301,8 @@ def _drop_abandoned() -> None:
 def _say_that_the_compiler_decides(_: object) -> None:
     """Called while a graph is traced."""
     warnings.warn(
-        "recompute_activations does nothing inside torch.compile, where the compiler decides what to keep: set "
-        "torch._functorch.config.activation_memory_budget, e.g. to 0.5, or train without torch.compile",
+        "recompute_activations does nothing inside torch.compile, where the compiler decides what to keep: wrap "
+        "blocks in torch.utils.checkpoint, which it follows, or train without torch.compile",
         stacklevel=1,
     )
 

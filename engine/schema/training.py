@@ -127,7 +127,7 @@ class TrainingRun:
         if trainer.compile and trainer.recompute in ("activations", "budget"):
             raise ValueError(
                 f"trainer.recompute={trainer.recompute} with trainer.compile=true: the compiler decides which "
-                f"activations to keep, by its own torch._functorch.config.activation_memory_budget; leave one out"
+                f"activations to keep; leave one out, or give trainer.recompute=blocks or sqrt, which it follows"
             )
         if trainer.recompute not in ("none", "activations") and self.body.is_reversible():
             raise ValueError(

@@ -179,7 +179,7 @@ def _is_compiling() -> bool:
 def _say_that_the_compiler_decides(_: object) -> None:
     warnings.warn(
         "reversible modules keep their activations inside torch.compile, where the compiler decides what to keep: "
-        "compile their branches instead, or set torch._functorch.config.activation_memory_budget, e.g. to 0.5",
+        "compile their branches instead, or wrap blocks in torch.utils.checkpoint, which it follows",
         stacklevel=1,
     )
 

@@ -17,7 +17,7 @@ from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence.zoo import blocks_of
 from scripts.reports.frame import reason
 from scripts.reports.markdown import Rows
-from scripts.reports.measuring import autocast, captured, compiled, timed
+from scripts.reports.measuring import autocast, captured, compiled, drops_at_random, timed
 
 PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
 ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
@@ -90,7 +90,8 @@ def _saved_on_cpu(network: nn.Module, inputs: Tensor) -> object:
 def methods_of(name: str, network: nn.Module, device: str, compiler: str | None) -> list[str]:
     """The methods that apply to a network."""
     is_compiled = compiler is not None and name in WITH_COMPILER
-    applies = {BLOCKS: bool(blocks_of(network)), ON_CPU: device == "cuda", COMPILED: is_compiled, BUDGET: is_compiled}
+    applies = {BLOCKS: bool(blocks_of(network)), ON_CPU: device == "cuda", COMPILED: is_compiled}
+    applies[BUDGET] = is_compiled and not drops_at_random(network)
     return [method for method in METHODS if applies.get(method, True)]
 
 

@@ -31,7 +31,14 @@ def test_every_method_is_measured_beside_the_plain_network_and_plans_beside_thei
 ):
     """A whole run on two networks and one that does not work, with a compiler that takes no time."""
     monkeypatch.setattr(methods, "WITH_COMPILER", (SMALL,))
-    monkeypatch.setattr(zoo, "build", lambda name, size: Segments() if name == "fcn_resnet50" else build(name, size))
+
+    def without_dropout(name: str, size: int) -> nn.Module:  # or the compiler gets no budget
+        network = Segments() if name == "fcn_resnet50" else build(name, size)
+        for dropout in (module for module in network.modules() if isinstance(module, nn.Dropout)):
+            dropout.p = 0.0
+        return network
+
+    monkeypatch.setattr(zoo, "build", without_dropout)
     own = [f"only=[{SMALL},fcn_resnet50,{FAILS}]", "rounds=2", "images=2", "image_size=64", "shares=[0.6]"]
     call, text = measured("networks", tmp_path, *own, "compiler=aot_eager")
     rows = {(row["network"], row["method"]): row for row in rows_of(call)}
@@ -89,3 +96,14 @@ def test_there_are_enough_networks_and_their_blocks_are_known():
             assert "/" in name
             continue
         assert (len(blocks_of(network)) >= 8) == (name not in ("alexnet", "vgg16_bn")), name
+
+
+def test_the_compiler_gets_no_budget_where_its_gradients_would_be_wrong():
+    """https://github.com/pytorch/pytorch/issues/190758: with dropout, on CPUs."""
+    network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    assert BUDGET not in methods.methods_of("resnet50", network, "cpu", "eager")
+    with pytest.raises(ValueError, match="Sequential has dropout or stochastic depth: give budget=1"):
+        methods.forward_of(network, BUDGET, "eager")
+    network[1].p = 0.0
+    assert BUDGET in methods.methods_of("resnet50", network, "cpu", "eager")
+    assert methods.forward_of(network, BUDGET, "eager")(torch.ones(2, 4)).shape == (2, 4)
