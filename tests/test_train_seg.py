@@ -1,6 +1,7 @@
 """Training from configuration to results: a run's files, resuming to the bit, refusing what cannot work."""
 
 import json
+import re
 import shutil
 from contextlib import redirect_stdout
 from io import StringIO
@@ -146,6 +147,31 @@ def test_resuming_gives_the_same_weights_to_the_bit(streets, tmp_path):
     said = "classes have no pixel in the training split and are not drawn: "
     assert said in (tmp_path / "whole" / "log.txt").read_text()
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
+
+
+def test_a_frozen_body_stays_to_the_bit_also_in_averages_and_resumed_runs(streets, watched, tmp_path):
+    start = watched[0] / "checkpoints" / "last.pt"
+    options = (*streets[1], f"init.weights={start}", "init.part=body", "body.frozen=true", "trainer.recompute=blocks")
+    options += (
+        "trainer.ema_decay=0.9",
+        "optim.weight_decay=0.1",
+        "trainer.steps=4",
+        "trainer.checkpoint_every_steps=2",
+    )
+    train_short(tmp_path / "whole", *options)
+    interrupted(tmp_path / "resumed", 4, *options)
+    train_short(tmp_path / "resumed", *options, "resume=auto")
+    whole, resumed = (checkpoint.load(tmp_path / run / "checkpoints" / "last.pt") for run in ("whole", "resumed"))
+    assert same(whole["network"], resumed["network"]) and same(whole["ema"], resumed["ema"])
+    body = {name: value for name, value in weights(watched[0]).items() if name.startswith("body.")}
+    for part in ("network", "ema"):
+        assert same({name: whole[part][name] for name in body}, body)
+    assert not same(whole["network"], weights(watched[0]))
+    named = {name for group in whole["optimizer"]["param_groups"] for name in group["param_names"]}
+    assert named and not any(name.startswith("body.") for name in named)
+    assert re.search(r"[\d,]+ parameters, [\d,]+ of them frozen", (tmp_path / "whole" / "log.txt").read_text())
+    with pytest.raises(ValueError, match="another configuration: body.frozen was True and is False"):
+        train_short(tmp_path / "whole", *options, "body.frozen=false", "resume=auto")
 
 
 def test_bad_files_stop_a_run(streets, tmp_path):

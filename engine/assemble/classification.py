@@ -26,6 +26,7 @@ from engine.assemble.network import body, norm_act
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
 from engine.schema.training import TrainingRun
+from models.freezing import freeze
 from models.recomputation import choose_recomputation
 
 
@@ -60,6 +61,7 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
 def classification_network(config: ClassificationRun, classes: int) -> nn.Module:
     """Build a body with its classifier, initialised from torch's global generator, on the current default device."""
     network = body(config.body, norm_act(config.norm, eager=config.trainer.smoke), classes)
+    freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
     choose_recomputation(network, network, config.trainer.recompute, config.memory.activation_bytes())
     return network
 

@@ -48,9 +48,8 @@ def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Mod
 
 def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:
     """Build the body: images -> features, or logits if `classes` is above 0."""
-    return _BODIES[type(config)](
-        norm, classes, config.output_stride, **options_of(config, "name", "output_stride", "weights")
-    )
+    others = ("name", "output_stride", "weights", "frozen", "frozen_norms")
+    return _BODIES[type(config)](norm, classes, config.output_stride, **options_of(config, *others))
 
 
 def options_of(config: schema.Norm | schema.Body | schema.Head, *others: str) -> dict[str, Any]:

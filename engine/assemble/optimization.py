@@ -14,7 +14,7 @@ from keepless.torch_internals import scaler_skips_steps
 
 
 def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> Optimizer:
-    """SGD or AdamW over all parameters, with their names, which checkpoints hold.
+    """SGD or AdamW over all parameters that are not frozen, with their names, which checkpoints hold.
 
     head: top-level modules whose learning rate is `head_lr_factor` times the body's.
     """
@@ -35,6 +35,8 @@ def _parameter_groups(config: schema.Optim, network: nn.Module, head: tuple[str,
     """Parameters with the same learning rate and weight decay, the body's first."""
     groups: dict[tuple[float, float], list] = {}
     for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:  # frozen
+            continue
         factor = config.head_lr_factor if name.startswith(tuple(f"{part}." for part in head)) else 1.0
         decays = config.decay == "all" or parameter.ndim > 1
         groups.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))

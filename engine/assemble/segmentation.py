@@ -10,6 +10,7 @@ from engine.schema.evaluation import TrainedNetwork
 from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
 from engine.segmentation.inference import Views
 from engine.segmentation.losses import CrossEntropy, inverse_frequencies
+from models.freezing import freeze
 from models.heads import DeepLabV3
 from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
@@ -21,6 +22,7 @@ def segmentation_network(config: SegmentationRun, classes: int) -> SegmentationN
     features = body(config.body, norm)
     head = DeepLabV3(features.out_channels, norm_act=norm, **options_of(config.head, "name"))
     network = SegmentationNetwork(features, head, classes)
+    freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
     choose_recomputation(network, features, config.trainer.recompute, config.memory.activation_bytes())
     return network
 

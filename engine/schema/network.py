@@ -9,6 +9,7 @@ from keepless.norms.backends import BACKENDS
 from keepless.norms.backends.activations import Activation, check_activation
 from models.bodies.stem import STEM_STRIDES
 from models.checkpoints.published import IMAGENET, Normalisation, timm_normalisation
+from models.freezing import FROZEN_NORMS
 from models.released_norm import RELEASED_ACTIVATIONS
 
 MOST_BLOCKS, MOST_CHANNELS = 1_000, 65_536
@@ -85,6 +86,22 @@ class ReleasedNorm(Norm):
 class Body:
     name: str = MISSING
     output_stride: int = key(8, one_of=(8, 16, 32))  # pixels per feature cell
+    # Train head and classifier alone: the body's weights keep their initial values, its norms use their running
+    # statistics and keep them, and it needs no memory for the backward pass.
+    frozen: bool = False
+    # Of the body's norms, keep the initial running statistics, or all: scale and shift too; the rest is trained. For
+    # crops that are too few for statistics of their own.
+    frozen_norms: str = key("none", one_of=FROZEN_NORMS)
+
+    def check(self) -> None:
+        if self.frozen and self.frozen_norms != "none":
+            raise ValueError(
+                f"body.frozen_norms={self.frozen_norms} with body.frozen=true, which freezes norms too: leave one out"
+            )
+
+    @property
+    def has_frozen_parts(self) -> bool:
+        return self.frozen or self.frozen_norms != "none"
 
     def normalisation(self) -> Normalisation:
         """The normalisation of the images on which its published weights were trained."""
@@ -105,6 +122,7 @@ class StemmedBody(Body):
     stem: str = key(MISSING, one_of=tuple(STEM_STRIDES))  # three 3x3 convolutions, one 7x7, or cifar: one of stride 1
 
     def check(self) -> None:
+        super().check()
         if self.stem != "cifar" and self.output_stride < 8:
             raise ValueError(
                 f"body.output_stride={self.output_stride}: expected one of 8, 16, 32 with body.stem={self.stem}; 2 and "

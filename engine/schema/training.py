@@ -203,6 +203,9 @@ class TrainingRun:
 
     def doubts(self, classes: int) -> str | None:
         """A warning if the settings look like a mistake; otherwise None."""
+        if self.body.has_frozen_parts and self.init.weights is None:
+            given = "frozen=true" if self.body.frozen else f"frozen_norms={self.body.frozen_norms}"
+            return f"body.{given} without initial weights keeps random ones: give init.weights=FILE or body.weights"
         if self.data.val_split in as_list(self.data.train_split):
             return f"data.val_split={self.data.val_split} is trained on: its scores say nothing about other images"
         return None

@@ -38,7 +38,10 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
         """average = decay * average + (1 - decay) * weights; the first update copies the weights."""
-        own, weights = ([p.detach() for p in each.parameters()] for each in (self.module, network))
+        pairs = [*zip(self.module.parameters(), network.parameters(), strict=True)]
+        if self.updates:  # frozen weights stay as the first update has copied them
+            pairs = [pair for pair in pairs if pair[1].requires_grad]
+        own, weights = ([parameter.detach() for parameter in each] for each in zip(*pairs, strict=True))
         if self.updates:
             self._average(own, weights, self.updates)
         else:

@@ -17,6 +17,7 @@ from engine.records.evaluated import Evaluated
 from engine.training.learner import Learner
 from engine.training.run import Config, Run, Split
 from keepless import checking_repetitions
+from models.freezing import training_mode
 
 PLANNED_STEPS = 3  # first steps, after which traces have corrected the plans of a memory budget
 CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
@@ -132,7 +133,7 @@ def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: in
     Returns the mean loss of the whole minibatch, and the norm of the gradient before clipping.
     FloatingPointError: loss or gradient is not finite; weights are unchanged.
     """
-    learner.network.train()
+    training_mode(learner.network)
     learner.zero_grad()
     total_loss = accumulate_gradients(learner, loss, minibatch, minibatch_size, world)
     mean_loss = world.sum_(total_loss) / world.size

@@ -146,7 +146,7 @@ def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> R
                 logits = learner.network(inputs)
         with MadeTensors() as of_loss:
             loss(logits.detach().requires_grad_(), labels).backward()
-        parameters = list(learner.network.parameters())
+        parameters = [parameter for parameter in learner.network.parameters() if parameter.requires_grad]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         with MadeTensors() as of_optimizer:

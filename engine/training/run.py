@@ -66,7 +66,7 @@ class Run(Generic[Config, Split]):
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         self.resumed = None  # frees the memory of a network and its momentum
-        self._announce(sum(parameter.numel() for parameter in learner.network.parameters()))
+        self._announce(learner.network)
         self.learner = learner
         self.metrics = MetricsLogger(
             self.directory.path if self.world.first else None,
@@ -97,7 +97,7 @@ class Run(Generic[Config, Split]):
         if self.config.trainer.recompute == "budget":
             share_plans(self.learner.network)
 
-    def _announce(self, parameters: int) -> None:
+    def _announce(self, network: nn.Module) -> None:
         """Log the size and length of the run, and warnings about unusual settings."""
         if self.start_step == 0 and (doubt := self.config.doubts(len(self.train_set.classes))):
             logger.warning(doubt)
@@ -105,8 +105,10 @@ class Run(Generic[Config, Split]):
             logger.warning(doubt)
         if self.world.first and (unsynchronised := self.config.unsynchronised(self.world.size)):
             logger.warning(unsynchronised)
+        parameters = sum(parameter.numel() for parameter in network.parameters())
+        frozen = sum(parameter.numel() for parameter in network.parameters() if not parameter.requires_grad)
         logger.info(
-            f"{self.directory.path}: {parameters:,} parameters, "
+            f"{self.directory.path}: {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
             f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}"
         )

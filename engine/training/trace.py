@@ -13,6 +13,7 @@ from engine.training.loop import Loss, accumulate_gradients
 from keepless.fit.made_tensors import Change, MadeTensors, bytes_of_tensors
 from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode, backward_runs
+from models.freezing import training_mode
 
 
 class FakeTensors(FakeTensorMode):
@@ -64,11 +65,12 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
         # In a separate pass: hooks on saved tensors keep some of them for longer.
         inputs = [minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label")]
         kept = kept_bytes(network, lambda: loss(learner.forward(inputs[0]), inputs[1]), inputs)
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     changes, parameters = made.changes, bytes_of_tensors(network.parameters())
     if in_buckets and learner.accumulation_steps == 1:  # otherwise they are copied only with the last micro-batch
         changes = _copied_at_once(changes, gradients)  # the forward pass makes none
     at_peak, place = _at_peak(resident, changes, forward_ends, gradients)
-    at_peak["gradients"] += parameters if in_buckets else 0
+    at_peak["gradients"] += bytes_of_tensors(trained) if in_buckets else 0
     return Trace(at_peak, place, kept, parameters)
 
 
@@ -76,10 +78,10 @@ def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
     """Take an optimiser step, which creates the momentum; return the bytes held between steps."""
     network = learner.network
     for parameter in network.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     learner.step(1.0)
     learner.optimizer.zero_grad()
-    network.train()
+    training_mode(network)
     return {
         "weights": bytes_of_tensors([*network.parameters(), *network.buffers()]),
         "average": 0 if learner.average is None else bytes_of_tensors(learner.average.module.state_dict().values()),
