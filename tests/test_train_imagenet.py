@@ -2,10 +2,13 @@
 
 import importlib
 import json
+import math
 import os
 import signal
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +22,11 @@ from torchvision.transforms.functional import pil_to_tensor
 from datasets import cifar10, shapes
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.classification.evaluation import Counts
+from engine.classification.evaluation import Counts, evaluate_split
 from engine.configuration import config as configuration
+from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
+from engine.process.forward import Forward
 from engine.process.stopping import Preempted
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.classification import ClassificationRun
@@ -326,6 +331,24 @@ def test_counts_of_predictions():
     assert counts.confusion.sum() == 4
     assert counts.of_classes.tolist() == [[0, 1, 1, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0, 2], [0, 0, 1, 0, 0, 0, 2]]
     assert Counts(101, torch.device("cpu")).confusion is None  # too large to be read
+
+
+def test_images_without_a_finite_score_are_counted_and_end_the_evaluation():
+    """Also where only another class has no score."""
+    body = torch.nn.Flatten()
+    forward = Forward(body, torch.zeros(1), torch.ones(1), torch.contiguous_format, nullcontext, "give float32")
+    dataset = SimpleNamespace(classes=["a", "b", "c"], name="points", split="val")
+
+    def scores(*values: float) -> dict:
+        minibatches = [{"image": torch.tensor(values).view(-1, 3, 1, 1), "label": torch.zeros(len(values) // 3).long()}]
+        with progress_bar(make_console()) as progress:
+            return evaluate_split(
+                forward, dataset, minibatches, world=World(), progress=progress, memory_advice=""
+            ).scores
+
+    assert scores(3, 2, 1, -math.inf, 0, 0) == {"top1": 0.5, "top5": 1}
+    with pytest.raises(FloatingPointError, match="^2 of 3 images have no finite score; give float32$"):
+        scores(3, 2, 1, 0, math.nan, 0, 0, 0, math.inf)
 
 
 def test_a_swapped_activation_has_its_usual_parameter():

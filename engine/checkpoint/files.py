@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from engine.process.console import logger
 from engine.schema.training import OF_OTHERS
+from keepless.norms.report import listed
 from keepless.torch_internals import tree_leaves
 from models.checkpoints import torch_files
+from models.checkpoints.loading import not_finite
 
 FORMAT = "inplace-abn/2"
 RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
@@ -183,7 +185,7 @@ def load_network(
     `averaged` takes the averaged weights if the checkpoint has them.
 
     ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has `unnamed_classes`),
-    or the weights do not fit.
+    or the weights do not fit or are not finite.
     """
     trained = tuple(state["classes"])
     if "unnamed_classes" in state and len(trained) == len(classes):
@@ -199,4 +201,9 @@ def load_network(
         network.load_state_dict(state[part])
     except RuntimeError as error:
         raise ValueError(f"checkpoint {source} does not fit the network of its configuration: {error}") from error
+    if broken := not_finite(state[part]):
+        raise ValueError(
+            f"checkpoint {source} has infinite or NaN weights: {listed(broken)}; "
+            f"{advice_if_damaged(source) or 'give an earlier checkpoint'}"
+        )
     return network

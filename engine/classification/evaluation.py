@@ -47,7 +47,7 @@ def evaluate_split(
         images: this rank's share of `dataset`. Scores cover the images of all ranks.
         memory_advice: appended to the message of a MemoryError.
 
-    MemoryError: the device does not have enough memory.
+    MemoryError: the device does not have enough memory. FloatingPointError: some images have no finite score.
     """
     classes = len(dataset.classes)
     counts = Counts(classes, world.device)
@@ -58,8 +58,10 @@ def evaluate_split(
         with memory_errors(f"while images of shape {size} were evaluated. {memory_advice}"), torch.inference_mode():
             logits = class_logits(forward, minibatch["image"])
             counts.add(logits, minibatch["label"].to(world.device, non_blocking=True))
-    images_of, right, top5 = world.sum_(counts.of_classes).tolist()
+    *found, unscored = world.sum_(torch.cat([counts.of_classes.view(-1), counts.unscored])).tolist()
+    images_of, right, top5 = (found[begin : begin + classes] for begin in range(0, 3 * classes, classes))
     count = sum(images_of)
+    forward.check_scores(unscored, count, "images")
     scores = {"top1": sum(right) / max(count, 1), "top5": sum(top5) / max(count, 1)}
     accuracy = {
         name: own_right / own if own else None
@@ -88,18 +90,21 @@ class Counts:
 
     of_classes: int64 (3, K): each class's images, those whose highest logit is right, and those with the right class
         among the five highest.
+    unscored: int64 (1,), the number of images without a finite score.
     confusion: int64 (K, K), rows are labels; None above `DRAWN_CLASSES`.
     """
 
     def __init__(self, classes: int, device: torch.device):
         self.of_classes = torch.zeros(3, classes, dtype=torch.int64, device=device)
+        self.unscored = torch.zeros(1, dtype=torch.int64, device=device)
         drawn = classes <= DRAWN_CLASSES
         self.confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device) if drawn else None
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count the predictions of logits (N, K) for labels, int64 (N,)."""
         classes = self.of_classes.shape[1]
-        ranked = logits.topk(min(5, classes), dim=1).indices  # (N, 5), the highest first
+        highest, ranked = logits.topk(min(5, classes), dim=1)  # (N, 5), the highest first
+        self.unscored += highest[:, 0].isfinite().logical_not_().sum()
         found = ranked == labels[:, None]
         self.of_classes.index_add_(1, labels, torch.stack([torch.ones_like(labels), found[:, 0], found.any(dim=1)]))
         if self.confusion is not None:

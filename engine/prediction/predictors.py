@@ -14,6 +14,7 @@ from engine.classification.evaluation import class_logits
 from engine.process.forward import Forward
 from engine.process.memory import memory_errors, return_freed_memory
 from engine.segmentation import inference
+from keepless.torch_internals import FakeTensor, assert_on_device
 
 Picture = np.ndarray | Image.Image | str | Path
 Progress = Callable[[int, int], None]
@@ -46,7 +47,13 @@ class Predictor(nn.Module):
         return replace(self._made, mean=self.mean, std=self.std)
 
     def forward(self, images: Tensor) -> Tensor:
-        """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> logits, float32, or float64 if the module is."""
+        """RGB images (N, 3, H, W), levels of 0 to 255 in any dtype -> logits, float32, or float64 if the module is.
+
+        ValueError: the images cannot be levels, see `check_levels`; on CUDA an assertion fails.
+        """
+        check_levels(images)
+        if images.is_floating_point():
+            images = images.to(self.mean.dtype)
         logits = self.passes(images)
         return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -75,16 +82,24 @@ class Segmenter(Predictor):
         self._changes = 0  # of the size, from one image to the next
 
     def predict(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:
-        """The class of every pixel, uint8 (H, W), as positions in `classes`. Errors: see `pixels_of`; MemoryError."""
+        """The class of every pixel, uint8 (H, W), as positions in `classes`. Errors: see `probabilities`."""
         return self._shown(image, progress, probabilities=False)
 
     def probabilities(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:
-        """The probability of every class at every pixel, float32 (classes, H, W); their argmax is the prediction."""
+        """The probability of every class at every pixel, float32 (classes, H, W); their argmax is the prediction.
+
+        Errors: see `pixels_of`; MemoryError; FloatingPointError if a pixel has no finite score.
+        """
         return self._shown(image, progress, probabilities=True)
 
     def _shown(self, image: Picture, progress: Progress, probabilities: bool) -> np.ndarray:
         shown, views, advice = _planes(pixels_of(image))[None], self.views, self.memory_advice
-        found = inference.predict(self.passes, shown, views, advice, progress, probabilities=probabilities)
+        passes, unscored = self.passes, torch.zeros(2, dtype=torch.int64, device=self.mean.device)
+        found = inference.predict(
+            passes, shown, views, advice, progress, probabilities=probabilities, unscored=unscored
+        )
+        without, total = unscored.tolist()
+        passes.check_scores(without, total, "pixels")
         if shown.shape != self._last_size:
             self._last_size, self._changes = shown.shape, self._changes + 1
             if self._changes % TRIMMED_EVERY == 0:
@@ -106,14 +121,39 @@ class Classifier(Predictor):
         self.view = view
 
     def predict(self, image: Picture) -> int:
-        """The class of an image, as its position in `classes`. Errors: see `pixels_of`; MemoryError."""
+        """The class of an image, as its position in `classes`. Errors: as for `Segmenter.probabilities`."""
         return int(self.probabilities(image).argmax())
 
     def probabilities(self, image: Picture) -> np.ndarray:
         """The probability of every class, float32 (classes,), from the crops' mean logits."""
         shown = self.view(_planes(pixels_of(image)))[None]  # (1, 3, h, w) or (1, 10, 3, h, w)
         with memory_errors(f"while an image was classified. {self.memory_advice}"), torch.inference_mode():
-            return class_logits(self.passes, shown)[0].softmax(dim=0).cpu().numpy()
+            logits = class_logits(self.passes, shown)[0]
+            self.passes.check_scores(int(not logits.max().isfinite()), 1, "images")
+            return logits.softmax(dim=0).cpu().numpy()
+
+
+def check_levels(images: Tensor) -> None:
+    """Refuse negative values, and fractions below 1: such images are normalised already, or scaled to 0 to 1.
+
+    Reads one value of an image on the CPU; on another device it asserts without waiting. A compiled or exported program
+    does not check.
+    """
+    if images.dtype == torch.uint8 or not images.numel() or images.is_meta or isinstance(images, FakeTensor):
+        return
+    if torch.compiler.is_compiling():
+        return
+    images = images.detach()
+    lowest, highest = images.amin(), images.amax()
+    wrong = lowest < 0
+    if images.is_floating_point():
+        wrong = wrong | (highest <= 1) & (images != images.trunc()).any()
+    expected = "expected levels of 0 to 255, RGB; the network normalises them itself"
+    if images.device.type != "cpu":
+        assert_on_device(~wrong, f"negative images, or images of 0 to 1: {expected}")
+    elif wrong:
+        advice = "" if lowest < 0 else "; multiply the images by 255"
+        raise ValueError(f"images with values from {lowest:.3g} to {highest:.3g}: {expected}{advice}")
 
 
 def pixels_of(image: Picture) -> np.ndarray:

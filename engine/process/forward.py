@@ -19,6 +19,7 @@ class Forward:
     std: Tensor
     memory_format: torch.memory_format  # of the normalised images
     autocast: Callable[[], AbstractContextManager]  # makes a fresh context for each pass
+    overflow_advice: str = ""  # the end of a message about scores that are not finite
 
     def __call__(
         self, images: Tensor, at: tuple[int, int] | None = None, antialias: bool = True, **options: Any
@@ -40,6 +41,11 @@ class Forward:
         """(image - mean) / std, float32 on the network's device."""
         images = images.to(self.mean.device, non_blocking=True)
         return ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
+
+    def check_scores(self, unscored: int, total: int, of: str) -> None:
+        """FloatingPointError if some pixels or images (`of`) have no finite score: their class would be arbitrary."""
+        if unscored:
+            raise FloatingPointError(f"{unscored:,} of {total:,} {of} have no finite score; {self.overflow_advice}")
 
     def through(self, network: nn.Module) -> "Forward":
         """A copy with another network."""

@@ -58,6 +58,12 @@ class Trainer:
     # How long one process waits for another.
     timeout_seconds: int = key(1800, above=0, most=MOST_SECONDS, per_machine=True)
 
+    def overflow_advice(self) -> str:
+        """The end of a message about scores that are infinite or NaN."""
+        if self.precision == "float16":
+            return "precision=float16 overflows: use bfloat16 or float32"
+        return f"the network's values are too large even for precision={self.precision}"
+
 
 @dataclass
 class Init:

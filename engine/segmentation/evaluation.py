@@ -43,18 +43,20 @@ def evaluate_split(
         on_prediction: called with every minibatch and its predictions, uint8 (N, H, W), both on the device. If it
             reads an image there, the host waits.
 
-    MemoryError: see `predict`.
+    MemoryError: see `predict`. FloatingPointError: some pixels have no finite score.
     """
     counts, predicted = Counts(dataset.table, world.device), 0
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
     with counting(progress, "windows") as windows:
         for minibatch in prefetched(loaded, world.device):
-            predictions = predict(forward, minibatch["image"], views, memory_advice, windows)
+            predictions = predict(forward, minibatch["image"], views, memory_advice, windows, unscored=counts.unscored)
             if "label" in minibatch:
                 counts.add(predictions, minibatch)
             predicted += len(predictions)
             on_prediction(minibatch, predictions)
     counts.add_up(world)
+    unscored, total = counts.unscored.tolist()
+    forward.check_scores(unscored, total, "pixels")
     trained, scores = len(dataset.classes), all_scores(counts, dataset.table, dataset.has_instances)
     confusion = counts.confusion[:trained, :trained]
     title = f"{dataset.name} {dataset.split}: % of each label's pixels"

@@ -78,6 +78,7 @@ def predict(
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     probabilities: bool = False,
+    unscored: Tensor | None = None,
 ) -> Tensor:
     """Predict train ids, uint8 (N, H, W) on the network's device, for uint8 images (N, 3, H, W).
 
@@ -88,14 +89,24 @@ def predict(
         memory_advice: appended to the message of a MemoryError.
         progress: called as progress(done, total) after each forward pass of several: windows of all views.
         probabilities: return the probability of every class at every pixel instead, float32 (N, classes, H, W).
+        unscored: int64 (2,) on the network's device; the number of pixels (of the sizes that the network sees) without
+            a finite score is added to the first value, the number of all to the second.
 
     MemoryError: the device does not have enough memory for these images.
     """
 
     def most_likely(scores: Tensor) -> Tensor:
-        return scores.argmax(dim=1, keepdim=True).to(torch.uint8)
+        highest, classes = scores.max(dim=1, keepdim=True)
+        note(highest)
+        return classes.to(torch.uint8)
+
+    def note(highest: Tensor) -> None:
+        if unscored is not None:
+            unscored[0] += highest.isfinite().logical_not_().sum()
+            unscored[1] += highest.numel()
 
     def mean_softmax(scores: Tensor) -> Tensor:
+        note(scores.amax(dim=1))
         return scores.softmax(dim=1) if views.count() == 1 else scores / views.count()
 
     count, _, height, width = images.shape

@@ -13,6 +13,8 @@ LANES = 16  # counters per cell of a confusion matrix; 128 bytes of int64, which
 class Counts:
     """The counts behind all scores, summed over the images of a split, on `device`.
 
+    `unscored`: int64 (2,), for `inference.predict`: predicted pixels without a finite score, and all.
+
     `confusion`: int64 (G, G) pixels of the G classes `ClassTable.scored`, rows are labels, columns predictions. Columns
     of classes that the network does not know stay 0.
     `instances`: float64 (K, 3) for the K classes `ClassTable.names`: the number of instances; the share of an
@@ -25,21 +27,25 @@ class Counts:
     def __init__(self, table: ClassTable, device: torch.device = CPU):
         self.ignore_index = table.ignore_index
         self.classes = len(table.scored)
-        self.cells = torch.zeros(self.classes**2 + 1, LANES, dtype=torch.int64, device=device)
+        self.cells = torch.zeros(self.classes**2 + 2, LANES, dtype=torch.int64, device=device)  # `unscored` is last
         self.instances = torch.zeros(len(table.names), 3, dtype=torch.float64, device=device)
         categories = [table.categories.index(category) for category in table.categories]
         self.categories = torch.tensor(categories, device=device)
 
     @property
     def confusion(self) -> Tensor:
-        return self.cells[:-1].sum(dim=1).view(self.classes, self.classes)
+        return self.cells[:-2].sum(dim=1).view(self.classes, self.classes)
+
+    @property
+    def unscored(self) -> Tensor:
+        return self.cells[-1, :2]
 
     def add(self, predictions: Tensor, minibatch: dict) -> None:
         """Add predictions, uint8 (N, H, W), for a minibatch of `datasets.WholeImages`, all on the counts' device.
 
         The host does not wait for a GPU, so it can prepare the next images meanwhile.
         """
-        count_pixels(self.cells, predictions, minibatch["label"], self.classes, self.ignore_index)
+        count_pixels(self.cells[:-1], predictions, minibatch["label"], self.classes, self.ignore_index)
         if "instances" in minibatch:
             for predicted, instances in zip(predictions, minibatch["instances"], strict=True):
                 self.instances += instance_shares(predicted, instances, self.categories)

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.training.capture import CapturedMicroBatches, MicroBatch
+from models.checkpoints.loading import not_finite
 
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large
 
@@ -153,7 +154,7 @@ class Learner:
         """
         state = self._state()
         tensors = state["network"] | {f"averaged {name}": tensor for name, tensor in state.get("ema", {}).items()}
-        if broken := _not_finite(tensors):
+        if broken := not_finite(tensors):
             raise FloatingPointError(
                 f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
             )
@@ -201,13 +202,6 @@ class Learner:
         name, norm = _largest(gradients)
         which = f"{len(broken)} of {len(gradients)} are not finite, {broken[0]} first" if broken else "all are finite"
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
-
-
-def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors with an infinite or NaN value. Waits for their device once."""
-    finite = [tensor.isfinite().all() for tensor in tensors.values()]
-    good = torch.stack(finite).tolist() if finite else []
-    return [name for name, is_good in zip(tensors, good, strict=True) if not is_good]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from keepless.norms.report import listed
@@ -73,12 +74,19 @@ def load_by_name(
     for key, tensor in wanted.items():
         if key in own and own[key].shape != tensor.shape:
             misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(own[key])} in the network")
-    misfits += [f"{key} is not finite" for key, tensor in wanted.items() if not tensor.isfinite().all()]
+    misfits += [f"{key} is not finite" for key in not_finite(wanted)]
     misfits += [f"{key} is not in the file" for key in new if _must_be_given(key, with_head)]
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
     network.load_state_dict({**own, **wanted})
     return Loaded(source, list(wanted), skipped, new, tuple(remarks))
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors with an infinite or NaN value. Waits for their device once."""
+    finite = [tensor.isfinite().all() for tensor in tensors.values()]
+    good = torch.stack(finite).tolist() if finite else []
+    return [name for name, is_good in zip(tensors, good, strict=True) if not is_good]
 
 
 def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[dict[str, Tensor], tuple[str, ...]]:

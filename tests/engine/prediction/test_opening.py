@@ -63,6 +63,47 @@ def test_the_example_in_python_runs(file, tmp_path, monkeypatch):
             network.predict(wrong)
 
 
+def test_weights_that_are_not_finite_are_refused_by_name(file, tmp_path):
+    for name, averaged in (("cls.bias", False), ("body.mod1.bn1.running_var", True)):
+        state = checkpoint.load(file)
+        del state["format"]
+        broken = {**state["network"], name: state["network"][name].clone().index_fill_(0, torch.tensor([0]), torch.nan)}
+        checkpoint.save(tmp_path / "net.pt", {**state, "ema": broken} if averaged else {**state, "network": broken})
+        with pytest.raises(ValueError, match=f"net.pt has infinite or NaN weights: {name}; give an earlier checkpoint"):
+            open_network(tmp_path / "net.pt")
+        if averaged:
+            open_network(tmp_path / "net.pt", Prediction(averaged=False))
+
+
+def test_a_prediction_without_finite_scores_is_an_error(file, tmp_path):
+    trees.picture(tmp_path / "a.png")
+    network = open_network(file, Prediction(device="cpu"))
+    network.network.cls.weight.data.mul_(1e38)
+    for predict in (network.predict, network.probabilities):
+        with pytest.raises(FloatingPointError, match="pixels have no finite score; the network's values are too large"):
+            predict(tmp_path / "a.png")
+
+
+def test_images_that_cannot_be_levels_are_refused(file):
+    """ToTensor's floats of 0 to 1 would be almost black images."""
+    network = open_network(file, Prediction(device="cpu"))
+    levels = torch.randint(256, (2, 3, 48, 48), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = network(levels)
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.int16):
+            assert torch.equal(network(levels.to(dtype)), expected)
+        assert torch.equal(network(torch.zeros(1, 3, 48, 48)), network(torch.zeros(1, 3, 48, 48, dtype=torch.uint8)))
+        assert torch.equal(network((levels > 9).float()), network((levels > 9).byte()))  # levels of 0 and 1
+        for images, message in (
+            (levels / 255, r"values from 0 to 1: expected levels of 0 to 255, .*; multiply the images by 255"),
+            ((levels / 255).double() / 2, "values from 0 to 0.5: expected levels"),
+            ((levels - 120.0) / 60, "values from -2 to 2.25: expected levels of 0 to 255, .* normalises them itself$"),
+            (levels.long() - 128, "values from -128 to 127: expected levels"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                network(images)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("size", [(64, 90), (200, 48), (20, 30)])
 def test_a_classifier_sees_the_crop_of_an_evaluation_whatever_the_size(size, tmp_path):

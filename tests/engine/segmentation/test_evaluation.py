@@ -87,6 +87,19 @@ def test_the_host_waits_for_no_image(streets, views):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("views", [WHOLE_IMAGE, SEVERAL_VIEWS], ids=["whole", "views"])
+def test_pixels_without_a_finite_score_are_counted_and_end_the_evaluation(streets, views):
+    """float16 ends at 65,504. Where all logits overflow, the first class would win."""
+    network = without_head(SmallBody(), len(streets.classes))
+    network.cls.bias.data[3] = 1e5
+    message = r"([\d,]+) of ([\d,]+) pixels have no finite score; precision=float16 overflows: use bfloat16 or float32"
+    with pytest.raises(FloatingPointError, match=message) as error:
+        evaluated(streets, forward_of(network, "float16"), 2, lambda *_: None, views)
+    unscored, total = re.search(message, str(error.value)).groups()
+    assert unscored == total  # of the size at which the network sees the images
+    assert evaluated(streets, forward_of(network, "bfloat16"), 2, lambda *_: None, views).images == 2
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("views", [WHOLE_IMAGE, SEVERAL_VIEWS], ids=["whole", "views"])
 @pytest.mark.parametrize("deterministic", [False, True])
