@@ -60,7 +60,8 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
 
 def classification_network(config: ClassificationRun, classes: int) -> nn.Module:
     """Build a body with its classifier, initialised from torch's global generator, on the current default device."""
-    network = body(config.body, norm_act(config.norm, eager=config.trainer.smoke), classes)
+    norm = norm_act(config.norm, eager=config.trainer.smoke)
+    network = body(config.body, norm, classes, own_momentum=config.norm.momentum is None)
     freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
     choose_recomputation(network, network, config.trainer.recompute, config.memory.activation_bytes())
     return network

@@ -35,21 +35,25 @@ _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
 
 
 def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Module]:
-    """Return a function: channels -> norm and activation.
+    """Return a function: channels -> norm and activation. A momentum of None is `schema.MOMENTUM` here.
 
     `eager`: compile nothing, whatever backend is configured.
     ValueError: the released package is chosen but not installed.
     """
+    options = options_of(config, "name") | {"momentum": config.momentum or schema.MOMENTUM}
     if isinstance(config, schema.ReleasedNorm):
-        return partial(released_abn(), **options_of(config, "name"))
-    options = options_of(config, "name") | ({"backend": "eager"} if eager else {})
+        return partial(released_abn(), **options)
+    options |= {"backend": "eager"} if eager else {}
     return partial(_NORMS[type(config)], **options)
 
 
-def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:
-    """Build the body: images -> features, or logits if `classes` is above 0."""
-    others = ("name", "output_stride", "weights", "frozen", "frozen_norms")
-    return _BODIES[type(config)](norm, classes, config.output_stride, **options_of(config, *others))
+def body(
+    config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0, own_momentum: bool = False
+) -> bodies.Body:
+    """Build the body: images -> features, or logits if `classes` is above 0. `own_momentum`: see `LibraryBody`."""
+    options = options_of(config, "name", "output_stride", "weights", "frozen", "frozen_norms")
+    options |= {"own_momentum": own_momentum} if isinstance(config, schema.TorchvisionBody) else {}
+    return _BODIES[type(config)](norm, classes, config.output_stride, **options)
 
 
 def options_of(config: schema.Norm | schema.Body | schema.Head, *others: str) -> dict[str, Any]:

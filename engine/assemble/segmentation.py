@@ -19,7 +19,7 @@ from models.segmentation import SegmentationNetwork
 def segmentation_network(config: SegmentationRun, classes: int) -> SegmentationNetwork:
     """Build body, head and classifier, initialised from torch's global generator, on the current default device."""
     norm = norm_act(config.norm, eager=config.trainer.smoke)
-    features = body(config.body, norm)
+    features = body(config.body, norm, own_momentum=config.norm.momentum is None)
     head = DeepLabV3(features.out_channels, norm_act=norm, **options_of(config.head, "name"))
     network = SegmentationNetwork(features, head, classes)
     freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)

@@ -1,10 +1,12 @@
 """Checkpoint files: all that resuming or evaluating a run needs, as tensors in plain containers."""
 
 import os
+import reprlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +19,59 @@ from models.checkpoints import torch_files
 from models.checkpoints.loading import not_finite
 
 FORMAT = "inplace-abn/2"
+RESTORE = "Restore the file from a copy"
 RESUMED = ("last.pt", "previous.pt")  # what a run continues from, the newest first
 NEEDED = ("task", "step", "config", "classes", "network")
 # palette, label_ids: segmentation. unnamed_classes: `classes` are numbers, because a converted file had no names.
 # mean_image: was subtracted from the images.
 OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
+
+
+def _is_list(value: object, is_entry: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(is_entry, value))
+
+
+def _is_level(value: object) -> bool:
+    return type(value) is int and 0 <= value <= 255
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_state_dict(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_name(key) and isinstance(each, Tensor) for key, each in value.items())
+
+
+# What each part may be, and how to say so.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "task": (_is_name, "a name"),
+    "step": (_is_count, "a number of steps"),
+    "config": (lambda value: isinstance(value, dict), "groups of keys"),
+    "classes": (lambda value: _is_list(value, _is_name) and len(value) > 0, "a list of names"),
+    "network": (_is_state_dict, "tensors by name"),
+    "ema": (_is_state_dict, "tensors by name"),
+    "palette": (lambda value: _is_list(value, lambda c: _is_list(c, _is_level) and len(c) == 3), "a list of colours"),
+    "label_ids": (lambda value: _is_list(value, _is_level) and len({*value}) == len(value), "different ids up to 255"),
+    "mean_image": (lambda value: isinstance(value, Tensor) and value.dim() == 3, "an image"),
+    "total_steps": (_is_count, "a number of steps"),
+    "best": (
+        lambda value: value is None or (_is_list(value, lambda n: type(n) in (int, float)) and len(value) == 2),
+        "a step and its score",
+    ),
+    "data": (
+        lambda value: (
+            isinstance(value, dict)
+            and all(_is_list(hashes, _is_name) and len(hashes) == 3 for hashes in value.values())
+        ),
+        "three hashes of each split",
+    ),
+}
 
 
 class OtherFormat(ValueError):
@@ -158,6 +207,13 @@ def checked(state: object, path: Path) -> dict:
         raise ValueError(
             f"checkpoint {path} has no {missing[0]}: expected {', '.join(NEEDED)}, as training writes them"
         )
+    for part, (is_expected, what) in _EXPECTED.items():
+        if part in state and not is_expected(state[part]):
+            raise ValueError(f"checkpoint {path}: {part} is {reprlib.repr(state[part])}; expected {what}. {RESTORE}")
+    for part in ("palette", "label_ids"):
+        if part in state and len(state[part]) != len(state["classes"]):
+            counts = f"{len(state[part])} entries for {len(state['classes'])} classes"
+            raise ValueError(f"checkpoint {path}: {part} has {counts}; expected one each. {RESTORE}")
     return state
 
 

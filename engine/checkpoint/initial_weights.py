@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
 from engine.configuration.config import group_from_plain
-from engine.schema.network import NORMS, Norm, ReleasedNorm, TorchvisionBody
+from engine.schema.network import BODIES, NORMS, Norm, ReleasedNorm, TorchvisionBody
 from engine.schema.training import TrainingRun
 from keepless import from_released
 from models.bodies import LibraryBody
@@ -112,8 +112,9 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         )
     state = checkpoint.checked(content, path)
     norm = group_from_plain(state["config"], "norm", NORMS, name)
-    averaged, data = "ema" in state, state["config"].get("data", {})  # other tasks may have other keys
-    body = state["config"]["body"]
+    body = group_from_plain(state["config"], "body", BODIES, name)
+    averaged, data = "ema" in state, state["config"].get("data")  # other tasks may have other keys
+    colours = [tuple(data.get(key) or ()) for key in Normalisation._fields] if isinstance(data, dict) else []
     return Weights(
         state["ema" if averaged else "network"],
         f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
@@ -121,8 +122,8 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         norm.eps if isinstance(norm, ReleasedNorm) else None,
         norm=norm,
         activation=norm.activation,
-        normalisation=Normalisation(tuple(data["mean"]), tuple(data["std"])) if {"mean", "std"} <= set(data) else None,
-        body=f" ({body['network']})" if body.get("network") else f" (a {body['name']})",
+        normalisation=Normalisation(*colours) if all(colours) and colours else None,
+        body=f" ({body.network})" if isinstance(body, TorchvisionBody) else f" (a {body.name})",
     )
 
 

@@ -159,6 +159,9 @@ class RunDirectory:
             if state["step"] == state["total_steps"] < total_steps:
                 advice = f"The run has ended. To train its weights for longer, {config.new_run_advice(self.last)}"
             raise self._error(f" holds a run with another configuration: {listed}. {advice}")
+        if state["step"] > total_steps:  # also of a run of as many steps
+            steps = f"a checkpoint of step {state['step']}, expected at most the run's {total_steps}"
+            raise self._error(f" holds {steps}. {self._restore()}")
         self._check_files(state["data"], files)
         return state
 

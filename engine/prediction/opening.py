@@ -74,7 +74,10 @@ def opened(checkpoint: str | Path, options: Prediction) -> Opened:
         state = {**state, part: from_released(state[part], eps)}
     forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
     forward = forward.through(to_standard(forward.network, report=lambda _: None))
-    return Opened(predictor(config, options, state, forward), config, state)
+    try:
+        return Opened(predictor(config, options, state, forward), config, state)
+    except KeyError as error:
+        raise ValueError(f"{source} has no {error}, which its task needs. {files.RESTORE}") from error
 
 
 def configuration_in(state: dict, source: str) -> TrainingRun:

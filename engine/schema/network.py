@@ -13,6 +13,7 @@ from models.freezing import FROZEN_NORMS
 from models.released_norm import RELEASED_ACTIVATIONS
 
 MOST_BLOCKS, MOST_CHANNELS = 1_000, 65_536
+MOMENTUM = 0.1  # of norms
 
 
 @dataclass
@@ -24,7 +25,9 @@ class Norm:
     # trained with it (body=torchvision, body=timm, init.format=torchvision), else leaky_relu.
     activation: str | None = None
     activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
-    momentum: float = key(0.1, above=0, most=1)  # weight of the newest minibatch in the running statistics
+    # Weight of the newest minibatch in the running statistics; null: what the network's library gives each norm of a
+    # body=torchvision or body=timm, else 0.1.
+    momentum: float | None = key(None, above=0, most=1)
     eps: float = key(1e-5, above=0)  # added to the variance
 
 

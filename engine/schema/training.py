@@ -8,7 +8,17 @@ from typing import Any, ClassVar
 from engine.schema.data import Data
 from engine.schema.keys import MOST_SECONDS, as_list, group, key, override
 from engine.schema.memory import Memory
-from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, ReleasedNorm, StandardNorm, TorchvisionBody
+from engine.schema.network import (
+    BODIES,
+    MOMENTUM,
+    NORMS,
+    Body,
+    InPlaceNorm,
+    Norm,
+    ReleasedNorm,
+    StandardNorm,
+    TorchvisionBody,
+)
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
 from models.bodies.library import LIBRARY_ACTIVATIONS
 from models.checkpoints.published import PUBLISHED
@@ -170,6 +180,8 @@ class TrainingRun:
                 f"replaces the ReLUs, and trained weights are then a starting point"
             )
         norm.activation = norm.activation or ("relu" if trained_with_relu else "leaky_relu")
+        if not isinstance(body, TorchvisionBody):
+            norm.momentum = norm.momentum or MOMENTUM
         if isinstance(body, TorchvisionBody) and norm.activation not in LIBRARY_ACTIVATIONS:
             raise ValueError(
                 f"norm.activation={norm.activation} with body={body.name}: expected one of "
@@ -294,6 +306,15 @@ class TrainingRun:
             f"trainer.accumulation_steps or processes, data.crop_size={int(self.data.crop_size / 2**0.5)}, "
             f"norm=inplace, trainer.recompute=blocks, trainer.precision=bfloat16. memory.budget=… memory.fit=batch "
             f"chooses a minibatch that fits"
+        )
+
+    def other_scale(self, variance: float) -> str:
+        """A warning if initial weights see `variance` times the variance that they were trained on."""
+        return (
+            f"init.weights={self.init.weights}: in training images the first norm sees {variance:.1e} times the "
+            f"variance that it was trained on, so the weights seem to expect another scale: check data.mean and "
+            f"data.std (networks from Caffe take levels of 0 to 255: data.std=[0.00392,0.00392,0.00392]; most of them "
+            f"also take BGR: reverse the input channels of the first convolution in the file)"
         )
 
     def new_run_advice(self, checkpoint: Path) -> str:

@@ -192,7 +192,7 @@ class Learner:
             if self.average is not None:
                 self.average.module.load_state_dict(state["ema"])
                 self.average.updates = state["ema_updates"]
-        except (KeyError, RuntimeError) as error:
+        except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
             missing = isinstance(error, KeyError)
             raise ValueError(f"it has no part {error}" if missing else f"it does not fit this run: {error}") from error
 

@@ -29,6 +29,7 @@ from engine.schema.keys import deciding
 from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.training import setup
+from engine.training.input_scale import other_scale
 from engine.training.learner import Learner
 from keepless import share_plans
 
@@ -65,6 +66,10 @@ class Run(Generic[Config, Split]):
             best = self.resumed["best"]
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
+            if self.config.init.format is not None:  # our own files say how images were normalised
+                forward, side = learner.forward.through(learner.network), max(self.config.data.crop())
+                if (ratio := other_scale(forward, self.train_set, side)) is not None and self.world.first:
+                    logger.warning(self.config.other_scale(ratio))
         self.resumed = None  # frees the memory of a network and its momentum
         self._announce(learner.network)
         self.learner = learner

@@ -46,6 +46,7 @@ class LibraryBody(Body):
         last: name of the last part that is used, such as layer3 or blocks.4; None: all. Dense prediction may not need
             the last stages, whose features describe whole images, and which cost most when dilated.
         norm_act: makes `ABN` or `InPlaceABN` with an activation of LIBRARY_ACTIVATIONS.
+        own_momentum: norms keep the library's momentum (often 0.01 or less), not that of `norm_act`.
         output_stride: strided convolutions beyond it become dilated ones. Every second, fourth, … cell then has the
             strided network's features, unless the network averages over all cells (squeeze and excitation).
 
@@ -65,6 +66,7 @@ class LibraryBody(Body):
         make: Callable[[], Mapping[str, nn.Module]],
         title: str,
         last: str | None,
+        own_momentum: bool = False,
     ):
         super().__init__()
         here = torch.empty(0)
@@ -86,7 +88,8 @@ class LibraryBody(Body):
             except Exception:  # a module may raise anything: DLA's shortcuts round down, its convolutions up
                 self.rounds_up = False
             ends = (f"ends with {last}; without {', '.join(self.left_out)}",) if last is not None else ()
-            self.remarks = ends + _exchange_activations(self, norm_act) + _exchange_norms(self.train(), norm_act)
+            self.remarks = ends + _exchange_activations(self, norm_act)
+            self.remarks += _exchange_norms(self.train(), norm_act, own_momentum)
             self.add_classifier(channels, classes)
             if self.classifier is not None:
                 initialise(self.classifier)
@@ -149,7 +152,13 @@ class LibraryBody(Body):
 
 
 def torchvision_body(
-    norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 32, *, network: str, last: str | None = None
+    norm_act: NormAct = _RELU,
+    classes: int = 0,
+    output_stride: int = 32,
+    *,
+    network: str,
+    last: str | None = None,
+    own_momentum: bool = False,
 ) -> LibraryBody:
     """A classification network of torchvision, such as resnet50. ValueError: see `LibraryBody`."""
     from torchvision import models
@@ -161,11 +170,18 @@ def torchvision_body(
         layers = dict(takewhile(lambda entry: entry[0] not in _HEADS, whole.named_children()))
         return layers | ({"relu": nn.ReLU()} if isinstance(whole, models.DenseNet) else {})  # a function there
 
-    return LibraryBody(norm_act, classes, output_stride, make=make, title=f"torchvision's {network}", last=last)
+    title = f"torchvision's {network}"
+    return LibraryBody(norm_act, classes, output_stride, make=make, title=title, last=last, own_momentum=own_momentum)
 
 
 def timm_body(
-    norm_act: NormAct = _RELU, classes: int = 0, output_stride: int = 32, *, network: str, last: str | None = None
+    norm_act: NormAct = _RELU,
+    classes: int = 0,
+    output_stride: int = 32,
+    *,
+    network: str,
+    last: str | None = None,
+    own_momentum: bool = False,
 ) -> LibraryBody:
     """The last features of a network of timm, by `features_only=True`. ValueError as for `torchvision_body`."""
     try:
@@ -190,7 +206,7 @@ def timm_body(
             ) from error
         return layers
 
-    return LibraryBody(norm_act, classes, output_stride, make=make, title=title, last=last)
+    return LibraryBody(norm_act, classes, output_stride, make=make, title=title, last=last, own_momentum=own_momentum)
 
 
 def _up_to(layers: Mapping[str, nn.Module], last: str, of: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
@@ -291,11 +307,16 @@ class _WithActivation(ABN):
         return self.act(super().forward(x))
 
 
-def _exchange_norms(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
+def _exchange_norms(body: LibraryBody, norm_act: NormAct, own_momentum: bool) -> tuple[str, ...]:
     """Replace batch normalisations by norms with the options of `norm_act`'s, see `LibraryBody`. Returns remarks."""
     made = norm_act(1)
     if type(made) not in (ABN, InPlaceABN):
         raise ValueError(f"norm_act made a {type(made).__name__}: a network of another library needs ABN or InPlaceABN")
+    kept = {*_OF_THE_LAYER, *(["momentum"] if own_momentum else [])}
+
+    def options(cls: type[nn.Module]) -> dict[str, Any]:
+        return {name: getattr(made, name) for name in inspect.signature(cls).parameters if name not in kept}
+
     reports: list[ConversionReport] = []
     if isinstance(made, InPlaceABN):
         to_inplace(body, example=torch.zeros(2, 3, SIDE, SIDE), report=reports.append)
@@ -303,9 +324,9 @@ def _exchange_norms(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
         for name, norm in parent.named_children():
             act = own_activation(norm)
             if type(norm) is InPlaceABN:
-                new: ABN = like(norm, InPlaceABN, **_options(made, InPlaceABN))
+                new: ABN = like(norm, InPlaceABN, **options(InPlaceABN))
             elif type(norm) is nn.BatchNorm2d or act is not None:
-                new = like(norm, _WithActivation if act else ABN, activation="identity", **_options(made, ABN))
+                new = like(norm, _WithActivation if act else ABN, activation="identity", **options(ABN))
                 if act is not None:
                     new.act = act
             else:
@@ -318,8 +339,3 @@ def _exchange_norms(body: LibraryBody, norm_act: NormAct) -> tuple[str, ...]:
         f"{replaced} of {norms} norms are in place; elsewhere it would be wrong or save nothing"
         for replaced, norms in counts
     )
-
-
-def _options(norm: nn.Module, cls: type[nn.Module]) -> dict[str, Any]:
-    """The options of a norm that a network's layers of class `cls` take over."""
-    return {name: getattr(norm, name) for name in inspect.signature(cls).parameters if name not in _OF_THE_LAYER}

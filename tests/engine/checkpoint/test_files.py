@@ -181,6 +181,40 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path, key):
         checkpoint.load(tmp_path / "net.pt")
 
 
+CRAFTED = {  # a part, its values, and what is expected
+    "task": ([5], "a name"),
+    "step": ([-5, 2.5, "3", True], "a number of steps"),
+    "config": (["x", None], "groups of keys"),
+    "classes": ([[0, 1], "ab", [], 2], "a list of names"),
+    "network": ([[1], {"w": 1.0}, {3: torch.zeros(1)}], "tensors by name"),
+    "ema": ([{"w": "x"}], "tensors by name"),
+    "palette": ([[[0, 0], [1, 1]], [[0, 0, 256], [0, 0, 0]], 7], "a list of colours"),
+    "label_ids": ([[3, 3], [0, 256], [-1, 0], 9], "different ids up to 255"),
+    "mean_image": ([torch.zeros(3), 0.5], "an image"),
+    "total_steps": ([-1, None], "a number of steps"),
+    "best": (["x", [1], [None, 0.5]], "a step and its score"),
+    "data": (["x", {"training": "abc"}, {"training": ["a", "b"]}], "three hashes of each split"),
+}
+
+
+@pytest.mark.parametrize("part", CRAFTED)
+def test_a_part_of_another_kind_is_named_with_its_value(tmp_path, part):
+    """The file itself is intact."""
+    values, expected = CRAFTED[part]
+    path = tmp_path / "net.pt"
+    for value in values:
+        checkpoint.write_alone(path, {"format": checkpoint.FORMAT, **state_of(3), part: value})
+        with pytest.raises(ValueError, match=f"^checkpoint {path}: {part} is .+; expected {expected}. Restore the"):
+            checkpoint.load(path)
+
+
+@pytest.mark.parametrize("part, value", [("palette", [[0, 0, 0]]), ("label_ids", [0, 1, 2])])
+def test_a_part_with_an_entry_too_few_or_too_many_is_refused(tmp_path, part, value):
+    checkpoint.save(tmp_path / "net.pt", state_of(3, **{part: value}))
+    with pytest.raises(ValueError, match=f"{part} has {len(value)} entries for 2 classes; expected one each"):
+        checkpoint.load(tmp_path / "net.pt")
+
+
 def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkeypatch):
     """Numbers may be names, too, such as a user's folders: without the mark they are compared."""
     monkeypatch.setattr(logger, "propagate", True)

@@ -245,6 +245,9 @@ def test_norms_take_the_options_of_the_run_and_keep_their_eps():
         assert {type(norm) for norm in norms} == kinds and len(norms) == 34
         assert {(norm.eps, norm.momentum, norm.backend, norm.sync) for norm in norms} == {(1e-3, 0.3, "eager", True)}
     assert {norm.variant for norm in norms if isinstance(norm, InPlaceABN)} == {"I"}
+    for norm in (partial(ABN, activation="relu", **options), partial(InPlaceABN, **options)):
+        body = torchvision_body(norm, network="mobilenet_v3_small", own_momentum=True)
+        assert {m.momentum for m in body.modules() if isinstance(m, (ABN, nn.BatchNorm2d))} == {0.01}
     assert inplace.remarks == (
         "14 ReLUs became leaky_relu(0.01), so trained weights only start there",
         "10 of 34 norms are in place; elsewhere it would be wrong or save nothing",

@@ -1,0 +1,61 @@
+"""Do training images reach a network as those that its initial weights were trained on?"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from datasets import ClassificationDataset, SegmentationDataset
+from engine.process.forward import Forward
+
+_IMAGES = 4
+_FACTOR = 30.0  # far more than images of other scenes differ; levels of 0 to 255 make 3,000
+
+
+class _Found(Exception):
+    """The first norm's `running_var`, (C,), and its input, (N, C, *spatial)."""
+
+
+def other_scale(forward: Forward, dataset: SegmentationDataset | ClassificationDataset, side: int) -> float | None:
+    """How many times its `running_var` the first norm sees in a few training images; None if that is about once.
+
+    A file for images with levels of 0 to 255, as Caffe's networks take, has the names and shapes of one for normalised
+    images. `side`: the largest height and width of the images, in pixels.
+    """
+    found = _first_norm(forward, _images(dataset, side))
+    if found is None:
+        return None
+    expected, x = found
+    measured = x.float().var(dim=[0, *range(2, x.dim())])
+    ratio = float((measured / expected.clamp(min=1e-12)).median())  # over channels: some may be dead
+    if 1 / _FACTOR < ratio < _FACTOR or bool((expected == 1).all()):  # as it was initialised
+        return None
+    return ratio
+
+
+@torch.no_grad()
+def _first_norm(forward: Forward, images: Tensor) -> tuple[Tensor, Tensor] | None:
+    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if isinstance(variance := getattr(module, "running_var", None), Tensor):
+            raise _Found(variance, inputs[0])
+
+    with register_module_forward_pre_hook(note):
+        try:
+            forward(images)
+        except _Found as found:
+            variance, x = found.args
+            return variance, x
+    return None
+
+
+def _images(dataset: SegmentationDataset | ClassificationDataset, side: int) -> Tensor:
+    """Centres of a few images of a split, of one size, (n, 3, h, w) in levels of 0 to 255."""
+    numbers = np.unique(np.linspace(0, len(dataset) - 1, _IMAGES).astype(int))
+    if isinstance(dataset, ClassificationDataset) and dataset.pixels is not None:
+        return torch.from_numpy(dataset.in_memory(numbers))
+    read = dataset.read_image if isinstance(dataset, SegmentationDataset) else dataset.image
+    images = [read(int(number)) for number in numbers]
+    height, width = (min(side, *sides) for sides in zip(*(image.shape[:2] for image in images), strict=True))
+    centres = [((image.shape[0] - height) // 2, (image.shape[1] - width) // 2) for image in images]
+    crops = [image[y : y + height, x : x + width] for image, (y, x) in zip(images, centres, strict=True)]
+    return torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2)
