@@ -22,12 +22,14 @@ from datasets.registry import FOR_SEGMENTATION, ROWS
 from datasets.segmentation import joined
 from datasets.workers import Loader
 from engine.process.console import logger
-from engine.process.distributed import World
+from engine.process.distributed import World, cores_per_rank
 from engine.schema.classification import ImageNetData, SmallImagesData
 from engine.schema.data import ClassUniformSampler, Data, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
+
+MOST_AUTOMATIC = 8  # data workers of a process
 
 
 def dataset(
@@ -193,4 +195,9 @@ def evaluation_loader(
 
 def loader(source: Dataset, config: Data, world: World, **batching: Any) -> Loader:
     """A Loader of `source` with the configured workers. `batching`: further arguments of DataLoader."""
-    return Loader(source, config.workers, pin_memory=world.device.type == "cuda", **batching)
+    return Loader(source, workers_of(config), pin_memory=world.device.type == "cuda", **batching)
+
+
+def workers_of(config: Data) -> int:
+    """Data workers of this process."""
+    return min(cores_per_rank(), MOST_AUTOMATIC) if isinstance(config.workers, str) else config.workers

@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from engine.schema.keys import Keys, quoted, types_in
+from engine.schema.keys import Keys, declared_in, quoted
 
 AS_IT_IS = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
 PLAIN_LIST, WORD = re.compile(r"""\[([^][{}"']*)\]"""), re.compile(r"[\w.+-]+")
@@ -22,7 +22,10 @@ def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
     sweeps (-m), functions. In sweeps commas separate the values of several jobs, unless they belong to a path.
     """
     given, equals, value = word.partition("=")
-    kind, is_path = types_in(schema).get(given.lstrip("+")), os.path.exists(value)
+    declared, is_path = declared_in(schema).get(given.lstrip("+")), os.path.exists(value)
+    kind = declared and declared.kind
+    if declared and declared.metadata.get("word"):  # or a number
+        return word
     if (listed := PLAIN_LIST.fullmatch(value)) and (kind is Any or "list[str]" in str(kind)):
         return f"{given}=[{','.join(map(_for_hydra, listed[1].split(',')))}]"
     if kind not in (str, str | None) and not (kind is Any and (is_path or WORD.fullmatch(value))):

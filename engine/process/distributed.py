@@ -112,6 +112,12 @@ def launched() -> bool:
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
+def cores_per_rank() -> int:
+    """Processor cores for each process of this run on this machine. A scheduler may grant fewer than there are."""
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else 1
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
 def world_size() -> int:
     """Number of processes of this run. ValueError: WORLD_SIZE is set, but not by torchrun."""
     if dist.is_available() and dist.is_initialized():

@@ -21,6 +21,8 @@ from engine.process.console import SLOW_SECONDS, logger, printable, progress_bar
 from engine.process.output_files import replace_file
 from engine.records.evaluated import Evaluated, without_nan
 
+WAITING = 0.1  # share of the time between two records, from which a run warns that steps wait for data
+
 
 class MetricsLogger:
     """Records one training run. A context manager: on exit everything is on disk, even after an error.
@@ -31,6 +33,7 @@ class MetricsLogger:
         start_step: steps already done. If there are any, metrics.jsonl gets a record that the run was resumed; records
             of later steps, left by a run killed after its last checkpoint, are removed.
         best: the property `best` at `start_step`; metrics.jsonl may have been lost since.
+        waits: a warning for when steps wait for data, from the share of their time.
         config_text: config.yaml, shown in TensorBoard.
     """
 
@@ -42,10 +45,12 @@ class MetricsLogger:
         total_steps: int,
         start_step: int,
         best: list | None = None,
+        waits: Callable[[float], str] | None = None,
         config_text: str = "",
     ):
         self.run_dir = run_dir
         self.score = score
+        self.waits = waits  # None after it was logged
         self.scores: dict[int, float] = {}  # by step, of all evaluations, including those before resuming
         if run_dir is not None:
             self.metrics_file = run_dir / "metrics.jsonl"
@@ -157,6 +162,10 @@ class MetricsLogger:
         data_waits_s = data_waits_s or [self.data_wait_s()]
         left = self._time_left()
         recent, self.recent = self.recent, Counter()
+        waited = max(data_waits_s) * recent["steps"] / recent["seconds"]
+        if self.waits is not None and waited > WAITING and self.all["steps"] > recent["steps"]:
+            logger.warning(self.waits(waited))
+            self.waits = None
         loss, speed = recent["loss"] / recent["steps"], recent["images"] / recent["seconds"]
         peak_memory_mib, self.recent_memory_mib = max(peak_memory_mib, self.recent_memory_mib), 0.0
         self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)

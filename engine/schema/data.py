@@ -25,7 +25,9 @@ class Data:
     mean: list[float] | None = key(None, least=0, most=1, entries=("red", "green", "blue"))
     # Standard deviation of each colour channel; null: as for mean.
     std: list[float] | None = key(None, above=0, most=1, entries=("red", "green", "blue"))
-    workers: int = key(2, least=0, most=MOST_WORKERS, per_machine=True)  # processes that read and augment images
+    # Processes that read and augment images, for each training process. auto: one per core that the machine has for
+    # it, at most 8. Raise it when the log says that steps wait for data; 0 reads in the training process itself.
+    workers: Any = key("auto", word="auto", least=0, most=MOST_WORKERS, per_machine=True)
     # Check every file before the first step, unless unchanged since the last check.
     verify: bool = key(True, per_machine=True)
     # The run stops if its workers deliver nothing in this time; with data.workers=0 reads have no limit.
@@ -43,6 +45,13 @@ class Data:
         """Red, green and blue of padding, in levels of 0 to 255."""
         red, green, blue = (255 * value for value in self.normalisation().mean)
         return red, green, blue
+
+    def waits(self, share: float, workers: int, cores: int) -> str:
+        """A warning if steps wait for data. `workers` and `cores`: of each training process."""
+        return (
+            f"steps wait for data {100 * share:.0f} % of the time: raise data.workers (now {workers}, with {cores} "
+            f"cores), or give smaller image files"
+        )
 
     def too_few(self, images: int) -> str | None:
         """A warning if the training images do not fill a minibatch."""

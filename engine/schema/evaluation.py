@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -98,7 +99,8 @@ class Evaluation(TrainedNetwork):
     predictions: str | None = key(None, task=SEGMENTATION)  # folder for predictions in the dataset's official encoding
     overlays: str | None = key(None, task=SEGMENTATION)  # folder for pictures: image | ground truth | prediction
     results: str | None = None  # JSON file; null: in the run's folder
-    workers: int = key(2, least=0, most=MOST_WORKERS)  # processes that read
+    # Processes that read, for each process that evaluates. auto: one per core that the machine has for it, at most 8.
+    workers: Any = key("auto", word="auto", least=0, most=MOST_WORKERS)
     # Images classified at once; null: as in training, or a tenth of that with view=ten_crop.
     batch_size: int | None = key(None, above=0, task=CLASSIFICATION)
 

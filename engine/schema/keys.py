@@ -42,6 +42,7 @@ def key(
     one_of: tuple | None = None,
     entries: tuple[str, ...] | None = None,
     names: bool = False,
+    word: str | None = None,
     free_on_resume: bool = False,
     per_machine: bool = False,
     task: str | None = None,
@@ -53,13 +54,14 @@ def key(
         one_of: the allowed values; of a list, the allowed entries.
         entries: names of the list's entries, which fix its length.
         names: the value is a name or a list of different names.
+        word: the value is a whole number or this word. (The type is Any: OmegaConf cannot merge `int | str`.)
         free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
         per_machine: ranks may also have different values.
         task: the only task that has the key, see `refuse_other_tasks`.
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries, "names": names}
     free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
-    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task})
+    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task, "word": word})
 
 
 def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
@@ -154,7 +156,7 @@ def check_values(config: Keys, prefix: str = "") -> None:
                 raise ValueError(f"{name}.name={selected} does not change the {name}: give {name}={selected}")
         if isinstance(value, Keys):
             check_values(value, f"{name}.")
-        elif value is not None or entry.metadata.get("names"):
+        elif value is not None or entry.metadata.get("names") or entry.metadata.get("word"):
             _check_bounds(name, value, entry.metadata)
     if isinstance(config, _WithRules):
         config.check()
@@ -168,12 +170,15 @@ def expected(bounds: Mapping[str, Any]) -> str | None:
     if above is None and least is None:
         return None
     low = f"a number above {above}" if least is None else f"{least} or more"
+    low = low if bounds.get("word") is None else f"{bounds['word']}, or {low}"
     return low if most is None else f"{low}, at most {most}"
 
 
 def expected_of(declared: Declared) -> str:
     """The type of a key and the values that it allows, in words: a whole number above 0."""
     kind, bounds = declared
+    if word := bounds.get("word"):
+        return f"{word}, or {expected_of(Declared(int, {**bounds, 'word': None}))}"
     (kind,) = [each for each in get_args(kind) if each is not NoneType] if isinstance(kind, UnionType) else [kind]
     one, several = "", 0
     while get_origin(kind) is list:
@@ -202,8 +207,10 @@ def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
         raise ValueError(f"{name}={value}: expected a name or a list of different names, such as [A,B]")
     if entries is not None and len(value) != len(entries):
         raise ValueError(f"{name}={value}: expected {len(entries)} numbers: {', '.join(entries)}")
-    if above is None and least is None:
+    if (above is None and least is None) or value == bounds.get("word", math.nan):
         return
+    if bounds.get("word") and type(value) is not int:
+        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected_of(Declared(int, bounds))}")
     numbers, highest = tree_leaves(value), math.inf if most is None else most  # NaN and empty lists must fail
     if len(numbers) > MOST_NUMBERS:
         raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from datasets import reading_errors, verify
+from engine.assemble.data import workers_of
 from engine.assemble.network import arithmetic, varying_sizes
 from engine.assemble.optimization import schedule_of
 from engine.checkpoint.initial_weights import initialise
@@ -19,7 +21,7 @@ from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
 from engine.process.console import counted, log_to, logger, make_console
-from engine.process.distributed import World, joined
+from engine.process.distributed import World, cores_per_rank, joined
 from engine.process.memory import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.output_files import write_file
 from engine.process.stopping import StopRequest
@@ -80,6 +82,7 @@ class Run(Generic[Config, Split]):
             total_steps=self.schedule.total_steps,
             start_step=self.start_step,
             best=best,
+            waits=partial(self.config.data.waits, workers=workers_of(self.config.data), cores=cores_per_rank()),
             config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
@@ -115,7 +118,8 @@ class Run(Generic[Config, Split]):
         logger.info(
             f"{self.directory.path}: {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
-            f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}"
+            f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}, "
+            f"with {workers_of(self.config.data)} data workers each"
         )
         if self.config.trainer.compile or self.config.compiles_norms(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")

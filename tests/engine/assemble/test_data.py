@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.assemble import data
+from engine.process import distributed
 from engine.process.distributed import World
 from tests.runs import run_config
 
@@ -36,3 +37,24 @@ def test_class_weights_take_the_index_from_the_folder_that_is_given(monkeypatch)
     config = run_config("loss.class_weights=frequency", "sampler.folder=kept")
     assert config.sampler.name == "uniform"
     assert data.class_index(config, None, World(), None) is index and given == [("sampler.folder", None, "kept")]
+
+
+@pytest.mark.parametrize(
+    "cores, local_ranks, given, workers",
+    [(4, 1, "auto", 4), (16, 1, "auto", 8), (96, 8, "auto", 8), (16, 4, "auto", 4), (2, 4, "auto", 1), (2, 4, "0", 0)],
+)
+def test_each_rank_reads_on_its_share_of_the_cores(monkeypatch, cores, local_ranks, given, workers):
+    monkeypatch.setattr(distributed.os, "sched_getaffinity", lambda pid: range(cores), raising=False)
+    monkeypatch.setattr(distributed, "launched", lambda: local_ranks > 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    config = run_config(f"data.workers={given}").data
+    assert data.workers_of(config) == workers
+    assert data.loader([0], config, World()).num_workers == workers
+
+
+def test_data_workers_are_automatic_unless_a_number_is_given():
+    assert run_config().data.workers == run_config("data.workers=auto").data.workers == "auto"
+    assert run_config("experiment=camvid/resnext_small", "data.root=DIR").data.workers == 1
+    for value in ("many", "1.5", "null", "true", "-1"):
+        with pytest.raises(ValueError, match=r"data.workers=.*: expected auto, or .*0 or more, at most 1024"):
+            run_config(f"data.workers={value}")

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -116,6 +117,22 @@ def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
         (line,) = (line for line in summary_of(running, directory) if line.startswith("evaluate"))
         *command, argument = shlex.split(line.removeprefix("evaluate"))
         assert command == ["python", entry] and composed("eval", argument).checkpoint == str(directory.last)
+
+
+def test_a_run_says_once_that_steps_wait_for_data(tmp_path, monkeypatch, caplog):
+    """Not of its first steps, in which data workers start, and only from a tenth of the time."""
+    monkeypatch.setattr("engine.records.metrics_logger.logger", logging.getLogger("of this test"))
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a step takes a second
+    waits = partial(run_config().data.waits, workers=2, cores=16)
+    said = (
+        "steps wait for data 25 % of the time: raise data.workers (now 2, with 16 cores), or give smaller image files"
+    )
+    with MetricsLogger(tmp_path, Console(quiet=True), "miou", 10, 0, waits=waits) as running:
+        for step, (own_s, others_s) in enumerate([(0.5, 0.9), (0.05, 0.1), (0.0, 0.25), (0.5, 0.5)], start=1):
+            running.step(loss=1.0, gradient_norm=1.0, images=1, data_s=own_s)
+            running.training(step, 0.0, 0.1, 1.0, data_waits_s=[own_s, others_s])
+            warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+            assert warnings == [said] * (step > 2)
 
 
 def test_images_per_second_do_not_count_pauses_but_the_time_left_does(tmp_path, monkeypatch, caplog):
