@@ -161,7 +161,7 @@ def compare(values: DictConfig) -> Path:
     out = Path(config.out)
     groups, left_out = compared(as_list(config.runs), out)
     folders = {(out / folder_name(run.name)).resolve(): run for group in groups for run in group.runs}
-    if any(run.folder.resolve() in folders for run in folders.values() if not run.copied):
+    if any(run.folder.resolve() in folders for run in folders.values() if not run.is_copy):
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
     for folder, run in folders.items():
         run.write(folder)

@@ -1,6 +1,5 @@
 """Find runs in folders, read those that have ended, group them by configuration, and give the groups titles."""
 
-import itertools
 import json
 import math
 import re
@@ -8,7 +7,6 @@ import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +16,11 @@ from engine.configuration.help import as_text
 from engine.process.console import printable
 from engine.process.output_files import write_file
 from engine.schema.keys import named_after
-from scripts.reports.markdown import conditions
 
 _FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys with paths on one machine
 
 DATE = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(\.\d+)?")
 MOST_POINTS = 250  # of a curve in a copy of a run
-LONGEST_TEXT = 500  # characters that a page quotes from a file
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 OF_A_RUN = ("run_dir", "resume", "seed")  # keys in which runs of one configuration differ
 OF_CUDA = ("trainer.tf32", "trainer.capture")  # keys without effect on a CPU
@@ -51,7 +47,7 @@ class Run:
     """The files of a run that has ended, with local folders replaced by DIR.
 
     Attributes:
-        copied: whether a comparison wrote the files.
+        is_copy: whether a comparison wrote the files.
         training: its speed, minutes and peak memory, from its metrics, which are then `thinned`.
         typed: its configuration.
         experiment: the one that it was started from, if any.
@@ -70,28 +66,20 @@ class Run:
         named = re.search(r"experiment=([\w/.-]+)", self.command)
         self.experiment = named[1] if named else None
         self.classes = list(self.results[self.scores.of_classes])
-        self.copied = self.results["config"]["run_dir"] == "DIR"
+        self.is_copy = self.results["config"]["run_dir"] == "DIR"
         self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
         self.others = {
             path.stem.removeprefix("results_"): _hide_folders(_content(path))
             for path in sorted(folder.glob("results_*.json"))
         }
-        if not all(_scores_of(results) == self.scores for results in self.others.values()):
-            raise ValueError("its evaluations are of different tasks")
         self.records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-        logged = () if "training" in self.results else ("images_per_second", "peak_memory_mib")
-        for record in self.records:
-            needed = ("step", *(logged if record["kind"] == "train" else ()))
-            scored = [record[key] for key in ("loss", self.scores.best) if record.get(key) is not None]
-            if not _are_numbers(*map(record.get, needed), *scored):
-                raise ValueError(f"a record of step {record['step']} in its metrics.jsonl lacks a number")
         # If it was evaluated again on another device or in other minibatches, a few pixels differ.
         if abs(self.records[-1].get(self.scores.best, math.inf) - self.results[self.scores.best]) > 1e-3:
             raise ValueError("its last record is not the evaluation in its results.json, so it has not ended")
-        self.training = self.results.setdefault("training", self._training() if logged else {})
-        if not _are_numbers(*map(self.training.get, ("images_per_second", "minutes", "peak_memory_mib"))):
-            raise ValueError("a number of its training is missing in its results.json")
+        if "training" not in self.results:  # a run's own file, not a copy
+            self.results["training"] = self._training()
+        self.training = self.results["training"]
         self.records = thinned(self.records, self.scores.best)
         self.metrics = "".join(f"{json.dumps(record)}\n" for record in self.records)
         (task,) = (task for task in TASKS.values() if task.schema.score == self.scores.best)
@@ -162,27 +150,13 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def _scores_of(results: Any) -> Scores:
+def _scores_of(results: dict) -> Scores:
     """The names of the scores in a file of results. ValueError: no run of this project wrote it."""
-    known = [scores for scores in SCORES if isinstance(results, dict) and scores.best in results]
-    if not known:
-        bests = " or ".join(scores.best for scores in SCORES)
-        raise ValueError(f"it has no {bests} in its results.json: expected a run of this project")
-    (scores,), environment, confusion = known, results["environment"], results["confusion_matrix"]
-    names, shares = [*results[scores.of_classes]], [results[scores.second], *results[scores.of_classes].values()]
-    fits = {
-        "a score": _are_numbers(results[scores.best], *(share for share in shares if share is not None), most=1),
-        "the confusion matrix": len(confusion) >= len(names) and {*map(len, confusion)} == {len(confusion)},
-        "a number of pixels or images": _are_numbers(results["images"], *chain(*confusion)),
-        "the environment": len(conditions(environment)) <= LONGEST_TEXT and isinstance(environment["hardware"], str),
-    }
-    if wrong := [what for what, fit in fits.items() if not fit]:
-        raise ValueError(f"{wrong[0]} in its results.json is not as a run of this project writes it")
-    return scores
-
-
-def _are_numbers(*values: object, most: float = 2**63) -> bool:
-    return all(type(value) in (int, float) and 0 <= value <= most for value in values)  # type: ignore[operator]
+    for scores in SCORES:
+        if scores.best in results:
+            return scores
+    bests = " or ".join(scores.best for scores in SCORES)
+    raise ValueError(f"it has no {bests} in its results.json: expected a run of this project")
 
 
 def _content(file: Path) -> dict:
@@ -215,8 +189,8 @@ def _without_folders(command: str) -> str:
 def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None) -> tuple[list[Run], dict[Path, str]]:
     """The runs in folders, at any depth, that have ended; and the run directories left out, with the reason.
 
-    If a folder holds a run and copies of it that comparisons wrote, the run is used. Runs below `but_not_below`, where
-    the next comparison writes, are used only if the given folder is there too.
+    Copies that comparisons wrote are used only from folders without other runs. Runs below `but_not_below`, where the
+    next comparison writes, are used only if the given folder is there too.
 
     ValueError: a folder has no run directory.
     """
@@ -231,7 +205,7 @@ def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None)
             found = [path for path in found if not path.resolve().is_relative_to(hidden)]
         if not found:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
-        own: dict[str, Run] = {}  # by configuration and records: two ways of recomputing may train equally
+        own: list[Run] = []
         for path in sorted(found, key=_with_numbers):
             if not (path / "results.json").is_file():
                 records = path / "metrics.jsonl"
@@ -239,14 +213,11 @@ def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None)
                 left_out[path] = "it has not ended" + (f" (step {steps[-1]})" if steps else "")
                 continue
             try:
-                run = Run(path)
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, OSError) as error:
+                own.append(Run(path))
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".replace(f"{path}", path.name).split())
-                left_out[path] = f"it cannot be read ({printable(reason)[:LONGEST_TEXT]})"
-                continue
-            if own.setdefault(key := f"{run.results['config']}{run.metrics}", run).copied and not run.copied:
-                own[key] = run
-        runs += own.values()
+                left_out[path] = f"it cannot be read ({printable(reason)})"
+        runs += [run for run in own if not run.is_copy] or own
     return runs, left_out
 
 
@@ -295,19 +266,7 @@ def folder_name(title: str) -> str:
 
 
 def differing(configs: Sequence[dict[str, object]]) -> list[str]:
-    """For each configuration {key: value}, the keys that differ: "norm=std, optim.lr=0.1".
-
-    A key of a group, such as norm.eps, is compared only among configurations with the same choice (norm.name).
-    """
-    names: list[list[str]] = [[] for _ in configs]
-    for key in dict.fromkeys(itertools.chain(*configs)):
-        choice = f"{key.split('.')[0]}.name"
-        values: dict[object, set[str]] = {}
-        for config in configs:
-            if key in config:
-                values.setdefault(None if key == choice else config.get(choice), set()).add(str(config[key]))
-        if any(len(found) > 1 for found in values.values()):
-            for name, config in zip(names, configs, strict=True):
-                if key in config:
-                    name.append(f"{key.removesuffix('.name')}={as_text(config[key])}")
-    return [", ".join(name) for name in names]
+    """For each configuration {key: value}, the keys that all have and that differ: "norm=std, optim.lr=0.1"."""
+    shared = [key for key in configs[0] if all(key in own for own in configs)]
+    keys = [key for key in shared if any(own[key] != configs[0][key] for own in configs)]
+    return [", ".join(f"{key.removesuffix('.name')}={as_text(own[key])}" for key in keys) for own in configs]

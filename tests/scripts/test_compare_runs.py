@@ -4,12 +4,10 @@ Reports of whole trainings are in docs/results, where tests/test_docs.py makes t
 """
 
 import json
-import math
 import re
 import shlex
 import shutil
 import statistics
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -88,7 +86,7 @@ def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
     folder, scores = tmp_path / "runs", {}
     for number, (lr, seed) in enumerate(((0.25, 0), (0.25, 1), (0.5, 1), (0.5, 0), (0.5, 2))):
         scores[lr, seed] = score = 0.8 + number**2 / 100
-        copied(folder / f"2026-11-22_17-00-{number:02d}", score, optim={"lr": lr}, seed=seed)
+        copied(folder / f"2026-11-22_17-00-{number:02d}", score, optim={"lr": lr}, seed=seed, run_dir="no copy")
     (folder / "2026-11-22_18-00-00").mkdir()
     (folder / "2026-11-22_18-00-00" / "config.yaml").touch()
     (folder / "2026-11-22_18-00-00" / "metrics.jsonl").write_text('{"kind": "train", "step": 40, "loss": 1.0}\n')
@@ -112,7 +110,7 @@ def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
 def test_runs_that_train_equally_are_all_compared(tmp_path):
     """Recomputed activations change neither losses nor scores, but memory and time, which the report compares."""
     for recompute in ("none", "activations"):
-        copied(tmp_path / f"recompute_{recompute}", trainer={"recompute": recompute})
+        copied(tmp_path / f"recompute_{recompute}", trainer={"recompute": recompute}, run_dir="no copy")
     for _ in range(2):  # the second time with their copies, which do not count
         runs, _ = found_runs([tmp_path])
         assert [run.name for run in runs] == ["recompute_activations", "recompute_none"]
@@ -143,15 +141,11 @@ def test_columns_keep_the_names_that_somebody_gave(tmp_path):
     assert columns(report(tmp_path / "one", *seeds)) == ["other.seed=0"]  # one configuration of two seeds
 
 
-def test_keys_of_a_choice_are_compared_among_runs_with_the_same_choice():
+def test_keys_that_differ_are_those_that_all_have():
     one = {"norm.name": "std", "norm.eps": 1, "optim.lr": 0.1, "data.mean": [0.5, 1], "init.weights": None}
-    two = {"norm.name": "inplace", "norm.eps": 2, "norm.floor": 3, "optim.lr": 0.1, "data.mean": [0.5, 1]}
-    three = {**two, "norm.floor": 4, "data.mean": [0.5, 2], "init.weights": True}
-    assert differing([one, two]) == ["norm=std", "norm=inplace"]
-    assert differing([two, three]) == ["norm.floor=3, data.mean=[0.5,1]", "norm.floor=4, data.mean=[0.5,2]"]
-    assert differing([one, three]) == [
-        *("norm=std, data.mean=[0.5,1], init.weights=null", "norm=inplace, data.mean=[0.5,2], init.weights=true")
-    ]
+    two = {"norm.name": "inplace", "norm.eps": 1, "norm.floor": 3, "optim.lr": 0.1, "data.mean": [0.5, 2]}
+    assert differing([one, two]) == ["norm=std, data.mean=[0.5,1]", "norm=inplace, data.mean=[0.5,2]"]
+    assert differing([two, {**two, "norm.floor": 4}]) == ["norm.floor=3", "norm.floor=4"]
 
 
 def test_what_a_run_lacks_or_has_twice_is_said():
@@ -207,33 +201,11 @@ def without_last_record(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(records[:-1]))
 
 
-def results_with(change: Callable[[dict], object]) -> Callable[[Path], object]:
-    return partial(changed, change=change)
-
-
-def records_with(**values: object) -> Callable[[Path], object]:
-    def crafted(run: Path) -> None:
-        changed(run, lambda results: results.pop("training"))  # which an original does not have
-        first, *others = (run / "metrics.jsonl").read_text().splitlines()
-        (run / "metrics.jsonl").write_text("\n".join([json.dumps({**json.loads(first), **values}), *others]))
-
-    return crafted
-
-
 CRAFTED = {
     "no last record": without_last_record,
-    "scores of words": results_with(lambda results: results.update(perplexity=results.pop("top1"))),
-    "text as score": results_with(lambda results: results.update(top5="x" * 10**6)),
-    "list as score": results_with(lambda results: results["accuracy"].update(cat=[1])),
-    "score of infinity": results_with(lambda results: results.update(top1=math.inf)),
-    "confusion of text": results_with(lambda results: results["confusion_matrix"][0].__setitem__(0, "1")),
-    "confusion of two sizes": results_with(lambda results: results["confusion_matrix"].append([1])),
-    "images of text": results_with(lambda results: results.update(images="7")),
-    "environment of lists": results_with(lambda results: results.update(environment=[])),
-    "hardware of 1 MB": results_with(lambda results: results["environment"].update(hardware="x" * 2**20)),
+    "other scores": partial(changed, change=lambda results: results.update(perplexity=results.pop("top1"))),
+    "configuration of a list": partial(changed, change=lambda results: results.update(config=[])),
     "list of results": lambda run: (run / "results.json").write_text("[1]"),
-    "speed of text": records_with(images_per_second="fast"),
-    "loss in a list": records_with(loss=[1.0]),
 }
 
 
@@ -243,7 +215,7 @@ def test_a_crafted_run_is_left_out_in_a_line(tmp_path, crafted):
     CRAFTED[crafted](copied(tmp_path / "run"))
     with pytest.raises(ValueError, match=r"no run has ended \(.*/run: it cannot be read \(") as refused:
         report(tmp_path / "report", tmp_path / "run")
-    assert len(str(refused.value)) < 1000 and "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_names_that_are_not_utf8_are_written_as_escapes(tmp_path):
