@@ -154,14 +154,14 @@ def _value_and_gradient(
             losses = pixels.losses(gradient, shares.where(is_class, 0))  # 0 / 0 if all pixels are ignored
             value = (losses * weights / counts).sum()
         else:
-            value, chosen = _largest(pixels.losses().mul_(weights).flatten(1), fraction)
+            value, chosen = mean_of_largest(pixels.losses().mul_(weights).flatten(1), fraction)
             if gradient is not None:
                 pixels.losses(gradient, chosen.view_as(weights) * weights)
     return value, logits.new_empty(0) if gradient is None else gradient
 
 
-def _largest(losses: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
-    """The mean of each crop's largest losses, and the share of each loss in it. `losses`: (N, pixels)."""
+def mean_of_largest(losses: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
+    """The mean of this fraction of each crop's largest losses, and each loss's share in it. `losses`: (N, pixels)."""
     k = max(1, math.ceil(round(fraction * losses.shape[1], 6)))  # 0.07 * 100 is a little above 7
     last = losses.topk(k, sorted=False).values.amin(1, keepdim=True)
     above, ties = losses > last, losses == last

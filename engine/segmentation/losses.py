@@ -1,12 +1,11 @@
 """Losses of logits (N, classes, h, w), upsampled to labels (N, H, W); every crop has the same weight."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import upsampled_cross_entropy
+from keepless.losses import mean_of_largest
 from models.segmentation import upsampled
 
 
@@ -53,8 +52,7 @@ class CrossEntropy(nn.Module):
         if self.fraction is None:
             labelled = (labels != self.ignore_index).flatten(1).sum(dim=1).clamp(min=1)
             return (losses.sum(dim=1) / labelled).mean()
-        k = max(1, math.ceil(round(self.fraction * losses.shape[1], 6)))  # 0.07 * 100 is a little above 7
-        return losses.topk(k, dim=1, sorted=False).values.mean()
+        return mean_of_largest(losses, self.fraction)[0]
 
 
 def pixel_losses(logits: Tensor, labels: Tensor, ignore_index: int, weights: Tensor | None = None) -> Tensor:

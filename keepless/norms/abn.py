@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..inputs import is_number, names_slope
 from ..torch_internals import FakeTensor, NormBase, backward_runs, without_function_modes
@@ -17,13 +16,11 @@ from .backends.activations import Activation, activate_, check_activation
 from .backends.eager import EagerBackend
 from .backends.interface import floored
 from .bn_act import (
-    BatchNormActivation,
     NormArguments,
     Strategy,
     check_momentum,
     is_misread,
     norm_and_activation,
-    norm_over_input,
     statistics_dtype,
 )
 from .loading import warn_if_released
@@ -188,11 +185,7 @@ class ABN(NormBase):
             return activate_(activation, y)
         arguments = NormArguments(use_batch, momentum, self.eps, activation, group)
         strategy = strategy or Strategy(keep="x", backend=self.backend)
-        given = (x, weight, bias, running_mean, running_var, arguments, strategy)
-        if has_torch_function_unary(x) and group is None and not strategy.overwrite_input:
-            return handle_torch_function(norm_and_activation, (x,), *given)  # recordings see one call
-        overwrites = strategy.overwrite_input and not torch.compiler.is_compiling()
-        return norm_over_input(*given) if overwrites else BatchNormActivation.apply(*given)
+        return norm_and_activation(x, weight, bias, running_mean, running_var, arguments, strategy)
 
     def strategy(self) -> Strategy | None:
         """How to compute z; None for PyTorch's batch normalisation and activation, which are two autograd nodes."""

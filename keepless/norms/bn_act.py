@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..inputs import is_number
 from ..torch_internals import node_class
@@ -155,12 +156,16 @@ def check_momentum(momentum: Any, other: str = "") -> None:
 
 
 def norm_and_activation(*arguments: Any) -> Tensor:
-    """`BatchNormActivation.apply`, as function modes see it: one call."""
-    return BatchNormActivation.apply(*arguments)
+    """Make a node, from the arguments of `BatchNormActivation.forward`.
 
-
-def norm_over_input(*arguments: Any) -> Tensor:
-    """`BatchNormActivation.apply` with `overwrite_input`. RuntimeError if autograd cannot follow writes to x."""
+    Function modes, such as recordings, see one call, unless it exchanges statistics or writes over x. RuntimeError if
+    it writes over an x that autograd does not allow to change.
+    """
+    x, *_, of_norm, strategy = arguments
+    if has_torch_function_unary(x) and of_norm.group is None and not strategy.overwrite_input:
+        return handle_torch_function(norm_and_activation, (x,), *arguments)
+    if not strategy.overwrite_input or torch.compiler.is_compiling():
+        return BatchNormActivation.apply(*arguments)
     try:
         return BatchNormActivation.apply(*arguments)
     except RuntimeError as error:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..norms.backends.activations import Activation, check_activation
-from ..norms.bn_act import BatchNormActivation, NormArguments, Strategy, check_momentum
+from ..norms.bn_act import NormArguments, Strategy, check_momentum, norm_and_activation
 from ..norms.synchronisation import check_group, refuse_jointly, synchronised_group
 
 _KEEP_OUTPUT = Strategy(keep="z")
@@ -77,7 +77,7 @@ def _normalised(arguments: NormArguments, x: Tensor, *vectors: Tensor | None) ->
     if arguments.use_batch_statistics and arguments.group is None and x.numel() <= x.shape[1]:
         raise ValueError(f"inplace_abn got an input of shape {tuple(x.shape)}: expected several values per channel")
     scale = None if weight is None else released_scale(weight, arguments.eps)
-    return BatchNormActivation.apply(x, scale, bias, running_mean, running_var, arguments, _KEEP_OUTPUT)
+    return norm_and_activation(x, scale, bias, running_mean, running_var, arguments, _KEEP_OUTPUT)
 
 
 def released_scale(weight: Tensor, eps: float) -> Tensor:

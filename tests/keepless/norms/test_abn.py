@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute_activations
 from keepless.norms import abn as abn_module
+from keepless.norms import bn_act
 from keepless.norms.backends.interface import floored
 from keepless.norms.bn_act import Strategy
 from keepless.saved import saved_for_backward
@@ -427,7 +428,7 @@ def test_a_synchronised_standard_norm_computes_on_the_backend_that_it_was_given(
     strategies: list[Strategy] = []
     captured = SimpleNamespace(apply=lambda x, *arguments: strategies.append(arguments[-1]) or x)
     monkeypatch.setattr(abn_module, "synchronised_group", lambda group: object())
-    monkeypatch.setattr(abn_module, "BatchNormActivation", captured)
+    monkeypatch.setattr(bn_act, "BatchNormActivation", captured)
     ABN(4, sync=True, backend=backend)(torch.randn(2, 4, 3, 3))
     assert [strategy.backend for strategy in strategies] == [backend]
 
