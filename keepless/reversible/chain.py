@@ -1,6 +1,6 @@
 """The chain of steps by which reversible modules do without stored inputs: backward walks it from the last output.
 
-The rules, which this file implements together with replay.py, environment.py and state.py:
+The rules, which this file implements together with steps.py, replay.py and state.py:
 
 1. The chain. A `Pass` is one forward pass. It consists of `Step`s (half a coupling, or a whole function) and
    `Regrouping`s (of a tensor into halves, or back). A `Boundary` between two of them stands for the values there.
@@ -31,22 +31,17 @@ The rules, which this file implements together with replay.py, environment.py an
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..saved import Kept
 from ..torch_internals import Hooks, current_hooks, keeps_graph
 from .checks import Checksum
-from .couplings import Coupling, HalfStep, detached, versions, widened
-from .environment import Environment
+from .couplings import Coupling, widened
 from .replay import Section
 from .state import Values
-
-Undo = Callable[[], Values]
+from .steps import Apply, Inputs, Update
 
 
 class Boundary:
@@ -99,96 +94,6 @@ class Boundary:
             self.following = None
 
 
-class Inputs(NamedTuple):
-    """The dtypes and strides of a step's inputs, and whether each required a gradient and was a leaf."""
-
-    dtypes: tuple[torch.dtype, ...]
-    strides: tuple[tuple[int, ...], ...]
-    require_grad: tuple[bool, ...]
-    are_leaves: tuple[bool, ...]
-
-    def __call__(self, values: Values, any_layout: int | None = None) -> Values:
-        """New tensors that require gradients as the inputs did, so that a repetition saves the same tensors.
-
-        They also get the strides of the inputs, because some operators (`F.linear`) choose by strides which tensors
-        they save. The tensor with number `any_layout` keeps its strides, because no branch reads it. Inputs that were
-        not leaves become views: a prepared branch (`recompute_activations`) would keep a leaf instead of its results.
-        """
-        again = []
-        inputs = zip(values, self.strides, self.require_grad, self.are_leaves, strict=True)
-        for number, (tensor, strides, needed, is_leaf) in enumerate(inputs):
-            if number != any_layout and tensor.stride() != strides:
-                tensor = _laid_out(tensor, strides)
-            leaf = tensor.detach().requires_grad_(needed)
-            again.append(leaf if is_leaf else leaf.view_as(leaf))
-        return tuple(again)
-
-
-def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A copy with these strides; values must be equal along dimensions of stride 0."""
-    for dim, stride in enumerate(strides):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1).expand_as(tensor)
-    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, strides, strict=True)]
-    copy = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
-    copy.copy_(tensor.as_strided(sizes, tensor.stride()))
-    return copy.expand(tensor.shape)
-
-
-class Update(NamedTuple):
-    """One half of a coupling. Its branch runs once in the backward pass, to fill the section and to undo the update."""
-
-    half: HalfStep
-    invertible: bool = True
-    inverse: None = None  # the repetition runs the same branch as the forward pass
-
-    def run(self, halves: Values, checksum: Checksum) -> Values:
-        output = self.half.output(halves)
-        checksum.see(output)
-        return self.half.replaced(halves, self.half.combine(halves[self.half.target], output))
-
-    def again(self, halves: Values, like: Inputs, checksum: Checksum) -> Undo:
-        """Run the branch on the halves after the update."""
-        half, target = self.half, self.half.target
-        halves = like(halves, any_layout=target)
-        output = half.output(halves)
-        checksum.see(output)
-
-        def undone() -> Values:
-            with torch.no_grad():
-                values = half.undo(halves[target].detach(), detached(output))
-            return half.replaced(halves, _as(values, like.dtypes[target]))
-
-        if half.combine_saves:  # a product saves its factors
-            half.combine(like(undone(), any_layout=target)[target], output)
-        return undone
-
-
-class Apply(NamedTuple):
-    """A function of some tensors. The backward pass applies its inverse, if it has one, and runs the function again."""
-
-    function: Callable
-    inverse: Callable | None = None
-
-    @property
-    def invertible(self) -> bool:
-        return self.inverse is not None
-
-    def run(self, values: Values, checksum: Checksum) -> Values:
-        outputs = _unchanged(self.function, values)
-        checksum.see(outputs)
-        return outputs
-
-    def again(self, values: Values, like: Inputs, checksum: Checksum) -> Undo:
-        """Run the function again. `values`: its kept inputs, or outputs to invert."""
-        if self.inverse is not None:
-            with torch.no_grad():
-                values = _unchanged(self.inverse, values)
-                values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, like.dtypes, strict=True))
-        checksum.see(self.function(*like(values)))
-        return lambda: values
-
-
 class Step:
     """One executed step. It repeats from the boundary after it, or from its kept input if it has no inverse."""
 
@@ -203,8 +108,7 @@ class Step:
     ):
         self.move = move
         self.inputs = Inputs(*zip(*((x.dtype, x.stride(), x.requires_grad, x.is_leaf) for x in inputs), strict=True))
-        self.environment = Environment(modules, inputs, preserve_rng_state)
-        self.section = Section()
+        self.section = Section(modules, inputs, preserve_rng_state)
         self.checksum = Checksum(modules)
         self.before = weakref.ref(before)
         self.after = Boundary()
@@ -214,22 +118,13 @@ class Step:
 
     def run(self, values: Values) -> Values:
         """The forward pass."""
-        with self.section.dropping(self.repeat):
-            outputs = self.move.run(values, self.checksum)
-        self.environment.forward_pass_ended(inverts=self.move.inverse is not None)
-        return outputs
-
-    def repeat(self) -> None:
-        """Fill the section, and restore the boundary before."""
-        self._again(self.section.filling())
+        with self.section.dropping(self.restore, inverts=self.move.inverse is not None):
+            return self.move.run(values, self.checksum)
 
     def restore(self) -> None:
-        """Restore the boundary before."""
-        self._again(self.section.filling() if self.section.is_needed() else torch.no_grad())
-
-    def _again(self, context: AbstractContextManager) -> None:
+        """Fill the section, and restore the boundary before."""
         values = self.source.take()
-        with self.environment.restored(), context:
+        with self.section.repeated():
             undo = self.move.again(values, self.inputs, self.checksum)
         before = self.before()
         if before is not None and self.move.invertible:
@@ -249,34 +144,6 @@ class Regrouping:
         before, values = self.before(), self.after.take()
         if before is not None:
             before.give(self.back(values))
-
-
-def as_tuple(outputs: Tensor | Values) -> Values:
-    """The outputs of a module, as a tuple. ValueError if they are not tensors."""
-    found = outputs if isinstance(outputs, tuple) else (outputs,)
-    if not found:
-        raise ValueError("a reversible module got or returned nothing: expected tensors")
-    for output in found:
-        if not isinstance(output, Tensor):
-            raise ValueError(f"a reversible module got or returned a {type(output).__name__}: expected tensors")
-    return found
-
-
-def _unchanged(function: Callable, values: Values) -> Values:
-    """function(*values), as a tuple. ValueError if it wrote over its input, which the chain still needs."""
-    before = versions(values)
-    outputs = as_tuple(function(*values))
-    if versions(values) != before:
-        raise ValueError(
-            f"{getattr(function, '__qualname__', type(function).__name__)} wrote over its input, which a reversible "
-            f"module still needs: begin it with an operation that is not inplace"
-        )
-    return outputs
-
-
-def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Restored values in the original dtype; integers are rounded."""
-    return values.to(dtype) if dtype.is_floating_point or dtype.is_complex else values.round().to(dtype)
 
 
 _MARK = "reversible boundary"  # in the metadata of an output's node
@@ -299,30 +166,20 @@ class Pass:
         self.hooks = current_hooks() if reversible else None
         self.preserve_rng_state = preserve_rng_state
 
-    def couple(self, coupling: Coupling) -> None:
-        """Run a coupling."""
+    def couple(self, coupling: Coupling, inverse: bool = False) -> None:
+        """Run a coupling, or its inverse."""
         self._split(coupling)
-        if coupling.invertible:
-            for half in coupling.half_steps():
-                self._run([half.branch], Update(half))
-        else:
+        if not (coupling.invertible or inverse):
             self._run([coupling], Apply(coupling.couple))
+            return
+        halves = coupling.half_steps()
+        for half in [half.inverted() for half in reversed(halves)] if inverse else halves:
+            self._run([half.branch], Update(half))
 
-    def uncouple(self, coupling: Coupling) -> None:
-        """Run the inverse of a coupling."""
-        self._split(coupling)
-        for half in reversed(coupling.half_steps()):
-            self._run([half.branch], Update(half.inverted()))
-
-    def invert(self, module: nn.Module, function: Callable, inverse: Callable) -> None:
-        """Run an invertible function of a module."""
+    def apply(self, modules: Sequence[nn.Module], function: Callable, inverse: Callable | None = None) -> None:
+        """Run a function of some modules, and keep its input instead of their activations if it has no inverse."""
         self._join()
-        self._run([module], Apply(function, inverse))
-
-    def keep_input(self, modules: Sequence[nn.Module], function: Callable) -> None:
-        """Run a function of some modules; keep its input instead of their activations."""
-        self._join()
-        self._run(modules, Apply(function))
+        self._run(modules, Apply(function, inverse))
 
     def finish(self) -> Values:
         """The outputs. They are kept if the last step has an inverse."""

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..inputs import check_module
 from ..torch_internals import call_at_compilation, warn
-from .chain import Pass, as_tuple
+from .chain import Pass
 from .couplings import has_hooks, in_halves, is_low_under_autocast, widened
 from .state import statistics_kept
+from .steps import as_tuple
 
 Block = nn.Module | tuple[nn.Module, ...]
 
@@ -79,31 +80,29 @@ class InvertibleModuleWrapper(nn.Module):
         as_tuple(xin)
         if _is_compiling():
             return self._fn(*xin)
-        return self._run(xin, self._fn, inverse_of(self._fn), self.keep_input, Pass.couple)
+        return self._run(xin, inverts=False)
 
     def inverse(self, *yin: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return fn.inverse(*yin), without keeping yin."""
-        inverse = self._fn.inverse
         if self.disable or not torch.is_grad_enabled() or _is_compiling():
-            return inverse(*yin)
-        return self._run(yin, inverse, self._fn, self.keep_input_inverse, Pass.uncouple)
+            return self._fn.inverse(*yin)
+        return self._run(yin, inverts=True)
 
-    def _run(
-        self, values: tuple[Tensor, ...], function: Callable, inverse: Any, keep: bool, couple: Callable
-    ) -> Tensor | tuple[Tensor, ...]:
-        """Run a function and keep its inputs, or restore them: by `couple` or by its inverse."""
+    def _run(self, values: tuple[Tensor, ...], inverts: bool) -> Tensor | tuple[Tensor, ...]:
+        """Run `fn` or its inverse, and keep the inputs or restore them."""
         run = Pass(as_tuple(values), preserve_rng_state=self.preserve_rng_state)
-        if keep:
-            run.keep_input([self._fn], function)
+        function, back = (self._fn.inverse, self._fn) if inverts else (self._fn, inverse_of(self._fn))
+        if self.keep_input_inverse if inverts else self.keep_input:
+            run.apply([self._fn], function)
         elif in_halves(self._fn):
             if is_low_under_autocast(values[0]) and not run.boundary.outputs:  # none leads up to it
                 warn(
                     f"InvertibleModuleWrapper got a {values[0].dtype} input under autocast, so the sums of many such "
                     f"modules add up rounding: give the first one x.float(), or use a ReversibleSequence, which does"
                 )
-            couple(run, self._fn)
+            run.couple(self._fn, inverse=inverts)
         else:
-            run.invert(self._fn, function, inverse)
+            run.apply([self._fn], function, back)
         outputs = run.finish()
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -159,11 +158,9 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
         if in_halves(block):
             forward.couple(block)
         elif isinstance(block, tuple):
-            forward.keep_input(block, functools.partial(in_turn, block))
-        elif (inverse := inverse_of(block)) is not None:
-            forward.invert(block, block, inverse)
+            forward.apply(block, functools.partial(in_turn, block))
         else:
-            forward.keep_input([block], block)
+            forward.apply([block], block, inverse_of(block))
     (y,) = forward.finish()
     return y
 

@@ -1,20 +1,25 @@
 """Parts of a forward pass whose activations are dropped, and recomputed in the backward pass.
 
 In a `Section` every tensor that autograd would save gets an empty slot. When the backward pass reads the first slot,
-the part runs again and fills all slots. Autograd's graph is unchanged, so hooks, gradients of parts, and tied, frozen,
-unused or unregistered parameters work as usual.
+the part runs again, in the environment of the first run, and fills all slots. Autograd's graph is unchanged, so hooks,
+gradients of parts, and tied, frozen, unused or unregistered parameters work as usual.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..saved import Kept, check_version, current_stream, wait_for
-from ..torch_internals import keeps_graph
+from ..torch_internals import is_capturing, keeps_graph, without_dispatch_modes
+from .state import State
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_RANDOM = (*_DROPOUTS, nn.RReLU)
+_CHANGED = "a module did something else when the backward pass repeated its forward pass; it must do the same each time"
 
 
 class _Slot:
@@ -32,7 +37,7 @@ class _Slot:
             raise RuntimeError(f"{_CHANGED}: it saved a tensor {_metadata(tensor)}, but at first {self.metadata}")
         self.tensor, self.version, self.stream = tensor.detach(), tensor._version, current_stream(tensor)
 
-    def take(self) -> Tensor:
+    def get(self) -> Tensor:
         """The tensor; an empty slot repeats its section first. RuntimeError if the repetition differed."""
         if self.tensor is None:
             self.repeat()
@@ -47,18 +52,38 @@ class _Slot:
 
 
 class Section:
-    """One part of a forward pass. Autograd holds its slots until it has used or freed them."""
+    """One part of a forward pass, and everything besides its inputs that it depends on.
 
-    def __init__(self) -> None:
+    Autograd holds its slots until it has used or freed them. A repetition has the autocast settings, random numbers,
+    parameters, modes and buffers of the first run. `modules` run on `tensors`, and with `preserve_rng_state` draw the
+    same random numbers again. While a CUDA graph is captured they must not draw any on the device: modules that do are
+    refused; functions (`F.dropout`) are not noticed.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
         self.slots: list[weakref.ref[_Slot]] = []
-
-    def is_needed(self) -> bool:
-        """Whether a backward pass may still read an empty slot."""
-        return any(slot is not None and slot.tensor is None for slot in (reference() for reference in self.slots))
+        parts = [part for module in modules for part in module.modules()]
+        own = (one for module in modules for one in (*module.parameters(), *module.buffers()))
+        devices = {tensor.device for tensor in (*tensors, *own)}
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
+        ]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.cuda = [device for device in devices if device.type == "cuda"]
+        if self.cuda and is_capturing():  # the state of its generator cannot be read
+            self.cuda = []
+            if preserve_rng_state:
+                _refuse_random(parts)
+        self.random = self._random() if preserve_rng_state else None
+        self.state = State(parts)
 
     @contextmanager
-    def dropping(self, repeat: Callable[[], None]) -> Iterator[None]:
-        """Context of the first run: saved tensors get slots. `repeat` runs the part again, in `filling`."""
+    def dropping(self, repeat: Callable[[], None], inverts: bool) -> Iterator[None]:
+        """Context of the first run: saved tensors get slots. `repeat` runs the part again, in `repeated`.
+
+        `inverts`: the repetition runs an inverse first, see `State.forward_pass_ended`.
+        """
         ended = False
 
         def pack(tensor: Tensor) -> _Slot | Kept:
@@ -74,20 +99,41 @@ class Section:
                     "a branch of a reversible module computes gradients in its forward pass, but its activations are "
                     "already dropped: give disable=True to keep them"
                 )
-            return packed.get() if isinstance(packed, Kept) else packed.take()
+            return packed.get()
 
         try:
             with saved_tensors_hooks(pack, unpack):
                 yield
         finally:
             ended = True
+        if self.random is not None and all(map(_equal, self.random, self._random())):
+            self.random = None  # no numbers were drawn; the state has 5 KB
+        self.state.forward_pass_ended(inverts)
 
     @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Context of the repetition: saved tensors fill the slots. RuntimeError if they differ in number or metadata.
+    def repeated(self) -> Iterator[None]:
+        """Context of a repetition, in the state of the first run. It fills the slots, if any is still empty.
 
-        The graph made here cannot be differentiated after the context has ended.
+        RuntimeError if a parameter, or a buffer that the first run did not change, was modified or replaced since, or
+        if the saved tensors differ in number or metadata; see also `State.restored`.
         """
+        self.state.check_constants()
+        is_needed = any(slot is not None and slot.tensor is None for slot in (one() for one in self.slots))
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
+            if self.random is not None:
+                stack.enter_context(torch.random.fork_rng(self.cuda))
+                torch.set_rng_state(self.random[0])
+                for device, state in zip(self.cuda, self.random[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            stack.enter_context(self.state.restored())
+            stack.enter_context(self._filling() if is_needed else torch.no_grad())
+            yield
+
+    @contextmanager
+    def _filling(self) -> Iterator[None]:
+        """Context in which saved tensors fill the slots. The graph made here ends with it."""
         slots, ended = iter(self.slots), False
 
         def pack(tensor: Tensor) -> Tensor:
@@ -116,9 +162,24 @@ class Section:
         if next(slots, None) is not None:
             raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
 
+    def _random(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.cuda)]
+
 
 def _metadata(tensor: Tensor) -> tuple:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
-_CHANGED = "a module did something else when the backward pass repeated its forward pass; it must do the same each time"
+def _refuse_random(parts: Iterable[nn.Module]) -> None:
+    """RuntimeError if a module draws random numbers."""
+    for part in parts:
+        if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1.0) > 0:
+            raise RuntimeError(
+                f"a CUDA graph captures a reversible module that contains {part}: a captured repetition draws other "
+                f"random numbers, so gradients would be wrong; move it out of the branches, or set p=0"
+            )
+
+
+def _equal(state: Tensor, other: Tensor) -> bool:
+    with without_dispatch_modes():  # the states are real under fake tensors too
+        return torch.equal(state, other)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from keepless import AdditiveCoupling, InPlaceABN, ReversibleSequence
-from keepless.reversible import checks, environment, state
-from keepless.reversible.environment import Environment
+from keepless.reversible import checks, replay, state
+from keepless.reversible.replay import Section
 from keepless.torch_internals import FakeTensorMode
 from tests.cuda import NEEDS_CUDA
 
@@ -61,7 +61,7 @@ def capturing(monkeypatch):
     def refused(*arguments):
         raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
 
-    for module in (checks, environment, state):
+    for module in (checks, replay, state):
         monkeypatch.setattr(module, "is_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", refused)
     monkeypatch.setattr(torch.cuda, "set_rng_state", refused)
@@ -70,9 +70,10 @@ def capturing(monkeypatch):
 def test_the_state_of_a_generator_is_left_alone_while_a_graph_is_captured(capturing):
     with FakeTensorMode():
         x = torch.empty(2, 8, 6, 6, device="cuda")
-    surroundings = Environment(sequence().blocks, [x])
-    surroundings.forward_pass_ended(inverts=False)
-    with surroundings.restored():
+    section = Section(sequence().blocks, [x])
+    with section.dropping(lambda: None, inverts=False):
+        pass
+    with section.repeated():
         pass
 
 
@@ -80,15 +81,15 @@ def test_dropout_is_refused_while_a_graph_is_captured(capturing):
     with FakeTensorMode():
         x = torch.empty(2, 8, 6, 6, device="cuda")
     with pytest.raises(RuntimeError, match=r"captures a reversible module that contains Dropout\(p=0.5"):
-        Environment(sequence(nn.Dropout(0.5)).blocks, [x])
-    Environment(sequence(nn.Dropout(0.0)).blocks, [x])
-    Environment(sequence(nn.Dropout(0.5)).eval().blocks, [x])
+        Section(sequence(nn.Dropout(0.5)).blocks, [x])
+    Section(sequence(nn.Dropout(0.0)).blocks, [x])
+    Section(sequence(nn.Dropout(0.5)).eval().blocks, [x])
 
 
 def test_autocast_of_a_device_that_only_the_branches_are_on_is_restored(capturing):
     with FakeTensorMode(), torch.device("cuda"):
         blocks = sequence().blocks
-    assert "cuda" in {kind for kind, *_ in Environment(blocks, [torch.empty(2, 8, 6, 6)]).autocast}
+    assert "cuda" in {kind for kind, *_ in Section(blocks, [torch.empty(2, 8, 6, 6)]).autocast}
 
 
 @pytest.mark.parametrize("device", [ON_CUDA])
