@@ -316,11 +316,12 @@ def _warn_if_parts_are_called(network: nn.Module) -> None:
         and not any(map(_is_ours, part._forward_hooks.values()))
     }
     if parts:
-        several = ", ".join(map(repr, [*parts][:3])) + (", …" if len(parts) > 3 else "")
+        names = f"sub-module{'s' if len(parts) > 1 else ''} {', '.join(map(repr, [*parts][:3]))}"
         warn(
-            f"recompute_activations has prepared a {type(network).__name__}, but this step calls only parts of it, so "
-            f"everything is kept: prepare its sub-module{'s' if len(parts) > 1 else ''} {several} instead, or leave it "
-            f"unprepared and compute the loss inside `with keepless.recomputing():`"
+            f"recompute_activations has prepared a {type(network).__name__}, but this step calls parts of it, or a "
+            f"method such as forward, instead of the module, so everything is kept: prepare its "
+            f"{names}{', …' if len(parts) > 3 else ''} instead, or leave it unprepared and compute the loss inside "
+            f"`with keepless.recomputing():`"
         )
 
 
