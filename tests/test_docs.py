@@ -11,6 +11,7 @@ from scripts.evidence import documents, training
 from scripts.evidence.training import DEFAULT, GROUPS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import ratio_of
+from tests import numbers
 from tests.faults import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -32,6 +33,28 @@ def test_every_marked_block_is_what_the_scripts_make_and_every_page_has_its_pict
 
 def test_the_page_of_faults_is_made_of_its_record():
     assert report.page(json.loads((RESULTS / "faults.json").read_text())) == (RESULTS / "faults.md").read_text()
+
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def test_marked_numbers_are_their_records():
+    wrong = [
+        f"{page.name}: {number} is {value} in {source}"
+        for page in PAGES
+        for number, source in numbers.marked(page.read_text())
+        if (value := numbers.value_of(source)) != number
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_marked_number_that_its_record_does_not_have_is_found():
+    source = "camvid/norms/inplace/results.json#miou x100 .2"
+    assert numbers.value_of(source) == "64.97"
+    with pytest.raises(ValueError, match="must follow its number"):
+        list(numbers.marked(f"words<!-- n: {source} -->"))
+    with pytest.raises(ValueError, match="2 values, expected one"):
+        numbers.value_of("camvid/norms/*/results.json#miou")
 
 
 def test_results_are_few_pages_and_small():
@@ -83,7 +106,7 @@ def test_every_block_is_marked_and_every_switch_is_measured():
     marked = [name for path in documents.DOCUMENTS for name, *_ in frame.BLOCK.findall(path.read_text())]
     assert sorted(marked) == sorted(documents.BLOCKS) and papers.TABLES.keys() < {*marked}
     calls = documents.record("training")["calls"]
-    switches = {each.name for part, own in GROUPS.items() for each in own if "memory" not in part and part != "card"}
+    switches = {each.name for part, own in GROUPS.items() for each in own if "memory" not in part and part not in ("card", "arms")}
     assert {name for call in calls for name in training.switches_of(call)} == switches and DEFAULT in switches
     recomputed = training.measured_with(documents.record("training"), "recompute")
     ours, default = (recomputed[name][0]["saved_bytes"] for name in ("norm=std trainer.recompute=activations", DEFAULT))
@@ -108,8 +131,7 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
 
 
 def test_links_in_the_documentation_lead_somewhere():
-    pages = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]
-    for page in pages:
+    for page in [REPOSITORY / "CONTRIBUTING.md", *PAGES]:
         for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             if not target.startswith("http"):
                 there = page.parent / target if target else page
