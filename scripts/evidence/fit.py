@@ -11,6 +11,8 @@ must fit. A 12GiB device is emulated by a limit on PyTorch's allocator, less CUD
 
 import gc
 import itertools
+import os
+import re
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -118,10 +120,16 @@ def _limited(limit: str, trained: Trained) -> int:
     """Limit this process to what a device of `limit` would leave after CUDA's context; return the bytes left."""
     trained.steps_peak(FEWEST, trained.config.data.crop_size // 2, 0)  # loads the libraries
     free, total = torch.cuda.mem_get_info()
-    context = total - free - torch.cuda.memory_reserved()
+    context = (_own_bytes() or total - free) - torch.cuda.memory_reserved()
     allowed = min(total if limit == "card" else bytes_of(limit) or 0, total) - context
     torch.cuda.set_per_process_memory_fraction(allowed / total)
     return allowed
+
+
+def _own_bytes() -> int | None:
+    """Bytes of the device that this process has, if the driver lists processes; others may share the device."""
+    listed = re.findall(r"process +(\d+) uses +([\d.]+) MB", torch.cuda.list_gpu_processes())
+    return next((int(float(megabytes) * MIB) for pid, megabytes in listed if int(pid) == os.getpid()), None)
 
 
 def about(arguments: dict) -> tuple[str, str]:
