@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator
 
 PNG, JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
-PNG_END, JPEG_END = b"\0\0\0\0IEND\xaeB`\x82", b"\xff\xd9"  # the end mark; further bytes do not belong to the image
+JPEG_END = b"\xff\xd9"  # further bytes do not belong to the image
 GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a JPEG marker, except restarts between coded pixels
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
@@ -21,10 +21,6 @@ def png_chunks(data: bytes) -> Iterator[memoryview]:
         if data[start + 4 : start + 8] == b"IEND":
             return
         start = end
-
-
-def png_has_end(data: bytes) -> bool:
-    return any(chunk[4:8] == b"IEND" for chunk in png_chunks(data))
 
 
 def png_is_intact(data: bytes) -> bool:
@@ -57,6 +53,8 @@ def png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes 
 
 def jpeg_has_end(data: bytes) -> bool:
     """Whether the image has its end mark. A thumbnail's is inside a segment, which is skipped."""
+    if data.endswith(JPEG_END):
+        return True
     position = 2
     while marker := _MARKER.search(data, position):
         if marker.group() == JPEG_END:

@@ -1,10 +1,10 @@
 """Reads image files, with the checks that decoders leave out. Every error names the file and says what is wrong."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -44,25 +44,48 @@ class Stored(NamedTuple):
         return self.data.startswith((formats.PNG, formats.JPEG))
 
     def size(self, turned: bool = False) -> tuple[int, int]:
-        """(width, height) of a PNG or JPEG, as from `read_size`."""
-        return _size(self.path, BytesIO(self.data), turned)
+        """(width, height), from the header of a PNG or JPEG; other formats are decoded. `turned`: see `decode_image`.
+
+        Unreadable if the header is damaged; ValueError above Pillow's limit, 178 megapixels.
+        """
+        if not self.has_end_mark:
+            height, width, _ = decode_image(self, turned=turned).shape
+            return width, height
+        try:
+            width, height = formats.png_size(self.data) or Image.open(BytesIO(self.data), formats=["JPEG"]).size
+        except Image.DecompressionBombError:
+            raise _too_large(self.path) from None
+        except _NOT_INTACT:
+            raise Unreadable(f"{self.path}: has no readable image header; expected an intact PNG or JPEG.") from None
+        if width * height > _MOST_PIXELS:
+            raise _too_large(self.path)
+        return (height, width) if turned and _orientation(self.data) in _ON_ITS_SIDE else (width, height)
 
 
 def read(path: Path, photograph: bool = False) -> Stored:
-    """Read a file. Unreadable if it is missing, truncated or, unless it is a `photograph`, neither PNG nor JPEG."""
+    """Read a file. Unreadable if it is missing, incomplete or, unless it is a `photograph`, neither PNG nor JPEG."""
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise missing(path, error) from None
+        raise Unreadable(f"{path}: cannot be read ({error.strerror or error}); expected a readable file.") from None
     return complete(path, data, photograph)
 
 
 def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
-    """A file whose bytes have been read. Unreadable as in `read`."""
-    stored = Stored(path, data)
-    if not data or stored.has_end_mark or not photograph:
-        _check_complete(path, data[:8], data[-len(formats.PNG_END) :], lambda: data)
-    return stored
+    """A file whose bytes have been read. Unreadable as in `read`: decoders would fill missing parts without a word.
+
+    A PNG is complete if all its chunks have the right checksums, a JPEG if it has its end mark.
+    """
+    is_png, is_jpeg = data.startswith(formats.PNG), data.startswith(formats.JPEG)
+    if not data or not (is_png or is_jpeg or photograph):
+        raise Unreadable(
+            f"{path}: {'the file is empty' if not data else f'is neither PNG nor JPEG (starts with {data[:4]!r})'}; "
+            "expected a PNG or JPEG."
+        )
+    if (is_png and not formats.png_is_intact(data)) or (is_jpeg and not formats.jpeg_has_end(data)):
+        what = "PNG" if is_png else "JPEG"
+        raise Unreadable(f"{path}: the {what} file is truncated or damaged; expected an intact one.")
+    return Stored(path, data)
 
 
 def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool = False) -> np.ndarray:
@@ -70,16 +93,22 @@ def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool 
 
     Gray is copied to three channels, 16-bit values keep their upper eight bits, and alpha is dropped. `turned`: read
     all formats of `PHOTOGRAPHS` (the first frame or page), and rotate by EXIF orientation, as viewers do. Otherwise
-    the orientation is ignored, because published labels match the pixels as stored. Rows far below `window` are
-    neither decoded nor checked.
+    the orientation is ignored, because published labels match the pixels as stored. Rows far below `window` are not
+    decoded.
     """
     path, data = stored = file if isinstance(file, Stored) else read(file, photograph=turned)
     if turned and not stored.has_end_mark:
         return _decode_photograph(stored)[window]
-    turn = _orientation(BytesIO(data)) if turned else 1
+    turn = _orientation(data) if turned else 1
     if turn == 1 and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
         return part
-    image = _decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+    image = None
+    try:
+        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+    except cv2.error as error:
+        if error.code == cv2.Error.StsNoMem:
+            raise MemoryError(f"out of memory while an image of {len(data):,} bytes was decoded") from error
     if image is None:
         raise Unreadable(f"{path}: cannot be decoded as an image; expected an intact PNG or JPEG.")
     if turn > 1:
@@ -91,9 +120,9 @@ def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool 
 def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     """Decode a label file to uint8 (H, W); palette PNGs give indices. ValueError if the file holds anything else.
 
-    Rows far below `window` are not decoded, but the checksums of the whole file are verified.
+    Rows far below `window` are not decoded.
     """
-    path, data = checked_png(file)
+    path, data = _png(file)
     if window != EVERYTHING and (part := _decode_window(data, window, formats.GRAY, formats.PALETTE)) is not None:
         return part
     depth, colour_type = data[24:26]
@@ -113,15 +142,15 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     orientation, which is applied to images only.
     """
     path, data = stored = _stored(file, photograph=True)
-    if b"eXIf" in data and _orientation(BytesIO(data)) > 1:
+    if b"eXIf" in data and _orientation(data) > 1:
         raise Unreadable(f"{path}: has an EXIF orientation, but labels are read as stored; expected none.")
-    kind = data[24:26]  # of a PNG: depth and colour type
+    kind = data[24:26] if data.startswith(formats.PNG) else None  # depth and colour type
     if not stored.has_end_mark:
         raw = _decode_tiff_label(stored)[window]
-    elif kind == bytes((8, formats.COLOUR)) and data.startswith(formats.PNG):
-        raw = decode_image(checked_png(stored), window)
-    elif kind in _MASKS and data.startswith(formats.PNG):
-        raw = _exact(*checked_png(stored))[window]
+    elif kind == bytes((8, formats.COLOUR)):
+        raw = decode_image(stored, window)
+    elif kind in _MASKS:
+        raw = _exact(path, data)[window]
     else:
         return decode_label(stored, window)
     if raw.ndim == 2:
@@ -166,7 +195,7 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
 
 def decode_uint16(file: Path | Stored) -> np.ndarray:
     """Decode an instance file to uint16 (H, W). ValueError if it holds anything else."""
-    path, data = checked_png(file)
+    path, data = _png(file)
     return _exact(path, data, np.uint16, "instances with one 16-bit value per pixel")
 
 
@@ -220,56 +249,18 @@ def _is_misread(tags: Mapping[int, Any]) -> bool:
     )
 
 
-def read_size(path: Path, turned: bool = False) -> tuple[int, int]:
-    """(width, height) of an image, from its header. Unreadable if the file is missing, truncated or of another kind.
-
-    Unreadable also above Pillow's limit, 178 megapixels: only a damaged header claims that many. Damage after the
-    header goes unnoticed until decoding. `turned`: see `decode_image`; files without an end mark are decoded.
-    """
-    try:
-        with open(path, "rb") as file:
-            head = file.read(33)
-            if turned and head and not Stored(path, head).has_end_mark:
-                height, width, _ = decode_image(path, turned=True).shape
-                return width, height
-            file.seek(max(0, file.seek(0, 2) - len(formats.PNG_END)))
-            _check_complete(path, head, file.read(), path.read_bytes)
-            file.seek(0)
-            return _size(path, file, turned)
-    except OSError as error:
-        raise missing(path, error) from None
-
-
-def _size(path: Path, file: BinaryIO, turned: bool) -> tuple[int, int]:
-    """`read_size` of an open file that is complete."""
-    try:
-        head = file.read(33)
-        size = formats.png_size(head) if head.startswith(formats.PNG) else Image.open(file, formats=["JPEG"]).size
-    except (UnidentifiedImageError, SyntaxError, ValueError):
-        size = None
-    except Image.DecompressionBombError:
-        size = _MOST_PIXELS, 2
-    except OSError as error:
-        raise missing(path, error) from None
-    if size is None:
-        raise Unreadable(f"{path}: has no readable image header; expected an intact PNG or JPEG.")
-    if size[0] * size[1] > _MOST_PIXELS:
-        raise _too_large(path)
-    return size[::-1] if turned and _orientation(file) in _ON_ITS_SIDE else size
-
-
-def _orientation(file: BinaryIO) -> int:
+def _orientation(data: bytes) -> int:
     """The EXIF orientation in an image's header, 1 to 8; 1 if there is none."""
     exif, found = Image.Exif(), 1
     with suppress(Exception):  # Pillow raises whatever Python does for damaged EXIF data
-        file.seek(0)
-        exif.load(Image.open(file, formats=PHOTOGRAPHS).info.get("exif", b""))
+        exif.load(Image.open(BytesIO(data), formats=PHOTOGRAPHS).info.get("exif", b""))
         found = exif.get(ExifTags.Base.Orientation, 1)
     return found if found in range(1, 9) else 1
 
 
 def _exact(path: Path, data: bytes, dtype: type | None = None, expected: str = "a label") -> np.ndarray:
     """The values in a PNG. Unreadable unless they are (H, W) of `dtype`, if that is given."""
+    Stored(path, data).size()  # refuses more pixels than Pillow opens
     raw = _pillow(formats.png_pixels_only(data))
     if raw is None:
         raise Unreadable(f"{path}: cannot be decoded as {expected}; expected an intact PNG.")
@@ -283,56 +274,19 @@ def _stored(file: Path | Stored, photograph: bool = False) -> Stored:
     return file if isinstance(file, Stored) else read(file, photograph)
 
 
+def _png(file: Path | Stored) -> Stored:
+    stored = _stored(file)
+    if not stored.data.startswith(formats.PNG):
+        raise Unreadable(f"{stored.path}: is a JPEG, which changes values; expected a PNG.")
+    return stored
+
+
 def _too_large(path: Path) -> ValueError:
     """The error for more pixels than Pillow opens; the file may be intact."""
     return ValueError(
         f"{path}: has more than {_MOST_PIXELS // 10**6} megapixels; expected fewer: cut large images, and their labels "
         f"alike, into tiles"
     )
-
-
-def checked_png(file: Path | Stored) -> Stored:
-    """A label file, read if it is not yet, with verified checksums: not all decoders verify them."""
-    path, data = stored = _stored(file)
-    if not data.startswith(formats.PNG):
-        raise Unreadable(f"{path}: is a JPEG, which changes values; expected a PNG.")
-    width, height = formats.png_size(data) or (0, 0)
-    if width * height > _MOST_PIXELS:
-        raise _too_large(path)
-    if not formats.png_is_intact(data):
-        raise Unreadable(f"{path}: damaged pixels or header, so it cannot be decoded; expected an intact PNG.")
-    return stored
-
-
-def missing(path: Path, error: OSError) -> Unreadable:
-    """The error for a file that the system cannot read."""
-    return Unreadable(f"{path}: cannot be read ({error.strerror or error}); expected a readable file.")
-
-
-def _check_complete(path: Path, head: bytes, tail: bytes, read: Callable[[], bytes]) -> None:
-    """Unreadable if a PNG or JPEG stops before its end mark: decoders silently fill the missing part.
-
-    `head` and `tail`: the first and last bytes. Ordinary files end with the mark; only others are `read` and searched.
-    """
-    if not head:
-        raise Unreadable(f"{path}: the file is empty; expected a PNG or JPEG.")
-    if head.startswith(formats.PNG):
-        what, complete = "PNG", tail == formats.PNG_END or formats.png_has_end(read())
-    elif head.startswith(formats.JPEG):
-        what, complete = "JPEG", tail.endswith(formats.JPEG_END) or formats.jpeg_has_end(read())
-    else:
-        raise Unreadable(f"{path}: is neither PNG nor JPEG (starts with {head[:4]!r}); expected one of them.")
-    if not complete:
-        raise Unreadable(f"{path}: the {what} file is truncated; expected an end mark after its pixels.")
-
-
-def _decode(data: bytes, flags: int) -> np.ndarray | None:
-    try:
-        return cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-    except cv2.error as error:
-        if error.code == cv2.Error.StsNoMem:
-            raise MemoryError(f"out of memory while an image of {len(data):,} bytes was decoded") from error
-        return None
 
 
 def _pillow(data: bytes, window: Window = EVERYTHING) -> np.ndarray | None:

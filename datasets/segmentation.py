@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from datasets import reading
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import FileList, listed
 from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read
@@ -169,9 +168,15 @@ class SegmentationDataset(Dataset):
         return self._decode_label(self._stored_label(index), self.table.known)
 
     @restorable()
-    def image_size(self, path: Path) -> tuple[int, int]:
-        """(width, height) of an image file, from its header. ValueError if it is missing, truncated or not an image."""
-        return reading.read_size(path, self.turned)
+    def image_size(self, path: Path, decode: bool = False) -> tuple[int, int]:
+        """(width, height) of an image file. ValueError if it is missing, truncated or not an image.
+
+        `decode`: decode all its pixels, not only its header.
+        """
+        if decode:
+            height, width, _ = decode_image(path, turned=self.turned).shape
+            return width, height
+        return read(path, photograph=self.turned).size(self.turned)
 
     def _stored_label(self, index: int) -> Stored:
         path = self.files[index].label

@@ -5,10 +5,8 @@
 
 import json
 import os
-import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,14 +17,12 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
-from datasets.reading import decode_image, label_palette, read
-from datasets.segmentation import RESTORE, SegmentationDataset, restorable
+from datasets.reading import label_palette, read
+from datasets.segmentation import SegmentationDataset
 from datasets.workers import Progress, in_order
 
 _CHECKS = 6  # increment when the checks change: all data is then checked again
 _SHOWN = 5
-# Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
-_DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
 
 Split = SegmentationDataset | ClassificationDataset
 
@@ -112,11 +108,11 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     """Check every image and label of a split: that they are complete, of the same size, and hold known ids.
 
     Returns problems instead of raising them. Labels are decoded, and so are all images of a classification that are in
-    files; other images and instances only with `decode`, else their headers and ends are read. PNG files have
-    checksums, so any damage is found. JPEG files have none: damage is found only if the decoder meets an invalid code,
-    or the data ends too early or too late. `workers`: see `in_order`.
+    files; other images and instances only with `decode`, else they are read. PNG files have checksums, so any damage
+    is found. JPEG files have none: decoders fill damaged parts with other pixels, so only a damaged header or a
+    missing end is found. `workers`: see `in_order`.
     """
-    look = partial(_inspected if decode else _looked, dataset)
+    look = partial(_looked, dataset, decode)
     if isinstance(dataset, ClassificationDataset):
         found = every(dataset, look, workers, progress) if dataset.pixels is None else ()
         problems = [problem for each in found for problem in each.problems]
@@ -157,11 +153,8 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
         raise TimeoutError(f"{dataset.path(done)}: {error}") from error
 
 
-def _looked(dataset: Split, index: int, size_of: Callable[[Path], tuple[int, int]] | None = None) -> Found:
-    """One image and its label files.
-
-    `size_of` returns (width, height) of an image or instance file, or raises ValueError; by default from its header.
-    """
+def _looked(dataset: Split, decode: bool, index: int) -> Found:
+    """One image and its label files."""
     problems: list[Problem] = []
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
@@ -169,13 +162,15 @@ def _looked(dataset: Split, index: int, size_of: Callable[[Path], tuple[int, int
             return read(*arguments)
         except ValueError as error:
             problems.append(Problem("unknown ids" if isinstance(error, UnknownIds) else kind, str(error)))
-            return None
+        except Exception as error:  # it must not stop the check of the other files
+            problems.append(Problem("unexpected error", f"{dataset.path(index)}: {type(error).__name__}: {error}"))
+        return None
 
     if isinstance(dataset, ClassificationDataset):
-        look, argument = (dataset.image, index) if size_of is None else (size_of, dataset.path(index))
-        attempted("unreadable image", look, argument)
+        attempted("unreadable image", dataset.image, index)
         return Found(problems, np.zeros(0))
-    size_of, entry, palette = size_of or dataset.image_size, dataset.files[index], None
+    entry, palette = dataset.files[index], None
+    size_of = partial(dataset.image_size, decode=decode)
     image_size = attempted("unreadable image", size_of, entry.image)
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
     instances = None if entry.instances is None else attempted("unreadable instances", size_of, entry.instances)
@@ -190,43 +185,3 @@ def _looked(dataset: Split, index: int, size_of: Callable[[Path], tuple[int, int
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
     return Found(problems, pixels, palette)
-
-
-def _inspected(dataset: Split, index: int) -> Found:
-    """Like `_looked`, with all pixels decoded."""
-    try:
-        with _printed_by_decoders():  # hidden: a bad label also raises an error
-            return _looked(dataset, index, partial(_decoded_size, turned=dataset.turned))
-    except Exception as error:  # it must not stop the check of the other files
-        problem = Problem("unexpected error", f"{dataset.path(index)}: {type(error).__name__}: {error}")
-        return Found([problem], np.zeros(256, np.int64))
-
-
-@restorable()
-def _decoded_size(path: Path, turned: bool = False) -> tuple[int, int]:
-    """(width, height) of an image, after decoding all its pixels. ValueError also if the decoder reports damage."""
-    with _printed_by_decoders() as lines:
-        size = decode_image(path, turned=turned).shape[1::-1]
-    complaint = next(filter(_DAMAGE.search, lines), None)
-    if complaint is not None:
-        raise ValueError(f"{path}: damaged pixels, the decoder says {complaint!r}. {RESTORE}")
-    return size
-
-
-@contextmanager
-def _printed_by_decoders() -> Iterator[list[str]]:
-    """Capture what this process prints to standard error: libjpeg reports damage nowhere else.
-
-    The list is filled when the context ends. Use it only in single-threaded processes.
-    """
-    lines: list[str] = []
-    with tempfile.TemporaryFile() as file:
-        standard_error = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            os.dup2(standard_error, 2)
-            os.close(standard_error)
-        file.seek(0)
-        lines += file.read().decode(errors="replace").splitlines()

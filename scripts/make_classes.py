@@ -28,7 +28,7 @@ from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
 from datasets.folder import CLASSES, TRAINED, LabelNames, alike, folder_labels, palette_fix
 from datasets.layout import first_of
-from datasets.reading import decode_mask, label_palette, read, read_size
+from datasets.reading import decode_mask, label_palette, read
 from datasets.segmentation import restorable
 from datasets.workers import in_order
 from engine import assemble
@@ -237,7 +237,7 @@ def contents(path: Path, image: Path | None) -> Contents:
     pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
     size, other_size = raw.shape[::-1], None
     with suppress(ValueError):  # a damaged image, which a training reports
-        if image is not None and (shown := read_size(image, turned=True)) != size:
+        if image is not None and (shown := read(image, photograph=True).size(turned=True)) != size:
             other_size = f"{path} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from datasets.reading import decode_image, decode_label, decode_uint16, read_size
+from datasets.file_formats import png_chunks
+from datasets.reading import decode_image, decode_label, decode_uint16
+from datasets.reading import read as stored
 from tests.datasets.classification_trees import encoded
 
 HEIGHT, WIDTH = 75, 53
@@ -19,6 +21,10 @@ HEIGHT, WIDTH = 75, 53
 WINDOWS = [(slice(start, stop), slice(5, 48)) for start, stop in [(0, 1), (74, 75), (0, 75)]] + [
     (slice(stop - 9, stop), slice(0, 53)) for stop in range(9, 75)
 ]
+
+
+def read_size(path: Path, turned: bool = False) -> tuple[int, int]:
+    return stored(path, photograph=turned).size(turned)
 
 
 def photograph() -> np.ndarray:
@@ -97,6 +103,10 @@ def test_what_lies_below_a_window_is_not_decoded(suffix, tmp_path, capfd):
     whole = decode_image(path)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + bytes(len(data) // 2 - 20) + data[-20:])
+    if suffix == ".png":  # with the right checksums
+        pixels = b"".join(each[8:-4] for each in png_chunks(data) if each[4:8] == b"IDAT")
+        pixels = pixels[: len(pixels) // 2] + bytes(len(pixels) // 2)
+        path.write_bytes(data[:33] + chunk(b"IDAT", pixels) + chunk(b"IEND", b""))
     top = slice(0, 150), slice(0, 300)
     assert np.array_equal(decode_image(path, top), whole[top])
     assert capfd.readouterr().err == ""
@@ -113,9 +123,9 @@ NO_IMAGE, NO_HEADER = "cannot be decoded as an image", "has no readable image he
         (b"GIF89a", "is neither PNG nor JPEG (starts with b'GIF8')", None),
         (b"\x89PNG\r\n\x1a\n", "the PNG file is truncated", None),
         (b"\x89PNG\r\n\x1a\n" + b"IEND", "the PNG file is truncated", None),
-        (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0IEND\xaeB`\x82", NO_IMAGE, NO_HEADER),
+        (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0IEND\xaeB`\x82", "the PNG file is truncated or damaged", None),
         (b"\xff\xd8\xff\xe0\xff\xff\xff", "the JPEG file is truncated", None),
-        (b"\xff\xd8\xff\xe0\xff\xff\xff\xd9", NO_IMAGE, "cannot be read ("),
+        (b"\xff\xd8\xff\xe0\xff\xff\xff\xd9", NO_IMAGE, NO_HEADER),
         (b"\xff\xd8\xff\xd9\x00\x02\xff", NO_IMAGE, NO_HEADER),
         (b"\xff\xd8\xff\xd9", NO_IMAGE, NO_HEADER),
         (b"\xff\xd8" + b"\xff" * 20 + b"\xff\xd9", NO_IMAGE, NO_HEADER),
@@ -264,20 +274,6 @@ def test_chunks_that_are_too_large_for_pillow_are_left_out(large, at_end, tmp_pa
         assert read_size(path) == (WIDTH, HEIGHT)
         assert np.array_equal(decode_label(path), labels())
         assert np.array_equal(decode_label(path, WINDOWS[9]), labels()[WINDOWS[9]])
-
-
-@pytest.mark.parametrize("damage", ["text", "data"])
-def test_checksums_of_a_whole_label_are_verified(damage, tmp_path):
-    path = saved(tmp_path / "x.png", palette(66))
-    data = path.read_bytes()
-    data = data[:-12] + chunk(b"tEXt", b"a\0some text") + data[-12:]
-    path.write_bytes(data)
-    assert np.array_equal(decode_label(path), labels())
-    place = data.index(b"some" if damage == "text" else b"IDAT") + 3
-    path.write_bytes(data[:place] + b"x" + data[place + 1 :])
-    for window in [(), (WINDOWS[0],)]:
-        with pytest.raises(ValueError, match=f"{path}: damaged pixels or header"):
-            decode_label(path, *window)
 
 
 def tiff(
