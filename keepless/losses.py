@@ -179,13 +179,11 @@ class _Tiles:
 
     def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool, stride: int | None):
         self.logits, self.labels, self.dtype = logits, labels, weights.dtype
-        (_, classes, *cells), (_, *size) = logits.shape, labels.shape
-        upsampled = size if stride is None else [cell * stride for cell in cells]
-        self.before = [_source(row, cells[0], upsampled[0], align_corners) for row in range(size[0])]
-        self.down, self.across = (
-            None if old == new else _interpolation(old, new, align_corners, weights)[:side]
-            for old, new, side in zip(cells, upsampled, size, strict=True)
-        )
+        (_, classes, height, width), (_, *size) = logits.shape, labels.shape
+        rows, columns = size if stride is None else (height * stride, width * stride)
+        self.heights, self.align_corners = (height, rows), align_corners
+        self.down = None if height == rows else _interpolation(height, rows, align_corners, weights)[: size[0]]
+        self.across = None if width == columns else _interpolation(width, columns, align_corners, weights)[: size[1]]
         limit = _TILE_BYTES.get(logits.device.type, _OTHER_TILE_BYTES)
         self.rows = max(1, limit // (classes * size[1] * self.dtype.itemsize))
 
@@ -217,9 +215,10 @@ class _Tiles:
         if self.down is None:
             source = rows
         else:
-            last = min(rows.stop, len(self.before)) - 1
-            first = max(0, int(self.before[rows.start]))
-            source = slice(first, min(int(self.before[last]) + 2, len(cells)))
+            last = min(rows.stop, self.labels.shape[1]) - 1
+            first = int(_source(rows.start, *self.heights, self.align_corners))
+            final = int(_source(last, *self.heights, self.align_corners)) + 1
+            source = slice(max(0, first), min(final + 1, len(cells)))
         tile = cells[source]
         if self.across is not None:
             tile = tile @ self.across.T
@@ -248,7 +247,8 @@ def _sources(old: int, new: int, align_corners: bool, like: Tensor) -> tuple[Ten
 
 def _interpolation(old: int, new: int, align_corners: bool, like: Tensor) -> Tensor:
     """Linear interpolation of `old` cells to `new` positions, as a matrix (new, old)."""
-    before, share = (vector.unsqueeze(1) for vector in _sources(old, new, align_corners, like))
+    before, share = _sources(old, new, align_corners, like)
+    before, share = before.unsqueeze(1), share.unsqueeze(1)
     matrix = torch.zeros(new, old, dtype=like.dtype, device=like.device)
     matrix.scatter_(1, before, 1 - share)
     return matrix.scatter_add_(1, (before + 1).clamp_(max=old - 1), share)

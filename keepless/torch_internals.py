@@ -254,9 +254,18 @@ def engine_adds() -> bool:
     return backward_runs() and (frame is None or frame.f_code.co_name == "_engine_run_backward")
 
 
-def scaler_skips_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Let GradScaler skip steps with infinite gradients, for which it would otherwise call a fused optimizer."""
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused optimizers
+# The Euclidean norms of many tensors, as scalars, by few kernels.
+norms_of: Callable[[list], tuple[Tensor, ...]] = torch._foreach_norm
+
+
+def move_towards(tensors: list[Tensor], ends: list[Tensor], share: Tensor) -> None:
+    """tensors += share * (ends - tensors), in place, by few kernels. `share` is a scalar in float64 on their device."""
+    if share.is_cuda:  # a list of shares would launch a kernel for each tensor
+        steps = list(torch._foreach_sub(ends, tensors))
+        torch._foreach_mul_(steps, share)
+        torch._foreach_add_(tensors, steps)
+    else:
+        torch._foreach_lerp_(tensors, ends, [share.to(tensor.dtype) for tensor in tensors])
 
 
 def compiler_settings(**settings: Any) -> AbstractContextManager:

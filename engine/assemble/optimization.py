@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, PolynomialLR, SequentialLR
@@ -10,7 +11,6 @@ from datasets import minibatches_per_epoch
 from engine.schema import optim as schema
 from engine.schema.schedule import Schedule, in_steps
 from engine.schema.training import TrainingRun
-from keepless.torch_internals import scaler_skips_steps
 
 
 def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> Optimizer:
@@ -26,9 +26,16 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     else:
         assert isinstance(config, schema.SGD), config
         made = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-    # Otherwise infinite gradients would leave weights unchanged, but momentum could start from uninitialised memory.
-    scaler_skips_steps(made)
+        _start_momentum(made)
     return made
+
+
+def _start_momentum(optimizer: SGD) -> None:
+    """Momentum of zeros, which PyTorch would leave uninitialised if a fused optimiser skips its first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.requires_grad:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _parameter_groups(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> list[dict]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 
-def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[dict]:
-    """Move the minibatches' tensors to `device`; on CUDA the next copy overlaps with the current minibatch."""
-    if device.type != "cuda":
-        yield from minibatches
-        return
+def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterable[dict]:
+    """The minibatches with their tensors on `device`; on CUDA the next copy overlaps with the current minibatch."""
+    return _prefetched(minibatches, device) if device.type == "cuda" else minibatches
+
+
+def _prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[dict]:
     stream, under_way = _copying_stream(device), None
     for minibatch in minibatches:
         with torch.cuda.stream(stream):

@@ -23,7 +23,8 @@ class Schedule:
 
     def checkpoints(self, step: int) -> bool:
         # Before evaluations too: nothing is lost if one fails.
-        return step % self.checkpoint_every == 0 or self.scores(step)
+        evaluate_every = self.evaluate_every or self.total_steps
+        return step % self.checkpoint_every == 0 or step % evaluate_every == 0 or step == self.total_steps
 
     def logs(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.total_steps

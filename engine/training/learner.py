@@ -5,20 +5,20 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.nn.utils import clip_grads_with_norm_
 
 from engine.process.distributed import World
 from engine.process.forward import Forward
-from engine.training.capture import CapturedMicroBatches, MicroBatch
+from engine.training.capture import CapturedMicroBatches
+from keepless.torch_internals import move_towards, norms_of
 from models.checkpoints.loading import not_finite
+from models.freezing import training_mode
 
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss; below it, gradients are broken, not just too large
 
@@ -33,18 +33,21 @@ class WeightAverage:
     def __init__(self, network: nn.Module, decay: float):
         self.module = copy.deepcopy(network)
         self.updates = 0
-        self._average = get_ema_multi_avg_fn(decay)
+        self.decay = decay
         self._buffers_are_old = False
 
     @torch.no_grad()
-    def update(self, network: nn.Module) -> None:
-        """average = decay * average + (1 - decay) * weights; the first update copies the weights."""
+    def update(self, network: nn.Module, finite: Tensor) -> None:
+        """average = decay * average + (1 - decay) * weights, where a step was `finite`; the first copies the weights.
+
+        `finite`: a boolean on the network's device, 0-dimensional. Without a finite step the average stays.
+        """
         pairs = [*zip(self.module.parameters(), network.parameters(), strict=True)]
         if self.updates:  # frozen weights stay as the first update has copied them
             pairs = [pair for pair in pairs if pair[1].requires_grad]
         own, weights = ([parameter.detach() for parameter in each] for each in zip(*pairs, strict=True))
         if self.updates:
-            self._average(own, weights, self.updates)
+            move_towards(own, weights, finite * (1 - self.decay))
         else:
             for average, new in zip(own, weights, strict=True):
                 average.copy_(new)
@@ -73,6 +76,12 @@ class Learner:
     average: WeightAverage | None = None  # exponential moving average of the weights, evaluated instead of `network`
     max_gradient_norm: float | None = None  # gradients are clipped to it; None: never
     captured: CapturedMicroBatches | None = None  # runs micro-batches as a CUDA graph; None: eagerly
+    reads_flag: bool = True  # that a step is finite, if the optimiser is not fused; False: fake tensors have no values
+    parameters: list[nn.Parameter] = field(init=False)  # of the network
+
+    def __post_init__(self) -> None:
+        self.parameters = list(self.network.parameters())
+        training_mode(self.network)
 
     @property
     def evaluated(self) -> Forward:
@@ -86,66 +95,65 @@ class Learner:
         """Give the evaluated network its running statistics, equal on all ranks. Every rank must call it."""
         world.share_buffers(self.evaluated.network)
 
-    def accumulating(self, more_follow: bool) -> AbstractContextManager:
-        """Context for one micro-batch: DDP synchronises gradients only on the last."""
-        if more_follow and isinstance(self.forward.network, DistributedDataParallel):
-            return self.forward.network.no_sync()
-        return nullcontext()
-
-    def zero_grad(self) -> None:
-        """Forget the last step's gradients."""
-        if self.captured is None:
-            self.optimizer.zero_grad()
-        else:
-            self.captured.gradients.zero_()
-
-    def run(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a micro-batch, computed eagerly or by a graph, which overwrites it in its next call."""
-        return (micro_batch if self.captured is None else partial(self.captured, micro_batch))(images, labels)
+    def more_follow(self) -> AbstractContextManager:
+        """Context for a micro-batch that is not the last, after which DDP synchronises gradients."""
+        ddp = self.forward.network
+        return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
-    def gradient_norm(self) -> Tensor:
-        """Unscale the gradient; return its Euclidean norm over all parameters, a scalar on the network's device."""
-        self.scaler.unscale_(self.optimizer)
-        return get_total_norm([p.grad for p in self.network.parameters() if p.grad is not None])
+    def step(self, loss: Tensor, asked: Tensor) -> "Outcome":
+        """Clip the gradients; update the weights, the learning rate and the averaged weights. Nothing is waited for.
 
-    def check(self, loss: float, gradient_norm: float) -> None:
-        """Check loss and gradient before a step.
+        If loss or gradient is not finite, weights, momentum and average stay, and `read` tells it later: fused
+        optimisers skip a step by a flag on the device. Before other optimisers the host waits for the flag.
 
-        FloatingPointError: one is not finite. In float16, gradients may overflow: the step is then skipped and the loss
-        scaled down. That is an error only once the scale has fallen to `SMALLEST_SCALE`.
+        Args:
+            loss: of the minibatch, a float64 scalar on the network's device.
+            asked: how many ranks were asked to stop, likewise.
         """
-        if not math.isfinite(loss):
-            name, norm = _largest({name: p.detach() for name, p in self.network.named_parameters()})
-            raise FloatingPointError(f"the loss is {loss}; the weights with the largest norm are {name} ({norm:.3g})")
-        if math.isfinite(gradient_norm):
-            return
-        if not self.scaler.is_enabled() or self.scaler.get_scale() <= SMALLEST_SCALE:
-            raise FloatingPointError(f"the gradient is {gradient_norm}; {self._largest_gradient()}")
-
-    def step(self, gradient_norm: float) -> None:
-        """Clip the gradient, which has this norm; update the weights, the learning rate and the averaged weights."""
-        if math.isfinite(gradient_norm):
-            if self.max_gradient_norm is not None:
-                parameters = [p for p in self.network.parameters() if p.grad is not None]
-                norm = parameters[0].new_full((), gradient_norm)  # new_tensor would wait for the device
-                clip_grads_with_norm_(parameters, self.max_gradient_norm, norm)
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)  # skips the step; not used above, because it waits for the device
+        scale = self.scaler.scale(torch.ones_like(loss))
+        self.scaler.unscale_(self.optimizer)
+        parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
+        norms = torch.stack(norms_of([parameter.grad for parameter in parameters]))
+        norm = torch.linalg.vector_norm(norms)
+        finite = loss.isfinite() & norm.isfinite()
+        if self.max_gradient_norm is not None:
+            clip_grads_with_norm_(parameters, self.max_gradient_norm, norm)
+        optimizer: Any = self.optimizer
+        if optimizer.defaults.get("fused"):
+            optimizer.found_inf, optimizer.grad_scale = (~finite).float(), None
+            optimizer.step()
+        elif not self.reads_flag or finite:
+            optimizer.step()
         self.scaler.update()
         # float16 may skip the first optimiser steps. (In float16 only, as catch_warnings makes Python repeat warnings.)
         with _schedule_alone() if self.scaler.is_enabled() else nullcontext():
             self.scheduler.step()
         if self.average is not None:
-            self.average.update(self.network)
+            self.average.update(self.network, finite)
+        numbers = torch.stack([loss, norm.double(), asked, scale, self.scaler.scale(torch.ones_like(loss))])
+        numbers = numbers.to("cpu", non_blocking=True)  # from a device: into pinned memory
+        copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
+        return Outcome(numbers, copied, norms, parameters)
 
-    @property
-    def loss_scale(self) -> float | None:
-        """The scale of a float16 loss; None in other precisions."""
-        return self.scaler.get_scale() if self.scaler.is_enabled() else None
+    def read(self, outcome: "Outcome") -> tuple[float, float, bool, float | None]:
+        """Wait for a step; return its loss, gradient norm before clipping, whether to stop, and float16's loss scale.
+
+        FloatingPointError: loss or gradient is not finite. In float16, gradients may overflow: the step is then skipped
+        and the loss scaled down. That is an error only once the scale is below `SMALLEST_SCALE`.
+        """
+        if outcome.copied is not None:
+            outcome.copied.synchronize()
+        loss, gradient_norm, asked, scale, next_scale = outcome.numbers.tolist()
+        if not math.isfinite(loss):
+            weights = {name: p.detach().double().norm().item() for name, p in self.network.named_parameters()}
+            name, norm = _largest(weights)
+            raise FloatingPointError(f"the loss is {loss}; the weights with the largest norm are {name} ({norm:.3g})")
+        if not math.isfinite(gradient_norm) and not SMALLEST_SCALE <= next_scale < scale:
+            raise FloatingPointError(f"the gradient is {gradient_norm}; {self._broken(outcome)}")
+        return loss, gradient_norm, asked > 0, next_scale if self.scaler.is_enabled() else None
 
     def state_dict(self, step: int) -> dict:
         """The state after `step` steps, as tensors in plain containers; averaged weights have the network's names.
@@ -196,12 +204,24 @@ class Learner:
             missing = isinstance(error, KeyError)
             raise ValueError(f"it has no part {error}" if missing else f"it does not fit this run: {error}") from error
 
-    def _largest_gradient(self) -> str:
-        gradients = {name: p.grad for name, p in self.network.named_parameters() if p.grad is not None}
-        broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
-        name, norm = _largest(gradients)
-        which = f"{len(broken)} of {len(gradients)} are not finite, {broken[0]} first" if broken else "all are finite"
+    def _broken(self, outcome: "Outcome") -> str:
+        """The gradients that are not finite, for messages."""
+        names = {id(parameter): name for name, parameter in self.network.named_parameters()}
+        own = [names[id(parameter)] for parameter in outcome.parameters]
+        norms = dict(zip(own, outcome.norms.tolist(), strict=True))
+        broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        which = f"{len(broken)} of {len(norms)} are not finite, {broken[0]} first" if broken else "all are finite"
+        name, norm = _largest(norms)
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
+
+
+class Outcome(NamedTuple):
+    """A step on the device, as far as the host reads it, one step later."""
+
+    numbers: Tensor  # float64: loss, gradient norm before clipping, ranks asked to stop, loss scale, next loss scale
+    copied: torch.cuda.Event | None  # once `numbers` are in the host's memory
+    norms: Tensor  # of the gradients before clipping, one per parameter, on the device
+    parameters: list[nn.Parameter]
 
 
 @contextmanager
@@ -212,7 +232,6 @@ def _schedule_alone() -> Iterator[None]:
         yield
 
 
-def _largest(tensors: dict[str, Tensor]) -> tuple[str, float]:
-    """Name and Euclidean norm (float64) of the tensor with the largest norm; NaN counts as the largest."""
-    norms = {name: tensor.double().norm().item() for name, tensor in tensors.items()}
+def _largest(norms: dict[str, float]) -> tuple[str, float]:
+    """Name and norm of the tensor with the largest norm; NaN counts as the largest."""
     return max(norms.items(), key=lambda entry: math.inf if math.isnan(entry[1]) else entry[1])

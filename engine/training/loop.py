@@ -2,19 +2,21 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, profiler
 
 from engine.process.console import logger
 from engine.process.distributed import World
-from engine.process.memory import forget_peak, memory_errors, peak_memory_mib
+from engine.process.memory import forget_peak, is_out_of_memory, peak_memory_mib
 from engine.process.stopping import Preempted
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
-from engine.training.learner import Learner
+from engine.training.learner import Learner, Outcome
 from engine.training.run import Config, Run, Split
 from keepless import checking_repetitions
 from models.freezing import training_mode
@@ -41,56 +43,74 @@ def train(
         RuntimeError: a reversible branch's recomputation differs (see `checking_repetitions`).
         ValueError: an image cannot be read.
     """
-    learner, schedule, metrics, world = run.learner, run.schedule, run.metrics, run.world
+    learner, schedule, world = run.learner, run.schedule, run.world
     minibatch_size = run.config.data.crops_per_minibatch
     if run.config.trainer.profile and world.first:
         minibatches = _profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
     run.stop.training = True
-    with metrics:
+    with run.metrics as metrics:
         if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # the run was stopped during it
             run.evaluate(run.start_step, evaluate)
         if run.stop.anywhere(world):
             raise Preempted(f"stopped before step {run.start_step + 1}")
-        timed = _timed(prefetched(minibatches, world.device))
-        for step, (minibatch, waited_s) in enumerate(timed, start=run.start_step + 1):
+        before, ended_s = None, time.perf_counter()
+        for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
+            waited_s = time.perf_counter() - ended_s
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr = learner.optimizer.param_groups[0]["lr"]
             first = step <= run.start_step + CHECKED_STEPS
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
-            with _errors_of(step, minibatch, run), checking_repetitions() if first else nullcontext():
-                loss_value, gradient_norm = train_step(learner, loss, minibatch, minibatch_size, world)
+            try:
+                with checking_repetitions() if first else nullcontext():
+                    outcome = train_step(learner, loss, minibatch, minibatch_size, world, run.stop.requested)
+            except Exception as error:
+                _explain(error, step, minibatch, run)
+                raise
             if step == run.start_step + PLANNED_STEPS:
                 run.share_plans()
                 if learner.captured is not None:
                     learner.captured.begin()
-            asked = run.stop.anywhere(world)
-            metrics.step(loss_value, gradient_norm, minibatch_size, waited_s)
-            if schedule.logs(step):
-                waits_s = world.gather(metrics.data_wait_s())
-                memory_mib = peak_memory_mib(world.device)
-                metrics.training(step, schedule.epoch(step), lr, memory_mib, learner.loss_scale, waits_s)
-            run.directory.saved(wait=False)
-            if schedule.checkpoints(step) or asked:
+            # The host reads a step's numbers while the device takes the next one.
+            asked = (before is not None and _read(before, run)) or (world.size == 1 and run.stop.requested)
+            before = Taken(step, outcome, lr, minibatch["name"], waited_s)
+            if asked or schedule.checkpoints(step):
+                asked, before = _read(before, run) or asked, None
                 run.save(step)
-            if asked:
-                run.directory.saved()
-                raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
-            if schedule.evaluates(step):
-                run.evaluate(step, evaluate)
-            metrics.pause_ended()
+                if asked:
+                    run.directory.saved()
+                    raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
+                if schedule.evaluates(step):
+                    run.evaluate(step, evaluate)
+                metrics.pause_ended()
+            run.directory.saved(wait=False)
+            ended_s = time.perf_counter()
         return run.evaluate(schedule.total_steps, evaluate)
 
 
-def _timed(minibatches: Iterable[dict]) -> Iterator[tuple[dict, float]]:
-    """Each minibatch, and how many seconds it took to arrive."""
-    waiting = iter(minibatches)
-    while True:
-        started = time.perf_counter()
-        minibatch = next(waiting, None)
-        if minibatch is None:
-            return
-        yield minibatch, time.perf_counter() - started
+class Taken(NamedTuple):
+    """A step that the device may still be taking."""
+
+    step: int
+    outcome: Outcome
+    lr: float
+    names: list[str]  # of its images
+    waited_s: float  # for its minibatch
+
+
+def _read(taken: Taken, run: Run[Config, Split]) -> bool:
+    """Wait for a step, and record it; return whether a rank was asked to stop before it. Every rank must call it."""
+    metrics, step = run.metrics, taken.step
+    try:
+        loss, gradient_norm, asked, loss_scale = run.learner.read(taken.outcome)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"step {step}: {error} (images {', '.join(taken.names)})") from error
+    metrics.step(loss, gradient_norm, run.config.data.crops_per_minibatch, taken.waited_s)
+    if run.schedule.logs(step):
+        waits_s = run.world.gather(metrics.data_wait_s())
+        memory_mib = peak_memory_mib(run.world.device)
+        metrics.training(step, run.schedule.epoch(step), taken.lr, memory_mib, loss_scale, waits_s)
+    return asked
 
 
 def _profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[dict]:
@@ -106,41 +126,37 @@ def _profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator
             tracer.step()
 
 
-@contextmanager
-def _errors_of(step: int, minibatch: dict, run: Run[Config, Split]) -> Iterator[None]:
-    """Wraps a step: errors name the step, the images, and settings that need less memory.
+def _explain(error: Exception, step: int, minibatch: dict, run: Run[Config, Split]) -> None:
+    """Raise a better error for one of a step, if there is one: it names the step, and settings that need less memory.
 
     A scheduler's signal may also end a compiler that the step has started, and the step then fails.
     """
-    images, parts = minibatch["image"], run.learner.accumulation_steps
-    crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
-    advice = run.config.memory_advice(run.world.size)
-    try:
-        with memory_errors(f"in step {step} with {crops} on this device {advice}"):
-            yield
-    except FloatingPointError as error:
-        raise FloatingPointError(f"step {step}: {error} (images {', '.join(minibatch['name'])})") from error
-    except (RuntimeError, ValueError) as error:
-        if not run.stop.requested:
-            raise
+    if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        images, parts = minibatch["image"], run.learner.accumulation_steps
+        crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
+        advice = run.config.memory_advice(run.world.size)
+        raise MemoryError(f"out of memory in step {step} with {crops} on this device {advice}") from error
+    if isinstance(error, (RuntimeError, ValueError)) and run.stop.requested:
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
         raise Preempted(f"stopped in step {step}, which did not end and will be repeated") from error
 
 
-def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: int, world: World) -> tuple[float, float]:
-    """One optimiser step on this rank's share of a minibatch of `minibatch_size` images.
+def train_step(
+    learner: Learner, loss: Loss, minibatch: dict, minibatch_size: int, world: World, stop: bool = False
+) -> Outcome:
+    """One optimiser step on this rank's share of a minibatch of `minibatch_size` images; `Learner.read` waits for it.
 
-    Returns the mean loss of the whole minibatch, and the norm of the gradient before clipping.
-    FloatingPointError: loss or gradient is not finite; weights are unchanged.
+    `stop`: whether this rank was asked to stop. The ranks add that up together with their losses.
     """
-    training_mode(learner.network)
-    learner.zero_grad()
+    if not learner.network.training:
+        training_mode(learner.network)
+    if learner.captured is None:
+        learner.optimizer.zero_grad()
+    else:
+        learner.captured.gradients.zero_()
     total_loss = accumulate_gradients(learner, loss, minibatch, minibatch_size, world)
-    mean_loss = world.sum_(total_loss) / world.size
-    mean_loss, gradient_norm = torch.stack([mean_loss, learner.gradient_norm().double()]).tolist()
-    learner.check(mean_loss, gradient_norm)
-    learner.step(gradient_norm)
-    return mean_loss, gradient_norm
+    total_loss, asked = world.sum_(torch.stack([total_loss, total_loss.new_full((), stop)])).unbind()
+    return learner.step(total_loss / world.size, asked)
 
 
 def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: int, world: World) -> Tensor:
@@ -158,11 +174,13 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
         learner.backward(part_loss)
         return part_loss.detach()
 
+    run = micro_batch if learner.captured is None else partial(learner.captured, micro_batch)
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    images, labels = (minibatch[key].tensor_split(learner.accumulation_steps) for key in ("image", "label"))
+    images = minibatch["image"].tensor_split(learner.accumulation_steps)
+    labels = minibatch["label"].tensor_split(learner.accumulation_steps)
     for number, part in enumerate(zip(images, labels, strict=True), start=1):
-        with learner.accumulating(more_follow=number < learner.accumulation_steps):
-            total_loss += learner.run(micro_batch, *part)
+        with nullcontext() if number == learner.accumulation_steps else learner.more_follow():
+            total_loss += run(*part)
     if learner.captured is not None:
         learner.captured.average_gradients(world)
     return total_loss

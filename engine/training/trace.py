@@ -60,8 +60,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
             accumulate_gradients(learner, marked, minibatch, len(minibatch["image"]), World())
             gradients = {made.number(p.grad) for p in network.parameters() if p.grad is not None}
             places.append("optimizer")
-            learner.gradient_norm()
-            learner.step(1.0)
+            learner.step(*torch.zeros(2, dtype=torch.float64))
         # In a separate pass: hooks on saved tensors keep some of them for longer.
         inputs = [minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label")]
         kept = kept_bytes(network, lambda: loss(learner.forward(inputs[0]), inputs[1]), inputs)
@@ -79,7 +78,7 @@ def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
     network = learner.network
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    learner.step(1.0)
+    learner.step(*torch.zeros(2, dtype=torch.float64))
     learner.optimizer.zero_grad()
     training_mode(network)
     return {

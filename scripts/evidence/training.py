@@ -149,14 +149,17 @@ class Training:
             recompute_activations(self.learner.network, budget=switch.budget)
         self.loss = assemble.loss(self.config.loss, self.dataset.ignore_index, network=self.learner.network)
         self.in_memory = list(assemble.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
-        self.minibatches = prefetched(itertools.cycle(self.in_memory), self.world.device)  # as the training loop's
+        self.minibatches = iter(
+            prefetched(itertools.cycle(self.in_memory), self.world.device)
+        )  # as the training loop's
         self.losses: list[float] = []
 
     def step(self) -> float:
         """Milliseconds of one more step."""
         started_s = time.perf_counter()
         minibatch = next(self.minibatches)
-        loss, _ = loop.train_step(self.learner, self.loss, minibatch, self.config.data.crops_per_minibatch, self.world)
+        crops = self.config.data.crops_per_minibatch
+        loss, *_ = self.learner.read(loop.train_step(self.learner, self.loss, minibatch, crops, self.world))
         self.losses.append(loss)
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()

@@ -25,11 +25,16 @@ def forward_of(
 
 
 def learner_of(
-    network: nn.Module, lr: float = 0.1, precision: str = "float32", device: str = "cpu", **options
+    network: nn.Module,
+    lr: float = 0.1,
+    precision: str = "float32",
+    device: str = "cpu",
+    fused: bool = True,
+    **options,
 ) -> Learner:
     """`options`: further fields of the Learner."""
     forward = forward_of(network, precision, channels_last=False, device=device)
-    optimizer = torch.optim.SGD(network.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr, fused=fused)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     scaler = torch.amp.GradScaler(device, enabled=precision == "float16")
     return Learner(network, forward, optimizer, scheduler, scaler, **options)

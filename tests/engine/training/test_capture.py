@@ -54,8 +54,8 @@ def losses_of(learner: Learner, steps: int) -> list[float]:
             learner.captured.begin()
         if learner.captured is not None and number == 6:
             learner.captured.release()  # for an evaluation
-        loss, _ = train_step(learner, CrossEntropy(fraction=0.25), minibatch(number), minibatch_size=4, world=World())
-        found.append(loss)
+        outcome = train_step(learner, CrossEntropy(fraction=0.25), minibatch(number), minibatch_size=4, world=World())
+        found.append(learner.read(outcome)[0])
     return found
 
 
@@ -169,7 +169,7 @@ def gradients_of(rank: int, flat: bool) -> list[Tensor]:
     for number in range(3):
         if flat and number == 2:
             learner.captured.begin()
-        learner.zero_grad()
+        learner.captured.gradients.zero_() if flat else learner.optimizer.zero_grad()
         accumulate_gradients(learner, CrossEntropy(), minibatch(2 * number + rank), 8, world)
     return [parameter.grad for parameter in network.parameters()]
 

@@ -1,6 +1,7 @@
 """The learner: its state survives a checkpoint, its numbers are checked, its statistics renewed."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -25,8 +26,7 @@ def small_learner(precision: str = "float32", averaged: bool = False) -> Learner
     learner = Learner(network, forward_of(network, precision), optimizer, scheduler, scaler, average=average)
     for _ in range(2):
         learner.backward(network(torch.randn(3, 2)).square().mean())
-        learner.gradient_norm()
-        learner.step(1.0)
+        learner.step(*torch.zeros(2, dtype=torch.float64))
     return learner
 
 
@@ -40,21 +40,20 @@ def test_everything_that_changes_continues(tmp_path):
 
     again = small_learner("float16", averaged=True)
     again.load_state_dict(checkpoint.read(tmp_path / "last.pt"))
-    assert again.scaler.get_scale() == again.loss_scale == 32.0
+    assert again.scaler.get_scale() == 32.0
     assert same(learner.network.state_dict(), again.network.state_dict())
     assert same(learner.average.module.state_dict(), again.average.module.state_dict())
     for one in (learner, again):
         with torch.no_grad():
             [parameter.add_(1) for parameter in one.network.parameters()]
-        one.average.update(one.network)
+        one.average.update(one.network, torch.tensor(True))
     assert torch.equal(learner.average.module.weight, again.average.module.weight)
     assert not torch.equal(learner.average.module.weight, learner.network.weight)
 
     for one in (learner, again):  # with the momentum and the learning rate of the two steps
         one.optimizer.zero_grad()
         one.backward(one.network(torch.ones(3, 2)).square().mean())
-        one.gradient_norm()
-        one.step(1.0)
+        one.step(*torch.zeros(2, dtype=torch.float64))
     assert torch.equal(learner.network.weight, again.network.weight)
     assert learner.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 0.1 * 0.8
 
@@ -67,15 +66,50 @@ def test_a_broken_network_or_average_has_no_state_and_a_gradient_that_overflows_
         with pytest.raises(FloatingPointError, match=expected):
             learner.state_dict(7)
         module.weight.data[0, 0] = 0
+    for name, value in (("weight", 1e25), ("bias", torch.nan)):  # the first one's square overflows
+        for parameter in learner.network.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        getattr(learner.network, name).grad.view(-1)[0] = value
+        outcome = learner.step(*torch.zeros(2, dtype=torch.float64))
+        learner.optimizer.zero_grad()
+        norm = r"(inf|nan)"
+        with pytest.raises(
+            FloatingPointError, match=rf"is {norm}; 1 of 2 are not finite, {name} first; .*{name} \({norm}"
+        ):
+            learner.read(outcome)
+
+
+def one_step(learner: Learner, value: float) -> None:
+    learner.optimizer.zero_grad()
     for parameter in learner.network.parameters():
-        parameter.grad = torch.full_like(parameter, 1e25)
-    largest = r"all are finite; the gradient with the largest norm is weight \(2e\+25\)"  # whose square overflows
-    with pytest.raises(FloatingPointError, match=f"the gradient is inf; {largest}"):
-        learner.check(1.0, learner.gradient_norm().item())
-    learner.network.bias.grad[0] = torch.nan
-    learner.max_gradient_norm = 1.0  # which must not make NaN of all others
-    with pytest.raises(FloatingPointError, match="the gradient is nan; 1 of 2 are not finite, bias first"):
-        learner.check(1.0, learner.gradient_norm().item())
+        parameter.grad = torch.full_like(parameter, value)
+    learner.step(torch.tensor(1.0 if math.isfinite(value) else value, dtype=torch.float64), torch.zeros(()).double())
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_step_that_is_not_finite_changes_no_weight_moment_or_average(optim, fused, first):
+    """Not even a first step, before which PyTorch would not have initialised the momentum."""
+    learners = []
+    for bad in (False, True):
+        torch.manual_seed(0)
+        network = nn.Linear(2, 2)
+        config = run_config(f"optim={optim}", f"optim.fused={fused}").optim
+        optimizer = assemble.optimizer(config, network, ())
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        scaler, average = torch.amp.GradScaler("cpu", enabled=False), WeightAverage(network, decay=0.9)
+        learner = Learner(network, forward_of(network), optimizer, scheduler, scaler, average=average)
+        for value in (*([] if first else [1.0]), *([torch.inf, torch.nan] if bad else []), 2.0, 3.0):
+            one_step(learner, value)
+        learners.append(learner)
+    clean, with_bad = learners
+    assert same(clean.network.state_dict(), with_bad.network.state_dict())
+    for ours, theirs in zip(*(learner.optimizer.state.values() for learner in learners), strict=True):
+        assert same(ours, theirs)
+    if not first:
+        assert same(clean.average.module.state_dict(), with_bad.average.module.state_dict())
 
 
 @pytest.mark.parametrize("part", ["network", "optimizer", "ema", "scaler"])

@@ -1,0 +1,190 @@
+"""The loop reads a step's numbers one step later, and before whatever depends on them; and it repeats little."""
+
+import math
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from engine.process.distributed import World
+from engine.process.stopping import Preempted, StopRequest
+from engine.records.metrics_logger import MetricsLogger
+from engine.schema.schedule import Schedule
+from engine.segmentation.losses import CrossEntropy
+from engine.training import loop
+from engine.training.learner import Learner
+from tests.engine.learners import learner_of
+from tests.runs import REPOSITORY
+
+WORLD_SIZE, STEPS = 2, 7
+CALLS_BEFORE = 129  # of our files in each step, outside the network, when every step was read at once
+
+
+class FakeRun(SimpleNamespace):
+    """What the loop needs of a run, on one rank; `events` lists what happens."""
+
+    def __init__(self, world: World, schedule: Schedule, network: nn.Module, **options: object):
+        super().__init__(world=world, schedule=schedule, learner=learner_of(network, **options), start_step=0)
+        self.events: list[tuple[str, int]] = []
+        self.stop = StopRequest()
+        console = Console(quiet=True)
+        self.metrics = MetricsLogger(None, console, score="miou", total_steps=schedule.total_steps, start_step=0)
+        self.directory = SimpleNamespace(saved=lambda wait=True: None)
+        trainer, data = SimpleNamespace(profile=0), SimpleNamespace(crops_per_minibatch=2)
+        self.config = SimpleNamespace(trainer=trainer, data=data)
+        self.share_plans = lambda: None
+
+    def save(self, step: int) -> None:
+        self.events.append(("save", step))
+
+    def evaluate(self, step: int, evaluate: object) -> int:
+        self.events.append(("evaluate", step))
+        return step
+
+
+def minibatches(steps: int, size: int = 64):
+    for number in range(1, steps + 1):
+        images = torch.full((2, 3, size, size), number, dtype=torch.uint8)
+        labels = torch.zeros(2, size, size, dtype=torch.uint8)
+        yield {"image": images, "label": labels, "name": [f"crop {number}"]}
+
+
+def small_network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 19, 1))
+
+
+@pytest.fixture
+def noted(monkeypatch) -> FakeRun:
+    run = FakeRun(World(), Schedule(STEPS, STEPS, evaluate_every=5, checkpoint_every=3, log_every=2), small_network())
+    take, read, launched = loop.train_step, Learner.read, []
+
+    def train_step(*arguments: object) -> object:
+        outcome = take(*arguments)
+        launched.append(outcome)
+        run.events.append(("take", len(launched)))
+        return outcome
+
+    def noted_read(learner: Learner, outcome: object) -> object:
+        run.events.append(("read", 1 + next(n for n, each in enumerate(launched) if each is outcome)))
+        return read(learner, outcome)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(Learner, "read", noted_read)
+    return run
+
+
+def test_a_step_is_read_after_the_next_is_launched_and_before_checkpoints_evaluations_and_the_end(noted):
+    assert loop.train(noted, minibatches(STEPS), CrossEntropy(), lambda: None) == STEPS
+    assert [f"{event} {step}" for event, step in noted.events] == [
+        *("take 1", "take 2", "read 1", "take 3", "read 2", "read 3", "save 3"),
+        *("take 4", "take 5", "read 4", "read 5", "save 5", "evaluate 5"),
+        *("take 6", "read 6", "save 6", "take 7", "read 7", "save 7", "evaluate 7"),
+    ]
+    assert noted.metrics.all["steps"] == STEPS
+
+
+def test_a_stop_loses_no_step(noted):
+    """The signal comes in step 4."""
+
+    def with_signal():
+        for number, each in enumerate(minibatches(STEPS), start=1):
+            if number == 4:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            yield each
+
+    with noted.stop, pytest.raises(Preempted, match="^stopped after step 4 of 7$"):
+        loop.train(noted, with_signal(), CrossEntropy(), lambda: None)
+    assert noted.events[-2:] == [("read", 4), ("save", 4)] and noted.metrics.all["steps"] == 4
+
+
+def test_a_step_that_is_not_finite_is_named_one_step_later(noted):
+    factors = iter([1.0, math.inf, *[1.0] * STEPS])
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return CrossEntropy()(logits, labels) * next(factors)
+
+    with pytest.raises(FloatingPointError, match=r"^step 2: the loss is inf; .* \(images crop 2\)$"):
+        loop.train(noted, minibatches(STEPS), loss, lambda: None)
+    assert noted.events == [("take", 1), ("take", 2), ("read", 1), ("take", 3), ("read", 2)]
+
+
+def calls_per_step(size: int, **options: object) -> Counter[str]:
+    """Calls of Python functions of our files in the last step but one, outside of a network that has none of them."""
+    schedule = Schedule(8, 8, evaluate_every=None, checkpoint_every=100, log_every=100)
+    run, counted = FakeRun(World(), schedule, small_network(), **options), Counter()
+
+    def note(frame: object, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(f"{REPOSITORY}/") and "/.venv/" not in path and path != __file__:
+            counted[f"{Path(path).name}: {frame.f_code.co_name}"] += 1
+
+    def watched():
+        for number, each in enumerate(minibatches(8, size), start=1):
+            sys.setprofile(note if number == 7 else None)
+            yield each
+
+    try:
+        loop.train(run, watched(), CrossEntropy(fraction=0.25), lambda: None)
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_a_step_calls_half_as_many_of_our_functions_as_it_did():
+    """Twice as many without the loss, too; and not more with larger crops, as the loss did for each row."""
+    small, large = calls_per_step(64), calls_per_step(128)
+    assert 2 * sum(small.values()) <= CALLS_BEFORE, small
+    of_loss = sum(count for name, count in small.items() if name.startswith("losses.py"))
+    assert 2 * (sum(small.values()) - of_loss) <= 32, small
+    assert sum(large.values()) <= sum(small.values()) + 20, large - small
+
+
+def test_the_network_s_mode_is_set_when_it_changes(monkeypatch):
+    modes, train = [], nn.Module.train
+    network = small_network()
+    monkeypatch.setattr(nn.Module, "train", lambda module, mode=True: (modes.append(mode), train(module, mode))[1])
+    learner = learner_of(network)
+    network.eval()  # as after an evaluation
+    modes.clear()
+    for each in minibatches(3):
+        loop.train_step(learner, CrossEntropy(), each, 2, World())
+    assert modes == [True] * 5 and network[1].training  # the network and its layers, once
+
+
+def stopped(rank: int) -> tuple[str, list, int, int]:
+    """How a run ends of which rank 1 is asked to stop in step 3; the collectives of its steps."""
+    run = FakeRun(World(rank, WORLD_SIZE), Schedule(STEPS, STEPS, None, 100, 100), small_network())
+    run.config.data.crops_per_minibatch = 4
+    collectives, reduce = [], dist.all_reduce
+
+    def noted_reduce(tensor: torch.Tensor) -> None:
+        collectives.append(len(run.events))
+        reduce(tensor)
+
+    def with_request():
+        for number, each in enumerate(minibatches(STEPS), start=1):
+            run.stop.requested = run.stop.requested or (rank == 1 and number == 3)
+            yield each
+
+    dist.all_reduce = noted_reduce
+    try:
+        loop.train(run, with_request(), CrossEntropy(), lambda: None)
+    except Preempted as error:
+        return str(error), run.events, run.metrics.all["steps"], len(collectives)
+    finally:
+        dist.all_reduce = reduce
+    raise AssertionError("the run was not stopped")
+
+
+def test_all_ranks_stop_after_the_same_step_without_a_collective_of_their_own(ranks):
+    """One for the question before the first step, and one for each step's loss."""
+    expected = ("stopped after step 4 of 7", [("save", 4)], 4, 1 + 4)
+    assert ranks.run(stopped) == [expected, expected]
