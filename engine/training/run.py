@@ -119,7 +119,7 @@ class Run(Generic[Config, Split]):
             f"{self.directory.path}: {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
             f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}, "
-            f"with {workers_of(self.config.data)} data workers each"
+            f"data workers of each: {workers_of(self.config.data)}"
         )
         if self.config.trainer.compile or self.config.compiles_norms(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")

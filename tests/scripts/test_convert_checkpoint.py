@@ -151,8 +151,6 @@ def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path, mo
     alone = checkpoint.load(tmp_path / "net.pt")
     assert alone.keys() == {"format", "task", "step", "classes", "config", "network"}
     assert same(alone["network"], average) and str(tmp_path) not in str(alone["config"])
-    scores = [
-        evaluate(composed("eval", f"checkpoint={tmp_path / name}", "device=cpu", f"results={tmp_path / 'scores.json'}"))
-        for name in ("last.pt", "net.pt")
-    ]
+    options = ("workers=0", "device=cpu", f"results={tmp_path / 'scores.json'}")
+    scores = [evaluate(composed("eval", f"checkpoint={tmp_path / name}", *options)) for name in ("last.pt", "net.pt")]
     assert scores[0]["confusion_matrix"] == scores[1]["confusion_matrix"]
