@@ -55,8 +55,7 @@ def recompute_activations(
             assumed to exist: if `zero_grad` has freed them, the step needs their memory in addition. With a budget,
             convolutions, matrix products, attention and the like are recomputed too, where that costs the least time.
             The first pass with a shape is planned on fake tensors and a copy of the network, in about a second per 100
-            calls; the second step is traced, which corrects the plan. If no plan is within the budget, the one with the
-            lowest peak is used, and a warning gives that peak.
+            calls. If no plan is within the budget, the one with the lowest peak is used, and a warning gives that peak.
         example: an input, as `plan` takes it. Inputs of this shape are planned now instead of in their first pass.
 
     Raises:
@@ -266,13 +265,13 @@ class _Hooks:
             if recording is not None:
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
-                trace = None if recording.policy is None else recording.policy.trace
-                if trace is not None:
+                observer = None if recording.policy is None else recording.policy.observer
+                if observer is not None:
                     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
                     raised = output is None and sys.exc_info()[0] is not None
-                    if not outputs and trace.saved and not raised:
+                    if not outputs and observer.saved and not raised:
                         warn(_UNSEEN_OUTPUTS)
-                    trace.watch_backward(outputs, recording.known.start)
+                    observer.forward_ends(outputs)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(

@@ -31,8 +31,8 @@ from engine.training.learner import Learner
 from engine.training.loop import Loss
 from engine.training.setup import learner_of
 from engine.training.trace import FakeTensors, Trace, begun, traced
-from keepless.fit.made_tensors import MadeTensors
 from keepless.fit.sizes import largest
+from keepless.made_tensors import MadeTensors
 from keepless.recompute.costs import times_of
 from keepless.recompute.plans import plan
 from keepless.saved import size_text

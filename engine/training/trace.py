@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.process.distributed import World
 from engine.training.learner import Learner
 from engine.training.loop import Loss, accumulate_gradients
-from keepless.fit.made_tensors import Change, MadeTensors, bytes_of_tensors
+from keepless.made_tensors import Change, MadeTensors, bytes_of_tensors
 from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode, backward_runs
 from models.freezing import training_mode

@@ -6,17 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from ..inputs import tensors_in
-from ..recompute.costs import seconds_for
-from ..recompute.rehearsal import backward_starts
+from ..made_tensors import MadeTensors
+from ..recompute.costs import seconds_for, work_of
+from ..recompute.rehearsal import differentiable
 from ..torch_internals import OpOverload
-from .made_tensors import MadeTensors
-
-# PyTorch counts only CUDA's flash attention; the CPU's operators begin with the same arguments.
-_FLASH = "_scaled_dot_product_flash_attention"
-_COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) for end in ("", "_backward")}
 
 
 class Counted(MadeTensors):
@@ -30,11 +25,9 @@ class Counted(MadeTensors):
         self, function: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> object:
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        made, packet = tensors_in(result), function.overloadpacket
-        if made and not function.is_view and "empty" not in packet.__name__:
-            moved = sum(one.nbytes for one in [*tensors_in((args, kwargs)), *made])
-            operations = flop_registry.get(_COUNTED_AS.get(packet.__name__, packet), lambda *_, **__: 0)
-            self.seconds += seconds_for(moved, operations(*args, **(kwargs or {}), out_val=result), made[0])
+        moved, operations = work_of(function, args, kwargs or {}, result)
+        if moved:
+            self.seconds += seconds_for(moved, operations, tensors_in(result)[0])
         return result
 
 
@@ -43,21 +36,21 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.forms = [(one.shape, one.dtype, one.device) for one in tensors]
+        ctx.forms = [(one.shape, one.stride(), one.dtype, one.device) for one in tensors]
         return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # one for each tensor
-        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms)
+        return tuple(
+            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in ctx.forms
+        )
 
 
 def counted(forward: Callable[[], object]) -> Counted:
     """Count a forward and a backward pass. ValueError: no output needs a gradient."""
     with Counted() as count:
-        outputs = [one for one in tensors_in(forward()) if one.requires_grad and one.is_floating_point()]
-        if not outputs:
-            raise ValueError("no output of the network needs a gradient: expected a network with trainable parameters")
-        loss = Loss.apply(*backward_starts(outputs))
+        outputs = differentiable(forward())
+        loss = Loss.apply(*outputs)
         loss.backward(torch.empty_like(loss))
     return count
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..inputs import tensors_in
+from ..made_tensors import bytes_of_tensors
 from ..recompute.recipes import ByPlan
 from ..recompute.recording import Recording
-from ..recompute.rehearsal import traced_step
+from ..recompute.rehearsal import counted_step
 from ..recompute.search import Choice, frontier
 from .counted import Counted, counted, repeated_blocks
 from .device import optimizer_bytes
-from .made_tensors import bytes_of_tensors
 from .sizes import Growth, largest, shape_of
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class Steps:
 
     def _plans(self, value: int) -> _Plans:
         plain, example = self.count(PLAIN, value), self.growing.resized(value)
-        step, _ = traced_step(self.network, *example)
+        step = counted_step(self.network, *example)
         longest = self.time * plain.seconds
 
         @cache

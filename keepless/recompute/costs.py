@@ -1,6 +1,5 @@
-"""Costs of operators: time and temporary memory."""
+"""Costs of operators: time and temporary memory, measured on other tensors or estimated."""
 
-import math
 import os
 import threading
 import time
@@ -13,23 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import flop_registry
 
 from ..inputs import tensors_in
 from ..saved import is_ordinary
-from ..torch_internals import (
-    FakeTensor,
-    OpOverload,
-    OpOverloadPacket,
-    tree_leaves,
-    tree_map,
-    without_dispatch_modes,
-    without_function_modes,
-)
-from .values import autocast_as, autocast_of
+from ..torch_internals import FakeTensor, OpOverload, tree_map, without_dispatch_modes, without_function_modes
 
 _profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
-_BEGINS = "keepless: the step begins"  # an event of the profiler
-_PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
+_BEGINS = "keepless: an operator begins"  # an event of the profiler
+_REPEATED = 32  # calls that `host_seconds` times at once
+_FREE_OF_TEMPORARIES = frozenset(["empty", "zeros", "fill_", "zero_", "copy_", "clone", "_to_copy", "set_", "resize_"])
+# PyTorch counts only CUDA's flash attention; the CPU's operators begin with the same arguments.
+_FLASH = "_scaled_dot_product_flash_attention"
+_COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) for end in ("", "_backward")}
 
 
 class TensorSpec(NamedTuple):
@@ -39,7 +34,6 @@ class TensorSpec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    requires_grad: bool
 
     @property
     def size(self) -> int:
@@ -52,51 +46,82 @@ class TensorSpec(NamedTuple):
         steps = [(size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)]
         return 1 + sum(steps) if all(self.shape) else 0
 
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     def tensor(self) -> Tensor:
-        """A tensor of ones, so that gradients are finite; of zeros if it holds integers, which may be indices."""
+        """A tensor of ones; of zeros if it holds integers, which may be indices."""
         value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
         whole = torch.full((self.span,), value, dtype=self.dtype, device=self.device)
-        return whole.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
+        return whole.as_strided(self.shape, self.stride)
 
 
-class MeasuredCall(NamedTuple):
-    """A call without the values of its tensors, to be measured on others."""
+class Operator(NamedTuple):
+    """A call of one of PyTorch's operators without the values of its tensors, to be measured on others."""
 
-    function: Callable[..., Tensor]
-    arguments: tuple[Any, ...]  # `TensorSpec`s and constants
+    function: OpOverload
+    arguments: tuple[Any, ...]  # `TensorSpec`s, tuples of these, and constants
     names: tuple[str, ...]  # names of the last arguments, which are passed by keyword
-    autocast: tuple[bool, torch.dtype | None]  # see `autocast_of`
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        parts = (one if type(one) is tuple else (one,) for one in self.arguments)
+        return [one for part in parts for one in part if isinstance(one, TensorSpec)]
 
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
-        return sum(one.size for one in tree_leaves(self.arguments, is_leaf=_is_spec) if _is_spec(one))
-
-    @property
-    def trained(self) -> int:
-        """Bytes of the arguments that need gradients."""
-        specs = filter(_is_spec, tree_leaves(self.arguments, is_leaf=_is_spec))
-        return sum(one.size for one in specs if one.requires_grad)
+        return sum(one.size for one in self.specs)
 
     @property
     def device(self) -> torch.device:
-        return computing_device(filter(_is_spec, tree_leaves(self.arguments, is_leaf=_is_spec)))
+        return computing_device(self.specs)
 
-    def run(self) -> tuple[Tensor, list[Tensor]]:
-        """The result, and the arguments that need gradients."""
-        given = self.made_arguments()
-        result = self.with_arguments(given)
-        if not isinstance(result, Tensor):
-            result = next(one for one in tensors_in(result) if one.requires_grad)
-        return result, [one for one in tensors_in(given) if one.requires_grad]
+    @property
+    def takes_no_temporaries(self) -> bool:
+        return (
+            torch.Tag.pointwise in self.function.tags or self.function.overloadpacket.__name__ in _FREE_OF_TEMPORARIES
+        )
 
-    def made_arguments(self) -> list[Any]:
-        return [tree_map(_made, one, is_leaf=_is_spec) for one in self.arguments]
-
-    def with_arguments(self, given: Sequence[Any]) -> Tensor:
+    def run(self) -> Callable[[], Any]:
+        """The call on ones, with tensors that exist already."""
+        given = [_made(one) for one in self.arguments]
+        if self.function is torch.ops.aten.linalg_matrix_exp.default:  # it takes more memory for larger norms
+            given[0].mul_(0.01 / given[0].shape[-1])
         unnamed = len(given) - len(self.names)
-        with autocast_as(self.autocast, self.device.type):
-            return self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
+        named = dict(zip(self.names, given[unnamed:], strict=True))
+        return lambda: self.function(*given[:unnamed], **named)
+
+
+def _made(one: Any) -> Any:
+    if type(one) is tuple:
+        return [_made(part) for part in one]
+    return one.tensor() if isinstance(one, TensorSpec) else one
+
+
+def operator_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Operator | None:
+    """A call that can be repeated on ones; None if its tensors are not ordinary, or it is no operator of PyTorch's own.
+
+    A custom operator's kernel may read outside its tensors where ones are no indices, as RoI pooling does.
+    """
+    if function.namespace != "aten":
+        return None
+    arguments = []
+    for one in (*args, *kwargs.values()):
+        found = tuple(map(spec_of, one)) if isinstance(one, (list, tuple)) else spec_of(one)
+        if found is NotImplemented or (type(found) is tuple and NotImplemented in found):
+            return None
+        arguments.append(found)
+    return Operator(function, tuple(arguments), tuple(kwargs))
+
+
+def spec_of(one: Any) -> Any:
+    """A tensor's form, or a constant. NotImplemented: it cannot be made again. Measuring would advance a generator."""
+    if not isinstance(one, Tensor):
+        return NotImplemented if isinstance(one, torch.Generator) else one
+    if not is_ordinary(one):
+        return NotImplemented
+    return TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device)
 
 
 def computing_device(tensors: "Iterable[Tensor | TensorSpec]") -> torch.device:
@@ -105,161 +130,132 @@ def computing_device(tensors: "Iterable[Tensor | TensorSpec]") -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _is_spec(one: object) -> bool:
-    return isinstance(one, TensorSpec)
-
-
-def _made(one: object) -> object:
-    return one.tensor() if isinstance(one, TensorSpec) else one
-
-
-def _spec(one: Any) -> Any:
-    if not isinstance(one, Tensor):
-        return one
-    return TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad)
-
-
-def call_of(
-    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], lists: bool
-) -> MeasuredCall | None:
-    """A call that can be repeated; None if it takes tensors that are not ordinary or, without `lists`, in lists."""
-    arguments: list[Any] = []
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, torch.Generator):  # measuring would advance it
-            return None
-        if isinstance(one, (list, tuple)):
-            one = tuple(one) if isinstance(one, list) else one
-            if any(isinstance(item, Tensor) for item in one) and not lists:
-                return None
-        if not all(map(is_ordinary, tensors_in(one))):
-            return None
-        arguments.append(tree_map(_spec, one))
-    call = MeasuredCall(function, tuple(arguments), tuple(kwargs), (False, None))
-    return call._replace(autocast=autocast_of(call.device.type))
-
-
-def peak_bytes(
-    step: Callable[[], object], device: torch.device | str, first: Callable[[], object] | None = None
-) -> int:
+def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
     """Peak bytes of tensors during a step, beyond those allocated before it.
 
     `device`: the tensors' device; "cuda" is the current one, and resets the peak statistics of PyTorch's allocator.
-    `first` runs before the step. On the CPU, it does not count if memory older than `first` is freed.
     """
     device = torch.device(device)
     if device.type == "cuda":
-        if first is not None:
-            first()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         step()
         return torch.cuda.max_memory_allocated(device) - before
-    # The profiler sees every allocation on the CPU, even in compiled code. Its log is hidden.
+    return _peaks_on_cpu(step)[0]
+
+
+def _peaks_on_cpu(step: Callable[[], object]) -> list[int]:
+    """Peak bytes up to the first event `_BEGINS`, and after each, beyond those allocated at it.
+
+    The profiler sees every allocation on the CPU, even in compiled code. Its log is hidden.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        if first is not None:
-            first()
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.kineto_results.events() if event.name() in ("[memory]", _BEGINS)]
+    peaks, held = [0], 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == _BEGINS:
+            held = 0
+            peaks.append(0)
+        else:
+            held += event.nbytes()
+            peaks[-1] = max(peaks[-1], held)
+    return peaks
+
+
+_temporaries: dict[Operator, int] = {}
+_seconds: dict[Operator, float] = {}
+_results: dict[Operator, Any] = {}
+
+
+def measure(operators: Iterable[Operator]) -> None:
+    """Measure the temporary memory and the seconds of operators on ones, outside all modes, each once a process.
+
+    An operator that fails on ones, such as a Cholesky decomposition, gets zeros; but not after torch.OutOfMemoryError.
+    """
+    new = [one for one in dict.fromkeys(operators) if one not in _seconds]
+    with _measured({one.device for one in new}):
+        on_cpu = [one for one in new if one.device.type == "cpu" and not one.takes_no_temporaries]
+        extra: dict[Operator, int] = {}
+        if on_cpu:
+            peaks = _peaks_on_cpu(lambda: _run_marked(on_cpu, extra))
+            for (one, size), peak in zip(extra.items(), peaks[1::2], strict=True):
+                _temporaries[one] = max(0, peak - size)
+        for one in (one for one in new if one not in extra):
+            if (call := _runs(one)) is not None:
+                if not one.takes_no_temporaries:
+                    results: list[Any] = []
+                    peak = peak_bytes(lambda c=call, r=results: r.append(c()), one.device)  # type: ignore[misc]
+                    _temporaries[one] = max(0, peak - sum(part.nbytes for part in tensors_in(results)))
+                _time(one, call)
+
+
+def _time(operator: Operator, call: Callable[[], Any]) -> None:
+    """Note the shorter of two calls."""
+    _seconds[operator] = min(seconds_of(call, operator.device)[1] for _ in range(2))
+
+
+def _run_marked(operators: Iterable[Operator], extra: dict[Operator, int]) -> None:
+    """Run each operator between two events `_BEGINS`; note the bytes of its results in `extra`, and its seconds."""
+    for one in operators:
+        if (call := _runs(one)) is not None:
             with torch.profiler.record_function(_BEGINS):
                 pass
-        step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() in ("[memory]", _BEGINS)]
-    peak = held = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held = 0 if event.name() == _BEGINS else held + event.nbytes()
-        peak = held if event.name() == _BEGINS else max(peak, held)
-    return peak
+            result = call()
+            with torch.profiler.record_function(_BEGINS):
+                pass
+            extra[one] = sum(part.nbytes for part in tensors_in(result))
+            del result
+            _time(one, call)
 
 
-def _on_ones(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """Measure once, outside all modes; None if the call fails on ones, such as a Cholesky decomposition.
+def _runs(operator: Operator) -> Callable[[], Any] | None:
+    """`Operator.run` after one call that warms up, e.g. caches of kernels; None if it fails.
 
-    After torch.OutOfMemoryError it is None too, but is measured again next time.
+    If memory is short, it is tried again next time.
     """
-    known: dict[Any, Any] = {}
-
-    def measured(*call: Any) -> Any:
-        if call not in known:
-            try:
-                with without_dispatch_modes(), without_function_modes():
-                    known[call] = measure(*call)
-            except torch.OutOfMemoryError:
-                return None
-            except RuntimeError:
-                known[call] = None
-        return known[call]
-
-    return measured
+    try:
+        call = operator.run()
+        call()
+        return call
+    except torch.OutOfMemoryError:
+        return None
+    except (RuntimeError, IndexError):
+        _seconds[operator] = 0.0
+        return None
 
 
-@_on_ones
-def forward_temporaries(call: MeasuredCall) -> int:
-    """Temporary bytes of a call, besides its arguments and results, measured on other tensors."""
-    with _measured(call.device):
-        kept: list[object] = []
-        call.run()
-        given = call.made_arguments()
-        peak = peak_bytes(lambda: kept.append(call.with_arguments(given)), call.device)
-        return max(0, peak - sum(one.nbytes for one in tensors_in(kept)))
+def temporaries_of(operator: Operator) -> int:
+    """Measured temporary bytes, besides arguments and results."""
+    return _temporaries.get(operator, 0)
 
 
-@_on_ones
-def forward_seconds(call: MeasuredCall) -> float:
-    """Seconds of a call, measured on other tensors, and only once, so that plans for several budgets agree."""
-    with torch.random.fork_rng([call.device] if call.device.type == "cuda" else []):
-        given = call.made_arguments()
-        return seconds_again(lambda: call.with_arguments(given), call.device)
+def seconds_of_operator(operator: Operator) -> float | None:
+    """Measured seconds; None where memory was short."""
+    return _seconds.get(operator)
 
 
-@_on_ones
-def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...], of_many: bool) -> int:
-    """Temporary bytes of a call's backward node, besides saved tensors and gradients.
-
-    `stride`: of the result's gradient. `of_many`: the call makes several nodes, each of which frees its saved tensors.
-    """
-    made: list[Any] = []
-
-    def run() -> None:
-        result, leaves = call.run()
-        made[:] = result, leaves, TensorSpec(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
-
-    def differentiate() -> None:
-        result, leaves, gradient = made
-        if of_many:
-            made.clear()
-        made.append(torch.autograd.grad(result, leaves, gradient, retain_graph=not of_many))
-
-    with _measured(call.device):
-        if call.device.type == "cuda":  # first cuDNN's algorithm search and cuBLAS's workspace, which do not count
-            run()
-            differentiate()
-            made.clear()
-        if of_many:
-            peak = peak_bytes(differentiate, call.device, first=run)
-        else:  # keep the graph: the profiler warns if memory is freed that was allocated before it started
-            run()
-            peak = peak_bytes(differentiate, call.device)
-        return max(0, peak - call.trained)
+def results_of(operator: Operator) -> Any:
+    """The operator's results on real tensors, as `TensorSpec`s; fake ones may have others. None if it fails on ones."""
+    if operator not in _results:
+        with _measured({operator.device}):
+            call = _runs(operator)
+            _results[operator] = None if call is None else tree_map(spec_of, call())
+    return _results[operator]
 
 
 @contextmanager
-def _measured(device: torch.device) -> Iterator[None]:
-    """Context for measuring outside recordings, one thread at a time. Keeps the random state and autocast's cache.
+def _measured(devices: set[torch.device]) -> Iterator[None]:
+    """Context for measuring: outside all modes, one thread at a time. Random states are kept.
 
-    Hooks hold tensors without their graphs: a graph that held its own output through a hook would never be freed.
+    Gradients are enabled, but no tensor needs one: where they are not, LSTMs return no workspace.
     """
-    devices, caches = [device] if device.type == "cuda" else [], torch.is_autocast_cache_enabled()
-    with _profiler, torch.random.fork_rng(devices), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _as_it_is):
-        torch.set_autocast_cache_enabled(False)  # it would hold casts of the other tensors
-        try:
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    with _profiler, torch.random.fork_rng(on_cuda), without_dispatch_modes(), without_function_modes():
+        with torch.enable_grad():
             yield
-        finally:
-            torch.set_autocast_cache_enabled(caches)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
@@ -294,41 +290,39 @@ def _launch_seconds(device: torch.device) -> float:
         return min(_synchronised(one.zero_, device)[1] for _ in range(10))
 
 
-def operations_of(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> int:
-    """Multiplications and additions of a matrix product, a convolution or attention; 0 for other calls."""
-    if isinstance(function, (OpOverload, OpOverloadPacket)):  # custom operators, whose names say nothing
-        return 0
-    tensors = [one for one in arguments if isinstance(one, Tensor)]
-    name, length = getattr(function, "__name__", ""), 0  # number of products in each value of the result
-    if "conv_transpose" in name:  # counted for each value of the input instead
-        return 2 * tensors[0].numel() * tensors[1].numel() // tensors[1].shape[0]
-    if name == "scaled_dot_product_attention":
-        length = tensors[1].shape[-2] * (1 + tensors[0].shape[-1] // result.shape[-1])
-    elif "conv" in name or name == "linear":
-        length = tensors[1].numel() // tensors[1].shape[0]
-    elif name in _PRODUCTS:
-        length = tensors[-2].shape[-1]
-    elif name == "einsum":
-        length = _summed(arguments[0], tensors_in(arguments))
-    return 2 * length * result.numel()
+@cache
+def host_seconds() -> float:
+    """Seconds of the host to repeat a call in the backward pass, besides its operators: measured on small tensors."""
+
+    def chain(unpack: Callable[[Tensor], Tensor]) -> float:
+        y = x = torch.ones(8, requires_grad=True)
+        with saved_tensors_hooks(Tensor.detach, unpack):
+            for _ in range(_REPEATED):
+                y = y.sin()
+        return seconds_of(lambda: torch.autograd.grad(y.sum(), x), torch.device("cpu"))[1]
+
+    with torch.enable_grad(), without_dispatch_modes(), without_function_modes():
+        again, plain = (min(chain(one) for _ in range(5)) for one in (_once_more, _as_it_is))
+    return max(again - plain, 0.0) / _REPEATED
 
 
-def _summed(equation: str, tensors: Sequence[Tensor]) -> int:
-    """The number of products that einsum adds up for each value of its result."""
-    sizes: dict[str, int] = {}
-    terms, _, output = equation.replace(" ", "").partition("->")
-    for term, tensor in zip(terms.split(","), tensors, strict=True):
-        head, _, tail = term.partition("...")
-        sizes |= zip(head, tensor.shape, strict=False)
-        sizes |= zip(reversed(tail), reversed(tensor.shape), strict=False)
-    kept = output or [letter for letter in sizes if terms.count(letter) == 1]
-    return math.prod(size for letter, size in sizes.items() if letter not in kept)
+def _once_more(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.sin(tensor)
 
 
-def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> float:
-    """Seconds estimated from bytes and operations, for fake tensors; good enough to tell which call takes longer."""
-    moved = result.nbytes + sum(one.nbytes for one in arguments if isinstance(one, Tensor))
-    return seconds_for(moved, operations_of(function, arguments, result), result)
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def work_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
+    """Bytes that an operator reads and writes, and its multiplications and additions; zeros if it makes only a view."""
+    made, packet = tensors_in(result), function.overloadpacket
+    if not made or function.is_view or "empty" in packet.__name__:
+        return 0, 0
+    operations = flop_registry.get(_COUNTED_AS.get(packet.__name__, packet), lambda *_, **__: 0)
+    moved = sum(one.nbytes for one in [*tensors_in((args, kwargs)), *made] if is_ordinary(one))
+    return moved, operations(*args, **kwargs, out_val=result)
 
 
 _stands_for: ContextVar[torch.device | None] = ContextVar("stands_for", default=None)
@@ -344,7 +338,7 @@ def times_of(device: str) -> Iterator[None]:
         _stands_for.reset(before)
 
 
-def seconds_for(moved: int, operations: int, result: Tensor) -> float:
+def seconds_for(moved: int, operations: int, result: "Tensor | TensorSpec") -> float:
     """Seconds for this many bytes and operations, on the device of a result."""
     rates = _rates(_stands_for.get() or result.device, result.dtype)
     return moved / rates.bytes + operations / rates.operations

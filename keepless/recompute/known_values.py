@@ -19,10 +19,11 @@ from ..torch_internals import (
     node_number,
     packed_by_function,
 )
+from .calls import argument_copied_by
 from .functions import Call, Inside
+from .live import Live
 from .report import Log
 from .signs import ShapeOnly
-from .trace import StepTrace
 from .values import Again, Memory, Recipe, Saved, Value, saved_value, unread_bytes
 
 _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
@@ -51,7 +52,7 @@ class KnownValues:
         copy_parameters: recipes get copies of parameters, because FSDP frees gathered parameters after each use.
         planned: numbers of the nodes whose results a plan keeps; they get a value once something reads them. None:
             there is no plan (rule 13).
-        trace: records the step.
+        observer: sees what is saved.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class KnownValues:
         outer: Hooks | None,
         copy_parameters: bool,
         planned: Container[int] | None,
-        trace: StepTrace | None,
+        observer: Live | None,
     ):
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
-        self.outer, self.copy_parameters, self.trace = outer, copy_parameters, trace
+        self.outer, self.copy_parameters, self.observer = outer, copy_parameters, observer
         self.by_plan = planned is not None
         self.planned: Container[int] = () if planned is None else planned
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
@@ -92,7 +93,7 @@ class KnownValues:
                     value.source.spoil()
         for found in (self.entries, self.memories, self.dead, self.signs, self.gone, self.made):
             found.clear()
-        self.outer = self.trace = None
+        self.outer = self.observer = None
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
@@ -102,8 +103,6 @@ class KnownValues:
                 value = self.keep(tensor)
             elif (found := self._followed(tensor)) is not None:
                 value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
-        if self.trace is not None and value is not None and value.number < 0 and isinstance(value.source, Recipe):
-            self.trace.follows(value, tensor)
         return value
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
@@ -143,8 +142,6 @@ class KnownValues:
             else:
                 value.source = Kept(tensor, self.outer)
         self.memory_of(tensor).values.append(weakref.ref(value))
-        if self.trace is not None:
-            self.trace.keeps(value, tensor)
         return self.remember(tensor, value)
 
     def lend(self, tensor: Tensor) -> Value | Kept:
@@ -202,7 +199,7 @@ class KnownValues:
         """
         is_reshaped = type(node).__name__ == "UnsafeViewBackward0"
         copying = node.next_functions[0][0] if is_reshaped else node
-        argument = _argument_copied_by(copying, call) if type(copying).__name__ in _COPYING else None
+        argument = argument_copied_by(copying, call.arguments) if type(copying).__name__ in _COPYING else None
         if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:
             return None
         value = self._smaller_value_of(argument, tensor)
@@ -223,8 +220,6 @@ class KnownValues:
             if value.unread:
                 value.source, value.storage = Kept(copy, None), address(copy.untyped_storage())
                 self.memory_of(copy).values.append(weakref.ref(value))
-            if self.trace is not None:
-                self.trace.moves(value, copy)
         return value
 
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
@@ -235,13 +230,13 @@ class KnownValues:
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""
-        call, trace = self.call, self.trace
+        call = self.call
         saved: Saved | Kept | ShapeOnly
         if call is not None:
             call.saves += 1
         if tensor.is_leaf:  # many are vectors, parameters, and views of these
             is_simple = (tensor.dim() < 2 and tensor.numel() < self.short) or isinstance(tensor, nn.Parameter)
-            if not is_simple and trace is None:  # statistics of a layer norm's rows are simple too
+            if not is_simple:  # statistics of a layer norm's rows are simple too
                 is_simple = tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
         else:
             is_simple = isinstance(tensor._base, nn.Parameter)
@@ -249,15 +244,11 @@ class KnownValues:
             saved = Kept(tensor, None)
             if call is not None and tensor.requires_grad:
                 call.parameters += ((tensor, saved),)
-            elif trace is not None:
-                trace.holds_for(saved, tensor)
         elif not is_ordinary(tensor):
             saved = Kept(tensor, self.outer)
             self.log.keep_other(saved, tensor)
         elif call is not None and call.row.reads_shape_only and tensor.requires_grad and call.reads_shape_only():
             saved = ShapeOnly(tensor)
-            if trace is not None:
-                trace.saves(saved, tensor, True)
         elif call is not None and self.planned and self._stays_by_plan(tensor, call):
             saved = Kept(tensor, None)
             self.log.keep(saved, tensor)
@@ -265,12 +256,17 @@ class KnownValues:
             saved = self._saved(tensor, call)
         return saved
 
+    def pack_observed(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+        """`pack`, while the step is observed."""
+        assert self.observer is not None
+        saved = self.pack(tensor)
+        self.observer.saves(saved, tensor)
+        return saved
+
     def _stays_by_plan(self, tensor: Tensor, call: Call) -> bool:
         """Whether a plan keeps a tensor that nothing has read yet, and the call needs all of it."""
-        needs_all = (
-            call.row.positive is None and call.row.result_serves is None and self.outer is None and self.trace is None
-        )
-        return needs_all and self.is_kept_by_plan(tensor) and self.find(tensor) is None
+        needs_all = call.row.positive is None and call.row.result_serves is None and self.outer is None
+        return needs_all and self.observer is None and self.is_kept_by_plan(tensor) and self.find(tensor) is None
 
     def _saved(self, tensor: Tensor, call: Call | None) -> Saved:
         """Autograd saves the value of a tensor."""
@@ -292,8 +288,6 @@ class KnownValues:
             saved.reads_signs, value.positive, value.stream = True, positive, current_stream(tensor)
             value.sign_readers += 1
             self.signs.append(weakref.ref(value))
-        if self.trace is not None:
-            self.trace.saves(saved, tensor, call is not None)
         return saved
 
     def _keep_with_base(self, tensor: Tensor) -> Value:
@@ -346,19 +340,6 @@ class KnownValues:
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, or a view of one, as FSDP1's gathered parameters are."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-
-
-def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
-    """The argument of the running call that is a node's input, perhaps after being expanded."""
-    source, number = node.next_functions[0]
-    if type(source).__name__ == "ExpandBackward0":
-        source, number = source.next_functions[0]
-    leaf = getattr(source, "variable", None)
-    for argument in call.arguments:
-        if isinstance(argument, Tensor):
-            if argument is leaf or (argument.grad_fn is source and argument.output_nr == number):
-                return argument
-    return None
 
 
 def _checkpointed_output(node: Any, kept: Tensor | None) -> Tensor:

@@ -1,10 +1,11 @@
-"""Budgets, and the plans of a prepared network, made from rehearsals and traced steps as new input sizes come."""
+"""Budgets, and the plans of a prepared network, made from counted steps as new input sizes come."""
 
 import logging
 import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -14,19 +15,17 @@ from ..inputs import check_module, tensors_in
 from ..saved import is_ordinary, size_text
 from ..torch_internals import is_capturing, profiler_runs, tree_map, warn
 from ..units import UNITS, bytes_of
+from .live import Live, Progress
 from .recipes import ByPlan, Guard
-from .rehearsal import rehearsed_step, traced_step
+from .rehearsal import counted_step, rehearsed_step
 from .search import Choice, frontier
 from .simulation import on_real_tensors, plain_peak, simulate
 from .step import Plan, Step
-from .trace import Progress, StepTrace
 from .values import autocast_of
 
-_MOST = 16  # planned sizes for one kind of inputs; also traced steps of one size, if the network takes several paths
+_MOST = 16  # planned sizes for one kind of inputs; also observed steps of one size, as there may be several paths
 _LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes
-_CLOSE = 0.97  # share of the budget: a plan that uses at least this much is not improved
 _BLOCK = 512  # bytes: the smallest block of an allocator, so a budget exceeded by less is met
-_NEARLY = 1.05  # times the budget: a rehearsal that exceeds it by less gives no warning; the traced step decides
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
 
@@ -50,16 +49,14 @@ class Plans:
     """The plans of a prepared network.
 
     A pass follows the plan of the smallest planned size that has at least its bytes of inputs. If there is none, or it
-    is more than 1.5 times as large, the pass is rehearsed on fake tensors, and follows the resulting plan at once. The
-    second step with new calls is traced to measure what the rehearsal cannot, e.g. the actual times of calls, and the
-    plan is corrected.
+    is more than 1.5 times as large, the pass is rehearsed on fake tensors, and follows the resulting plan at once. If
+    that is impossible, or the network takes a path that was not rehearsed, a later step is observed and planned.
     """
 
     def __init__(self, budget: float | int):
         self.budget = budget
         self._kinds: dict[Hashable, list[_Size]] = {}  # by what inputs of different sizes have in common
-        self._corrections: dict[tuple[Any, ...], float] = {}  # by the functions called; see `_refine`
-        self._traced: list[_Size] = []  # sizes whose last step is being traced
+        self._observed: list[_Size] = []  # sizes whose last step is being observed
         self._last: _Size | None = None  # the size whose plan the last pass followed
         self._waits = False  # a warning has said that planning waits for a profiler or a capture to end
         self._was_missed = False  # a warning has said that the budget cannot be met
@@ -79,15 +76,15 @@ class Plans:
         if size is None:
             size = self._added(kind, given)
             self._rehearse(size, module, args, kwargs)
-        for other in list(self._traced):
-            assert other.trace is not None, "only sizes whose step is traced are listed"
-            if (progress := other.trace.progress()) != Progress.RUNS:
-                self._traced.remove(other)
-                if (step := other.traced(progress)) is not None:
-                    self._refine(other, step)
-        policy, self._last = size.next_pass(given), size
-        if policy.trace is not None:
-            self._traced.append(size)
+        for other in list(self._observed):
+            assert other.observer is not None, "only sizes whose step is observed are listed"
+            if (progress := other.observer.progress()) != Progress.RUNS:
+                self._observed.remove(other)
+                if (step := other.observed(progress)) is not None:
+                    self._add_plan(other, step)
+        policy, self._last = size.next_pass(given, tensors_in((args, kwargs))), size
+        if policy.observer is not None:
+            self._observed.append(size)
         return policy
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -139,43 +136,28 @@ class Plans:
         except Exception as error:  # a network may raise anything
             _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
             return error
-        size.plans = [self._planned(step, is_rehearsed=True)]
-        size.needs_trace = _functions(step.calls) not in self._corrections
+        size.plans = [self._planned(*_rehearsed(step, self._limit(step)))]
         return None
 
     @_pauses_are_explained()
-    def _refine(self, size: "_Size", step: Step) -> None:
-        """After a traced step, correct the plan of its calls, or add one. Later rehearsals are corrected too."""
-        before = next((plan for plan in size.plans if plan.calls == step.calls), None)
-        functions, size.needs_trace = _functions(step.calls), False
-        correction = self._corrections.setdefault(functions, 1.0)
-        if before is None:
-            size.plans.append(self._planned(step))
-            size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough comes first
+    def _add_plan(self, size: "_Size", step: Step) -> None:
+        """Add a plan for the calls of an observed step, unless there is one."""
+        if all(plan.calls != step.calls for plan in size.plans):
             size.strays = False
-            return
-        outcome, limit = simulate(step, before.choice(step)), self._limit(step)
-        self._corrections[functions] = max(correction, outcome.peak / max(before.peak, 1))
-        if outcome.peak > limit or (outcome.peak < _CLOSE * limit and outcome.seconds):
-            size.plans[size.plans.index(before)] = self._planned(step)
+            size.plans.append(self._planned(step, _best(step, self._limit(step))))
+            size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough comes first
 
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
 
-    def _planned(self, step: Step, is_rehearsed: bool = False) -> Plan:
-        """The fastest plan within the budget. If there is none, the plan with the lowest peak, with one warning."""
-        asked, correction = self._limit(step), 1.0
-        if is_rehearsed:  # a traced step needs no correction
-            correction = self._corrections.get(_functions(step.calls), 1.0)
-        limit = int(asked / correction)
-        step, choice = _rehearsed(step, limit) if is_rehearsed else (step, _best(step, limit))
+    def _planned(self, step: Step, choice: Choice) -> Plan:
+        """The plan of a choice, with one warning if it exceeds the budget."""
+        asked, least = self._limit(step), choice.peak
         _log.info(
             "planned %d calls: a peak of %s instead of %s, for %.1f ms more",
             *(len(step.calls), size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
         )
-        least = int(choice.peak * correction)
-        may_be_met = is_rehearsed and least < _NEARLY * asked  # rehearsals only estimate operators' temporary memory
-        if least > asked + _BLOCK and not (may_be_met or self._was_missed):
+        if least > asked + _BLOCK and not self._was_missed:
             self._was_missed = True
             texts = size_text(asked), size_text(least)
             if texts[0] == texts[1]:
@@ -186,14 +168,15 @@ class Plans:
                 f"the network runs a part of its forward pass under {step.unseen}, which the budget cannot plan: "
                 f"switch that off, or a step may exceed the budget"
             )
-        return choice.plan(step)
+        plan, plain = choice.plan(step), plain_peak(step)
+        return replace(plan, peak=plain) if plain <= asked else plan  # nothing is recorded: see `ByPlan`
 
 
 def _rehearsed(step: Step, limit: int) -> tuple[Step, Choice]:
     """A rehearsed step and its best choice.
 
     A rehearsal holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be
-    met with them, they are left out: then the rehearsal finds the same lowest peak as a traced step.
+    met with them, they are left out.
     """
     dropped = step.without_outputs()
     choice = _best(dropped, limit, fastest=False)
@@ -226,41 +209,36 @@ def _described(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return kind, (tuple(size for one in ordinary for size in one.shape), tuple(one.nbytes for one in ordinary))
 
 
-def _functions(calls: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(function for function, *_ in calls)
-
-
 class _Size:
     """The plans for inputs of one size, also used for smaller inputs. `is_first`: the first size of its kind."""
 
     def __init__(self, given: _Given, is_first: bool) -> None:
         self.given = given
         self.serves = sum(given[1])  # the most bytes of inputs that use these plans
-        self.waits = is_first  # the very first pass warms up, and is not traced
+        self.waits = is_first  # the very first pass warms up, and is not observed
         self.passes = 0
         self.plans: list[Plan] = []
-        self.trace: StepTrace | None = None
-        self.traces = 0  # traces started, including passes without a backward pass
+        self.observer: Live | None = None
+        self.observations = 0  # so far, including passes without a backward pass
         self.last: tuple[ByPlan, _Given] | None = None
-        self.needs_trace = True
         self.strays = False  # the network takes paths that have no plan
 
-    def traced(self, progress: Progress) -> Step | None:
-        """The step whose trace has ended; None if it was dropped."""
-        trace, self.trace = self.trace, None
-        self.traces += 1
-        return None if trace is None or progress == Progress.DROPPED else trace.step()
+    def observed(self, progress: Progress) -> Step | None:
+        """The step whose observation has ended; None if it was dropped."""
+        observer, self.observer = self.observer, None
+        self.observations += 1
+        return None if observer is None or progress == Progress.DROPPED else observer.step()
 
-    def next_pass(self, given: _Given) -> ByPlan:
-        """The policy of the next pass: follows a plan if there is one, and traces the step if needed."""
+    def next_pass(self, given: _Given, inputs: list[Tensor]) -> ByPlan:
+        """The policy of the next pass: follows a plan if there is one, and observes the step if needed."""
         self.passes += 1
-        is_wanted = given == self.given and (self.strays or self.needs_trace) and self.traces < _MOST
-        if is_wanted and not self.waits and self.trace is None:
-            self.trace = trace = StepTrace()
+        is_wanted = given == self.given and (self.strays or not self.plans) and self.observations < _MOST
+        if is_wanted and not self.waits and self.observer is None:
+            self.observer = observer = Live(inputs)
         else:
-            trace = None
+            observer = None
         self.waits = False
-        policy = ByPlan(self.plans, trace, Guard(), sum(given[1]))
+        policy = ByPlan(self.plans, observer, Guard(), sum(given[1]))
         self.last = policy, given
         return policy
 
@@ -332,10 +310,10 @@ class Frontier(NamedTuple):
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = None) -> Frontier:
     """Memory and time of a training step under different budgets, from one step on an example.
 
-    The step runs three times, with the mean square of the outputs as loss. Gradients, buffers and the random state are
-    restored; side effects of hooks remain, e.g. optimizer steps in the backward pass. For a network that does not fit
-    in memory, call this under `FakeTensorMode`: nothing is computed, times are estimated, and the temporary memory of
-    operators is left out.
+    The step runs on fake tensors and a copy of the network; if that is impossible, on the network itself. The mean
+    square of the outputs is its loss. Gradients, buffers and the random state are restored. For a network that does not
+    fit in memory, call this under `FakeTensorMode`: times are estimated, and the temporary memory of operators is left
+    out.
 
     Args:
         network: in training mode, prepared by `recompute_activations` or not.
@@ -345,17 +323,15 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
 
     Raises:
         ValueError: a budget is not valid; no plan meets any of them (the message gives the lowest peak); the step could
-            not be traced, e.g. because outputs need no gradient.
+            not be counted, e.g. because outputs need no gradient.
     """
     check_module(network, "plan")
     asked = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
-    args, kwargs = arguments_of(example)
-    step, seconds = traced_step(network, *tree_map(_apart, (args, kwargs)))
+    args, kwargs = tree_map(_apart, arguments_of(example))
+    step = _counted(network, args, kwargs)
     choices, plain = frontier(step), plain_peak(step)
     if budgets is None:
         asked = [share for share in asked if share * plain >= choices[-1].peak] or [choices[-1].peak]
-    seconds = seconds or 3 * sum(value.seconds for value in step.values)
-    operations = 3 * sum(value.operations for value in step.values)
     rows = []
     for budget in asked:
         limit = budget if isinstance(budget, int) else int(budget * plain)
@@ -366,11 +342,21 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
             again = sum(value.operations for value, is_kept, readers in needed if readers and not is_kept)
             with on_real_tensors():
                 kept = int(outcome.levels[step.forward - 1])
-            rows.append(BudgetRow(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
+            share = again / max(step.operations, 1)
+            rows.append(BudgetRow(limit, choice.peak, kept, share, choice.seconds / step.seconds))
     if not rows:
         least = size_text(choices[-1].peak)
         raise ValueError(f"budgets={budgets}: expected one of at least {least}, the lowest peak of all plans")
     return Frontier(plain, choices[-1].peak, rows)
+
+
+def _counted(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """A step on fake tensors, or on the network itself if that is impossible."""
+    try:
+        return rehearsed_step(network, args, kwargs)
+    except Exception as error:  # a network may raise anything
+        _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
+        return counted_step(network, args, kwargs)
 
 
 def _apart(leaf: Any) -> Any:

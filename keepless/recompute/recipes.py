@@ -14,13 +14,13 @@ from ..saved import Kept, copied, is_ordinary, laid_out, size_text
 from ..torch_internals import address, node_number
 from .functions import Call, Inside
 from .known_values import KnownValues, is_parameter
+from .live import Live
 from .report import KeptTensor, Log
 from .rules import NotFollowed, Rule
 from .step import Flag, Plan
-from .trace import StepTrace
+from .trace import MUCH
 from .values import Again, Recipe, Value, unread_bytes
 
-_MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 _LONGEST = 12  # recipes in a chain without a plan: the result of the next call is kept
 
 
@@ -42,7 +42,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
                     return kept
             if type(tensor) is nn.Parameter and tensor.requires_grad and known.outer is None:
                 # A faster path to the same result as below: it has no value, and stays where it is.
-                is_small = _MUCH * _bytes(tensor) <= room
+                is_small = MUCH * _bytes(tensor) <= room
                 return _copy(known, tensor) if is_small else Kept(tensor, None)
         value = None if tensor is result else known.find(tensor)
         if value is None or not (value.readers or isinstance(value.source, Recipe)):
@@ -52,7 +52,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
                 unread.append(value)
             return value
         stays = tensor.requires_grad and tensor.is_leaf
-        is_small = _MUCH * _bytes(tensor) <= room
+        is_small = MUCH * _bytes(tensor) <= room
         if tensor is result or not (is_small or ((lend or stays) and not copy_it)):
             raise NotFollowed
         lent, size = _lent(known, tensor, is_small)
@@ -64,7 +64,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
     except NotFollowed:
         return None
     if again.draws:
-        if call.random is None or _MUCH * call.random.state.nbytes > room:
+        if call.random is None or MUCH * call.random.state.nbytes > room:
             return None
         again = again._replace(function=partial(call.random.call, again.function))
     if unread and not known.by_plan:
@@ -83,7 +83,7 @@ def _available(known: KnownValues, tensor: Tensor, call: Call, result: Tensor) -
     if not known.by_plan:
         return None if value is not None and value.unread else value
     if value is None and tensor is not result:
-        is_large = _MUCH * _bytes(tensor) > call.room(result)  # e.g. a mask: a copy for each call would take too much
+        is_large = MUCH * _bytes(tensor) > call.room(result)  # e.g. a mask: a copy for each call would take too much
         if known.is_made(tensor) or (is_large and known.has_made(tensor)):
             value = known.keep(tensor)
     if value is not None and value.unread:
@@ -96,8 +96,6 @@ def _value_before(known: KnownValues, call: Call, overwritten: Tensor) -> Value 
     value = call.before or known.find(overwritten, overwrites=1)  # from a copy
     if value is None:
         return None
-    if known.trace is not None:
-        return value if known.trace.overwrites(value, overwritten) else None
     return None if value.reads_storage(address(overwritten.untyped_storage())) else value
 
 
@@ -119,10 +117,7 @@ def _lent(known: KnownValues, tensor: Tensor, is_small: bool) -> tuple[Value | K
 
 def _copy(known: KnownValues, tensor: Tensor) -> Value:
     copy = copied(tensor)
-    value = Value(Kept(copy, known.outer), bytes=min(_bytes(tensor), tensor.nbytes))
-    if known.trace is not None:
-        known.trace.keeps(value, copy)
-    return value
+    return Value(Kept(copy, known.outer), bytes=min(_bytes(tensor), tensor.nbytes))
 
 
 def follow(known: KnownValues, again: Again, call: Call, result: Tensor, whole: bool = False) -> Value | None:
@@ -167,7 +162,7 @@ def leave_own_inside(call: Call, result: Tensor) -> None:
     """Reduce `call.inside` to tensors that the call itself has made, without its result and much smaller tensors."""
     given = {address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
     call.inside = tuple(
-        part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
+        part for part in call.inside if part.value.storage not in given and MUCH * part.value.bytes > result.nbytes
     )
 
 
@@ -240,14 +235,14 @@ def _bytes(tensor: Tensor) -> int:
 class ByPlan:
     """Follows the plan that matches the calls of the forward pass.
 
-    A result that is recomputed gets a recipe. A result that is kept gets a value once something reads it, or at once if
-    the step is traced; it is released with the original unless a reader appears (`Value.unread`). Convolutions, matrix
-    products and the like have rules too. Where no plan matches the calls, a guard decides.
+    A result that is recomputed gets a recipe. A result that is kept gets a value once something reads it, which is
+    released with the original unless a reader appears (`Value.unread`). Convolutions, matrix products and the like have
+    rules too. Where no plan matches the calls, a guard decides.
 
     Args:
         plans: one for each known sequence of calls of the network. If there is only one, and a pass with hooks in all
             calls has listed what it keeps, calls run without hooks where PyTorch saves all that they need.
-        trace: records the step, if it is to be planned.
+        observer: sees the step, if it is to be planned.
         guard: None to keep every result where no plan matches the calls.
         inputs: bytes of the network's inputs.
     """
@@ -255,19 +250,19 @@ class ByPlan:
     def __init__(
         self,
         plans: Sequence[Plan] = (),
-        trace: StepTrace | None = None,
+        observer: Live | None = None,
         guard: "Guard | None" = None,
         inputs: int = 0,
     ) -> None:
         self.plans = list(plans)  # the plans that match the calls of this forward pass so far
-        self.trace: StepTrace | None = trace
+        self.observer: Live | None = observer
         self.strayed = False  # no plan matches any more
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
         self.guard, self.inputs = guard, inputs
-        self.planned: dict[int, int] = {}  # node number -> call number: of kept results; if traced, of all results
+        self.planned: dict[int, int] = {}  # node number -> call number: of kept results
         # Flags of the calls, while some may run without hooks. A pass with all hooks has to list what is kept first.
-        self.flags = plans[0].flags if trace is None and len(plans) == 1 and plans[0].kept is not None else b""
+        self.flags = plans[0].flags if observer is None and len(plans) == 1 and plans[0].kept is not None else b""
         self.needs_hooks = not (self.flags and 0 < plans[0].plain <= plans[0].peak)  # else the plain step fits
 
     def is_plain(self, function: Callable[..., Any]) -> bool:
@@ -281,8 +276,6 @@ class ByPlan:
         """The plan's flag for the next call, which has this result; None if no plan matches the calls."""
         self.call += 1
         self.total += result.nbytes
-        if self.trace is not None:
-            self.trace.calls.append((function, self.total))
         if not self.plans:
             return None
         flag = self.plans[0].flag(self.call, function, self.total)
@@ -310,7 +303,7 @@ class ByPlan:
             which_step = f"; bytes of a step with {size_text(plan.inputs)} of inputs"
             return [one._replace(why=one.why + which_step) for one in plan.kept]
         kept = log.kept(self.why_kept)
-        if plan is not None and self.trace is None and self.call + 1 == len(plan.calls):  # traces list more
+        if plan is not None and self.observer is None and self.call + 1 == len(plan.calls):
             plan.kept, plan.inputs = kept, self.inputs
         return kept
 
@@ -318,23 +311,21 @@ class ByPlan:
         """`node`: number of the node that made the tensor."""
         if not self.plans:
             return "no plan"
-        number = value.number if isinstance(value, Value) and self.trace is None else -1  # a trace has its own numbers
+        number = value.number if isinstance(value, Value) else -1
         call = self.planned.get(node, number)
         is_planned = call >= 0 and self.plans[0].flags[call] & Flag.KEEP
         return "planned" if is_planned else "cannot be computed again"
 
     def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
         """Decide whether the result of a call, and what it has saved inside, get recipes."""
-        flag, trace, row = self.next_flag(call.function, result), self.trace, call.row
+        flag, row = self.next_flag(call.function, result), call.row
         computed = 0 if flag is None else flag & (Flag.AGAIN | Flag.MASK)
-        if flag is not None and not (computed or trace is not None or call.replaceable or call.overwrites):
+        if flag is not None and not (computed or call.replaceable or call.overwrites):
             if known.find(result) is None:
                 self.keep(call, result)
                 return
-        if trace is not None:
-            self.planned[node_number(result.grad_fn)] = self.call
         guard = self.guard if flag is None else None  # no plan matches this call
-        any_way = guard is not None or trace is not None
+        any_way = guard is not None
         again = how_to_repeat(known, rule, call, result) if any_way or computed & Flag.AGAIN else None
         mask = None
         if row.mask is not None and call.inside and (any_way or computed & Flag.MASK):
@@ -355,8 +346,6 @@ class ByPlan:
         for saved in call.replaceable:
             saved.read_instead(own)
             own.recipes.append(weakref.ref(saved))  # the result may be overwritten, as PyTorch alone does not read it
-        if trace is not None:
-            own.number = trace.result(call, result, again, mask, self.call)
         base = result._base
         if base is not None and base.numel() == result.numel() and call.has_made(base):
             of_base = known.find(base) or known.keep(base)  # other views of it follow

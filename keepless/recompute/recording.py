@@ -70,6 +70,7 @@ from .known_values import KnownValues
 from .recipes import ByPlan, follow, how_to_repeat, leave_own_inside
 from .report import KeptTensor, Log
 from .rules import may_overwrite, overwritten
+from .trace import Trace
 from .values import after_overwriting, before_overwriting
 
 
@@ -107,8 +108,8 @@ class Recording(TorchFunctionMode):
 
     def __enter__(self) -> "Recording":
         policy = self.policy
-        planned, trace = (None, None) if policy is None else (policy.planned, policy.trace)
-        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned, trace)
+        planned, observer = (None, None) if policy is None else (policy.planned, policy.observer)
+        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned, observer)
         self.inputs = ()
         self.only_compares = policy is not None and not policy.needs_hooks
         if not self.only_compares:
@@ -118,9 +119,11 @@ class Recording(TorchFunctionMode):
         return self
 
     def _start_hooks(self) -> None:
-        trace = self.known.trace
-        pack = self.known.pack if self.sees_calls else self._pack_unless_abandoned
-        self.hooks = saved_tensors_hooks(pack, unpack if trace is None else trace.unpack)
+        pack, unpack_saved = (self.known.pack if self.sees_calls else self._pack_unless_abandoned), unpack
+        if (observer := self.known.observer) is not None:
+            observer.copy_parameters = self.copy_parameters
+            pack, unpack_saved = self.known.pack_observed, observer.unpack
+        self.hooks = saved_tensors_hooks(pack, unpack_saved)
         self.hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -136,14 +139,11 @@ class Recording(TorchFunctionMode):
 
     def _forget(self) -> None:
         """Release the recording's tensors; autograd holds the ones it needs."""
-        trace = self.known.trace
         self.known.clear()
         self.kept = self.known.log.kept() if self.policy is None else self.policy.kept_in(self.known.log)
         self.known.log = Log()
         self.only_compares = False
         self.frame = None
-        if trace is not None:
-            trace.forward_ends()
 
     def is_abandoned(self) -> bool:
         """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
@@ -176,8 +176,8 @@ class Recording(TorchFunctionMode):
             return function(*args, **kwargs)
         row = row_of(function)
         are_plain = PLAIN.issuperset(types)
-        if are_plain and self.known.trace is None:
-            nothing = row.saves_nothing
+        if are_plain:
+            nothing = row.saves_nothing if self.known.observer is None else None
             if row.only_asks or (nothing is not None and torch.is_grad_enabled() and nothing(args, kwargs)):
                 return function(*args, **kwargs)
         is_abandoned = self.abandoned or (self.frame is not None and not is_running(self.frame))
@@ -191,7 +191,7 @@ class Recording(TorchFunctionMode):
             return self._opened(function, args, kwargs)
         if self.only_compares:
             return self._compared(function, row, args, kwargs)
-        if row.writes and self.known.trace is None and self._only_counts(args, kwargs):
+        if row.writes and self.known.observer is None and self._only_counts(args, kwargs):
             return function(*args, **kwargs)
         call = Call(function, row, args, kwargs)
         if not ((row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
@@ -272,15 +272,15 @@ class Recording(TorchFunctionMode):
 
     def _run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""
-        known, function, trace = self.known, call.function, self.known.trace
+        known, function, observer = self.known, call.function, self.known.observer
         # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
         needs_grad, is_wrapped, hooks = torch.is_grad_enabled(), transform_level() is not None, current_hooks()
         is_ours = hooks is not None and self.hooks is not None and hooks[0] is self.hooks.pack_hook
         if not (needs_grad and is_ours) or is_wrapped:
-            if trace is not None and needs_grad:
-                trace.unseen = "torch.vmap" if is_wrapped else "a checkpoint or saved-tensor hooks of its own"
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
+            if observer is not None:
+                observer.passes(call.arguments, result, needs_grad, is_wrapped)
         else:
             target, version = None, 0
             if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
@@ -291,12 +291,13 @@ class Recording(TorchFunctionMode):
                 call.note_random()
             known.call = call
             try:
-                result = function(*call.args, **call.kwargs) if trace is None else trace.run(call, known.is_made)
+                if observer is None:
+                    result = function(*call.args, **call.kwargs)
+                else:
+                    result = observer.run(function, call.row, call.args, call.kwargs)
                 self._conclude(call, result, target, version)
             finally:
                 known.call = known.log.function = None
-        if trace is not None:
-            trace.ended(result)
         return result
 
     def _conclude(self, call: Call, result: Any, target: Tensor | None, version: int) -> None:
@@ -323,8 +324,8 @@ class Recording(TorchFunctionMode):
 
 
 def is_ours(hooks: Hooks) -> bool:
-    """Whether saved-tensor hooks belong to a recording."""
-    return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues))
+    """Whether saved-tensor hooks belong to a recording, or to a step that is counted for one."""
+    return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues, Trace))
 
 
 def is_running(frame: FrameType) -> bool:

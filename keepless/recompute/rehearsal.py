@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from itertools import pairwise
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -34,11 +35,8 @@ from ..torch_internals import (
     with_dispatch_modes_off,
     written_arguments,
 )
-from .costs import computing_device, seconds_of
-from .recipes import ByPlan
-from .recording import Recording
+from .counting import Counting
 from .step import Step
-from .trace import Progress, StepTrace
 
 T = TypeVar("T")
 
@@ -171,14 +169,27 @@ class _Watch(TorchDispatchMode):
             ids = set(map(id, left))
             for cache in _caches(network):
                 if isinstance(cache, _LruCache):
-                    if any(_holds(one, ids) for one in gc.get_referents(cache)):
-                        cache.cache_clear()
+                    _forget_in(cache, ids)
                 elif not any(isinstance(key, str) for key in cache) and _holds_tensors(cache):
                     for key in [key for key, value in cache.items() if _holds(value, ids)]:
                         del cache[key]
 
     def _left(self) -> list[Tensor]:
         return [tensor for reference in self.made if (tensor := reference()) is not None]
+
+
+def _forget_in(cache: Any, ids: set[int]) -> None:
+    """Remove only the results with these tensors from a `functools.lru_cache`: others may be a user's state.
+
+    CPython's cache refers to a dictionary of its results, or of links if it has a maximum; it then also refers to the
+    key and the result of each link, one after the other. A link that is no longer in the dictionary is passed over.
+    """
+    parts = gc.get_referents(cache)
+    results = next((one for one in parts if type(one) is dict and one is not vars(cache)), {})
+    keys = [key for key, value in results.items() if _holds(value, ids)]
+    keys += [key for key, value in pairwise(parts) if _holds(value, ids)]
+    for key in keys:
+        results.pop(key, None)
 
 
 def _holds(value: object, ids: set[int]) -> bool:
@@ -274,42 +285,38 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def traced_step(
-    network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], measures: bool = False
-) -> tuple[Step, float]:
-    """A step of a network, and its seconds; 0 on fake tensors. `measures`: see `StepTrace`; always on for real tensors.
+def differentiable(outputs: object) -> list[Tensor]:
+    """The outputs of a network where a backward pass starts. ValueError: no output needs a gradient."""
+    found = [one for one in tensors_in(outputs) if one.requires_grad and one.is_floating_point()]
+    if not found:
+        raise ValueError("no output of the network needs a gradient: train some of it, outside torch.no_grad()")
+    return backward_starts(found)
 
-    Gradients, buffers and the random state are restored.
+
+def counted_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], measures: bool = False) -> Step:
+    """A step of a network, real or on fake tensors, with the mean squares of its outputs as losses.
+
+    `measures`: see `Counting`; always on for real tensors.
+
+    Gradients, buffers and the random state are restored. On real tensors the step takes more memory than usual.
     """
     inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]
     buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers() if not _is_expanded(buffer)]
     registered = [(module, dict(module._buffers)) for module in network.modules()]
-    device = computing_device([*inputs, *parameters])
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
-    trace, seconds = StepTrace(measures or not is_fake), 0.0
-
-    def run(policy: ByPlan | None) -> None:
-        """A forward and a backward pass."""
-        with Recording(policy, inputs=inputs) as recording:
-            outputs = tensors_in(network(*args, **kwargs))
-        outputs = [output for output in outputs if output.requires_grad and output.is_floating_point()]
-        if not outputs:
-            raise ValueError("no output needs a gradient: expected a network in training, outside torch.no_grad()")
-        if policy is not None:
-            trace.watch_backward(outputs, recording.known.start)
-        losses = backward_starts(outputs)
-        torch.stack([output.float().square().mean() for output in losses]).sum().backward()
-
+    counting = Counting(inputs, measures or not is_fake)
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         with nullcontext() if is_fake else _as_before():
-            if not is_fake:
-                run(None)  # warms up
-                seconds = seconds_of(lambda: run(None), device)[1]
-            run(ByPlan(trace=trace))
+            outputs = counting.forward_pass(network, args, kwargs)
+            with counting.made:
+                counting.forward_ends(tensors_in(outputs))
+                losses = [one.square().mean() for one in differentiable(outputs)]
+                torch.autograd.backward(losses)
+                del outputs, losses
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -318,9 +325,7 @@ def traced_step(
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-    if trace.progress() != Progress.ENDED:
-        raise ValueError("the step could not be traced: call plan outside saved-tensor hooks and checkpoints")
-    return trace.step(), seconds
+    return counting.step()
 
 
 def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -350,13 +355,10 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     It runs on fake tensors and a copy of the network, under the modes of the caller, such as autocast. Users' hooks are
     left out, because they may count or log; hooks of PyTorch (e.g. spectral norms) and of `to_inplace` are copied.
 
-    Raises what `on_fakes` raises, including errors of networks that ask for values of fake tensors; and RuntimeError if
-    it has an LSTM, which saves different tensors on fake inputs.
+    Raises what `on_fakes` raises, including errors of networks that ask for values of fake tensors.
     """
-    if any(isinstance(module, nn.LSTM) for module in network.modules()):
-        raise RuntimeError("an LSTM cannot be rehearsed: on fake inputs it saves different tensors")
     while isinstance(network, DistributedDataParallel):
         network = network.module
     tensors = [*tensors_in((args, kwargs)), *network.parameters()]
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
-    return on_fakes(partial(traced_step, measures=not without_values), network, args, kwargs)[0]
+    return on_fakes(partial(counted_step, measures=not without_values), network, args, kwargs)

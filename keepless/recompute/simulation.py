@@ -1,4 +1,4 @@
-"""Simulate the memory and time of a traced step for a choice of kept values."""
+"""Simulate the memory and time of a counted step for a choice of kept values."""
 
 from array import array
 from collections.abc import Iterator, Sequence

@@ -72,14 +72,6 @@ class Save(NamedTuple):
     unpacking: int = 0  # temporary bytes to make values from the signs, besides the values
 
 
-class Costs(NamedTuple):
-    """The cost of recomputing a value. `busy`: see `StepValue`."""
-
-    seconds: float = 0.0
-    busy: int = 0
-    operations: int = 0
-
-
 class Step(NamedTuple):
     """The memory of a training step."""
 
@@ -90,6 +82,8 @@ class Step(NamedTuple):
     forward: int  # number of events in the forward pass
     calls: list[Any]  # function of each call, and bytes of all results up to its own
     unseen: str = ""  # what hides calls from the trace, such as a checkpoint
+    seconds: float = 0.0  # of the plain step
+    operations: int = 0  # of the plain step: multiplications and additions
 
     def without_outputs(self) -> "Step":
         """The same step if the program drops the outputs before the backward pass, instead of at the end."""
@@ -98,6 +92,20 @@ class Step(NamedTuple):
         others = [one for one in self.events[end:] if one[0] != Event.LET]
         events = [*self.events[: self.forward], *dropped, *self.events[self.forward : end], *others]
         return self._replace(events=events, forward=self.forward + len(dropped))
+
+
+def busy(events: Sequence[tuple[Event, int]], memories: Sequence[int]) -> int:
+    """The most bytes during some events, beyond those after them."""
+    level = peak = 0
+    for event, what in events:
+        if event == Event.BUSY:
+            peak = max(peak, level + what)
+        elif event == Event.HOLD:
+            level += memories[what]
+            peak = max(peak, level)
+        elif event == Event.LET:
+            level -= memories[what]
+    return peak - level
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Gradients that autograd adds up before a node runs: hooks see only the parts, and the sum when the node runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,21 @@ def edges_of(node: Any) -> Edges:
         None if following is None or hasattr(following, "variable") else (node_number(following), position)
         for following, position in node.next_functions
     ]
+
+
+def nodes_of(outputs: Iterable[Tensor], start: int) -> Iterator[Any]:
+    """The nodes of a graph from its outputs on, without leaves and without those made before number `start`."""
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is None or following in seen or hasattr(following, "variable"):
+                continue
+            if node_number(following) >= start:
+                seen.add(following)
+                pending.append(following)
 
 
 class Sums:

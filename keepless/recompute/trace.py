@@ -1,399 +1,400 @@
-"""Trace one training step: the values that its backward pass reads, and every allocation and release."""
+"""The calls of a forward pass, the values that autograd saves in them, and what could be recomputed."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
-from functools import partial
-from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..inputs import tensors_in
-from ..norms.bn_act import is_fused, is_node
-from ..saved import ByStorage, Gone, Kept, is_ordinary
+from ..norms.bn_act import is_node
+from ..saved import Gone, form_of, is_ordinary
 from ..torch_internals import (
-    FakeTensor,
-    OpOverload,
-    OpOverloadPacket,
+    address,
     at_end_of_backward,
     backward_runs,
+    is_synchronised_norm,
+    next_node_number,
     node_number,
-    unpack,
+    packed_by_function,
 )
-from .costs import (
-    MeasuredCall,
-    backward_temporaries,
-    call_of,
-    computing_device,
-    estimated_seconds,
-    forward_seconds,
-    forward_temporaries,
-    operations_of,
-    seconds_of,
-)
-from .functions import Call
-from .rules import is_mask_alike
-from .signs import ShapeOnly, unpacking_bytes
-from .step import Costs, Event, Flag, Kind, Save, Step, StepValue, in_order
-from .sums import Edges, Sums, edges_of
-from .values import Again, Recipe, Saved, Value
+from .calls import Ran, RunningCall, argument_copied_by, state_bytes
+from .functions import Row
+from .rules import NotFollowed, Rule, is_mask_alike, may_overwrite
+from .signs import unpacking_bytes
+from .step import Event, Flag, Kind, Save, Step, busy, in_order
+from .sums import nodes_of
+from .traced_values import TracedValues
+from .values import Again
 
-Gradients = Sequence[Tensor | None]
-
-_OF_WRITTEN_VIEW = "CopySlices"  # the node of a call that has written over a view, e.g. over an instance norm's result
+MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
+FEW = 2**12  # entries: vectors below this size have no value
+_COPIES_ARE_WORTH = 4  # an argument of at most this many times the bytes of its copy is kept instead of it
+_COPYING = frozenset(["ToCopyBackward0", "CloneBackward0"])
 _OF_CHECKPOINT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which first runs without gradients
-_SMALL = 2**12  # bytes: a call with smaller arguments is not measured; its event stays, as in larger steps
 
 
-class Progress(Enum):
-    """State of a traced step. DROPPED: its graph was freed without a backward pass, or the backward pass failed."""
+class _Read(NamedTuple):
+    """Stands for a value among a recipe's arguments."""
 
-    RUNS = "runs"
-    ENDED = "ended"
-    DROPPED = "dropped"
+    value: int
 
 
-class _Busy(NamedTuple):
-    """A call whose temporary bytes are measured once the step has ended."""
+class Trace:
+    """Follows the calls of a forward pass, and notes its values as a recorder with a plan would treat them.
 
-    call: MeasuredCall
-    event: int  # number of its BUSY event
-    value: int  # number of the value that this call computes; -1 if unknown
-
-
-class StepTrace:
-    """Watches a forward pass through a `Recording`, and the backward pass that follows.
+    A subclass knows the memories, and what the calls cost. The calls come from `begins` and `ends`, the tensors that
+    autograd saves from `saves`, and those that it reads from `reads`.
 
     Args:
-        measures: measure calls on other tensors once the step has ended. Otherwise times are estimated, and temporary
-            memory of calls is not counted.
+        inputs: the network's inputs.
     """
 
-    def __init__(self, measures: bool = True) -> None:
-        self.measures = measures
-        self.values: list[StepValue] = []
+    copy_parameters = False  # recipes get copies of parameters, because FSDP frees gathered parameters after each use
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.start = next_node_number()
+        self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.memories: list[int] = []
+        self.known = TracedValues(self.memory, self.memories)
+        self.values = self.known.values
         self.saved: list[Save] = []
         self.events: list[tuple[Event, int] | Gone] = []
-        self.forward = -1  # number of events in the forward pass, once it has ended
-        self.calls: list[Any] = []
+        self.calls: list[tuple[Any, int]] = []
+        self.total = 0  # bytes of all results so far
         self.unseen = ""
-        self.ran = False  # a backward pass has run, at least through a part of the graph
+        self.forward = -1  # number of events in the forward pass, once it has ended
         self.in_pass = False  # a backward pass is running, or was aborted by an error
-        self._numbers: ByStorage[int] = ByStorage()  # numbers of memories
-        self._watched: dict[int, Gone] = {}  # by id
-        self._open: list[Gone] = []  # saved tensors that autograd holds
-        self._vectors: list[Gone] = []  # the same, for tensors without a value
-        self._unnumbered: list[tuple[Saved, int, int]] = []  # saved by the running call
-        self._handles: list[Any] = []
-        self._sums = Sums(self.events, self.memories)
-        self._copies: list[int] = []  # numbers of the memories that running nodes hold
-        self.seconds = 0.0  # of the last call
-        self._began = 0  # number of the last call's first event
-        self._backward: dict[int, MeasuredCall] = {}  # by the number of the call's node
-        # To be measured after the step: calls, and the events of their nodes with the strides of the gradients.
-        self._busy: list[_Busy] = []
-        self._busy_backward: list[tuple[int, MeasuredCall, tuple[int, ...], int]] = []  # the last: additional bytes
-        self._drawn: list[tuple[MeasuredCall, int]] = []  # with the number of the mask
-        self._without_rules: dict[int, MeasuredCall] = {}  # by the number of a result's node
+        self.costly: list[tuple[int, Ran]] = []  # values, and the calls that compute them
+        self.call: RunningCall | None = None
+        self._packed: dict[int, int] = {}  # id of what autograd holds -> number of the save
+        self.open: list[Gone] = []  # saved tensors that autograd holds
 
-    def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
-        """The number of a tensor's memory. `outside`: if it is new here, it existed before the step."""
-        storage = tensor.untyped_storage()
-        number = self._numbers.get(storage)
-        if number is None:
-            number = self._numbers.put(storage, len(self.memories))
-            self.memories.append(0 if outside else storage.nbytes())
-        return number
+    def memory(self, tensor: Tensor) -> int:
+        """The number of a tensor's memory."""
+        raise NotImplementedError
 
-    def holds(self, tensor: Tensor) -> None:
-        """Record that the program holds a reference to this tensor until it is freed."""
-        watched = self._watched.get(id(tensor))
-        if is_ordinary(tensor) and (watched is None or watched() is not tensor):
-            memory = self.memory(tensor)
-            self.events.append((Event.HOLD, memory))
-            self._watched[id(tensor)] = Gone(tensor, self.events, (Event.LET, memory))
+    def operators_so_far(self) -> int:
+        """The number of operators that have run."""
+        return 0
 
-    def holds_for(self, kept: Kept, tensor: Tensor) -> None:
-        """Autograd saves a tensor that has no value, such as the statistics of a norm."""
-        memory = self.memory(tensor)
-        self.events.append((Event.HOLD, memory))
-        self._vectors.append(Gone(kept, self.events, (Event.LET, memory)))
+    def begins(self, function: Callable[..., Any], row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call begins that a recorder would record."""
+        self.call = call = RunningCall(function, row, args, kwargs)
+        call.event, call.operator = len(self.events), self.operators_so_far()
+        if (row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs):
+            target = args[0] if args else None
+            if isinstance(target, Tensor) and is_ordinary(target):
+                call.target, call.version, call.before = target, target._version, self._value_of(target)
 
-    def keeps(self, value: Value, tensor: Tensor) -> None:
-        value.number = self._add(Kind.KEPT, tensor)
+    def ends(self, result: Any) -> None:
+        """The call has ended."""
+        call, self.call = self.call, None
+        assert call is not None, "a call that has begun"
+        rule = call.row.again
+        if rule is None or not isinstance(result, Tensor) or not result.requires_grad or not is_ordinary(result):
+            self.note_made(call.arguments, result)
+            return
+        is_written = result is call.target and result._version == call.version + 1
+        if not is_written and any(result is one for one in call.arguments):
+            return
+        self.call = call  # while it is asked what its recipe reads
+        self._result(call, rule, result)
+        self.call = None
 
-    def follows(self, value: Value, tensor: Tensor) -> None:
-        """A value has a recipe that no call gave it: see `KnownValues.value_of`."""
-        assert isinstance(value.source, Recipe)
-        value.number = self._add(Kind.FOLLOWS, tensor, _numbers(value.source.inputs))
+    def passes(self, arguments: Sequence[Any], result: Any, needs_grad: bool, is_wrapped: bool) -> None:
+        """A call has run that is not recorded, because gradients are off, or other hooks or a transform are on."""
+        if needs_grad:
+            self.unseen = "torch.vmap" if is_wrapped else "a checkpoint or saved-tensor hooks of its own"
+        self.note_made(arguments, result)
 
-    def result(self, call: Call, result: Tensor, again: Again | None, mask: Again | None, number: int) -> int:
-        """Note the result of a call with a rule; return the number of its value.
+    def note_made(self, arguments: Sequence[Any], result: Any) -> None:
+        """Note the memory of results that a call has made without gradient, e.g. masks."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and not tensor.requires_grad and tensor.dim() and is_ordinary(tensor):
+                storage = tensor.untyped_storage()
+                if not self.known.has_made(tensor):
+                    given = filter(is_ordinary, tensors_in(arguments))
+                    if all(self.is_made(a) for a in given if address(a.untyped_storage()) == address(storage)):
+                        self.known.made[address(storage)] = weakref.ref(storage)
 
-        `again`: how to repeat the call, which also restores what it has saved inside, unless `mask` does that.
-        """
+    def _result(self, call: RunningCall, rule: Rule, result: Tensor) -> None:
+        """A call with a rule has a result: note the values that the call gives a plan to choose from."""
+        number = len(self.calls)
+        self.total += result.nbytes
+        self.calls.append((call.function, self.total))
+        given = {self.memory(a) for a in (*tensors_in(call.arguments), result) if is_ordinary(a)}
+        call.inside = [
+            one
+            for one in call.inside
+            if self.values[one].memory not in given and MUCH * self.values[one].bytes > result.nbytes
+        ]
+        again = self._followed_by(call, rule, result)
+        mask = None
+        if call.row.mask is not None and call.inside:
+            mask = self._followed_by(call, call.row.mask, result)
+        own = self.known.find(result)
+        if own < 0:
+            own = self.known.remember(result, self.known.add(Kind.KEPT, result))
+        ran = Ran(call.event, len(self.events), call.operator, self.operators_so_far())
         is_whole = again is not None and bool(call.inside) and call.row.mask is None
-        leader = call.inside[0].value.number if is_whole else -1
-        costs = self._costs(call, result, leader if is_whole else len(self.values))
         if again is None:
-            own = self._add(Kind.KEPT, result, (), costs, number)
+            self.values[own] = self.known.value(Kind.KEPT, result, (), number)
         elif not is_whole:
-            own = self._add(Kind.FREE, result, _numbers(again.arguments), costs, number, again)
+            self.values[own] = self.known.value(Kind.FREE, result, self._inputs(again), number, again)
+            inside = sum(self.values[part].bytes for part in call.inside)
+            self.costly.append((own, ran._replace(besides=-inside)))
         else:
-            own = self._add(Kind.FREE, result, _numbers(again.arguments), Costs(), number, leader=leader)
-            costs = costs._replace(busy=costs.busy + result.nbytes)
-            self._inside(call, again, costs, Flag.AGAIN, number)
+            leader = call.inside[0]
+            self.values[own] = self.known.value(Kind.FREE, result, self._inputs(again), number, leader=leader)
+            self._inside(call, again, Flag.AGAIN, number)
+            inside = sum(self.values[part].bytes for part in call.inside)
+            self.costly.append((leader, ran._replace(besides=-inside)))
         if mask is not None:
             layout = sum(one.nbytes for one in tensors_in(call.arguments) if not is_mask_alike(one))
-            self._inside(call, mask, Costs(costs.seconds, 2 * result.nbytes + layout), Flag.MASK, number)
-            drawn = call_of(call.function, call.args, call.kwargs, lists=False)
-            if self.measures and drawn is not None:
-                self._drawn.append((drawn, call.inside[0].value.number))
-        return own
+            self._inside(call, mask, Flag.MASK, number)
+            self.costly.append((call.inside[0], ran._replace(end=ran.begin, besides=2 * result.nbytes + layout)))
+        for save in call.replaceable:
+            self._read_instead(save, own)
+        base = result._base
+        if base is not None and base.numel() == result.numel() and call.has_made(base):
+            self.known.remember(base, own)  # other views of it follow
 
-    def _inside(self, call: Call, again: Again, costs: Costs, flag: int, number: int) -> None:
+    def _inside(self, call: RunningCall, again: Again, flag: int, number: int) -> None:
         """Note that what a call has saved inside can be recomputed; the first of these values has the costs."""
-        inputs, leader = _numbers(again.arguments), call.inside[0].value.number
+        inputs, leader = self._inputs(again), call.inside[0]
         for part in call.inside:
-            one = self.values[part.value.number]._replace(
-                kind=Kind.FREE, inputs=inputs, call=number, leader=leader, flag=flag, **costs._asdict()
+            self.values[part] = self.values[part]._replace(
+                kind=Kind.FREE, inputs=inputs, call=number, leader=leader, flag=flag
             )
-            self.values[part.value.number], costs = one, Costs()
 
-    def _add(
-        self,
-        kind: Kind,
-        tensor: Tensor,
-        inputs: tuple[int, ...] = (),
-        costs: Costs = Costs(),  # noqa: B008  # immutable
-        call: int = -1,
-        again: Again | None = None,
-        leader: int = -1,
-    ) -> int:
-        """Note a value, and return its number. `inputs`: what its recipe reads. `again`: how to repeat its call."""
-        memory = self.memory(tensor)
-        sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
-        alias = next(sharing, -1)
-        flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(inputs))
-        size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
-        self.values.append(StepValue(kind, memory, size, inputs, alias, call, *costs, *flags, leader=leader))
-        return len(self.values) - 1
+    def _followed_by(self, call: RunningCall, rule: Rule, result: Tensor) -> Again | None:
+        """How to repeat a call; None if its inputs are not kept, and may not be kept for it."""
+        alone, room = 0, call.room(result, self.values)
 
-    def moves(self, value: Value, copy: Tensor) -> None:
-        """A value is kept in a copy."""
-        if value.number >= 0:
-            self.values[value.number] = self.values[value.number]._replace(memory=self.memory(copy))
+        def find(tensor: Tensor, lend: bool = False) -> Any:
+            nonlocal alone
+            is_small = MUCH * tensor.untyped_storage().nbytes() <= room if is_ordinary(tensor) else False
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                if not is_small and self.copy_parameters:
+                    raise NotFollowed
+                return _Read(self.known.own_copy(tensor)) if is_small else tensor
+            value = self._available(call, tensor, result, room)
+            if value >= 0:
+                return _Read(value)
+            stays = tensor.requires_grad and tensor.is_leaf
+            if tensor is result or not (is_small or lend or stays):
+                raise NotFollowed
+            is_copied = (
+                is_small and tensor.is_leaf if tensor.requires_grad else is_small or not self.known.has_made(tensor)
+            )
+            if not stays:
+                alone += tensor.untyped_storage().nbytes()
+            if is_copied:
+                return _Read(self.known.own_copy(tensor))
+            return tensor if isinstance(tensor, nn.Parameter) else _Read(self.known.keep(tensor))
 
-    def overwrites(self, value: Value, tensor: Tensor) -> bool:
-        """A call has overwritten a tensor of this value. Returns whether the value can still be recomputed."""
-        if value.number < 0:
+        try:
+            again = rule(find, call.args, call.kwargs, result)
+        except NotFollowed:
+            return None
+        if again.draws and (not call.asks("draws") or MUCH * state_bytes(result) > room):
+            return None
+        return again if alone <= room else None
+
+    def _available(self, call: RunningCall, tensor: Tensor, result: Tensor, room: int) -> int:
+        """The value of an argument, if a recipe may read it; otherwise -1."""
+        if tensor is result:
+            value = call.before if call.before >= 0 else self.known.find(tensor, overwrites=1)
+            return value if value >= 0 and self.known.overwrite(value, tensor) else -1
+        if not is_ordinary(tensor):
+            raise NotFollowed
+        value = self._value_of(tensor)
+        if value < 0:
+            is_large = MUCH * tensor.untyped_storage().nbytes() > room  # a copy of a mask for each call takes too much
+            if self.is_made(tensor) or (is_large and self.known.has_made(tensor)):
+                value = self.known.keep(tensor)
+        return value
+
+    def _inputs(self, again: Again) -> tuple[int, ...]:
+        """The values among a recipe's arguments; a node's saved tensors are the objects that autograd holds."""
+        numbers = [
+            one.value if isinstance(one, _Read) else self.saved[self._packed[id(one)]].value
+            for one in again.arguments
+            if isinstance(one, _Read) or id(one) in self._packed
+        ]
+        return tuple(number for number in numbers if number >= 0)
+
+    # Values
+
+    def _value_of(self, tensor: Tensor) -> int:
+        """The value of a tensor, if it is known or follows from others; otherwise -1."""
+        value = self.known.find(tensor)
+        if value < 0 and not tensor.is_leaf and self.is_made(tensor):
+            value = self._followed(tensor)
+            if value >= 0:
+                self.known.remember(tensor, value)
+        return value
+
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made during this forward pass."""
+        node = tensor.grad_fn
+        if node is None or node_number(node) < self.start or not is_ordinary(tensor):
             return False
-        memory = self.memory(tensor)
-        pending, overwritten = [value.number], []
-        while pending:
-            number = pending.pop()
-            one = self.values[number]
-            if one.kind == Kind.KEPT and one.memory == memory:
-                return False
-            if one.memory == memory or one.kind == Kind.FOLLOWS:
-                pending += one.inputs
-            if one.memory == memory and one.kind == Kind.FREE:
-                overwritten.append(number)
-        for number in overwritten:
-            self.values[number] = self.values[number]._replace(kind=Kind.OVERWRITTEN)
-        return True
+        return address(tensor.untyped_storage()) not in self.outside
 
-    def saves(self, saved: Saved | ShapeOnly, tensor: Tensor, in_call: bool) -> None:
-        """Autograd saves a tensor. In a call, the number of its value is known only at the end."""
-        number = len(self.saved)
-        self.saved.append(Save(-1, 0, self.memory(tensor), len(self.calls) if in_call else -1))
-        if isinstance(saved, Saved):
-            saved.number = number
-            signs = (-(-tensor.numel() // 8), unpacking_bytes(tensor)) if saved.reads_signs else (0, 0)
-            self._unnumbered.append((saved, *signs))
-        self.events.append((Event.SAVE, number))
-        self._open.append(Gone(saved, self.events, (Event.RELEASE, number)))
-        if not in_call:
-            self._number_saved()
+    def _followed(self, tensor: Tensor) -> int:
+        """The value of a tensor that is no call's result, but follows from other values; otherwise -1."""
+        node: Any = tensor.grad_fn
+        name = type(node).__name__
+        if tensor._is_view():
+            base = tensor._base
+            value = -1 if base is None or form_of(tensor, base) is None else self._value_of(base)
+            return -1 if value < 0 else self.known.add(Kind.FOLLOWS, tensor, (value,))
+        if is_node(node):
+            if node.strategy.recompute_output and tensor._version == node.output_version:
+                packed = packed_by_function(node)
+                return self.known.add(Kind.FOLLOWS, tensor, self._values_of(packed[:1]))
+        elif tensor._version == 0:
+            if is_synchronised_norm(node):
+                x, weight, mean, invstd, *_ = packed_by_function(node)
+                if weight is not None and hasattr(node.next_functions[2][0], "variable"):
+                    return self.known.add(Kind.FOLLOWS, tensor, self._values_of((x, mean, invstd)))
+            elif self.call is not None and name in _COPYING | {"UnsafeViewBackward0"}:
+                return self._of_copied_argument(tensor, node, self.call)
+        return -1
 
-    def ended(self, result: Any) -> None:
-        """A call has ended, and its result has a value."""
-        for tensor in filter(is_ordinary, tensors_in(result)):
-            self.holds(tensor)
-        self._number_saved()
+    def _values_of(self, packed: Iterable[Any]) -> tuple[int, ...]:
+        """The values of what autograd holds."""
+        saves = [self._packed[_key(one)] for one in packed if _key(one) in self._packed]
+        return tuple(self.saved[save].value for save in saves if self.saved[save].value >= 0)
 
-    def _number_saved(self) -> None:
-        for saved, signs, unpacking in self._unnumbered:
-            entry = self.saved[saved.number]
-            self.saved[saved.number] = entry._replace(value=saved.value.number, signs=signs, unpacking=unpacking)
-        self._unnumbered.clear()
+    def _of_copied_argument(self, tensor: Tensor, node: Any, call: RunningCall) -> int:
+        """A copy of an argument, made inside the running call: cast by autocast, or reshaped by matrix products."""
+        is_reshaped = type(node).__name__ == "UnsafeViewBackward0"
+        copying = node.next_functions[0][0] if is_reshaped else node
+        argument = argument_copied_by(copying, call.arguments) if type(copying).__name__ in _COPYING else None
+        if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:
+            return -1
+        value = self._value_of(argument)
+        if value >= 0 and self.known.unread_bytes(value) > _COPIES_ARE_WORTH * tensor.nbytes:
+            value = -1
+        if argument.dtype != tensor.dtype or is_reshaped:
+            is_both = argument.dtype != tensor.dtype and is_reshaped
+            return -1 if value < 0 or is_both else self.known.add(Kind.FOLLOWS, tensor, (value,))
+        memory = self.memory(argument)
+        if value < 0 or (self.known.readers[value] and self.known.reads_memory(value, memory)):
+            return self.known.remember(argument, self.known.keep(tensor))
+        self.values[value] = self.values[value]._replace(memory=self.memory(tensor))  # it is kept in its copy
+        return value
 
-    def forward_ends(self) -> None:
-        self.forward = len(self.events)
+    # Saved tensors
 
-    def unpack(self, saved: Any) -> Tensor:
-        """The unpack hook, which autograd calls in the backward pass."""
-        if isinstance(saved, Saved) and backward_runs():
-            self._backward_begins()
-            self.events.append((Event.READ, saved.number))
-        return unpack(saved)
-
-    def run(self, call: Call, is_made: Callable[[Tensor], bool]) -> Any:
-        """Run a call, and measure its time."""
-        for tensor in filter(is_ordinary, tensors_in(call.arguments)):
-            if is_made(tensor):  # made in this pass, but not by a recorded call
-                self.holds(tensor)
-            else:
-                self.memory(tensor, outside=True)
-        self._began, device = len(self.events), computing_device(tensors_in(call.arguments))
-        result, self.seconds = seconds_of(lambda: call.function(*call.args, **call.kwargs), device)
-        if call.saves and call.row.again is None:
-            self._without_rule(call, result)
-        return result
-
-    def _without_rule(self, call: Call, result: Any) -> None:
-        """Note a PyTorch call without a rule, such as an LSTM: its temporary memory is measured later."""
-        results = [one for one in tensors_in(result) if one.grad_fn is not None]
-        if not results or not isinstance(call.function, (BuiltinFunctionType, MethodDescriptorType)):
+    def saves(self, packed: Any, tensor: Tensor) -> None:
+        """Autograd saves a tensor, and holds `packed` in its place."""
+        call = self.call
+        if tensor.is_leaf:
+            is_simple = (tensor.dim() < 2 and tensor.numel() < FEW) or isinstance(tensor, nn.Parameter)
+        else:
+            is_simple = isinstance(tensor._base, nn.Parameter)
+        if is_simple:
+            if not (tensor.requires_grad and call is not None):
+                self._holds_for(packed, tensor)
             return
-        measured = self._measured_call(call, results[0], lists=True)
-        if measured is not None and measured.size >= _SMALL:
-            self.events.insert(self._began, (Event.BUSY, sum(one.nbytes for one in results)))
-            self._busy.append(_Busy(measured, self._began, -1))
-            self._without_rules[node_number(results[0].grad_fn)] = measured
+        if not is_ordinary(tensor):
+            return
+        if call is not None and tensor.requires_grad and call.asks("reads_shape_only"):
+            self._save(packed, tensor, Save(-1, 0, self.memory(tensor), len(self.calls)))
+            return
+        value = self._value_of(tensor)
+        if value < 0:
+            value = self._keep_with_base(tensor)
+        save = Save(value, 0, self.memory(tensor), -1 if call is None else len(self.calls))
+        if call is not None and call.asks("result_serves"):
+            call.replaceable.append(len(self.saved))
+        elif call is not None and call.row.positive is not None and not tensor._is_view():  # else the base is kept
+            save = save._replace(signs=-(-tensor.numel() // 8), unpacking=unpacking_bytes(tensor))
+        self._save(packed, tensor, save)
 
-    def _costs(self, call: Call, result: Tensor, value: int) -> Costs:
-        """The costs of repeating the call that has just run. `value`: number of the value that it computed."""
-        seconds, function = self.seconds, call.function
-        measured = self._measured_call(call, result)
-        if measured is not None:
-            event, extra = len(self.events), 0
-            if call.inside:  # the events of its nodes cover the rest
-                event, extra = self._began, result.nbytes
-            if not call.inside or is_node(result.grad_fn):
-                self._backward[node_number(result.grad_fn)] = measured
-            self.events.insert(event, (Event.BUSY, extra))
-            self._busy.append(_Busy(measured, event, value))
-        if isinstance(result, FakeTensor) or is_fused(result.grad_fn, call.args):  # fused: it has just compiled
-            seconds = estimated_seconds(function, call.arguments, result)
-        return Costs(seconds, 0, operations_of(function, call.arguments, result))
+    def _save(self, packed: Any, tensor: Tensor, save: Save) -> None:
+        number = len(self.saved)
+        self.saved.append(save)
+        self._packed[_key(packed)] = number
+        if save.value >= 0:
+            self.known.sign_readers[save.value] += bool(save.signs)
+            self.known.count_reader(save.value, 1)
+        self.events.append((Event.SAVE, number))
+        self.open.append(Gone(packed, self.events, (Event.RELEASE, number)))
 
-    def _measured_call(self, call: Call, result: Tensor, lists: bool = False) -> MeasuredCall | None:
-        """The call, if it can be measured on other tensors: it draws no numbers, overwrites and compiles nothing.
+    def _read_instead(self, save: int, value: int) -> None:
+        """A save's reader gets another value."""
+        self.known.count_reader(self.saved[save].value, -1)
+        self.saved[save] = self.saved[save]._replace(value=value)
+        self.known.count_reader(value, 1)
 
-        No custom operator is: its kernel may read outside its tensors where ones are no indices, as RoI pooling does.
-        `lists`: the arguments may be lists of tensors.
-        """
-        tensors = [one for one in call.arguments if isinstance(one, Tensor)]
-        if (not self.measures and isinstance(result, FakeTensor)) or is_fused(result.grad_fn, call.args):
-            return None
-        if "dropout" in getattr(call.function, "__name__", "") or any(one is result for one in tensors):
-            return None
-        if isinstance(call.function, (OpOverload, OpOverloadPacket)) or not all(map(is_ordinary, tensors)):
-            return None
-        return call_of(call.function, call.args, call.kwargs, lists)
+    def _keep_with_base(self, tensor: Tensor) -> int:
+        """Keep a tensor; if it is a view of its whole base, keep the base, so that other views can be made from it."""
+        base, call = tensor._base, self.call
+        is_base = base is not None and base.numel() == tensor.numel() and self.is_made(base)
+        kept = base if base is not None and is_base else tensor
+        value = self.known.keep(kept)
+        if call is not None and call.row.inside:
+            call.inside.append(value)
+        if not is_base:
+            return value
+        found = self._value_of(tensor)
+        return found if found >= 0 else self.known.keep(tensor)  # a view that cannot be made again, such as a conjugate
 
-    def watch_backward(self, outputs: Iterable[Tensor], start: int) -> None:
-        """The forward pass has ended. `start`: sequence number of its first node."""
-        pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-        seen = set(pending)
-        while pending:
-            node = pending.pop()
-            call = self._backward.get(node_number(node))
-            inside = self._without_rules.get(node_number(node))
-            is_copying = type(node).__name__ == _OF_WRITTEN_VIEW
-            if type(node).__name__ == _OF_CHECKPOINT:
-                self.unseen = "a checkpoint of its own"
-            self._handles.append(node.register_prehook(partial(self._before, node_number(node), inside, is_copying)))
-            self._handles.append(node.register_hook(partial(self._after, edges_of(node), call, is_copying)))
-            for following, _ in node.next_functions:
-                if following is None or following in seen or hasattr(following, "variable"):
-                    continue
-                if node_number(following) >= start:
-                    seen.add(following)
-                    pending.append(following)
+    def _holds_for(self, packed: Any, tensor: Tensor) -> None:
+        """Autograd saves a tensor that has no value, such as the statistics of a norm."""
+        if is_ordinary(tensor):
+            memory = self.memory(tensor)
+            self.events.append((Event.HOLD, memory))
+            self.open.append(Gone(packed, self.events, (Event.LET, memory)))
 
-    def _before(self, number: int, call: MeasuredCall | None, is_copying: bool, gradients: Gradients) -> None:
-        """A node of the backward pass is about to run; with `call`, the first node of that call.
+    def reads(self, packed: Any) -> None:
+        """The backward pass reads what autograd holds."""
+        number = self._packed.get(_key(packed))
+        if number is not None and backward_runs():
+            self.backward_begins()
+            self.events.append((Event.READ, number))
 
-        `is_copying`: the node is an `_OF_WRITTEN_VIEW`, which holds the view's gradient before and after, while another
-        node runs inside.
-        """
-        self._sums.run(number)
-        self._gradients(gradients)
-        if is_copying:
-            self._copies.append(len(self.memories))
-            self.memories.append(0 if gradients[0] is None else 2 * gradients[0].nbytes)
-            self.events.append((Event.HOLD, self._copies[-1]))
-        if call is not None and gradients[0] is not None:
-            self._busy_backward.append((len(self.events), call, gradients[0].stride(), call.trained))
-            self.events.append((Event.BUSY, 0))
-
-    def _after(
-        self, edges: Edges, call: MeasuredCall | None, is_copying: bool, found: Gradients, given: Gradients
-    ) -> None:
-        """A node of the backward pass has run."""
-        self._gradients(found)
-        if is_copying:
-            self.events.append((Event.LET, self._copies.pop()))
-        if call is not None and given and given[0] is not None:
-            self._busy_backward.append((len(self.events), call, given[0].stride(), 0))
-            self.events.append((Event.BUSY, 0))
-        self.events.append((Event.DONE, 0))
-        self._sums.add(edges, found)
-
-    def _gradients(self, gradients: Gradients) -> None:
-        """The backward pass holds these tensors."""
-        self._backward_begins()
-        for gradient in gradients:
-            if gradient is not None:
-                self.holds(gradient)
-
-    def _backward_begins(self) -> None:
+    def backward_begins(self) -> None:
         if not self.in_pass:
-            self.ran = self.in_pass = True
-            at_end_of_backward(self._backward_ends)  # not called after an error
+            self.in_pass = True
+            at_end_of_backward(self.backward_ends)  # not called after an error
 
-    def _backward_ends(self) -> None:
+    def backward_ends(self) -> None:
         self.in_pass = False
-        self._sums.end()
         self.events.append((Event.PASS, 0))
 
-    def progress(self) -> Progress:
-        """The state of the step."""
-        is_released = self.forward >= 0 and not any(gone() is not None for gone in self._open)
-        if self.ran and not is_released and backward_runs():  # a reentrant checkpoint runs a backward pass inside
-            return Progress.RUNS
-        if self.ran:
-            return Progress.DROPPED if self.in_pass and not backward_runs() else Progress.ENDED
-        return Progress.DROPPED if is_released else Progress.RUNS
+    def forward_ends(self, outputs: Iterable[Tensor]) -> None:
+        """The forward pass has ended with these outputs."""
+        self.forward = len(self.events)
+        self.known.clear()
+        if any(type(node).__name__ == _OF_CHECKPOINT for node in nodes_of(outputs, self.start)):
+            self.unseen = "a checkpoint of its own"
 
-    def step(self) -> Step:
-        """The step, once it has ended."""
-        for handle in self._handles:
-            handle.remove()
-        events = [one.event if isinstance(one, Gone) else one for one in self.events]
-        for busy in self._busy:
-            if busy.call.size < _SMALL:
-                continue
-            taken = forward_temporaries(busy.call) or 0
-            _, extra = events[busy.event]
-            events[busy.event] = Event.BUSY, extra + taken
-            if busy.value >= 0:
-                value = self.values[busy.value]
-                seconds = forward_seconds(busy.call) if self.measures else None
-                seconds = value.seconds if seconds is None else seconds
-                self.values[busy.value] = value._replace(busy=value.busy + taken, seconds=seconds)
-        for event, call, stride, besides in self._busy_backward:
-            if call.size >= _SMALL:
-                events[event] = Event.BUSY, besides + (backward_temporaries(call, stride, besides > 0) or 0)
-        for drawn, number in self._drawn:
-            self.values[number] = self.values[number]._replace(seconds=forward_seconds(drawn) or 0.0)
-        values, saved = in_order(self.values, self.saved)
-        return Step(values, self.memories, saved, events, self.forward, self.calls, self.unseen)
+    def happened(self) -> list[tuple[Event, int]]:
+        """The events so far."""
+        return [one.event if isinstance(one, Gone) else one for one in self.events]
+
+    def step_of(
+        self, events: list[tuple[Event, int]], seconds: Sequence[float], operations: Sequence[int], host: float
+    ) -> Step:
+        """The step with these events, whose operators took these seconds; `host`: more seconds of a repeated call."""
+        for number, ran in self.costly:
+            self.values[number] = self.values[number]._replace(
+                seconds=sum(seconds[ran.first : ran.last]) + host,
+                operations=sum(operations[ran.first : ran.last]),
+                busy=max(0, busy(events[ran.begin : ran.end], self.memories) + ran.besides),
+            )
+        values = [one._replace(seconds=host) if one.kind == Kind.FOLLOWS else one for one in self.values]
+        values, saved = in_order(values, self.saved)
+        found = Step(values, self.memories, saved, events, self.forward, self.calls, self.unseen)
+        return found._replace(seconds=sum(seconds), operations=sum(operations))
 
 
-def _numbers(arguments: Iterable[object]) -> tuple[int, ...]:
-    """The values among a recipe's arguments."""
-    return tuple(one.number for one in arguments if isinstance(one, Value) and one.number >= 0)
+def _key(packed: Any) -> int:
+    """Identifies what autograd holds: a recorder's object by its value, which rules find in a node."""
+    return id(getattr(packed, "value", packed))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import ABN, CheckpointedABN, InPlaceABN
-from keepless.fit.made_tensors import MadeTensors
+from keepless.made_tensors import MadeTensors
 from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode

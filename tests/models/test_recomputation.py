@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from keepless import ABN, InPlaceABN
-from keepless.fit.made_tensors import MadeTensors
+from keepless.made_tensors import MadeTensors
 from keepless.saved import saved_for_backward
 from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule

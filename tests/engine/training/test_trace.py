@@ -11,7 +11,7 @@ from engine.process.distributed import World, data_parallel
 from engine.training.loop import accumulate_gradients
 from engine.training.planner import fake_step
 from engine.training.trace import FakeTensors, begun, traced
-from keepless.fit.made_tensors import MadeTensors
+from keepless.made_tensors import MadeTensors
 from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
 from tests import runs

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from keepless.recompute.live import Live
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
-from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.rehearsal import counted_step
 from keepless.recompute.search import Choice
 from keepless.recompute.step import Flag, Kind, Plan, Step
-from keepless.recompute.trace import StepTrace
 
 
 def with_nothing_kept(step: Step) -> Plan:
@@ -35,7 +35,7 @@ class SelfAttention(nn.MultiheadAttention):
 @pytest.mark.parametrize(("needs_weights", "inside"), [(True, "softmax"), (False, "scaled_dot_product_attention")])
 def test_the_functions_inside_multi_head_attention_are_computed_again(needs_weights, inside):
     network, x = SelfAttention(64, 2, batch_first=True).train(needs_weights), torch.randn(4, 32, 64)
-    step, _ = traced_step(network, (x,), {})
+    step = counted_step(network, (x,), {})
     assert {"linear", inside} < {function.__name__ for function, *_ in step.calls}
     recording = Recording(ByPlan([with_nothing_kept(step)]), inputs=[x])
     assert all(map(torch.equal, gradients(network, x, recording), gradients(network, x, nullcontext())))
@@ -101,12 +101,12 @@ def test_random_numbers_are_drawn_again(name, device):
         (gradient,) = torch.autograd.grad(output, w)
         return output.detach(), gradient, torch.rand(1, device=device)
 
-    trace = StepTrace()
-    with Recording(ByPlan((), trace)) as recording:
+    live = Live([])
+    with Recording(ByPlan((), live)):
         output = function(w * 1.25).exp().sum()
-    trace.watch_backward([output], recording.known.start)
+    live.forward_ends([output])
     torch.autograd.grad(output, w)
-    plan = with_nothing_kept(trace.step())
+    plan = with_nothing_kept(live.step())
     recording = Recording(ByPlan([plan]))
     assert all(map(torch.equal, run(recording), run(nullcontext())))
     if device == "cpu":
@@ -115,10 +115,10 @@ def test_random_numbers_are_drawn_again(name, device):
 
 
 def test_a_short_draw_keeps_its_mask_instead_of_the_generators_state():
-    trace = StepTrace()
-    with Recording(ByPlan((), trace)):
+    live = Live([])
+    with Recording(ByPlan((), live)):
         F.dropout(torch.randn(8, 64, requires_grad=True), 0.5)
-    assert not any(value.flag == Flag.MASK for value in trace.values)
+    assert not any(value.flag == Flag.MASK for value in live.values)
 
 
 class Masked(nn.Module):
@@ -137,7 +137,7 @@ class Masked(nn.Module):
 
 def test_large_masks_are_kept_once_for_what_is_computed_from_them():
     network, x = Masked(), torch.randn(8, 4, 64, 64)
-    step, _ = traced_step(network, (x,), {})
+    step = counted_step(network, (x,), {})
     assert all(value.kind in (Kind.KEPT, Kind.FREE) for value in step.values if value.call >= 0)
     adds = [value for value in step.values if value.call >= 0 and step.calls[value.call][0] is Tensor.add]
     assert [value.kind for value in adds] == [Kind.FREE, Kind.FREE]

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keepless.recompute import costs
-from keepless.recompute.costs import estimated_seconds, peak_bytes, seconds_again, seconds_of
-from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.costs import peak_bytes, seconds_again, seconds_for, seconds_of, work_of
 
 CUDA = torch.device("cuda", 1)
 
@@ -37,19 +36,8 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-class SlowAtFirst(nn.Linear):
-    def __init__(self, clock: Clock):
-        super().__init__(4, 4)
-        self.call = clock.takes(100, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.call()
-        return super().forward(x)
-
-
 def test_the_first_call_warms_up_and_the_least_of_three_counts(clock):
     assert seconds_again(clock.takes(100, 3, 2, 4), torch.device("cpu")) == 2
-    assert traced_step(SlowAtFirst(clock), (torch.ones(2, 4),), {})[1] == 1
 
 
 def test_on_cuda_the_time_of_a_launch_is_taken_off(clock, monkeypatch):
@@ -83,32 +71,48 @@ def test_fake_tensors_are_priced_by_the_rates_of_their_device(monkeypatch):
     with FakeTensorMode():
         x = torch.empty(2**10, 2**10, dtype=torch.bfloat16)
         for _ in range(2):
-            copied = estimated_seconds(torch.neg, (x,), x)
-            multiplied = estimated_seconds(torch.mm, (x, x), x)
+            copied = seconds_for(*work_of(torch.ops.aten.neg.default, (x,), {}, x), x)
+            multiplied = seconds_for(*work_of(torch.ops.aten.mm.default, (x, x), {}, x), x)
     costs._rates.cache_clear()
     assert copied == 2 * 2**21 / 2**23
     assert multiplied == 3 * 2**21 / 2**23 + 2 * 2**30 / 2**23
     assert [type(one) for one in measured] == [Tensor, Tensor] and measured[1].dtype == torch.bfloat16
 
 
-def test_a_measurement_without_memory_is_made_again_later():
-    """Until then the call costs what it took in the step."""
-    sizes = [torch.OutOfMemoryError("CUDA out of memory"), 12]
-
-    def measure(call):
-        found = sizes.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    measured = costs._on_ones(measure)
-    assert [measured("call") for _ in range(3)] == [None, 12, 12] and sizes == []
+def operator(function, *args) -> costs.Operator:
+    found = costs.operator_of(function, args, {})
+    assert found is not None
+    return found
 
 
-def test_a_call_is_timed_on_the_device_of_tensors_in_lists():
+def test_an_operator_is_measured_on_other_tensors():
+    """`logsumexp` makes two tensors of its argument's size; a matrix without an inverse counts nothing."""
+    x = torch.randn(64, 1000)
+    measured = [operator(torch.ops.aten.logsumexp.default, x, [1]), operator(torch.ops.aten.linalg_inv_ex.default, x)]
+    costs.measure(measured)
+    taken = peak_bytes(lambda: torch.logsumexp(x, 1), "cpu") - 64 * 4
+    assert costs.temporaries_of(measured[0]) == pytest.approx(taken, abs=64)
+    assert [costs.seconds_of_operator(one) == 0 for one in measured] == [False, True]
+
+
+def test_a_measurement_without_memory_is_made_again_later(monkeypatch):
+    x = torch.randn(64, 1001)
+    one, run = operator(torch.ops.aten.logsumexp.default, x, [1]), costs.Operator.run
+
+    def fails(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(costs.Operator, "run", fails)
+    costs.measure([one])
+    assert costs.seconds_of_operator(one) is None
+    monkeypatch.setattr(costs.Operator, "run", run)
+    costs.measure([one])
+    assert costs.seconds_of_operator(one)
+
+
+def test_an_operator_is_timed_on_the_device_of_tensors_in_lists():
     on_device, on_cpu = torch.empty(2, 3, device="meta"), torch.empty(2, 3)
-    call = costs.call_of(torch.cat, ([on_device, on_device],), {}, lists=True)
-    assert call.device == on_device.device
+    assert operator(torch.ops.aten.cat.default, [on_device, on_device]).device == on_device.device
     assert (
         costs.computing_device([on_cpu, on_device]) == on_device.device and costs.computing_device([]) == on_cpu.device
     )

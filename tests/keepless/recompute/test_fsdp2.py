@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from keepless import CheckpointedABN, recompute_activations, share_plans
-from keepless.recompute import rehearsal
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
+from keepless.recompute.rehearsal import counted_step
 from keepless.recompute.search import frontier
 from keepless.recompute.step import Plan
+from keepless.recompute.trace import Trace
 from tests.cuda import FSDP2_ON_CPUS
 from tests.ranks import Ranks
 
@@ -67,7 +68,7 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
     (plan,) = size.plans
     peak = peak_bytes(lambda: within(x).square().mean().backward(), "cpu")
     return (
-        all(map(all, same)) and not size.needs_trace,
+        all(map(all, same)) and size.observations == 1,
         replace(plan, calls=len(plan.calls), kept=None),
         peak - plan.peak,
     )
@@ -114,9 +115,9 @@ def test_a_convolution_reads_the_output_of_a_norm_whose_parameters_are_freed(ran
 def test_copies_of_parameters_are_planned(monkeypatch):
     """FSDP frees parameters after each use, so that recipes need copies."""
     copying = partial(Recording, copy_parameters=True)
-    monkeypatch.setattr(rehearsal, "Recording", copying)
+    monkeypatch.setattr(Trace, "copy_parameters", True)
     plain = network()
-    traced, _ = rehearsal.traced_step(plain, (X,), {})
+    traced = counted_step(plain, (X,), {})
     for parameter in plain.parameters():
         parameter.grad = torch.zeros_like(parameter)
 

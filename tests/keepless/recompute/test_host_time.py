@@ -16,7 +16,7 @@ import keepless
 from keepless import InPlaceABN, recompute_activations, report
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
-from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.rehearsal import counted_step
 from keepless.recompute.search import Choice
 from keepless.recompute.step import Flag
 
@@ -111,7 +111,7 @@ def test_a_pass_that_fits_as_it_is_makes_nothing():
 def test_only_calls_that_read_what_is_computed_again_have_hooks():
     network = nn.Sequential(*[nn.Sequential(nn.Conv1d(4, 4, 1), nn.GELU()) for _ in range(4)])
     x = torch.randn(2, 4, 64)
-    step, _ = traced_step(network, (x,), {})
+    step = counted_step(network, (x,), {})
     activation = next(number for number, value in enumerate(step.values) if value.call == 3)  # of the second block
     plan = Choice(0, 0.0, tuple(number != activation for number in range(len(step.values)))).plan(step)
     assert [number for number in range(8) if plan.flags[number] & Flag.AGAIN] == [3]
@@ -132,7 +132,7 @@ def test_only_calls_that_read_what_is_computed_again_have_hooks():
 def test_what_pytorch_keeps_whole_is_not_packed_to_signs():
     """ReLU reads signs of its result, which the convolution after it reads whole."""
     network, x = nn.Sequential(*[nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU()) for _ in range(4)]), torch.randn(2, 4, 64)
-    step, _ = traced_step(network, (x,), {})
+    step = counted_step(network, (x,), {})
     activation = next(number for number, value in enumerate(step.values) if value.call == 3)
     plan = Choice(0, 0.0, tuple(number != activation for number in range(len(step.values)))).plan(step)
     plan.kept = ()

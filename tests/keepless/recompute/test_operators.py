@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from keepless import recompute_activations
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.functions import TABLE, learn
-from keepless.recompute.rehearsal import traced_step
+from keepless.recompute.rehearsal import counted_step
 from keepless.recompute.search import Choice
 from keepless.recompute.simulation import plain_peak, simulate
 from keepless.recompute.step import Flag
@@ -55,7 +55,7 @@ def test_an_operator_is_repeated_with_its_random_numbers_and_what_it_saves():
     network, x = Operators(), torch.randn(800, 64)
     expected = step(copy.deepcopy(network), x)
     step(network, x)
-    traced, _ = traced_step(network, (x,), {})
+    traced = counted_step(network, (x,), {})
     of_operator = [value.call >= 0 and "noisy" in str(traced.calls[value.call][0]) for value in traced.values]
     kept = [not operator for operator in of_operator]
     peak = simulate(traced, kept).peak

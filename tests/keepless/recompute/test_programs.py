@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, recompute_activations, upsampled_cross_entropy
+from keepless.recompute.live import Live
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
 from keepless.recompute.step import Flag, Plan
-from keepless.recompute.trace import StepTrace
 from keepless.saved import saved_for_backward
 
 Gradients = list[Tensor | None]
@@ -40,16 +40,16 @@ def attempt(forward: Callable[[], Tensor], sources: list[Tensor], context) -> tu
 def agree(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]) -> bool:
     """Compare runs of a forward pass, each freshly made; whether they agree, rather than all raise.
 
-    It runs as it is, recorded, traced for a plan, and by plans that keep some results at random, with hooks in all
+    It runs as it is, recorded, observed for a plan, and by plans that keep some results at random, with hooks in all
     calls and in some alone, or none.
     """
-    trace = StepTrace()
-    plain, *others = (run(make, context) for context in (nullcontext(), Recording(), Recording(ByPlan((), trace))))
+    live = Live([])
+    plain, *others = (run(make, context) for context in (nullcontext(), Recording(), Recording(ByPlan((), live))))
     for seed in range(3):
         draws = Random(seed)
-        flags = bytes(draws.choice(FLAGS) | draws.choice((0, Flag.PLAIN)) for _ in trace.calls)
+        flags = bytes(draws.choice(FLAGS) | draws.choice((0, Flag.PLAIN)) for _ in live.calls)
         flags = flags if seed < 2 else bytes([Flag.AGAIN] * len(flags))
-        plan = Plan(trace.calls, flags, kept=() if seed else None)
+        plan = Plan(live.calls, flags, kept=() if seed else None)
         others.append(run(make, Recording(ByPlan([plan]))))
     return all(agrees(plain, recorded) for recorded in others)
 

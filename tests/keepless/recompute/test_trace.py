@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from keepless import plan, recompute_activations, report
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.functions import random_state
-from keepless.recompute.rehearsal import rehearsed_step, traced_step
+from keepless.recompute.rehearsal import counted_step, rehearsed_step
+from keepless.recompute.search import Choice
 from keepless.recompute.simulation import plain_peak
+from keepless.recompute.step import Kind
 from tests.keepless.recompute.ahead import planned_sizes, step
 
 
@@ -194,7 +196,7 @@ def test_unusual_networks_are_like_the_plain_ones_to_the_bit(name, budget):
         assert all(map(torch.equal, gradients(within, x), gradients(plain, x)))
     if budget is not None:
         (size,) = planned_sizes(within)
-        assert not size.strays and size.traces == 1 and len(size.plans) == 1
+        assert not size.strays and size.observations == 0 and len(size.plans) == 1
 
 
 def test_a_network_inside_vmap_needs_no_plan():
@@ -318,11 +320,10 @@ def test_attention_is_computed_again_with_gradients_by_which_it_chooses_its_back
         def forward(self, x):
             return F.scaled_dot_product_attention(*self.project(x).chunk(3, -1)).sin()
 
-    network, x = recompute_activations(nn.Sequential(Heads(), Heads()), budget="1kB"), torch.randn(2, 64, 32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(3):
-            network(x).sum().backward()
+    network, x = nn.Sequential(Heads(), Heads()), torch.randn(2, 64, 32)
+    counted = counted_step(network, (x,), {})
+    plan = Choice(0, 0.0, tuple(value.kind == Kind.KEPT for value in counted.values)).plan(counted)
+    step(network, x, plan)
     assert modes and all(modes)
 
 
@@ -372,7 +373,7 @@ def test_the_plain_peak_has_statistics_that_are_saved_without_gradient():
     network = nn.Sequential(*(layer for _ in range(9) for layer in (nn.BatchNorm1d(512), nn.SiLU())))
     x = torch.randn(2, 512)
     step(network, x)
-    traced, _ = traced_step(network, (x,), {})
+    traced = counted_step(network, (x,), {})
     assert plain_peak(traced) == pytest.approx(peak_bytes(lambda: step(network, x), "cpu"), rel=0.05)
 
 
@@ -386,7 +387,7 @@ class Distances(nn.Linear):
 def test_the_plain_peak_has_what_functions_written_in_python_take_while_they_run():
     network, x = Distances(64, 64), torch.randn(512, 64)
     network(x).backward()
-    traced, _ = traced_step(network, (x,), {})
+    traced = counted_step(network, (x,), {})
     assert plain_peak(traced) == pytest.approx(peak_bytes(lambda: network(x).backward(), "cpu"), rel=0.05)
 
 
@@ -398,11 +399,11 @@ class ReadAgain(nn.Linear):
         return y.repeat(1, 4).exp().sum() + (y.square() + y.sin()).sum()
 
 
-@pytest.mark.parametrize("of_step", [traced_step, lambda *given: (rehearsed_step(*given), 0.0)])
+@pytest.mark.parametrize("of_step", [counted_step, rehearsed_step])
 def test_the_plain_peak_has_sums_of_gradients_that_wait_for_more(of_step):
     network, x = ReadAgain(16, 64), torch.randn(256, 16)
     network(x).backward()
-    traced, _ = of_step(network, (x,), {})
+    traced = of_step(network, (x,), {})
     assert plain_peak(traced) == pytest.approx(peak_bytes(lambda: network(x).backward(), "cpu"), rel=0.01)
 
 

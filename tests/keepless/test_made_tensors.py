@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from keepless.fit.made_tensors import MadeTensors
+from keepless.made_tensors import MadeTensors
 from keepless.recompute.costs import peak_bytes
 
 Kept = list[Tensor]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..torch_internals import (
+from .torch_internals import (
     OpOverload,
     TorchDispatchMode,
     address,
@@ -43,6 +43,7 @@ class MadeTensors(TorchDispatchMode):
         self.bytes = self.peak = 0  # bytes that exist now, and the most so far
         self.changes: list[Change] = []  # every allocation and release, in order
         self.place = place
+        self.sizes: list[int] = []  # bytes of each allocation
         self.numbers: dict[int, int] = {}  # address -> number of the allocation
         self.nodes: dict[int, object] = {}  # address -> node of the backward pass that allocated it
         self.references: dict[int, weakref.ref] = {}  # by address
@@ -57,7 +58,7 @@ class MadeTensors(TorchDispatchMode):
     ) -> object:
         given = set(map(address, _storages((args, kwargs))))
         peak, self._sum = self.peak, None
-        result = function(*args, **(kwargs or {}))
+        result = self.call(function, args, kwargs or {})
         for storage in _storages(result):
             if address(storage) not in given and address(storage) not in self.references:
                 self._add(storage)
@@ -65,6 +66,10 @@ class MadeTensors(TorchDispatchMode):
             gradient, total = map(address, _storages([args[0], result]))
             self._sum = _Sum(gradient, total, len(self.changes), peak)
         return result
+
+    def call(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Run an operator."""
+        return function(*args, **kwargs)
 
     def number(self, tensor: Tensor) -> int | None:
         """The number of a tensor's memory, if it was made in this context and still exists."""
@@ -83,24 +88,33 @@ class MadeTensors(TorchDispatchMode):
         return is_alike and torch.ops.aten.is_non_overlapping_and_dense(gradient)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        place, size, number = address(storage), storage.nbytes(), len(self.changes)
+        place, size = address(storage), storage.nbytes()
         self.references[place] = weakref.ref(storage, partial(self._freed, place))
-        self.numbers[place] = number
+        self.numbers[place] = len(self.sizes)
         self.nodes[place] = _name(running_node()) if backward_runs() else None
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
-        self.changes.append(Change(number, size, self.place()))
+        self.sizes.append(size)
+        self.note(Change(self.numbers[place], size, self.place()))
 
     def _freed(self, place: int, _: object) -> None:
         number, added = self.numbers.pop(place), self._sum
         del self.references[place], self.nodes[place]
         if added is not None and added.gradient == place and added.changes == len(self.changes):
-            self.bytes -= self.changes.pop().bytes
+            self.bytes -= self.take_back().bytes
             self.peak, self.numbers[added.result] = added.peak, number
         else:
-            size = self.changes[number].bytes
+            size = self.sizes[number]
             self.bytes -= size
-            self.changes.append(Change(number, -size, self.place()))
+            self.note(Change(number, -size, self.place()))
+
+    def note(self, change: Change) -> None:
+        """Memory has been allocated or freed."""
+        self.changes.append(change)
+
+    def take_back(self) -> Change:
+        """The last allocation was none: see the class."""
+        return self.changes.pop()
 
 
 class _Sum(NamedTuple):

@@ -1,0 +1,269 @@
+"""Count a training step: every allocation and release, and the time and temporary memory of every operator."""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from ..inputs import tensors_in
+from ..made_tensors import Change, MadeTensors
+from ..saved import PLAIN, ByStorage, Kept, adds_metadata, copied
+from ..torch_internals import (
+    FakeTensor,
+    OpOverload,
+    backward_runs,
+    current_hooks,
+    node_number,
+    running_node,
+    subclasses_are_asked,
+    transform_level,
+    tree_map,
+    without_function_modes,
+)
+from .costs import (
+    Operator,
+    TensorSpec,
+    host_seconds,
+    measure,
+    operator_of,
+    results_of,
+    seconds_for,
+    seconds_of_operator,
+    spec_of,
+    temporaries_of,
+    work_of,
+)
+from .functions import body, row_of
+from .step import Event, Step
+from .trace import Trace
+
+_SMALL = 2**12  # bytes: an operator with smaller arguments is not measured
+_DEVICE = torch.ops.prim.device.default
+_WITH_WORKSPACE = frozenset(["mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"])  # fake results lack it
+# Fake tensors decompose these in Python: running them takes less time.
+_SLOW = frozenset(f"native_{kind}_norm{end}" for kind in ("batch", "layer", "group") for end in ("", "_backward"))
+
+
+class _Ran(NamedTuple):
+    """An operator that has run."""
+
+    operator: Operator | None  # None: it is estimated
+    moved: int  # bytes
+    operations: int
+    like: TensorSpec  # its first result
+
+
+class _Packed(Kept):
+    """What autograd holds in a counted step: the form of a fake tensor, or a copy of a real one.
+
+    So the step's own tensors exist as long as the program holds them.
+    """
+
+    __slots__ = ("like",)
+
+    def __init__(self, tensor: Tensor):
+        self.like = spec_of(tensor) if isinstance(tensor, FakeTensor) else copied(tensor)
+
+    def get(self) -> Tensor:
+        return self.like if isinstance(self.like, Tensor) else self.like.empty()
+
+
+class Counting(Trace):
+    """Counts the step of a network in a context around its forward pass and another around its backward pass.
+
+    Args:
+        inputs: the network's inputs.
+        measures: measure operators on other tensors once the step has ended. Otherwise times are estimated, and
+            temporary memory inside operators is not counted.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], measures: bool) -> None:
+        super().__init__(inputs)
+        self.measures = measures
+        self.ran: list[_Ran] = []
+        self.made = _Memories(self)
+        self.rebased: set[int] = set()  # numbers of nodes, of views over which a call has written
+        self._outside: ByStorage[int] = ByStorage()
+
+    def memory(self, tensor: Tensor) -> int:
+        number = self.made.number(tensor)
+        if number is not None:
+            return self.made.memories[number]
+        storage = tensor.untyped_storage()
+        found = self._outside.get(storage)
+        if found is None:
+            found = self._outside.put(storage, len(self.memories))
+            self.memories.append(0)
+        return found
+
+    def operators_so_far(self) -> int:
+        return len(self.ran)
+
+    def ends(self, result: Any) -> None:
+        target = None if self.call is None else self.call.target
+        super().ends(result)
+        if target is not None and target._is_view() and target.grad_fn is not None:
+            self.rebased.add(node_number(target.grad_fn))
+
+    def forward_pass(self, network: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass."""
+        with self.made, saved_tensors_hooks(self._pack, self._unpack) as _, _Calls(self, current_hooks()):
+            return network(*args, **kwargs)
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        with without_function_modes(), self.made.off():
+            packed = _Packed(tensor)
+            self.saves(packed, tensor)
+        return packed
+
+    def _unpack(self, packed: _Packed) -> Tensor:
+        self.reads(packed)
+        with without_function_modes(), self.made.off():
+            return packed.get()
+
+    def happened(self) -> list[tuple[Event, int]]:
+        """The events so far, with the temporary bytes of operators."""
+        events = super().happened()
+        if self.measures:
+            measure(one.operator for one in self.ran if one.operator is not None)
+        for i, (event, what) in enumerate(events):
+            if event == Event.BUSY:
+                operator = self.ran[what].operator if what >= 0 else None
+                events[i] = event, 0 if operator is None else temporaries_of(operator)
+        return events
+
+    def step(self) -> Step:
+        """The step, once it has ended."""
+        events, host = self.happened(), host_seconds() if self.measures else 0.0
+        return self.step_of(events, list(map(_seconds, self.ran)), [one.operations for one in self.ran], host)
+
+
+def _seconds(ran: _Ran) -> float:
+    measured = None if ran.operator is None else seconds_of_operator(ran.operator)
+    return seconds_for(ran.moved, ran.operations, ran.like) if measured is None else measured
+
+
+class _Memories(MadeTensors):
+    """Notes what a step allocates and frees, and the operators that run, in a `Counting`."""
+
+    def __init__(self, counting: Counting) -> None:
+        super().__init__()
+        self.counting = counting
+        self.memories: list[int] = []  # number of an allocation -> number of the memory
+        self.is_off = False
+
+    @contextmanager
+    def off(self) -> Any:
+        """Context in which tensors do not count."""
+        before, self.is_off = self.is_off, True
+        try:
+            yield
+        finally:
+            self.is_off = before
+
+    def note(self, change: Change) -> None:
+        super().note(change)
+        counting = self.counting
+        if change.bytes >= 0 and change.number == len(self.memories):
+            self.memories.append(len(counting.memories))
+            counting.memories.append(change.bytes)
+            counting.events.append((Event.HOLD, self.memories[-1]))
+        else:
+            counting.events.append((Event.LET, self.memories[change.number]))
+
+    def take_back(self) -> Change:
+        change = super().take_back()
+        events, hold = self.counting.events, (Event.HOLD, self.memories[change.number])
+        where = next(i for i in range(len(events) - 1, -1, -1) if events[i] == hold)
+        events[where] = Event.BUSY, -1
+        return change
+
+    def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is _DEVICE and isinstance(args[0], FakeTensor):  # a very frequent query
+            return args[0].fake_device
+        if self.is_off:
+            return function(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if not function.is_view:
+            self._note_operator(function, args, kwargs or {}, result)
+        return result
+
+    def call(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator. If fake results have other forms than real ones would have, they are made anew."""
+        given, name = tensors_in((args, kwargs)), function.overloadpacket.__name__
+        is_fake = any(isinstance(one, FakeTensor) for one in given)
+        if is_fake and name in _SLOW and self.counting.measures:
+            if (found := self._as_real(function, args, kwargs)) is not None:
+                return found
+        result = function(*args, **kwargs)
+        if not is_fake:
+            return result
+        if function.is_view:  # the gradient of a view that was written over, for which real tensors make a new one
+            node = running_node() if self.counting.rebased and backward_runs() else None
+            is_new = node is not None and node_number(node) in self.counting.rebased
+            return result.new_empty_strided(result.shape, result.stride()) if is_new else result
+        is_usual = all(one.is_contiguous() for one in given) and name not in _WITH_WORKSPACE
+        if not self.counting.measures or is_usual or torch.Tag.pointwise in function.tags or given[0] is result:
+            return result
+        found = self._as_real(function, args, kwargs)
+        return result if found is None else found
+
+    def _as_real(self, function: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Fake tensors like the operator's results on real tensors; None if these are unknown."""
+        operator = operator_of(function, args, kwargs)
+        results = None if operator is None else results_of(operator)
+
+        def fake(one: Any) -> Any:
+            return one.empty() if isinstance(one, TensorSpec) else one
+
+        return None if results is None else tree_map(fake, results, is_leaf=lambda one: isinstance(one, TensorSpec))
+
+    def _note_operator(self, function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        made = tensors_in(result)
+        if not made or self._sum is not None:
+            return
+        moved, operations = work_of(function, args, kwargs, result)
+        operator = operator_of(function, args, kwargs) if self.counting.measures and moved >= _SMALL else None
+        if operator is not None and not operator.takes_no_temporaries:
+            self.counting.events.append((Event.BUSY, len(self.counting.ran)))
+        self.counting.ran.append(_Ran(operator, moved, operations, spec_of(made[0])))
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the outermost calls of functions as a recorder sees them."""
+
+    def __init__(self, counting: Counting, hooks: Any) -> None:
+        super().__init__()
+        self.counting, self.hooks = counting, hooks
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, row, counting = kwargs or {}, row_of(function), self.counting
+        if row.only_asks:
+            return function(*args, **kwargs)
+        are_plain = PLAIN.issuperset(types)
+        if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
+            with self:
+                results = (kind.__torch_function__(function, types, args, kwargs) for kind in types)
+                return next((result for result in results if result is not NotImplemented), NotImplemented)
+        if row.is_opened and are_plain:
+            with self:
+                return body(function)(*args, **kwargs)
+        is_wrapped, hooks = transform_level() is not None, current_hooks()
+        is_ours = hooks is not None and hooks[0] == self.hooks[0]
+        if not torch.is_grad_enabled() or is_wrapped or not is_ours:
+            needs_grad = torch.is_grad_enabled()
+            result = function(*args, **kwargs)
+            counting.passes((*args, *kwargs.values()), result, needs_grad, is_wrapped)
+            return result
+        counting.begins(function, row, args, kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            counting.call = None
+            raise
+        counting.ends(result)
+        return result
