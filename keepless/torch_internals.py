@@ -262,7 +262,7 @@ def move_towards(tensors: list[Tensor], ends: list[Tensor], share: Tensor) -> No
     """tensors += share * (ends - tensors), in place, by few kernels. `share` is a scalar in float64 on their device."""
     if share.is_cuda:  # a list of shares would launch a kernel for each tensor
         steps = list(torch._foreach_sub(ends, tensors))
-        torch._foreach_mul_(steps, share)
+        torch._foreach_mul_(steps, share.to(steps[0].dtype))
         torch._foreach_add_(tensors, steps)
     else:
         torch._foreach_lerp_(tensors, ends, [share.to(tensor.dtype) for tensor in tensors])

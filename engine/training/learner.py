@@ -47,7 +47,7 @@ class WeightAverage:
             pairs = [pair for pair in pairs if pair[1].requires_grad]
         own, weights = ([parameter.detach() for parameter in each] for each in zip(*pairs, strict=True))
         if self.updates:
-            move_towards(own, weights, finite * (1 - self.decay))
+            move_towards(own, weights, finite.double() * (1 - self.decay))
         else:
             for average, new in zip(own, weights, strict=True):
                 average.copy_(new)

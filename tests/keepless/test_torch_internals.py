@@ -12,6 +12,8 @@ import keepless
 from keepless import recompute_activations
 from keepless.recompute import rules
 from keepless.saved import kept_bytes
+from keepless.torch_internals import move_towards
+from tests.cuda import NEEDS_CUDA
 
 FOLDER = Path(keepless.__file__).parent
 REPOSITORY = FOLDER.parent
@@ -72,3 +74,16 @@ def test_what_a_node_does_not_show_is_kept(monkeypatch):
     assert few_bytes < more_bytes <= all_bytes
     for found in (again, unseen):
         assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_tensors_move_towards_others_as_each_does(device, dtype):
+    """On a CPU to the bit; by a share of nothing they stay where they are."""
+    torch.manual_seed(0)
+    starts, ends = ([torch.randn(n, dtype=dtype, device=device) for n in (1, 7, 1000)] for _ in range(2))
+    for share in (0.1, 0.001, 0.0):
+        moved = [start.clone() for start in starts]
+        move_towards(moved, ends, torch.tensor(share, dtype=torch.float64, device=device))
+        expected = [torch.lerp(start, end, share) for start, end in zip(starts, ends, strict=True)]
+        torch.testing.assert_close(moved, expected, rtol=0, atol=0 if device == "cpu" else 4 * torch.finfo(dtype).eps)
