@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from engine.process.distributed import World, data_parallel
 from engine.segmentation.losses import CrossEntropy
+from engine.training import planner
 from engine.training.capture import CapturedMicroBatches, FlatGradients
 from engine.training.learner import Learner
 from engine.training.loop import accumulate_gradients, train_step
@@ -190,3 +191,12 @@ def test_gradients_of_two_dtypes_have_a_buffer_each():
         (torch.float64, 8.0),
     ]
     assert not gradients.strangers()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_plans_count_the_gradients_of_captured_steps_throughout(parts):
+    """Once, also with two devices, where DDP would hold those of two micro-batches twice."""
+    words = ("body=resnext_tiny", "norm=std", "data.crop_size=96", f"trainer.accumulation_steps={parts}")
+    config = run_config(*words, "trainer.device=cuda", "trainer.capture=true")
+    trace = planner.step_memory(config, 4, 96, devices=2)
+    assert trace.parameters <= trace.at_peak["gradients"] < 1.5 * trace.parameters
