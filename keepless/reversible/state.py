@@ -58,14 +58,15 @@ class State:
             if any(is_lazy(one) for one in (*part._parameters.values(), *part._buffers.values()) if one is not None):
                 raise _initialises(f"the sizes of {type(part).__name__}")
         self.buffers = [buffer for part in self.attributes for buffer in _buffers(part)]
-        self.parameters = [
-            (part, name, parameter, parameter._version)
-            for part in self.attributes
-            for name, parameter in part._parameters.items()
-            if type(parameter) is nn.Parameter  # FSDP's and other subclasses are not checked
-        ]
+        # FSDP's and other subclasses are not checked.
+        self.parameters = [entry for entry in self._versions() if type(entry[2]) is nn.Parameter]
         self.constants: list[tuple[nn.Module, str, Tensor, int]] = []  # must not change before the repetition
         self.watched: list[tuple[nn.Module, str, Tensor]] = []  # parameters perhaps written through `Tensor.data`
+
+    def _versions(self) -> list[tuple[nn.Module, str, Tensor, int]]:
+        """Module, name, parameter and its version, of all parameters."""
+        named = ((part, *entry) for part in self.attributes for entry in part._parameters.items())
+        return [(part, name, one, one._version) for part, name, one in named if one is not None]
 
     def forward_pass_ended(self, inverts: bool) -> None:
         """Find out what the forward pass has changed, and drop the copies of everything else.
@@ -94,12 +95,7 @@ class State:
         if any(not has_running_statistics(part) for part in changed):
             self.watched = [(part, name, parameter) for part, name, parameter, _ in self.parameters]
         self.parameters = []
-        self.constants = [
-            (part, name, parameter, parameter._version)
-            for part in self.attributes
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
+        self.constants = self._versions()
         kept = []
         for one in self.buffers:  # later passes update running statistics
             if one.values is None or one[:2] in moved or has_running_statistics(one.owner):
@@ -130,7 +126,9 @@ class State:
         with _attributes_swapped(self.attributes), _buffers_swapped(self.buffers):
             yield
         for (part, name, parameter), values in zip(self.watched, before, strict=True):
-            if part._parameters.get(name) is not parameter or not _are_equal(parameter, values):
+            if part._parameters.get(name) is not parameter or not (
+                is_unknown(parameter) or torch.equal(parameter, values)
+            ):
                 raise _initialises(f"{type(part).__name__}.{name}")
 
 
@@ -140,10 +138,6 @@ def _initialises(name: str) -> RuntimeError:
         f"the module, run one forward pass under torch.no_grad() before the first step; keep averages in buffers; or "
         f"give disable=True"
     )
-
-
-def _are_equal(values: Tensor, others: Tensor) -> bool:
-    return is_unknown(values) or (values.shape == others.shape and torch.equal(values, others))
 
 
 @contextmanager

@@ -40,13 +40,9 @@ class Inputs(NamedTuple):
 
 def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A copy with these strides; values must be equal along dimensions of stride 0."""
-    for dim, stride in enumerate(strides):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1).expand_as(tensor)
-    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, strides, strict=True)]
-    copy = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
-    copy.copy_(tensor.as_strided(sizes, tensor.stride()))
-    return copy.expand(tensor.shape)
+    narrow = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]
+    copy = torch.empty_strided(narrow.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(narrow).expand(tensor.shape)
 
 
 class Update(NamedTuple):
