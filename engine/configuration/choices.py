@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from omegaconf import DictConfig, OmegaConf
 
+from engine.configuration.config import flat
 from engine.schema.keys import groups_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -32,8 +33,7 @@ def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
 
 def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterator[tuple[str, str]]:
     """(group, alternative) of every schema that a choice uses, directly or through other choices with a file."""
-    file = configs / group / f"{choice}.yaml"
-    for entry in _defaults(file) if file.is_file() else ():
+    for entry in _content(configs / group / f"{choice}.yaml").get("defaults", ()):
         if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
             for other, name in entry.items():
                 yield from alternatives_of(str(other).split("/")[-1], str(name), configs)
@@ -47,11 +47,24 @@ def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterato
             yield from alternatives_of(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
 
 
+def settings_of(experiment: str) -> dict[str, object]:
+    """{group: choice, key: value} of an experiment and those it builds on, as their files have them."""
+    found: dict[str, object] = {}
+    content = dict(_content(CONFIGS / "experiment" / f"{experiment}.yaml"))
+    for entry in content.pop("defaults", ()):
+        if isinstance(entry, dict):
+            found |= {str(group).rpartition("/")[2]: name for group, name in entry.items()}
+        elif entry != "_self_":
+            below = PurePosixPath("/experiment", experiment).parent / entry
+            found |= settings_of(below.relative_to("/experiment").as_posix())
+    return found | flat(content)
+
+
 @cache
-def _defaults(file: Path) -> list:
-    """The defaults list of a choice's file. Choices share files, so each is read once."""
-    content = OmegaConf.to_container(OmegaConf.load(file))
-    return content.get("defaults", []) if isinstance(content, dict) else []
+def _content(file: Path) -> dict:
+    """The content of a choice's file; none if there is no file. Choices share files, so each is read once."""
+    content = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else None
+    return content if isinstance(content, dict) else {}
 
 
 def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:

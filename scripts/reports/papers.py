@@ -2,15 +2,17 @@
 
 import importlib
 import re
+from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
 
 from engine.assemble.tasks import TASKS
 from engine.configuration import config as configuration
-from engine.configuration.choices import CONFIGS, choices
+from engine.configuration.choices import CONFIGS, choices, settings_of
 from engine.configuration.command_line import composed
 from engine.configuration.help import as_text
 from engine.configuration.messages import explained
+from engine.schema.keys import Keys, declared_in, leaves
 from engine.schema.training import TrainingRun
 
 REPOSITORY = CONFIGS.parent
@@ -30,6 +32,7 @@ TABLES = {  # folders of configs/experiment
 # Keys in which two runs of one training may differ: random numbers, the file to start from, and how the
 # minibatch is computed, which `changed_keys` judges.
 FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
+KEPT_ON_RESUMING = ("trainer.evaluate_images", "trainer.capture")  # a resumed run may change them, a row not
 # Keys that change a training's speed and rounding but not its recipe: a row may differ in them, and says so.
 SPEED = (
     *("trainer.precision", "trainer.channels_last", "trainer.compile", "trainer.tf32", "trainer.capture"),
@@ -69,6 +72,13 @@ def all_experiments() -> dict[str, str]:
 
 
 def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
+    """The configuration of an experiment, or of the default run."""
+    return (
+        _composed(experiment, *overrides) if experiment is None or overrides else deepcopy(_configuration(experiment))
+    )
+
+
+def _composed(experiment: str | None, *overrides: str) -> TrainingRun:
     entry = all_experiments().get(experiment or "", "train_seg")
     importlib.import_module(entry)  # declares its command
     chosen = () if experiment is None else (f"experiment={experiment}",)
@@ -124,9 +134,8 @@ def published(experiment: str) -> list[Published]:
 def training_of(config: TrainingRun) -> dict[str, object]:
     """The keys, with values, that have an effect and distinguish one training, or its score, from another."""
     without_effect = {"data.antialias"} if getattr(config.data, "never_shrinks", False) else set()
-    trainer = config.trainer  # these two keys may change on resuming
-    free = {"trainer.evaluate_images": trainer.evaluate_images, "trainer.capture": trainer.capture}
-    keys = {**configuration.fixed(config), **free}
+    every = {name: value for name, value, _ in leaves(config)}
+    keys = {**configuration.fixed(config), **{name: every[name] for name in KEPT_ON_RESUMING}}
     return {name: value for name, value in keys.items() if name not in {*FREE, *without_effect}}
 
 
@@ -159,7 +168,7 @@ def crops_per_norm(config: TrainingRun, processes: int) -> int:
 
 @cache
 def _configuration(experiment: str) -> TrainingRun:
-    return configured_as(experiment)
+    return _composed(experiment)
 
 
 @cache
@@ -174,5 +183,15 @@ def first_of(experiment: str) -> str:
 
 
 def sharing(experiment: str) -> list[str]:
-    """Other experiments that are the same training."""
-    return [name for name in all_experiments() if name != experiment and _training(name) == _training(experiment)]
+    """Other experiments that are the same training: their files set the same."""
+    return [name for name in all_experiments() if name != experiment and _recipe(name) == _recipe(experiment)]
+
+
+@cache
+def _recipe(experiment: str) -> tuple[str, dict[str, object]]:
+    """The entry of an experiment, and what its files set that distinguishes its training (see `training_of`)."""
+    entry = all_experiments()[experiment]
+    schema: type[Keys] = SCHEMAS[entry]
+    free = {name for name, key in declared_in(schema).items() if key.metadata.get("free_on_resume")}
+    free = {*FREE, *free} - {*KEPT_ON_RESUMING}
+    return entry, {name: value for name, value in settings_of(experiment).items() if name not in free}

@@ -1,6 +1,7 @@
 """All bodies: the published parameter counts, output strides, what dilation preserves, every norm."""
 
 import math
+import sys
 import weakref
 from functools import cache, partial
 from itertools import cycle
@@ -50,6 +51,7 @@ def test_published_networks(build, with_classifier, without, out_channels, outpu
     assert network.state_dict().keys() - body.state_dict().keys() == {"classifier.fc.weight", "classifier.fc.bias"}
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 keeps a call's arguments until it returns")
 @pytest.mark.parametrize("name", [name for name in SMALL_BODIES if not name.startswith("revnet")])
 def test_the_stem_s_output_is_freed_when_the_first_stage_has_read_it(name):
     body, stem = SMALL_BODIES[name](), []

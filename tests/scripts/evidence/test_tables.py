@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -235,9 +236,16 @@ def test_what_makes_a_run_another_than_the_row(name, overrides, processes, chang
     assert papers.changed_keys(papers.configured_as(name, *overrides), name, processes) == changed
 
 
-@pytest.mark.parametrize("beside", ["cifar10_resnet32", pytest.param("", marks=pytest.mark.slow)])
-def test_a_training_of_two_tables_has_the_name_of_the_first(monkeypatch, beside):
-    known = {name: entry for name, entry in papers.all_experiments().items() if name.endswith(beside)}
-    monkeypatch.setattr(papers, "all_experiments", lambda: known)
+def test_a_training_of_two_tables_has_the_name_of_the_first():
     first = "revnet/cifar10_resnet32"
     assert papers.first_of("memcnn/cifar10_resnet32") == papers.first_of(first) == first
+
+
+@pytest.mark.parametrize("part", ["resnet32|larger_crops|crop_376", pytest.param("", marks=pytest.mark.slow)])
+def test_experiments_are_the_same_training_if_their_files_set_the_same(part):
+    """Composing them says the same, but takes a fifth of a second each."""
+    names = [name for name in papers.all_experiments() if re.search(part, name)]
+    trainings = {name: papers._training(name) for name in names}
+    for name in names:
+        same = [other for other in names if other != name and trainings[other] == trainings[name]]
+        assert [other for other in papers.sharing(name) if other in names] == same
