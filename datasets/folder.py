@@ -158,12 +158,10 @@ def folder(
         if not looked_in.is_dir():
             raise _LAYOUT.error(f"folder: the folder {looked_in} is missing", root, fix)
         files = _LAYOUT.pair(images, labels, root, f"{looked_in}/NAME{label_suffix}.png", fix)  # raises
-    if not (root / CLASSES).is_file():
-        raise _LAYOUT.error(
-            f"folder: {root / CLASSES} is missing",
-            root,
-            fix=f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold",
-        )
+    if not (classes := root / CLASSES).is_file():
+        what = "a link that leads nowhere" if classes.is_symlink() else "missing"
+        fix = f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold"
+        raise _LAYOUT.error(f"folder: {classes} is {what}", root, fix)
     dataset = _labelled(root, split, files)
     return dataset if palettes == "any" else replace(dataset, palette_fix=palette_fix(keys))
 

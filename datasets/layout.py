@@ -35,7 +35,9 @@ class Layout:
             raise self.error(f"no folder is given; {self.name} needs the folder that holds its files")
         root = Path(root).expanduser()
         if not root.is_dir():
-            raise self.error(f"{root} is not an existing folder")
+            raise self.error(
+                f"{root} is {'a link that leads nowhere' if root.is_symlink() else 'not an existing folder'}"
+            )
         return root
 
     def error(self, problem: str, root: Path | None = None, fix: str | None = None) -> ValueError:

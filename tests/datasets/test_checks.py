@@ -33,7 +33,7 @@ TRAIN_IDS = "gtFine/train/*/*_labelIds.png"
 
 
 def train_ids(kind: str) -> Callable[[Path], None]:
-    """What a dataset's own tool, or a user, may have made of its labels."""
+    """Replace the labels by train ids, as a dataset's own tool or a user may have done."""
     pattern = {"cityscapes": TRAIN_IDS, "coco_stuff": "stuffthingmaps/train2017/*.png"}[kind]
 
     def change(root: Path) -> None:
@@ -119,7 +119,7 @@ DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts abo
 
 @pytest.mark.parametrize("what", DOUBTS)
 def test_labels_that_look_wrong_are_doubted_for_every_dataset(what, tmp_path):
-    """Not refused: small or cleaned copies of a dataset may look like this."""
+    """They are not refused: small or cleaned copies of a dataset may look like this."""
     kind, change, expected = DOUBTS[what]
     root = trees.SEGMENTATION[kind](tmp_path / "data")
     change(root)

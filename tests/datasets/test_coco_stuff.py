@@ -105,6 +105,14 @@ def test_test_images_are_predicted_in_coco_ids(coco_root):
     assert dataset.prediction_palette is None
 
 
+def test_without_images_of_the_test_split_the_error_names_their_archive(tmp_path):
+    root = trees.coco_stuff(tmp_path)
+    shutil.rmtree(root / "test2017")
+    message = f"the folder {root}/test2017 is missing[^$]*Fix: unpack test2017.zip in {root}"
+    with pytest.raises(ValueError, match=message):
+        coco_stuff(root, "test")
+
+
 def unpacked(folder: Path, images: str, labels: str) -> Path:
     """The dataset with stuffthingmaps, in folders that people choose; they may share the folders of the images."""
     root = trees.coco_stuff(folder, pixel_maps=False)

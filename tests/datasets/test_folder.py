@@ -229,7 +229,7 @@ def test_a_wrong_list_of_classes_is_named_with_an_example(text, tmp_path):
 
 
 def test_labels_in_colours_or_with_a_palette_hold_the_same_ids(root):
-    """Also in a window; the colours of classes without one in classes.json are not known."""
+    """A window holds the same ids. A class without a colour in classes.json has no colour in labels."""
     train = folder(root, "train")
     expected = [train[index].label for index in range(6)]
     classes = [{"name": name, "colour": [9, number, 200]} for number, name in enumerate("abcd")]
@@ -292,7 +292,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_labels_are_named_with_the_fix(what, root):
-    """In the check before a training, in the full check, and when they are read."""
+    """The check before a training, the full check and reading find the same."""
     suffix, content, problem = WRONG[what]
     file = root / "train/labels/a/board.0.png"
     label = cv2.imread(str(file), cv2.IMREAD_UNCHANGED)
@@ -358,7 +358,7 @@ IMAGES = {
 
 
 def test_training_and_prediction_see_the_same_image(root, tmp_path):
-    """Of 16 bits, gray, with alpha, a palette, or turned by its EXIF orientation, which scripts.predict does too."""
+    """It may have 16 bits, gray, alpha, a palette or an EXIF orientation, which scripts.predict applies too."""
     assert len({*IMAGES.values()}) == len(IMAGES)
     for kind, content in IMAGES.items():
         image, label = root / "val/images/a/board.0.jpg", root / "val/labels/a/board.0.png"
@@ -428,6 +428,8 @@ def test_nothing_outside_of_the_folder_is_read_or_written(root):
     (root / "classes.json").symlink_to(root.parent / "elsewhere.json")
     with pytest.raises(ValueError, match="classes.json is there already; overwrite=true replaces it"):
         make_classes(composed("make_classes", f"data.root={root}", "workers=0"))
+    with pytest.raises(ValueError, match="classes.json is a link that leads nowhere"):
+        folder(root, "train")
     made(root)
     assert not (root.parent / "elsewhere.json").exists() and not (root / "classes.json").is_symlink()
 
@@ -467,7 +469,7 @@ def test_names_that_differ_only_in_how_accents_are_stored_are_named(root):
 
 
 def test_folders_of_systems_are_no_part_of_the_data(root):
-    """Such as the thumbnails of a network disk, in folders with the images' names."""
+    """Network disks keep thumbnails in folders with the images' names."""
     before, splits = names(folder(root, "train")), folder_splits(root)
     for system in ("@eaDir/board.0.jpg/thumb.jpg", "#recycle/old.png", "__MACOSX/board.0.png"):
         for place in ("train/images/a", "train/labels/a", "train/images"):
@@ -559,7 +561,7 @@ def test_masks_that_are_not_clear_are_refused_with_the_reason(root):
 
 
 def test_files_whose_palettes_number_the_classes_differently_are_named(root):
-    """As Pillow's `quantize` writes them: the most frequent colour first, so the index means another class."""
+    """Pillow's `quantize` writes the most frequent colour first, so an index may mean another class."""
     first, second, *others = sorted(root.glob("train/labels/*/*.png"))
     for file in root.glob("*/labels/*/*.png"):
         trees.write_palette(file, MASK // 255, [(0, 0, 0), (9, 200, 9), (7, 7, 7)])

@@ -75,7 +75,7 @@ def test_classes_without_pixels_are_named():
 
 @pytest.mark.parametrize("images, times", [(1, {8}), (3, {2, 3}), (7, {1, 2})])
 def test_too_few_images_for_a_minibatch_are_drawn_more_than_once(images, times):
-    """As who first tries to overfit one image needs. No crop repeats: each has a place in the epoch."""
+    """People first try to overfit one image. No crop repeats: each has a place in the epoch."""
     index = index_of(np.ones((images, 2), int))
     options = dict(crops_per_minibatch=8, seed=4, steps=3)
     for sampler in (
@@ -115,7 +115,7 @@ def counted(values, classes: int) -> list[int]:
     seed=st.integers(0, 2**40),
 )
 def test_class_uniform_epochs(images, classes, sparsity, fraction, seed):
-    """As the paper's authors describe it: a class, an image that contains it, a pixel of the class."""
+    """The paper's authors draw a class, an image that contains it, and a pixel of the class."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 6, (images, classes)) * (rng.random((images, classes)) >= sparsity)
     counts[0, 0] = 5

@@ -24,7 +24,7 @@ JITTER = tuple(f"data.colour_jitter.{name}=0.3" for name in ("brightness", "cont
     "data, options", [("camvid", JITTER), ("camvid", ("sampler=class_uniform",)), ("image_folder", ())]
 )
 def test_shows_the_crops_of_a_training(tmp_path, data, options):
-    """From an epoch on."""
+    """They start with the chosen epoch."""
     root = tmp_path / "data"
     (trees.camvid_folders if data == "camvid" else classification_trees.imagenet)(root)
     crops = CROPS if data == "camvid" else ("data.crop_size=32", "data.resize=40", *CROPS[2:])
@@ -58,7 +58,7 @@ def test_classification_has_no_class_uniform_sampling():
 
 
 def test_shows_the_crops_of_several_splits(tmp_path):
-    """As they are typed, also where the keys of classification name one split."""
+    """A list of splits may be given even though the keys of classification name one split."""
     root = trees.camvid_folders(tmp_path / "data")
     typed = as_typed("data.train_split=[train,val]", BrowseData)
     assert browse(composed("browse_data", "data=camvid", f"data.root={root}", *CROPS, typed, f"out={tmp_path}"))

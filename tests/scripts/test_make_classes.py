@@ -102,7 +102,7 @@ def test_a_reading_of_gray_is_refused_without_gray(tmp_path):
 
 
 def test_only_labels_of_an_image_count(tmp_path, capsys):
-    """Such as a second folder of colour maps beside the masks. Without a folder of images, all labels count."""
+    """A second folder of colour maps may lie beside the masks. Without a folder of images, all labels count."""
     trees.write(tmp_path / "own/train/labels/colour/a.png", np.dstack([IDS, 9 * IDS, 99 * IDS]))
     assert len(made(tmp_path, IDS)["classes"]) == 3
     left_out = f"left out 1 labels without an image: {tmp_path}/own/train/labels/colour/a.png"

@@ -42,7 +42,7 @@ def files_of_at_most(size: int):
 
 
 def check_that_step_2_is_not_written(path: Path, previous: Path | None, message: str) -> None:
-    """With checkpoints of steps 1 (`path`) and 0 (`previous`) on disk; the latter holds 40,000 bytes of tensors."""
+    """The disk has checkpoints of steps 1 (`path`) and 0 (`previous`); step 2 holds 40,000 bytes of tensors."""
     files = sorted(path.parent.iterdir())
     state = state_of(2, network={"w": torch.randn(9000)}, optimizer=[{"m": torch.randn(500, 2)}, None])
     with pytest.raises(OSError) as error:

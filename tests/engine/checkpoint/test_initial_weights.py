@@ -100,7 +100,7 @@ def test_a_classifier_of_other_classes_starts_anew_and_says_so(file, trained, cl
 
 
 def test_the_body_alone(file, trained):
-    """From a whole network, also into one with another head; and from a file with just a body."""
+    """It may come from a whole network, even with another head, or from a file with just a body."""
     tuned, report = tuned_from(file, "head.hidden_channels=24", part="body")
     assert same(tuned.body.state_dict(), trained.body.state_dict())
     assert same(tuned.head.state_dict(), network("head.hidden_channels=24").head.state_dict())
@@ -152,7 +152,7 @@ def test_the_kind_of_body_in_a_checkpoint_is_said(tmp_path):
     ],
 )
 def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix, inside, taken, zipped):
-    """As other programs write it: below "state_dict", from wrappers, without counters, in the old format."""
+    """Other programs write it below "state_dict", from wrappers, without counters, or in the old format."""
     tensors = without_counts(trained.state_dict())
     if prefix or inside:
         renamed = {prefix + name.replace(".", f".{inside}", 1): tensor for name, tensor in tensors.items()}
@@ -169,7 +169,7 @@ def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix,
 
 @pytest.mark.parametrize("others", [["criterion.weight"], ["ema.n_averaged", *EMA], ["body.weight", "heads.weight"]])
 def test_tensors_beside_the_network_s_are_skipped_and_said(tmp_path, trained, others):
-    """Such as a loss's weights and averaged weights in a checkpoint of Lightning."""
+    """Lightning's checkpoints may hold a loss's weights and averaged weights."""
     tensors = {f"model.{name}": tensor for name, tensor in trained.state_dict().items()}
     torch.save({"state_dict": tensors | dict.fromkeys(others, torch.ones(3))}, tmp_path / "net.pth")
     tuned, report = tuned_from(tmp_path / "net.pth", format="standard_bn")
@@ -354,7 +354,7 @@ def test_published_weights_are_downloaded_once_or_the_message_says_what_to_fetch
 
 
 def test_a_classifier_from_any_checkpoint(tmp_path, trained):
-    """Of the same classes: everything. Of others: the body. Of a segmentation network: its body, without a prefix."""
+    """The same classes take everything, others the body. A segmentation network gives its body, without a prefix."""
     config = classification_config("body=resnext_cifar_small")
     torch.manual_seed(0)
     source = assemble.classification_network(config, 3)

@@ -113,7 +113,7 @@ def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool
 def test_killed_before_any_line_of_a_save_a_run_continues(
     tmp_path, config, monkeypatch, record_property, held, old, links
 ):
-    """From the step before (`old`) or the saved one (3); its next save works normally."""
+    """It continues from the step before (`old`) or the saved one (3), and its next save works normally."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # only a power failure would need it, and it is slow
     # The configuration is not tested here, and reading it a hundred times is slow.
     monkeypatch.setattr("engine.checkpoint.run_directory.of_checkpoint", lambda *_: config)

@@ -59,7 +59,7 @@ PR_SET_CHILD_SUBREAPER = 36
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has ended")
 @pytest.mark.parametrize("late", [False, True], ids=["while it imports", "before it imports"])
 def test_a_rank_ends_if_torchrun_is_killed_while_it_starts(tmp_path, late):
-    """At once, not after the rendezvous."""
+    """It ends at once, not after the rendezvous."""
     (tmp_path / "agent.py").write_text(AGENT)
     # The shell inherits orphans. Its output then ends when the rank does.
     (tmp_path / "init.sh").write_text('"$@"; exec >/dev/null 2>&1; sleep 600')
