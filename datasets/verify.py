@@ -21,7 +21,7 @@ from datasets.reading import label_palette, read
 from datasets.segmentation import SegmentationDataset
 from datasets.workers import Progress, in_order
 
-_CHECKS = 6  # increment when the checks change: all data is then checked again
+_CHECKS = 7  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 
 Split = SegmentationDataset | ClassificationDataset
