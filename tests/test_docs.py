@@ -106,7 +106,7 @@ def test_every_block_is_marked_and_every_switch_is_measured():
     marked = [name for path in documents.DOCUMENTS for name, *_ in frame.BLOCK.findall(path.read_text())]
     assert sorted(marked) == sorted(documents.BLOCKS) and papers.TABLES.keys() < {*marked}
     calls = documents.record("training")["calls"]
-    elsewhere = ("memory", "memory_bfloat16", "card", "arms")
+    elsewhere = ("memory", "memory_bfloat16", "arms")
     switches = {each.name for part, own in GROUPS.items() for each in own if part not in elsewhere}
     assert {name for call in calls for name in training.switches_of(call)} == switches and DEFAULT in switches
     recomputed = training.measured_with(documents.record("training"), "recompute")
