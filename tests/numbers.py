@@ -7,7 +7,8 @@ A number is followed by a comment with its source, which readers do not see:
 FILE is below docs/results and may have wildcards; `NAME@` is the run NAME with all its seeds. After # come keys and
 positions, * for all. Several values need a
 word before FILE: mean, deviation, median, least, most or count. `FILE#a / FILE#b` divides. xN multiplies; .N is the
-number of digits. `block NAME "takes {} of"` finds the number in a block that scripts generate.
+number of digits. `block NAME 2 "takes {} of"` is the number in a block that scripts generate, where the words stand
+for the second time.
 """
 
 import json
@@ -36,8 +37,8 @@ def marked(text: str) -> Iterator[tuple[str, str]]:
 
 def value_of(source: str) -> str:
     """What the records say, written like the number in the text. ValueError: the source has no value or several."""
-    if block := re.fullmatch(r'block (\S+) "(.*)"', source):
-        return _in_block(*block.groups())
+    if block := re.fullmatch(r'block (\S+) (\d+) "(.*)"', source):
+        return _in_block(block[1], int(block[2]), block[3])
     parts = re.fullmatch(r"(.+?)(?: x(\S+))?(?: \.(\d))?", source)
     assert parts is not None, source
     first, *others = (_folded(each) for each in parts[1].split(" / "))
@@ -47,7 +48,9 @@ def value_of(source: str) -> str:
 
 
 def _folded(source: str) -> float:
-    fold, _, place = source.rpartition(" ")
+    fold, _, place = source.partition(" ")
+    if fold not in FOLDS:
+        fold, place = "", source
     pattern, _, path = place.partition("#")
     files = sorted({file for seed in ("", "_seed*") for file in RESULTS.glob(pattern.replace("@", seed))})
     values = [value for file in files for value in _at(_read(file), path.split(".") if path else [])]
@@ -68,12 +71,12 @@ def _at(value: Any, path: list[str]) -> Iterator[Any]:
     if not path:
         yield value
         return
-    step, rest = path[0].replace("|", "."), path[1:]
+    step, rest = path[0].replace("|", "."), path[1:]  # names with dots have | in their place
     if step == "*":
         for each in value.values() if isinstance(value, dict) else value:
             yield from _at(each, rest)
     elif step.startswith("["):
-        wanted = dict(pair.split("=") for pair in step.strip("[]").split(";"))
+        wanted = dict(pair.split("=", 1) for pair in step.strip("[]").split(";"))
         for row in value:
             if all(str(row.get(name)) == text for name, text in wanted.items()):
                 yield from _at(row, rest)
@@ -81,19 +84,15 @@ def _at(value: Any, path: list[str]) -> Iterator[Any]:
         yield from _at(value[int(step)] if isinstance(value, list) else value[step], rest)
 
 
-def _in_block(name: str, words: str) -> str:
-    pages = [RESULTS.parent.parent / "README.md", *RESULTS.parent.rglob("*.md")]
-    blocks = [
+def _in_block(name: str, place: int, words: str) -> str:
+    pages = [RESULTS.parent.parent / "README.md", *sorted(RESULTS.parent.rglob("*.md"))]
+    blocks = "".join(
         block
         for page in pages
         for block in re.findall(f"(?s)<!-- {name} start -->(.*?)<!-- {name} end", page.read_text())
-    ]
-    before, _, after = words.partition("{}")
-    found = {
-        number
-        for block in blocks
-        for number in re.findall(f"{re.escape(before)}([\\d.,]*\\d){re.escape(after)}", block)
-    }
-    if len(found) != 1:
-        raise ValueError(f"{words!r} in the block {name}: {len(found)} numbers, expected one")
-    return found.pop().replace(",", "")
+    )
+    before, after = map(re.escape, words.split("{}"))
+    found = re.findall(f"{before}([\\d.,]*\\d){after}", blocks)
+    if len(found) < place:
+        raise ValueError(f"{words!r} in the block {name}: {len(found)} times, expected at least {place}")
+    return found[place - 1].replace(",", "")
