@@ -169,7 +169,12 @@ def test_a_frozen_body_stays_to_the_bit_also_in_averages_and_resumed_runs(street
     assert not same(whole["network"], weights(watched[0]))
     named = {name for group in whole["optimizer"]["param_groups"] for name in group["param_names"]}
     assert named and not any(name.startswith("body.") for name in named)
-    assert re.search(r"[\d,]+ parameters, [\d,]+ of them frozen", (tmp_path / "whole" / "log.txt").read_text())
+    log = (tmp_path / "whole" / "log.txt").read_text()
+    assert re.search(r"[\d,]+ parameters, [\d,]+ of them frozen", log)
+    applied = (
+        "recomputation blocks; precision float32; TF32 off; capture off; compile off; sampler uniform; frozen body; "
+    )
+    assert re.search(applied + r"[\d,]+ parameters at lr 0.05, weight decay 0.1\n", log)
     with pytest.raises(ValueError, match="another configuration: body.frozen was True and is False"):
         train_short(tmp_path / "whole", *options, "body.frozen=false", "resume=auto")
 

@@ -12,7 +12,9 @@ class Optim:
     """Options of every optimiser."""
 
     name: str = MISSING
-    lr: float = key(MISSING, above=0)  # the highest learning rate, which lr_schedule lowers
+    # The highest learning rate, which lr_schedule lowers. With half the crops per minibatch, halve it (SGD); also if
+    # the loss diverges.
+    lr: float = key(MISSING, above=0)
     weight_decay: float = key(1e-4, least=0)  # strength of weight decay
     # What decays: all parameters (in-place ABN), or only the weights of convolutions and linear layers (RevNet).
     decay: str = key("all", one_of=("all", "weights"))

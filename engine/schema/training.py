@@ -49,19 +49,22 @@ class Trainer:
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)  # write checkpoints/last.pt this often
     log_every_steps: int = key(20, above=0, free_on_resume=True)  # record loss and speed this often
     device: str = key("auto", one_of=DEVICES, per_machine=True)  # auto: CUDA if there is a device
-    precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
+    # Others use autocast; float16 also scales the loss. bfloat16 on GPUs from Ampere on, float16 on earlier ones;
+    # float32 on CPUs.
+    precision: str = key("float32", one_of=PRECISIONS)
     tf32: bool = True  # on CUDA, convolutions and matrix products multiply float32 with 10-bit mantissas
     channels_last: bool = True  # memory format of activations; false: contiguous
     # activations: see `recompute_activations`; budget: recompute as many activations as memory.budget requires;
     # blocks, sqrt: checkpoint the body's blocks, i.e. keep each block's input, or every sqrt(L)-th of L inputs,
-    # and recompute the rest in the backward pass.
+    # and recompute the rest in the backward pass. Start with activations if memory is short, then budget.
     recompute: str = key("none", one_of=(*RECOMPUTE, "budget"), free_on_resume=True)
     compile: bool = False  # in training, compile forward and backward pass by torch.compile, as one graph
     # On CUDA, from the fourth step on, run the forward pass, loss and backward pass of a micro-batch as one CUDA graph.
     capture: bool = key(False, free_on_resume=True)
     deterministic: bool = False  # deterministic algorithms only: repeated runs give equal weights
     accumulation_steps: int = key(1, above=0)  # micro-batches per minibatch in each process
-    # Decay per step of the weights' exponential moving average, which is then evaluated; null: no average.
+    # Decay per step of the weights' exponential moving average, which is then evaluated; null: no average. 0.999 to
+    # 0.9999 for runs of more than 10,000 steps; at most 1 - 10 / steps for shorter ones.
     ema_decay: float | None = key(None, above=0, most=1)
     smoke: bool = False  # only test whether it runs: eager norms, so that nothing compiles, and no long warm-up
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile

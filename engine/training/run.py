@@ -73,7 +73,7 @@ class Run(Generic[Config, Split]):
                 if (ratio := other_scale(forward, self.train_set, side)) is not None and self.world.first:
                     logger.warning(self.config.other_scale(ratio))
         self.resumed = None  # frees the memory of a network and its momentum
-        self._announce(learner.network)
+        self._announce(learner)
         self.learner = learner
         self.metrics = MetricsLogger(
             self.directory.path if self.world.first else None,
@@ -105,7 +105,7 @@ class Run(Generic[Config, Split]):
         if self.config.trainer.recompute == "budget":
             share_plans(self.learner.network)
 
-    def _announce(self, network: nn.Module) -> None:
+    def _announce(self, learner: Learner) -> None:
         """Log the size and length of the run, and warnings about unusual settings."""
         if self.start_step == 0 and (doubt := self.config.doubts(len(self.train_set.classes))):
             logger.warning(doubt)
@@ -113,8 +113,9 @@ class Run(Generic[Config, Split]):
             logger.warning(doubt)
         if self.world.first and (unsynchronised := self.config.unsynchronised(self.world.size)):
             logger.warning(unsynchronised)
-        parameters = sum(parameter.numel() for parameter in network.parameters())
-        frozen = sum(parameter.numel() for parameter in network.parameters() if not parameter.requires_grad)
+        parameters = sum(parameter.numel() for parameter in learner.network.parameters())
+        frozen = sum(parameter.numel() for parameter in learner.network.parameters() if not parameter.requires_grad)
+        logger.info(self._applied(learner))
         logger.info(
             f"{self.directory.path}: {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
@@ -123,6 +124,23 @@ class Run(Generic[Config, Split]):
         )
         if self.config.trainer.compile or self.config.compiles_norms(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
+
+    def _applied(self, learner: Learner) -> str:
+        """What is applied in every step, for the log: how it computes, what is frozen, each group's rate and decay."""
+        config, trainer = self.config, self.config.trainer
+        tf32 = trainer.tf32 and self.world.device.type == "cuda"
+        switches = {"TF32": tf32, "capture": learner.captured is not None, "compile": trainer.compile}
+        said = [f"recomputation {trainer.recompute}", f"precision {trainer.precision}"]
+        said += [f"{name} {'on' if is_on else 'off'}" for name, is_on in switches.items()]
+        if (sampler := getattr(config, "sampler", None)) is not None:
+            said.append(f"sampler {sampler.name}")
+        norms = config.body.frozen_norms
+        said.append(f"frozen {'body' if config.body.frozen else 'none' if norms == 'none' else f'norms ({norms})'}")
+        for group in learner.optimizer.param_groups:
+            count = sum(parameter.numel() for parameter in group["params"])
+            rate = group.get("initial_lr", group["lr"])
+            said.append(f"{count:,} parameters at lr {rate:g}, weight decay {group['weight_decay']:g}")
+        return "; ".join(said)
 
     def save(self, step: int, best: bool = False) -> None:
         """Start writing the last checkpoint, or the `best`. Every rank must call it.
