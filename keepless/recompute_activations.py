@@ -234,7 +234,7 @@ class _Hooks:
         _drop_abandoned()
         recording: Recording | None = None
         frame = sys._getframe(1)
-        if self.awaited is not None and module.training and torch.is_grad_enabled():
+        if self.awaited is not None and torch.is_grad_enabled():
             self.stop_awaiting()
         if _can_record():
             recording = self._recording(module, args, kwargs, frame)

@@ -51,9 +51,9 @@ def test_a_step_that_calls_a_part_is_told_once_which_to_prepare(budget):
     (text,) = said([task.training_loss, task.training_step])
     assert "prepare its sub-modules 'network', 'heads.1' instead" in text
     task = recompute_activations(Task())
-    task.eval()(X)  # as an evaluation does before the training
     with torch.no_grad():
-        task.train()(X)
+        task.eval()(X)  # as an evaluation does before the training
+    task.train()
     assert len(said([task.training_step])) == 1
 
 
@@ -62,6 +62,10 @@ def test_other_uses_of_parts_are_not_warned_of():
     assert said([lambda: task.network(X).sum() + task(X).sum(), task.training_step]) == []
     task = recompute_activations(Task()).eval()
     assert said([task.training_step, lambda: task.train()(X).sum(), task.training_step]) == []
+    task = recompute_activations(Task()).eval()
+    loss = task(X).sum()
+    task.train()  # before the backward pass, as in virtual adversarial training
+    assert said([lambda: loss]) == []
     task = undo(recompute_activations(Task()))
     assert said([task.training_step]) == []
     task = recompute_activations(Task())
