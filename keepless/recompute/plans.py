@@ -178,17 +178,15 @@ def _rehearsed(step: Step, limit: int) -> tuple[Step, Choice]:
     A rehearsal holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be
     met with them, they are left out.
     """
+    if (choice := _best(step, limit)).peak <= limit:
+        return step, choice
     dropped = step.without_outputs()
-    choice = _best(dropped, limit, fastest=False)
-    if choice.peak > limit:
-        return dropped, choice
-    choice = _best(step, limit)
-    return (step, choice) if choice.peak <= limit else (dropped, _best(dropped, limit))
+    return dropped, _best(dropped, limit)
 
 
-def _best(step: Step, limit: int, fastest: bool = True) -> Choice:
+def _best(step: Step, limit: int) -> Choice:
     """The fastest choice within a limit, or the one with the lowest peak."""
-    choices = frontier(step, limit, fastest)
+    choices = frontier(step, limit)
     return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 
 

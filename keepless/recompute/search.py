@@ -54,7 +54,7 @@ class Choice(NamedTuple):
         return set(range(len(step.calls))) - {save.call for save in step.saved if not stays(save)}
 
 
-def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
+def frontier(step: Step, limit: int = 0) -> list[Choice]:
     """The Pareto front of peak and time, by decreasing peak.
 
     A first search looks for any choice within the limit. Its costs are counted bytes and operations, and it takes the
@@ -70,7 +70,6 @@ def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
             contains what was found on the way. If the plain network is within the limit, nothing is searched.
-        fastest: False: any choice within the limit will do.
     """
     with on_real_tensors():
         search = _Search(step)
@@ -81,7 +80,7 @@ def frontier(step: Step, limit: int = 0, fastest: bool = True) -> list[Choice]:
         met = counted.any_within(limit)
         for choice in [met] if limit else pareto(counted.found):
             outcome = search.simulated(choice.kept)
-        if limit and not (fastest and met.peak <= limit):
+        if limit and met.peak > limit:
             return pareto(search.found)
         search.tidied(list(met.kept), outcome, limit)
         search.lowered(limit)
