@@ -299,14 +299,20 @@ def test_ctrl_c_ends_the_recording(nested, options):
     assert traceback.value is not None
 
 
+class ReadsValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() < 1e9 else -x
+
+
 @pytest.mark.parametrize("budget", [None, 1.0])
 def test_ctrl_c_is_never_swallowed(budget, monkeypatch):
     """Python swallows it in a function that runs when an object is freed. Here it comes at every 17th call of a step.
 
-    With a budget, the step is the second one, which is traced.
+    With a budget, the network reads values, so that its steps are observed.
     """
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3)).double()
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3)
+    network = nn.Sequential(*([ReadsValues()] if budget else []), *layers).double()
     recompute_activations(network, budget=budget)(IMAGES).sum().backward()
     swallowed: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", swallowed.append)
