@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..inputs import tensors_in
 from ..made_tensors import MadeTensors
 from ..recompute.costs import seconds_for, work_of
-from ..recompute.rehearsal import differentiable
+from ..recompute.rehearsal import Loss, differentiable
 from ..torch_internals import OpOverload
 
 
@@ -29,21 +29,6 @@ class Counted(MadeTensors):
         if moved:
             self.seconds += seconds_for(moved, operations, tensors_in(result)[0])
         return result
-
-
-class Loss(torch.autograd.Function):
-    """A loss of 0 bytes, which gives each of its input tensors a gradient that exists until it has been read."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.forms = [(one.shape, one.stride(), one.dtype, one.device) for one in tensors]
-        return tensors[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:  # one for each tensor
-        return tuple(
-            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in ctx.forms
-        )
 
 
 def counted(forward: Callable[[], object]) -> Counted:

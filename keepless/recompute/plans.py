@@ -322,8 +322,8 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
 
     The step runs on fake tensors and a copy of the network; if that is impossible, on the network itself. The mean
     square of the outputs is its loss. Gradients, buffers and the random state are restored. For a network that does not
-    fit in memory, call this under `FakeTensorMode`: times are estimated, and the temporary memory of operators is left
-    out.
+    fit in memory, call this under `FakeTensorMode`: times are estimated, and the temporary memory of operators and of
+    the loss is left out.
 
     Args:
         network: in training mode, prepared by `recompute_activations` or not.

@@ -285,6 +285,21 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
+class Loss(torch.autograd.Function):
+    """A loss of 0 bytes, which gives each of its input tensors a gradient that exists until it has been read."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.forms = [(one.shape, one.stride(), one.dtype, one.device) for one in tensors]
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # one for each tensor
+        return tuple(
+            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in ctx.forms
+        )
+
+
 def differentiable(outputs: object) -> list[Tensor]:
     """The outputs of a network where a backward pass starts. ValueError: no output needs a gradient."""
     found = [one for one in tensors_in(outputs) if one.requires_grad and one.is_floating_point()]
@@ -294,9 +309,10 @@ def differentiable(outputs: object) -> list[Tensor]:
 
 
 def counted_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], measures: bool = False) -> Step:
-    """A step of a network, real or on fake tensors, with the mean squares of its outputs as losses.
+    """A step of a network, real or on fake tensors. `measures`: see `Counting`; always on for real tensors.
 
-    `measures`: see `Counting`; always on for real tensors.
+    The mean squares of the outputs are its losses; if operators are not measured, as by planners that count the loss
+    themselves, a `Loss`.
 
     Gradients, buffers and the random state are restored. On real tensors the step takes more memory than usual.
     """
@@ -314,9 +330,10 @@ def counted_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             outputs = counting.forward_pass(network, args, kwargs)
             with counting.made:
                 counting.forward_ends(tensors_in(outputs))
-                losses = [one.square().mean() for one in differentiable(outputs)]
-                torch.autograd.backward(losses)
-                del outputs, losses
+                starts = differentiable(outputs)
+                losses = [one.square().mean() for one in starts] if counting.measures else [Loss.apply(*starts)]
+                torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
+                del outputs, starts, losses
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
