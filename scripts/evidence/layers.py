@@ -286,7 +286,16 @@ def overheads(cells: list[Strategies]) -> str:
     about = f"Overhead over standard, {TITLES['bn_act_conv']}, medians: {_medians(complete, 'times_ms')}. "
     graphs = [cell for cell in complete if all("captured_ms" in cell[name] for name in (STANDARD, *PAPER))]
     about += f"As CUDA graphs: {_medians(graphs, 'captured_ms')}. " if graphs else ""
-    return about + OF_THE_PAPER if complete else ""
+    return f"{about}{_by_shape(complete)} {OF_THE_PAPER}" if complete else ""
+
+
+def _by_shape(cells: list[Strategies]) -> str:
+    """A median over all sizes may hide that they differ."""
+    ratios: dict[str, list[float]] = {}
+    for cell in cells:
+        ratios.setdefault(cell[STANDARD]["shape"], []).append(time_ratio(cell, PAPER[0], STANDARD).median)
+    shown = ", ".join(f"{shape} {statistics.median(own):.2f}" for shape, own in ratios.items())
+    return f"Time of {PAPER[0]} relative to standard, by shape: {shown}."
 
 
 def _medians(cells: list[Strategies], times: str) -> str:
