@@ -32,7 +32,7 @@ OF_A_GPU = [module.BENCHMARK for module in (check, fit, ranks)]  # their records
 COMPARISONS = {  # of runs in a folder of docs/results: name of the block
     **{
         f"runs_camvid_{name}": f"camvid/{name}"
-        for name in ("norms", "samplers", "table3", "finetune", "table3_trained")
+        for name in ("norms", "samplers", "table3", "finetune", "table3_trained", "captured")
     },
     **{f"runs_cifar_{name}": f"cifar/{name}" for name in ("norms", "short", "stored", "table3")},
     "runs_demo": "demo",

@@ -45,11 +45,12 @@ def section(title: str, *paragraphs: str, level: int = 3) -> str:
 
 
 def conditions(environment: dict) -> str:
-    """Hardware, threads if known, versions and commit."""
+    """Hardware, threads if known, versions and commit, and why the commit is not the code's."""
     count = environment.get("threads")
     threads = "" if count is None else f", {count} thread" + "s" * (count > 1)
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}"
+    lost = f" ({environment['provenance']})" if "provenance" in environment else ""
+    return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}{lost}"
 
 
 def mib(count: float | None, digits: int = 1) -> str:
