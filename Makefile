@@ -44,6 +44,5 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 13) else \
 		"error: %s is Python %d.%d: expected 3.10 to 3.13; choose one with make PYTHON=python3.11" % ((sys.executable,) + v))'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--config-settings editable_mode=compat --editable '.[train,dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
 	@touch $@

@@ -1,8 +1,9 @@
-"""The wheel: pure, small and complete; the examples of its page run with it."""
+"""The wheel: pure, small and complete; the examples of its page run with it. And the editable install of a checkout."""
 
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ def source(tmp_path_factory) -> Path:
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, source / name)
     shutil.copytree(REPOSITORY / "keepless", source / "keepless", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(REPOSITORY / "datasets", source / "datasets", ignore=shutil.ignore_patterns("__pycache__"))
     left = source / "build" / "lib" / "keepless" / "gone.py"
     left.parent.mkdir(parents=True)
     left.write_text("")
@@ -68,6 +70,25 @@ def test_the_source_archive_holds_what_the_wheel_needs(wheel, source, tmp_path):
     assert modules <= names
     assert {"pyproject.toml", "setup.py", "LICENSE", "docs/keepless.md"} <= names
     assert not any(name.startswith(("tests", "build")) for name in names)
+
+
+FOUND = """
+import site, sys
+from importlib.util import find_spec
+site.addsitedir(sys.argv[1])
+print(find_spec("keepless").origin, *map(find_spec, ("datasets", "models", "engine", "setup")))
+"""
+
+
+def test_make_install_puts_keepless_alone_on_the_path_of_other_programs(source, tmp_path):
+    """Hugging Face has a package `datasets`, too: its Trainer must not import ours."""
+    rule = subprocess.run(["make", "-nB", "install"], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    (words,) = re.findall(r"-m (pip install .*)", rule.stdout.replace("\\\n", ""))
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--target", tmp_path / "installed"]
+    subprocess.run([sys.executable, "-m", *shlex.split(words)[:-1], source, *offline], cwd=source, check=True)
+    program = [sys.executable, "-ISc", FOUND, tmp_path / "installed"]
+    done = subprocess.run(program, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(source / "keepless" / "__init__.py"), *["None"] * 4]
 
 
 @pytest.fixture(scope="module")
