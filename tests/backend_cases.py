@@ -56,7 +56,7 @@ def double(kept: BackwardInputs) -> BackwardInputs:
 
 
 def keep(case: Case, what: str, eps: float = 1e-5) -> BackwardInputs:
-    """What a forward pass on a case keeps, with statistics and values rounded to the dtypes they are kept in."""
+    """Return the tensors that a forward pass keeps; all are rounded to the dtypes they are kept in."""
     x, _, gamma, beta, activation = case
     z, mean, invstd = EAGER.forward(x.double(), Affine(gamma.double(), beta.double(), activation), eps, UNTRACKED)
     mean, invstd = mean.to(gamma.dtype), invstd.to(gamma.dtype)

@@ -10,7 +10,7 @@ IGNORE = 255
 
 
 def plain(logits, labels, *, weight=None, fraction=None, reduction="crops", align_corners=False, stride=None) -> Tensor:
-    """As defined; the largest losses by a sort, ties in the order of the pixels."""
+    """The loss by its definition: a sort finds the largest losses, with ties in the order of the pixels."""
     (height, width), cells = labels.shape[1:], logits.shape[2:]
     covered = (height, width) if stride is None else (cells[0] * stride, cells[1] * stride)
     upsampled = F.interpolate(logits, covered, mode="bilinear", align_corners=align_corners)[..., :height, :width]

@@ -36,7 +36,7 @@ def marked(text: str) -> Iterator[tuple[str, str]]:
 
 
 def value_of(source: str) -> str:
-    """What the records say, written like the number in the text. ValueError: the source has no value or several."""
+    """Return the number in the records, written like the one in the text. ValueError: no value, or several."""
     if block := re.fullmatch(r'block (\S+) (\d+) "(.*)"', source):
         return _in_block(block[1], int(block[2]), block[3])
     parts = re.fullmatch(r"(.+?)(?: x(\S+))?(?: \.(\d))?", source)

@@ -147,7 +147,7 @@ def run(entry: str, *overrides: str, **environment: str) -> subprocess.Completed
 
 
 def ended(module: str, output: Path, *overrides: str) -> tuple[str | int | None, str]:
-    """What a command ends with, and prints: in this process, to a stream that takes UTF-8 alone, as in most locales."""
+    """Return a command's exit status and output; it runs in this process, with a stream that takes UTF-8 alone."""
     with pytest.MonkeyPatch.context() as patch, open(output, "w", encoding="utf-8") as file:
         patch.setattr(sys, "argv", [module, *overrides])
         patch.setattr(sys, "stdout", file)

@@ -59,7 +59,7 @@ def test_a_marked_number_that_its_record_does_not_have_is_found():
 
 
 def test_results_are_few_pages_and_small():
-    """Of which each record has one; and no record is a rehearsal."""
+    """Each record has a page, and no record is a rehearsal."""
     pages, records = ({file.stem for file in RESULTS.glob(f"*.{suffix}")} for suffix in ("md", "json"))
     assert len(pages) <= 12 and records < pages
     assert sum(file.stat().st_size for file in RESULTS.rglob("*") if file.is_file()) <= 4 * 2**20
@@ -143,7 +143,7 @@ def test_links_in_the_documentation_lead_somewhere():
 
 
 def headings(page: Path) -> list[str]:
-    """As links name them."""
+    """Return the headings of a page in the form that links use."""
     titles = re.findall(r"(?m)^#+ (.*)$", page.read_text())
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 

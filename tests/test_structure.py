@@ -180,7 +180,7 @@ def test_keys_are_named_where_they_are_read():
 
 
 def test_datasets_name_no_key_and_no_choice_of_a_group():
-    """Not even in docstrings: messages name arguments, or keys that the caller passes in."""
+    """Docstrings count: messages name arguments, or keys that the caller passes in."""
     assert KEY_OR_CHOICE.findall("data.root=DIR, sampler=uniform (docs/data.md)") == ["data.root", "sampler=uniform"]
     texts = {source.name: [node.value for node in source.nodes if is_text(node)] for source in sources("datasets")}
     found = {name: KEY_OR_CHOICE.findall("\n".join(own)) for name, own in texts.items()}

@@ -66,7 +66,7 @@ def difference(weights: Weights, others: Weights) -> float:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
-    """Not even the first step, before there is any momentum: 1, then 1 - 1, then 0 - (1 + 0.5)."""
+    """The first step is left out, before there is any momentum: 1, then 1 - 1, then 0 - (1 + 0.5)."""
     weight = torch.nn.Parameter(torch.ones(100))
     optim = SGD(lr=1.0, momentum=0.5, weight_decay=0.0, fused=fused)
     network = torch.nn.ParameterList([weight])

@@ -64,7 +64,7 @@ def trained(tmp_path_factory) -> tuple[Path, dict]:
 
 
 def test_it_learns_and_leaves_a_run_directory(trained):
-    """By chance it would be right once in eight times."""
+    """Chance would be right once in eight times."""
     run_dir, results = trained
     assert json.loads((run_dir / "results.json").read_text()) == results
     assert 0.75 < results["top1"] <= results["top5"] <= 1
@@ -322,7 +322,7 @@ def test_keys_of_a_segmentation_are_refused_for_a_classification(override):
 
 
 def test_counts_of_predictions():
-    """Of seven classes: right, among the five highest, and among the lowest two."""
+    """One of seven classes is right, or among the five highest, or among the lowest two."""
     counts = Counts(7, torch.device("cpu"))
     logits = torch.arange(7.0).repeat(3, 1)  # class 6 is the highest, 0 and 1 are not among the five highest
     counts.add(logits, torch.tensor([6, 2, 1]))
@@ -334,7 +334,7 @@ def test_counts_of_predictions():
 
 
 def test_images_without_a_finite_score_are_counted_and_end_the_evaluation():
-    """Also where only another class has no score."""
+    """One class without a finite score is enough, even if it is not the right one."""
     body = torch.nn.Flatten()
     forward = Forward(body, torch.zeros(1), torch.ones(1), torch.contiguous_format, nullcontext, "give float32")
     dataset = SimpleNamespace(classes=["a", "b", "c"], name="points", split="val")

@@ -218,7 +218,7 @@ def test_what_is_not_finite_after_the_last_step_is_never_kept(tmp_path):
 
 
 def test_errors_reach_the_user_as_one_message(tmp_path):
-    """Also where another package with the name of ours is installed."""
+    """A package of the user's with the name of one of ours is not imported."""
     (tmp_path / "datasets").mkdir()
     (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError('the decoy was imported')")
     done = run("train_seg", f"run_dir={tmp_path}", "experiment=camvid/resnext_small", PYTHONPATH=str(tmp_path))

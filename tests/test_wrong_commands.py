@@ -136,7 +136,7 @@ SOME = [command for number, command in enumerate(ANSWERS) if number % (len(ANSWE
 
 
 def message(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a command prints before it ends with exit status 1, without starting a process."""
+    """Return a command's message when it ends with exit status 1, without starting a process."""
     program, *arguments = shlex.split(command)
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     with pytest.raises(SystemExit) as stopped:
@@ -156,7 +156,7 @@ def check(commands: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def ended(*words: str) -> str:
-    """What a process prints that ends with an error."""
+    """Return the message of a process that ends with an error."""
     done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and done.stdout == ""
     return done.stderr

@@ -27,7 +27,9 @@ from .signs import ShapeOnly
 from .values import Again, Memory, Recipe, Saved, Value, saved_value, unread_bytes
 
 _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
-_COPIES_ARE_WORTH = 4  # see `_smaller_value_of`; e.g. a projection to q, k and v, which may itself be recomputed
+# With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has
+# at most this many times its bytes: it may itself be recomputed.
+_COPIES_ARE_WORTH = 4
 COPYING = frozenset(["ToCopyBackward0", "CloneBackward0"])
 _NODES = COPYING | {"BatchNormActivationBackward", "SyncBatchNormBackward", "UnsafeViewBackward0"}
 

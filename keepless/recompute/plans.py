@@ -25,7 +25,7 @@ from .values import autocast_of
 
 _MOST = 16  # planned sizes for one kind of inputs; also observed steps of one size, as there may be several paths
 _LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes
-_BLOCK = 512  # bytes: the smallest block of an allocator, so a budget exceeded by less is met
+_BLOCK = 512  # bytes: CUDA's allocator rounds to it, so exceeding a budget by less is not reported
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
 

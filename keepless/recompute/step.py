@@ -59,7 +59,7 @@ class StepValue(NamedTuple):
     is_fresh: bool = False  # nothing else shares its memory when it is recomputed
     overwrites: bool = False  # it is computed over its first input, if that is fresh and has no other reader
     flag: int = Flag.AGAIN  # flag of its call if it is recomputed
-    leader: int = -1  # if one recipe computes several values: the first of them, which has their costs; else -1
+    leader: int = -1  # the first of several values made by one recipe: it has their costs; else -1
 
 
 class Save(NamedTuple):

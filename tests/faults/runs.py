@@ -99,7 +99,7 @@ class Run:
 
 
 def _main(output: Path, inject: Callable | None, entry: str, *overrides: str) -> None:
-    """What `python ENTRY.py` does."""
+    """Do what `python ENTRY.py` does."""
     hasten(pytest.MonkeyPatch())
     torch.set_num_threads(1)
     with open(output, "w") as file:

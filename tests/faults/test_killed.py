@@ -177,7 +177,7 @@ def test_asked_to_stop_in_the_first_step(tmp_path, whole, number):
 
 
 def sends_and_ends_the_compiler(number: signal.Signals, *_) -> None:
-    """As g++ and PyTorch end where a signal reaches all processes of a job."""
+    """A signal to the whole process group also ends g++ and PyTorch's helpers."""
     sends(number)
     raise RuntimeError("C++ compile error: died with <Signals.SIGUSR1: 10>")
 

@@ -31,7 +31,7 @@ def test_a_network_keeps_its_type(function):
 
 
 class LightningModule(nn.Module):
-    """As Lightning's: `training_step` calls other modules."""
+    """Stands for Lightning's class, whose `training_step` calls other modules."""
 
     def forward(self, *args):
         return super().forward(*args)

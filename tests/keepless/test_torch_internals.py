@@ -38,7 +38,7 @@ def private_parts(tree: ast.AST) -> set[str]:
 
 
 def test_private_parts_are_used_in_one_file():
-    """Of the whole repository, entries included."""
+    """The whole repository is searched, entries included."""
     files = [*REPOSITORY.glob("*.py"), *(file for folder in PRODUCT for file in (REPOSITORY / folder).rglob("*.py"))]
     found = {file: private_parts(ast.parse(file.read_text())) for file in files}
     assert {"_has_storage", "_autograd", "_pytree"} <= found.pop(FOLDER / "torch_internals.py")

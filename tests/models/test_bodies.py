@@ -78,7 +78,7 @@ def test_the_stem_s_output_is_freed_when_the_first_stage_has_read_it(name):
     ],
 )
 def test_parameter_counts_of_other_published_networks(build, classes, expected):
-    """Of MemCNN, of DenseNet's paper (0.8 million) and of the RevNet release."""
+    """The numbers are from MemCNN, DenseNet's paper (0.8 million) and the RevNet release."""
     with torch.device("meta"):
         assert parameters(build(classes=classes)) == expected
 

@@ -36,7 +36,7 @@ def test_every_strategy_keeps_and_recomputes_what_the_slides_say():
 
 
 class Kept(NamedTuple):
-    """What BN + ACT + CONV keeps and computes again."""
+    """The buffers that BN + ACT + CONV keeps, and the operations that it repeats."""
 
     buffers: list[str]  # a value per pixel: x, x_hat, z
     statistics: list[str]  # a value per channel: mean, sigma

@@ -40,7 +40,7 @@ def with_gradient(pool, x: Tensor, layout: torch.memory_format) -> tuple[Tensor,
     seed=st.integers(0, 100),
 )
 def test_it_equals_pytorch_s_to_the_bit(shape, window, dtype, layout, special, seed):
-    """Also where values tie, are no numbers, or are all infinite; and where the map is narrower than a window."""
+    """Values may tie, be NaN or all infinite; and the map may be narrower than a window."""
     if min(shape[2:]) + 2 * window[2] < window[0]:
         return
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).round().to(dtype)

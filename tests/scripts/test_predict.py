@@ -61,7 +61,7 @@ def test_probabilities_are_those_of_the_predictions(trained, views, tmp_path):
 
 
 def test_a_classifier_writes_the_likeliest_classes_of_each_image(classifier, tmp_path):
-    """As Python's `open_network` does."""
+    """`open_network` in Python gives the same classes."""
     for number, size in enumerate([(64, 90), (200, 48), (20, 30)]):
         trees.picture(tmp_path / "in" / f"{number}.jpg", size, number)
     (tmp_path / "in" / "cut.jpg").write_bytes(b"no image")
@@ -111,7 +111,7 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
 
 
 def test_ids_are_numbered_as_in_the_labels(trained, tmp_path):
-    """As eval.py writes them, and as classes.json lists them."""
+    """eval.py writes the same ids, and classes.json lists them."""
     trees.picture(tmp_path / "a.png")
     state, found = checkpoint.load(trained[0]), []
     for own in ([*range(65)], [3 * number for number in range(65)]):

@@ -91,7 +91,7 @@ def test_schedules_and_optimisers_that_cannot_be_are_refused(config, message):
 
 
 def test_by_default_one_group_decays_whole_and_the_head_can_have_its_own_rate():
-    """As in the paper. Checkpoints from before there were groups have one."""
+    """The paper has one group, and so have checkpoints from before there were groups."""
     (group,) = assemble.optimizer(SGD(lr=0.1), small_network(), ("cls",)).param_groups
     assert group["param_names"] == [name for name, _ in small_network().named_parameters()]
     assert (group["lr"], group["momentum"], group["weight_decay"], group["nesterov"]) == (0.1, 0.9, 1e-4, False)

@@ -140,7 +140,7 @@ class Extending(Plain):
 
 
 def test_help_describes_the_keys_of_every_choice():
-    """By the comment at the declaration, also in a dataclass that another one extends."""
+    """The comment at a declaration is the help, also in a dataclass that another one extends."""
     for schema in (SegmentationRun, ClassificationRun):
         for alternatives in groups_of(schema).values():
             for alternative in alternatives.values():

@@ -60,7 +60,7 @@ def test_what_an_experiment_says_is_what_its_run_does(names):
 
 
 def reached(config: ClassificationRun) -> dict:
-    """What the keys of an experiment become: of its network, optimiser, schedule and loaders."""
+    """Return the values that network, optimiser, schedule and loaders take from the keys of an experiment."""
     schedule = assemble.schedule_of(config, images=1_281_167 if config.data.name == "imagenet" else 50_000)
     with torch.device("meta"):
         network = assemble.classification_network(config, classes=10)
@@ -156,7 +156,7 @@ FULL_NETWORKS = {  # parameters without the classifier, which has 257 for each c
 
 @functools.cache
 def parameters_of(name: str) -> int:
-    """Of an experiment's network without its classifier."""
+    """Count the parameters of an experiment's network without its classifier."""
     with torch.device("meta"):
         network = assemble.segmentation_network(experiment(name), 1)
     return sum(p.numel() for p in network.parameters()) - 257

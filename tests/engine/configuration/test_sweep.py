@@ -112,7 +112,7 @@ def test_under_torchrun_a_line_says_what_to_do(swept, monkeypatch):
 
 
 def test_every_job_has_a_folder_that_can_be_made(swept, tmp_path, monkeypatch):
-    """Also with lists, slashes, quotes, and more overrides than a file name has room for."""
+    """Overrides may have lists, slashes and quotes, and be longer than a file name can be."""
     lists = swept("-m", "data.mean=[0,0,0],[0.5,0.5,0.5]")
     assert [Path(word).name for words in lists.values() for word in words if "run_dir" in word] == [
         'data.mean=0,0,0"',

@@ -146,7 +146,7 @@ def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:
 
 
 def test_parts_have_the_norms_of_unsynchronised_processes(ranks):
-    """As docs/training.md advises for fewer devices. Only running statistics differ: every part updates them."""
+    """docs/training.md advises it for fewer devices. Only running statistics differ: every part updates them."""
     order, options = list(range(12)), ("norm.sync=false",)
     alone = steps(0, "inplace", order, WORLD_SIZE, options)
     expected = {name: tensor for name, tensor in alone.items() if "running_" not in name and "num_b" not in name}

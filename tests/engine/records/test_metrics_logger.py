@@ -120,7 +120,7 @@ def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
 
 
 def test_a_run_says_once_that_steps_wait_for_data(tmp_path, monkeypatch, caplog):
-    """Not of its first steps, in which data workers start, and only from a tenth of the time."""
+    """The first steps, in which data workers start, do not count; nor do waits under a tenth of the time."""
     monkeypatch.setattr("engine.records.metrics_logger.logger", logging.getLogger("of this test"))
     monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a step takes a second
     waits = partial(run_config().data.waits, workers=2, cores=16)

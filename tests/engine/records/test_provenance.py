@@ -21,7 +21,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def test_a_record_names_its_commit_and_whether_the_code_has_changed(checkout):
-    """Not whether records and pages have, which are written between measurements."""
+    """Changed records and pages do not count: they are written between measurements."""
     commit = provenance()["commit"]
     assert len(commit) == 12
     for name in ("README.md", "docs/record.json"):

@@ -46,7 +46,7 @@ class SmallBody(nn.Module):
 
 
 def without_head(body: nn.Module, classes: int = 5) -> SegmentationNetwork:
-    """What DeepLabV3 pools over a window has no place here: a cell sees a part of the image only."""
+    """Each cell sees a part of the image only, which DeepLabV3's pooling over a window would change."""
     head = nn.Identity()
     head.out_channels = body.out_channels
     network = SegmentationNetwork(body, head, classes)
@@ -217,7 +217,7 @@ def test_windows_cover_every_cell_with_weights_that_sum_to_one(cells, window, ov
 )
 @settings(max_examples=40)
 def test_every_pixel_of_any_size_is_predicted(height, width, window, overlap, base_size, scales):
-    """By a network whose cells do not see each other: only the blending could change what the whole image gives."""
+    """The cells of this network are independent, so tiles can differ from the whole image only where they blend."""
     body = nn.AvgPool2d(1)
     body.out_channels, body.output_stride = 3, 1
     network = without_head(body, classes=3)

@@ -113,7 +113,7 @@ def test_coco_stuff_by_its_definition(tmp_path, archive, other_class):
     names = dict(zip((*range(92, 183), 183), dataset.table.scored, strict=True))
 
     def ious(rows) -> dict[str, float]:
-        """Of the classes with labels; pixels of other labels do not exist."""
+        """Return the IoU of the classes with labels; pixels of other labels do not count."""
         result = {}
         for row in sorted({truth for truth, _ in pairs if truth in rows}):
             either = sum(count for pair, count in pairs.items() if row in pair and pair[0] in rows)

@@ -21,7 +21,7 @@ def test_the_labelled_pixels_are_counted(lanes):
 
 
 def test_memory_of_counting_does_not_depend_on_the_classes(deterministic):
-    """Also where algorithms must be deterministic, as in the evaluations of a run with trainer.deterministic=true."""
+    """The evaluations of a run with trainer.deterministic=true use deterministic algorithms."""
     labels, cells = torch.randint(0, 65, (1, 256, 512), dtype=torch.uint8), torch.zeros(65**2 + 1, LANES).long()
     peak = peak_bytes(lambda: count_pixels(cells, labels.flip(1), labels, 65, ignore_index=255), "cpu")
     assert peak <= 10 * labels.numel() and cells.sum() == labels.numel()

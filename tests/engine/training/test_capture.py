@@ -48,7 +48,7 @@ def minibatch(number: int) -> dict:
 
 
 def losses_of(learner: Learner, steps: int) -> list[float]:
-    """Of steps that are captured from the fourth on, and again after the sixth."""
+    """Return the losses of steps that are captured from the fourth on, and again after the sixth."""
     found = []
     for number in range(steps):
         if learner.captured is not None and number == 3:
@@ -81,7 +81,7 @@ def test_gradients_keep_their_place_and_the_memory_format_of_their_weights():
 
 
 class Reads(nn.Module):
-    """As PyTorch does, it raises an error where the host would wait for a captured value."""
+    """Raises PyTorch's error for a host that waits for a captured value."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCompile with …")

@@ -13,7 +13,7 @@ from tests.runs import run_config
 
 @pytest.mark.parametrize("scale, doubted", [(1.0, False), (1 / 57, True), (10.0, True)])
 def test_weights_for_levels_of_0_to_255_are_doubted(tmp_path, scale, doubted):
-    """As of Caffe's networks, in whose files the first convolution has small weights."""
+    """Caffe's networks have small weights in their first convolution."""
     torch.manual_seed(0)
     dataset = camvid(trees.camvid_folders(tmp_path), "train")
     config = run_config("data=camvid", "body=resnet18", "norm=std", "norm.backend=eager", "norm.activation=relu")

@@ -29,7 +29,7 @@ CALLS_BEFORE = 129  # of our files in each step, outside the network, when every
 
 
 class FakeRun(SimpleNamespace):
-    """What the loop needs of a run, on one rank; `events` lists what happens."""
+    """The parts of a run that the loop needs, on one rank; `events` lists what happens."""
 
     def __init__(self, world: World, schedule: Schedule, network: nn.Module, **options: object):
         super().__init__(world=world, schedule=schedule, learner=learner_of(network, **options), start_step=0)

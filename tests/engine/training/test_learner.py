@@ -91,7 +91,7 @@ def one_step(learner: Learner, value: float) -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_step_that_is_not_finite_changes_no_weight_moment_or_average(optim, fused, first):
-    """Not even a first step, before which PyTorch would not have initialised the momentum."""
+    """PyTorch initialises the momentum in the first step, which may be the bad one."""
     learners = []
     for bad in (False, True):
         torch.manual_seed(0)

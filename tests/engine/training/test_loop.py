@@ -48,7 +48,7 @@ def test_accumulation_gives_the_step_of_the_whole_minibatch():
 
 
 def test_logits_are_freed_before_the_backward_pass_reaches_the_network():
-    """Of a loss that does not keep them: in the paper's classes and crops they are hundreds of MB."""
+    """With the paper's classes and crops the logits take hundreds of MB; this loss does not keep them."""
     freed = []
 
     def loss(logits, labels):

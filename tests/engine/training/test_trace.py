@@ -100,7 +100,7 @@ def test_nothing_of_a_trace_stays():
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_memory_inside_operators_is_under_a_tenth(norm):
-    """Of batch normalisation's backward pass, for one."""
+    """The backward pass of batch normalisation has such memory."""
     config = runs.run_config(f"norm={norm}", "body=resnext_tiny", "norm.backend=eager")
     trace = traced(lambda: fake_step(config, 4, 512))
     learner, loss, minibatch = fake_step(config, 4, 512)

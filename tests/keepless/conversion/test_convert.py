@@ -63,7 +63,7 @@ def converted(convert, network: nn.Module, **options) -> tuple[nn.Module, Conver
 
 
 def state_of(network: nn.Module) -> tuple[dict[str, int], list]:
-    """What a conversion must preserve: {name: the tensor itself}, and the order of names in the state dict."""
+    """Return all that a conversion must preserve: {name: the tensor's id}, and the order of names in the state dict."""
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     return {name: id(tensor) for name, tensor in tensors.items()}, list(network.state_dict())
 

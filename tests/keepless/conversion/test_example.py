@@ -131,7 +131,7 @@ def discarding(block: nn.Module, y: Tensor) -> Tensor:
 
 
 class BatchNormAct(nn.BatchNorm2d):
-    """As timm's `BatchNormAct2d`."""
+    """Calls norm, dropout and activation like timm's `BatchNormAct2d`."""
 
     def __init__(self, act: nn.Module, drop: nn.Module | None = None):
         super().__init__(C)
@@ -205,7 +205,7 @@ ACTIVATIONS = [nn.LeakyReLU(0.2), LEAKY_IN_PLACE(), nn.ELU(0.7), nn.Sigmoid(), n
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 def test_activations_keep_their_function(activation):
-    """Also if the same module acts elsewhere, and if the norm is called twice."""
+    """The same module acts elsewhere too, and the activation is called twice after the norm."""
 
     def after(block: nn.Module, y: Tensor) -> Tensor:
         y = block.pass_on(y)

@@ -435,7 +435,7 @@ def test_a_synchronised_standard_norm_computes_on_the_backend_that_it_was_given(
 
 @pytest.mark.parametrize("cls", [ABN, InPlaceABN, CheckpointedABN])
 def test_an_empty_minibatch_has_empty_gradients_and_no_statistics(cls):
-    """As of a detector that proposed no regions."""
+    """A detector that proposes no regions has such minibatches."""
     for backend, training, shape in product(("auto", "compiled"), (True, False), ((0, 4, 5, 5), (2, 4, 0, 5))):
         norm = cls(4, backend=backend).train(training)
         x = torch.randn(shape, requires_grad=True)

@@ -95,7 +95,7 @@ def test_statistics_of_half_precision_inputs_are_not_rounded(backend, memory_for
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_traced_layers_are_graphs_of_pytorchs_operators(name, training, monkeypatch):
-    """As the older ONNX export reads them. Whether there is a compiler is not asked, nor remembered, while tracing."""
+    """The older ONNX export reads them. While tracing, nothing asks for a compiler or remembers the answer."""
     monkeypatch.setattr(backends, "compiler_available", pytest.fail)
     monkeypatch.setattr(backends, "prefers_compiled", lambda x: True)
     layer, x = STRATEGIES[name](4, backend="auto").train(training), torch.randn(2, 4, 3, 3)

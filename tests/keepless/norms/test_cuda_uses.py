@@ -63,7 +63,7 @@ REHEARSED = pytest.param("cpu", marks=pytest.mark.slow)  # two processes that im
 
 @pytest.mark.parametrize("device", [REHEARSED, pytest.param("cuda", marks=[*NEEDS_CUDA, NEEDS_TWO])])
 def test_two_ranks_equal_one_with_the_whole_batch(device, tmp_path):
-    """By nccl on two devices; by gloo in the rehearsal."""
+    """Two devices use nccl; the rehearsal uses gloo."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     arguments = (device, str(tmp_path / "store"), results)

@@ -13,7 +13,7 @@ from keepless import InPlaceABN, renew_statistics
 @pytest.mark.parametrize("norm", [InPlaceABN, nn.BatchNorm2d])
 @pytest.mark.parametrize("labelled", [False, True])
 def test_renewed_statistics_are_the_average_of_the_given_minibatches(norm, labelled):
-    """As from PyTorch's update_bn, but without the dropout that it leaves on; other minibatches need a `forward`."""
+    """PyTorch's update_bn gives the same, but leaves dropout on; other minibatches need a `forward`."""
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), norm(4), FrozenBatchNorm2d(4)).train()
     frozen, minibatches = network[3].running_mean.clone(), [torch.randn(2, 3, 8, 8) for _ in range(3)]
     if labelled:

@@ -82,7 +82,7 @@ def share(rank: int, strategy: str, activation: str, minibatches: list[list[int]
     "activation, group_of", [("leaky_relu", []), ("tanh", [[0, 2], [1]])], ids=["all", "a given group"]
 )
 def test_ranks_with_unequal_counts_equal_one_process(ranks, strategy, activation, group_of):
-    """Of the second minibatch; on rank 1 it has as many crops as the first, and the other ranks' numbers change."""
+    """The second minibatch is compared. Rank 1 has as many crops in it as in the first, the other ranks do not."""
     crops = [4, 1, 2]
     found = ranks.run(share, strategy, activation, [[2, 1, 3], crops], group_of)
     results = [[torch.from_numpy(t) for t in r] for r in found]
@@ -223,7 +223,7 @@ def step(network: nn.Module, rank: int | None = None) -> list[torch.Tensor]:
 
 
 def parallel_steps(rank: int, strategy: str) -> list:
-    """Of a network with synchronised layers, and of one that is converted."""
+    """Return the gradients of a network with synchronised layers, and of one that is converted."""
     networks = small_network(strategy, sync=True), InPlaceABNSync.convert(small_network(strategy))
     return [[gradient.numpy() for gradient in step(DistributedDataParallel(n), rank)] for n in networks]
 
@@ -315,7 +315,7 @@ def test_data_parallel(ranks, wrapper):
 
 
 class Synchronised(nn.BatchNorm2d):
-    """What `nn.SyncBatchNorm` calls, which itself refuses CPUs."""
+    """Calls the function behind `nn.SyncBatchNorm`, which itself refuses CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         group = dist.group.WORLD

@@ -163,7 +163,7 @@ def test_frozen_layers_keep_one_bit_per_value(norm, inplace, slope, hooks, layou
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_frozen_layers_under_a_checkpoint_and_in_second_derivatives(inplace):
-    """As in a gradient penalty. Both repeat what was saved."""
+    """A gradient penalty needs second derivatives. Both repeat what was saved."""
     frozen = nn.Sequential(*chain(True, inplace), nn.ConvTranspose2d(C, C, 2, 2)).eval().requires_grad_(False)
     plain = nn.Sequential(nn.Conv2d(3, C, 1), frozen, nn.ReLU(inplace), nn.Conv2d(C, 2, 1)).double()
     results = []

@@ -89,7 +89,7 @@ def test_a_reader_on_another_stream_waits_and_records(monkeypatch):
 
 
 def test_signs_are_packed_after_the_stream_that_made_the_values_and_read_after_the_one_that_packed(monkeypatch):
-    """What a later call packs may have been made on another stream, and be read on a third."""
+    """A value that a later call packs may come from another stream, and be read on a third."""
     log: list[str] = []
     made, packs, reads = (Stream(name, log) for name in ("made", "packs", "reads"))
     present = [packs]

@@ -125,7 +125,7 @@ def test_writes_by_operators_are_seen_and_others_refused(write, around):
 
 @pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
 def test_dropout_in_place_that_drops_nothing_writes_nothing(p, training):
-    """As in timm's TNT: what sigmoid saved is right, and the parts of the concatenation are not copied."""
+    """timm's TNT does this: what sigmoid saved is right, and the parts of the concatenation are not copied."""
 
     def drop(f: Tensor) -> None:
         F.dropout(f, p, training, inplace=True)
@@ -212,7 +212,7 @@ def test_memory_of_others_may_be_filled_again_before_the_backward_pass(how, fill
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)], ids=str)
 def test_an_optimiser_may_change_what_the_backward_pass_of_a_plain_norm_does_not_read(norm):
-    """As with two losses and a step in between. The bias is copied; and a weight that autograd repeats first."""
+    """Two losses with a step in between do this. The bias is copied, and so is a weight that autograd repeats first."""
     plain = nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.ReLU(), nn.Conv2d(4, 2, 1))
 
     def run(network: nn.Module) -> Tensor:

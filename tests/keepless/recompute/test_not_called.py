@@ -17,7 +17,7 @@ def block() -> nn.Sequential:
 
 
 class Task(nn.Module):
-    """As a LightningModule that defines `forward` too."""
+    """Stands for a LightningModule that also defines `forward`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         x = F.max_pool2d(torch.cat([self.left(x), self.right(x)], 1), 2)
-        x = F.hardswish(x.flatten(2).transpose(1, 2).contiguous())  # of other strides, fake gradients have others still
+        x = F.hardswish(x.flatten(2).transpose(1, 2).contiguous())
         x = self.attention(x)
         x = (x.softmax(-1) @ x.transpose(1, 2)).matmul(x)
         return self.head(x.mean(1))
@@ -93,7 +93,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def pooled() -> nn.Module:
-    """Of the ReLU's result, one bit per value is kept."""
+    """The ReLU's result is kept as one bit per value."""
     return nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
@@ -135,7 +135,7 @@ def over_views() -> nn.Module:
 
 
 def over_views_in_float64() -> nn.Module:
-    """As above; the convolution before it takes several times its result while it runs again."""
+    """In float64 the convolution takes several times its result while it runs again."""
     return nn.Sequential(over_views().double(), nn.Flatten())
 
 
@@ -162,7 +162,7 @@ class Beside(nn.Module):
 
 
 class LastStep(nn.Module):
-    """What a recurrent network says at last."""
+    """Returns the mean square of a recurrent network's last output."""
 
     def __init__(self, kind: type[nn.LSTM | nn.GRU]):
         super().__init__()
@@ -306,7 +306,7 @@ def test_a_backward_pass_that_raises_is_traced_again():
 
 
 def test_planning_leaves_no_memory_behind():
-    """Not the results that operations have saved of themselves while they were measured, either."""
+    """Results that operations saved while they were measured are freed, too."""
     network = recompute_activations(
         nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Softmax(-1)), budget=0.6
     )
@@ -335,7 +335,7 @@ def layers_of_ours() -> list:
     [*(pytest.param(*case, True, id=name) for name, case in CASES.items()), *layers_of_ours()],
 )
 def test_any_plan_is_exact_and_takes_the_bytes_that_are_simulated(make, shape, is_counted):
-    """What the network keeps itself, too: the plain peak. Running statistics move once."""
+    """If nothing is computed again, the peak is the plain one. Running statistics move once."""
     torch.manual_seed(0)
     network = make()
     x = images(shape).to(next(network.parameters()).dtype)
@@ -580,7 +580,7 @@ def test_under_autocast_a_plan_computes_in_the_same_precision():
 
 
 def test_a_report_lists_what_a_linear_layer_saves_through_a_view():
-    """Of inputs with three dimensions it saves a view with two."""
+    """The layer saves an input of three dimensions as a view with two."""
     parts = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(3)]
     network, x = recompute_activations(nn.Sequential(*parts), budget=1.0), torch.randn(4, 32, 64)
     for _ in range(4):  # the last one fits as it is, and tells what the third has kept
@@ -635,7 +635,7 @@ def test_a_report_calls_planned_what_another_budget_computes_again():
 
 
 def test_a_report_says_of_which_size_its_bytes_are():
-    """Smaller inputs follow a larger size's plan, and its calls without hooks tell nothing of theirs."""
+    """A smaller input runs by the plan of a larger one; calls without hooks do not report its bytes."""
     network, found = recompute_activations(SavesResults(), budget=1.0), []
     for rows in (64, 64, 64, 64, 56):
         network(torch.randn(rows, 64)).sum().backward()

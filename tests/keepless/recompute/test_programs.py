@@ -82,7 +82,7 @@ def _policy_of(plan: Plan | None) -> ByPlan | None:
 
 
 def learned_and_followed(make: Make, others: Sequence[Make], plan: Plan | None = None) -> list[Any]:
-    """What a recorded pass gives, and passes of the same or other programs that start with the script of the first."""
+    """Return the results of a recorded pass, and of passes of these programs that start with its script."""
     learning = Learning(plan)
     results = [run(make, learning)]
     if learning.script is None:
@@ -212,7 +212,7 @@ def block(norm, activation, change=None, frozen=(), training=True):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_in_place_is_never_computed_wrongly(change):
-    """Also where autograd does not see it. ReLU and tanh keep their results, so PyTorch refuses changes of these."""
+    """Autograd does not see some of the changes. ReLU and tanh keep their results, so PyTorch refuses changes."""
     for activation in CHANGED:
         refused = activation in ("relu_", "tanh_") and "activation" in change
         assert agree(block("batch", activation, change)) is not refused, activation
@@ -338,7 +338,7 @@ def _change_list(x: Tensor) -> Tensor:
 
 
 def _change_option(activation: Callable[..., Tensor], name: str | None = None) -> Callable[[Tensor], Tensor]:
-    """Of an activation: a tensor, given by name or not, which changes after the call."""
+    """An activation with a tensor as an option, given by name or not, which changes after the call."""
 
     def function(x: Tensor) -> Tensor:
         option, y = torch.tensor(0.1), x * 1

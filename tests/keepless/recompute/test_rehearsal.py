@@ -324,7 +324,7 @@ def test_fake_tensors_that_are_kept_elsewhere_are_an_error_once_they_are_read():
 
 
 class Scaled(nn.Module):
-    """By a class's attribute, which is assigned once."""
+    """Multiplies by a class's attribute, which is assigned once."""
 
     scale: Tensor | None = None
 

@@ -102,7 +102,7 @@ def test_the_least_is_named_at_once_and_taken(share):
 
 
 def test_layers_of_one_size_are_cut_into_segments():
-    """Of n layers, 2 sqrt(n) results need to be there at once."""
+    """With n layers, 2 sqrt(n) results need to be there at once."""
     network = nn.Sequential(*(module for _ in range(200) for module in (nn.Linear(8, 8), nn.GELU())))
     rehearsed = rehearsed_step(network.to("meta"), (torch.randn(8, 8, device="meta"),), {})
     assert min(simulate(rehearsed, kept).peak for kept in segmented(rehearsed)) < 3 * 400**0.5 * 8 * 8 * 4
@@ -110,7 +110,7 @@ def test_layers_of_one_size_are_cut_into_segments():
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_segments_reach_the_peak_of_checkpoints_with_the_same_gradients(name):
-    """What checkpoints of whole blocks do is among the choices of a plan."""
+    """Checkpoints of whole blocks are among the choices of a plan."""
     torch.manual_seed(0)
     network, words = TEXTS[name](), torch.randint(50, (2, 128))
     checkpointed = copy.deepcopy(network)

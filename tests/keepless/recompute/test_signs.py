@@ -66,7 +66,7 @@ def test_a_network_that_keeps_signs_has_the_same_gradients(device):
 
 
 def test_a_plan_counts_what_unpacking_takes():
-    """By the operators a byte for each value, twice; by a kernel nothing."""
+    """The operators take a byte for each value, twice; a kernel takes nothing."""
     assert unpacking_bytes(torch.empty(3, 5)) == 32
     with FakeTensorMode():
         assert unpacking_bytes(torch.empty(3, 5, device="cuda")) == 0

@@ -52,7 +52,7 @@ class Teacher(Network):
 
 
 class Frozen(Network):
-    """As detectors freeze their first layers."""
+    """Freezes its first layer, like detectors."""
 
     def forward(self, x):
         torch.set_grad_enabled(False)

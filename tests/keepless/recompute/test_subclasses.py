@@ -14,7 +14,7 @@ from keepless.saved import kept_bytes
 
 
 class WithMeta(Tensor):
-    """As MONAI's MetaTensor: results of functions carry the metadata of the first argument that has any."""
+    """Like MONAI's MetaTensor, results of functions carry the metadata of the first argument that has any."""
 
     meta: dict
 

@@ -67,9 +67,9 @@ def assert_like_plain(within: nn.Module, plain: nn.Module, x: Tensor = X) -> Non
 @pytest.mark.parametrize("error, fails_in", [(ValueError, 1), (ValueError, 2), (KeyboardInterrupt, 2)])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_step_that_raises_is_planned_and_traced_again(error, fails_in, at_once):
-    """Also if it raises before it calls a function, or is ended by Ctrl-C, after which modules call no hooks.
+    """The step raises before or after it calls a function, or Ctrl-C ends it, after which modules call no hooks.
 
-    The rehearsal of the first raises, too. Nothing is said about outputs, which there are none of.
+    The rehearsal of the first step raises, too. As it has no output, no message speaks of one.
     """
 
     def call(number: int) -> None:
@@ -93,7 +93,7 @@ def test_a_step_that_raises_is_planned_and_traced_again(error, fails_in, at_once
 
 
 class Casts(nn.Module):
-    """Of three equal calls, the first two return their argument."""
+    """Makes three equal calls, of which the first two return their argument."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -278,7 +278,7 @@ class Interrupted(nn.Sequential):
 @pytest.mark.parametrize("options", [{}, {"checkpointed_only": True}, {"budget": 1.0}, {"budget": "1GiB"}], ids=str)
 @pytest.mark.parametrize("nested", [False, True])
 def test_ctrl_c_ends_the_recording(nested, options):
-    """Also while a notebook holds the traceback, which holds all variables; and in a step that fits as it is."""
+    """A notebook may hold the traceback, which holds all variables; and a step may fit as it is."""
     network = Interrupted(nn.Conv2d(3, 4, 1), CheckpointedABN(4), nn.SiLU(), nn.Conv2d(4, 2, 1)).double()
     plain = copy.deepcopy(network)
     network = recompute_activations(nn.Sequential(network) if nested else network, **options)
@@ -363,7 +363,7 @@ def test_undone_traced_scripted_and_compiled_before():
 
 
 def test_a_report_says_what_is_kept_and_where(networks):
-    """By the operations whose results are not computed again; the bytes are all that autograd holds but vectors."""
+    """A line per operation whose results are not computed again; the bytes are all that autograd holds but vectors."""
     prepared, _ = networks
     with pytest.raises(ValueError, match="nothing to report"):
         report(prepared)
@@ -386,7 +386,7 @@ def test_a_report_says_what_is_kept_and_where(networks):
 
 @pytest.mark.parametrize("budget", [None, "1GiB"])
 def test_a_report_names_the_module_that_calls_the_function(budget):
-    """Also one without parameters, and one that calls the function itself."""
+    """The module may have no parameters, or call the function itself."""
 
     class Scaled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -442,7 +442,7 @@ def test_memory_is_back_after_every_step(any_networks):
 
 
 def test_threads(networks):
-    """As in nn.DataParallel."""
+    """nn.DataParallel calls networks in threads."""
     prepared, plain = networks
     prepared.eval(), plain.eval()
     expected = gradients(plain, IMAGES)
@@ -578,7 +578,7 @@ def test_a_view_of_what_another_thread_has_made(budget):
 
 @pytest.mark.parametrize("stem", [nn.Conv2d(3, 4, 3), CheckpointedABN(3)], ids=["convolution", "CheckpointedABN"])
 def test_a_checkpoint_may_repeat_the_forward_pass_in_another_thread(stem):
-    """As it does on CUDA. Numbers of nodes begin anew in each thread."""
+    """CUDA does this. Numbers of nodes begin anew in each thread."""
     results = []
     for network in both(nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 2))):
         rows = stem.double()(IMAGES[..., :6, :6]).flatten(2).unflatten(2, (-1, 4))

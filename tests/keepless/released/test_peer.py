@@ -32,7 +32,7 @@ def released():
 
 
 def results(function: Callable, activation: str, training: bool) -> dict[str, list[float]]:
-    """What a function computes in float64, with one negative weight, and one that is 0."""
+    """Return a function's results and gradients in float64, with one negative weight and one that is 0."""
     generator = torch.Generator().manual_seed(0)
     x, dz = torch.randn(2, 4, 3, 3, generator=generator, dtype=torch.float64).unbind()
     x, weight = x.requires_grad_(), torch.tensor([1.5, -0.7, 0.0], dtype=torch.float64, requires_grad=True)

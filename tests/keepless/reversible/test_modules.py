@@ -114,7 +114,7 @@ def step(network, x, seed=0) -> dict[str, torch.Tensor]:
 
 
 def gradients(network) -> dict[str, torch.Tensor]:
-    """By number: the forms nest their modules differently, but in the same order."""
+    """Gradients by number: the forms nest their modules differently, but in the same order."""
     return {f"parameter {i}": p.grad for i, p in enumerate(network.parameters()) if p.grad is not None}
 
 

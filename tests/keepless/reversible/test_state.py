@@ -53,7 +53,7 @@ class ActNorm(nn.Module):
 
 
 class Standardised(nn.Module):
-    """As RealNVP's batch norm: the inverse reads what the last forward pass has left in the buffers."""
+    """RealNVP's batch norm: the inverse reads what the last forward pass has left in the buffers."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Moving(nn.Module):
 
 
 class Codebook(nn.Module):
-    """As in vector quantisation: the first minibatch fills the codes, and each moves them after it used them."""
+    """Vector quantisation: the first minibatch fills the codes, and each one moves them after it has used them."""
 
     def __init__(self):
         super().__init__()

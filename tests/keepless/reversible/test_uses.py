@@ -55,7 +55,7 @@ def test_branches_whose_saved_tensors_depend_on_strides(tokens, layout):
 
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.clone])
 def test_other_tensors_in_place_of_parameters_are_refused(kind):
-    """As MAML trains: the tensors may be no parameters."""
+    """MAML trains so: the tensors need not be parameters."""
     network = ReversibleSequence(made(additive()))
     others = {name: kind(parameter.detach() * 2) for name, parameter in network.named_parameters()}
     y = torch.func.functional_call(network, others, (IMAGES.clone().requires_grad_(),))

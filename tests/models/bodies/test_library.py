@@ -47,7 +47,7 @@ def with_activations(network: nn.Module, activation: type[nn.Module]) -> nn.Modu
 
 
 def library_features(network: nn.Module, name: str, images: torch.Tensor) -> torch.Tensor:
-    """What the library's own module computes, without our code."""
+    """Return the features that the library's own module computes, without our code."""
     found = []
     hook = network.get_submodule(LAST[name]).register_forward_hook(lambda *call: found.append(call[-1]))
     network(images)
@@ -163,7 +163,7 @@ class Shortcut(nn.Module):
 
 @torch.no_grad()
 def test_sizes_that_a_network_itself_cannot_take_are_padded():
-    """As in timm's dla34, where a block's shortcut rounds down and its convolution up."""
+    """In timm's dla34, a block's shortcut rounds down and its convolution up."""
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "block": Shortcut()}
     body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
     assert body(torch.zeros(1, 3, 65, 62)).shape[2:] == (17, 16)
@@ -205,7 +205,7 @@ def test_every_network_composes_steps_and_evaluates(name, number):
 
 @pytest.mark.parametrize("recompute", ("blocks", "sqrt"))
 def test_an_activation_after_the_first_block_may_overwrite_its_input(recompute):
-    """As in timm's resnet50d, whose first convolution is a block."""
+    """The first convolution of timm's resnet50d is a block."""
     torch.manual_seed(0)
     first = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 1))
     stem = {"conv1": first, "bn1": nn.BatchNorm2d(8), "act1": nn.ReLU(inplace=True)}

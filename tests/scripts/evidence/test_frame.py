@@ -196,7 +196,7 @@ def test_an_item_that_takes_too_long_is_stopped(tmp_path):
 
 
 def test_counted_tensors_are_freed_with_their_graph():
-    """Also the outputs that operations save."""
+    """Here the tensors are outputs, which their operations save."""
     result, saved = saved_for_backward(lambda: torch.ones(2, requires_grad=True).exp().sigmoid())
     kept = weakref.WeakSet(saved)
     assert len(kept) == 2

@@ -50,7 +50,7 @@ def test_every_part_has_the_arguments_of_its_benchmark_and_names_what_it_measure
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_every_line_of_every_part_runs(part, tmp_path):
-    """As the command does: in processes of its own, with Triton's interpreter."""
+    """The command runs each part in processes of its own; here with Triton's interpreter."""
     page = command(tmp_path, f"part={part}", "rehearse=true", "minutes=30")
     (call,) = json.loads((tmp_path / f"rehearsed_{part}.json").read_text())["calls"]
     assert call["left"] == {} and frame.REHEARSED in page.read_text()
