@@ -8,7 +8,7 @@ PEER := $(CURDIR)/.peer
 SCALAR := TORCHINDUCTOR_VEC_ISA_OK=0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all faults peer lint
+.PHONY: help install demo test test-all peer lint
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -24,10 +24,7 @@ test: $(INSTALLED)  ## run the tests (5 minutes on two cores); PYTEST="-k name" 
 	$(SCALAR) $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
 test-all: $(INSTALLED)  ## run the slow tests too (half an hour on two cores)
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not faults" $(PYTEST)
-
-faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (10 minutes)
-	$(VENV)/bin/python -m pytest -n 2 -p tests.faults.report -m "injects and not gpu" --faults-out docs/results/faults.json $(PYTEST)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu" $(PYTEST)
 
 peer: $(INSTALLED)  ## build the released inplace_abn against the installed PyTorch and compare with it (6 minutes, a C++ compiler)
 	@test -d $(PEER)/inplace_abn || $(VENV)/bin/python -m pip install --quiet --no-deps --target $(PEER)/tools setuptools-scm vcs-versioning

@@ -12,7 +12,6 @@ from scripts.evidence.training import DEFAULT, GROUPS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import ratio_of
 from tests import numbers
-from tests.faults import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
@@ -30,10 +29,6 @@ def test_every_marked_block_is_what_the_scripts_make_and_every_page_has_its_pict
         own = [*RESULTS.glob(f"{document.stem}*.png"), *(RESULTS / document.stem).glob("*.png")]
         shown = {file for page in documents.DOCUMENTS for file in re.findall(r"([\w/]+\.png)\)", page.read_text())}
         assert {file.name for file in own} <= {Path(file).name for file in shown}
-
-
-def test_the_page_of_faults_is_made_of_its_record():
-    assert report.page(json.loads((RESULTS / "faults.json").read_text())) == (RESULTS / "faults.md").read_text()
 
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]

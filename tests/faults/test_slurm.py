@@ -66,8 +66,7 @@ def test_a_job_that_ends_or_fails_by_itself_does_not(job, tmp_path):
     assert "error: give run_dir=RUN_DIR" in process.communicate(timeout=60)[0] and process.returncode == 2
 
 
-@pytest.mark.faults
-@pytest.mark.injects("preemption", "SIGUSR1 to scripts/slurm.sbatch with torchrun and two ranks; submitted again")
+@pytest.mark.slow
 def test_a_real_run_is_stopped_and_continued(job, tmp_path, whole_of):
     start, queue = job
     run_dir, launcher = tmp_path / "run", Path(sys.executable).with_name("torchrun")
@@ -84,4 +83,4 @@ def test_a_real_run_is_stopped_and_continued(job, tmp_path, whole_of):
     process = start(*options, launcher=launcher, SLURM_RESTART_COUNT="1")
     output = ends(process)
     assert process.returncode == 0 and not queue.exists(), output
-    survived(run_dir, whole_of("train_seg", 2), processes=2)
+    survived(run_dir, whole_of("train_seg", processes=2), processes=2)

@@ -209,7 +209,6 @@ CRAFTED = {
 }
 
 
-@pytest.mark.injects("crafted results", "values of other types, sizes and nesting in files of a run", into="files")
 @pytest.mark.parametrize("crafted", CRAFTED)
 def test_a_crafted_run_is_left_out_in_a_line(tmp_path, crafted):
     CRAFTED[crafted](copied(tmp_path / "run"))

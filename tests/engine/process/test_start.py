@@ -29,7 +29,6 @@ def loaded(arguments: list[str], **environment: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.injects("preemption", "SIGINT while modules are imported", into="files")
 @pytest.mark.parametrize("words", [command("train_seg"), [sys.executable, "-m", "scripts.make_classes"]])
 def test_an_interrupted_import_ends_in_a_line(tmp_path, words):
     for name in ("omegaconf", "numpy"):  # whichever the command imports first
