@@ -133,7 +133,7 @@ class TrainingRun:
         ValueError names the key, its value and the fix.
         """
         trainer = self.trainer
-        self._check_library()
+        self._apply_library_defaults()
         if trainer.epochs is None and trainer.steps is None:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
         self.check_precision()
@@ -157,7 +157,7 @@ class TrainingRun:
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
 
-    def _check_library(self) -> None:
+    def _apply_library_defaults(self) -> None:
         """Fill in weights, normalisation and activation of torchvision's and timm's networks; refuse other norms."""
         body, norm, init = self.body, self.norm, self.init
         if isinstance(body, TorchvisionBody):

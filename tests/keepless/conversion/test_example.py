@@ -205,7 +205,7 @@ ACTIVATIONS = [nn.LeakyReLU(0.2), LEAKY_IN_PLACE(), nn.ELU(0.7), nn.Sigmoid(), n
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 def test_activations_keep_their_function(activation):
-    """The same module acts elsewhere too, and the activation is called twice after the norm."""
+    """The activation also acts elsewhere, and the norm is called twice."""
 
     def after(block: nn.Module, y: Tensor) -> Tensor:
         y = block.pass_on(y)
