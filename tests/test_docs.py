@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,18 @@ def test_a_marked_number_that_its_record_does_not_have_is_found():
         list(numbers.marked(f"words<!-- n: {source} -->"))
     with pytest.raises(ValueError, match="2 values, expected one"):
         numbers.value_of("camvid/norms/*/results.json#miou")
+
+
+def test_every_record_is_of_a_clean_commit_of_the_history_or_its_page_says_that_it_is_lost():
+    history = subprocess.run(["git", "rev-list", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
+    if not history or (REPOSITORY / ".git" / "shallow").exists():
+        pytest.skip("needs the whole history")
+    known = {commit[:8] for commit in history}
+    for record in sorted(RESULTS.rglob("*.json")):
+        page = RESULTS / f"{record.relative_to(RESULTS).parts[0].removesuffix('.json')}.md"
+        for commit in {*", ".join(re.findall(r'"commit": "(.*?)"', record.read_text())).split(", ")} - {""}:
+            there = commit[:8] in known and "dirty" not in commit
+            assert there or "provenance is lost" in page.read_text(), f"{record}: {commit}"
 
 
 def test_results_are_few_pages_and_small():
