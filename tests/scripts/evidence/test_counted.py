@@ -20,9 +20,8 @@ from tests.scripts.evidence.records import measured
 
 
 def recorded(name: str, part: str) -> list[dict]:
-    """Rows of a record's first call."""
-    (call, *_) = json.loads((RESULTS / f"{name}.json").read_text())["calls"]
-    return [row for row in rows_of(call) if row["part"] == part]
+    calls = json.loads((RESULTS / f"{name}.json").read_text())["calls"]
+    return [row for call in calls for row in rows_of(call) if row["part"] == part]
 
 
 @pytest.mark.slow
