@@ -103,7 +103,7 @@ class _Compiler:
         inside = {number for make in makes for number in make.outputs} if makes else set()
         packs = [self._pack(taught, act, one, own, inside) for one in taught.packs]
         for pack in packs:
-            if pack is not None and not (pack.how == How.RESULT and pack.more):
+            if pack is not None and not pack.is_elsewhere:
                 self._note_saved(self.numbered.get(pack.number))
         act.makes = makes
         if any(one is not None for one in packs) or any(make.packed or make.is_group for make in makes):

@@ -286,7 +286,7 @@ def _stream(device: int) -> int:
 def _packs(entry: Entry) -> list[Take]:
     act = entry.act
     packs = () if act is None or act.packs is None else act.packs
-    return [one for one in packs if one is not None and not (one.how == How.RESULT and one.more)]
+    return [one for one in packs if one is not None and not one.is_elsewhere]
 
 
 def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: set[int]) -> None:

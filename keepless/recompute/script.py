@@ -223,6 +223,11 @@ class Take(NamedTuple):
     more: tuple[Any, ...] = ()
     form: Form | None = None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether autograd's tensor is not in the memory of this value's tensor."""
+        return self.how == How.COPIED or (self.how == How.RESULT and bool(self.more))
+
 
 class Make(NamedTuple):
     """How to compute what an entry drops."""

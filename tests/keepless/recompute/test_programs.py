@@ -613,3 +613,13 @@ def test_norms_of_transposed_and_sliced_values_are_equal_to_the_bit(dtype):
         loss.backward()
         (expected, stride), (found, found_stride) = seen
         assert torch.equal(found, expected) and found_stride == stride, values.shape
+
+
+def test_a_copied_argument_may_be_overwritten():
+    """`silu_` saves a copy of its argument, so PyTorch allows it."""
+    moves = [("in place", 2, 0, 0), ("transposed", 0, 0, 0), ("unseen", 0, 0, 0)]
+    assert agree(program(moves))
+    plain = run(program(moves), nullcontext())
+    for found in learned_and_followed(program(moves[:2]), [program(moves)]):
+        assert not isinstance(found, Exception)
+    assert agrees(plain, found)
