@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -46,7 +47,8 @@ class Row(NamedTuple):
     """An experiment and its runs."""
 
     experiment: str
-    runs: dict[str, list[Run]]  # with its configuration, by the keys in `papers.SPEED` that they changed
+    runs: dict[str, list[Run]]  # with its configuration, one per seed, by the keys in `papers.SPEED` that they changed
+    repeats: dict[Path, Run]  # other folders with a seed of these: the run that counts
     others: list[tuple[Run, list[str]]]  # started from this experiment, with changed keys
     planned: int | None  # bytes on each device
 
@@ -83,7 +85,9 @@ def blocks_of(folders: list[str], plan: Path, out: Path) -> dict[str, str]:
     of_rows = [row for rows in tables.values() for row in rows]
     shown = {run.folder for row in of_rows for run in itertools.chain(*row.runs.values())}
     shown |= {run.folder for row in of_rows for run, _ in row.others}
-    left_out |= {run.folder: "it is of no experiment" for run in runs if run.folder not in shown}
+    repeats = {path: f"it repeats {_relative(run.folder, out)}" for row in of_rows for path, run in row.repeats.items()}
+    missing = (run.folder for run in runs if run.folder not in shown)
+    left_out |= {folder: repeats.get(folder, "it is of no experiment") for folder in missing}
     blocks = {name: as_markdown(rows, out) for name, rows in tables.items()}
     return blocks | {LEFT_OUT: "\n".join(f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items())}
 
@@ -105,8 +109,9 @@ def planned_memory(file: Path) -> dict[str, int]:
 def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
     """The rows of each table, one per experiment.
 
-    A row has the runs with its configuration. A run in no row is listed under the experiment that it was started from,
-    with the keys that differ.
+    A row has the runs with its configuration. If several have the same seed, one counts: a run started from the row's
+    experiment rather than from another that is the same training, from the folder with most runs of the row. A run with
+    another configuration is listed under the experiment that it was started from, with the keys that differ.
 
     ValueError: two runs of a row have other classes.
     """
@@ -126,12 +131,18 @@ def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
                 raise ValueError(f"runs: {counted[0].folder} and {run.folder} are both {name}, but of other classes")
         others = [run for run in runs if run.experiment == name and run.folder not in in_rows]
         changed = [(run, changes[name, run.folder]) for run in others]
+        siblings = Counter(run.folder.parent for run in counted)
         by_speed: dict[str, list[Run]] = {}
-        for run in counted:
+        repeats: dict[Path, Run] = {}
+        for run in sorted(counted, key=lambda run: (run.experiment != name, -siblings[run.folder.parent])):
             differing = papers.differing(run.typed, name).items()  # keys of SPEED
             speed = (f"{key}={value}" for key, value in differing if key in run.keys)
-            by_speed.setdefault(" ".join(speed), []).append(run)
-        return Row(name, by_speed, changed, planned.get(name))
+            own = by_speed.setdefault(" ".join(speed), [])
+            if again := [other for other in own if other.typed.seed == run.typed.seed]:
+                repeats[run.folder] = again[0]
+            else:
+                own.append(run)
+        return Row(name, by_speed, repeats, changed, planned.get(name))
 
     return {table: [row(name) for name in own] for table, own in names.items()}
 

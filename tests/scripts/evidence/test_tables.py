@@ -82,6 +82,17 @@ def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
 
 
 @pytest.mark.usefixtures("of_few_tables")
+def test_a_seed_counts_once_from_the_folder_with_most_seeds(tmp_path):
+    copied(tmp_path / "runs" / "again" / "one", 0.70, seed=0)
+    copied(tmp_path / "runs" / "seeds" / "first", 0.88, seed=0)
+    copied(tmp_path / "runs" / "seeds" / "second", 0.90, seed=1)
+    text = written(tmp_path, tmp_path / "runs")
+    (row,) = [line for line in text.splitlines() if line.startswith("| cifar10/resnet14 |")]
+    assert " 89.00 ± 1.41 |" in row
+    assert "- ../runs/again/one: it repeats ../runs/seeds/first\n" in text
+
+
+@pytest.mark.usefixtures("of_few_tables")
 def test_a_run_without_tf32_says_so_if_it_was_on_cuda(tmp_path):
     """The records of CPUs, where it has no effect, are from before it became the default."""
     cpu, cuda = copied(tmp_path / "runs" / "cpu", 0.90), copied(tmp_path / "runs" / "cuda", 0.92, seed=1)
