@@ -5,9 +5,9 @@
     python -m scripts.compare_runs runs=[FOLDER,docs/results/camvid/norms] out=OUT
 
 `runs` are run directories, or folders that hold some at any depth, all of one task. Runs that differ only in their seed
-share a column: mean ± standard deviation. Columns are named after folders or, if folders are dates, after the keys that
-differ. Writes OUT.md (commands, scores, hardware, runs that have not ended) and OUT.png (curves), and copies the files
-of each run that they are made from to OUT/RUN/. Given as `runs`, these folders make the same report again.
+share a column: mean ± standard deviation. Columns are named after folders, without seeds and dates. Writes OUT.md
+(commands, scores, hardware, runs that have not ended) and OUT.png (curves), and copies the files of each run that they
+are made from to OUT/RUN/. Given as `runs`, these folders make the same report again.
 """
 
 import os
@@ -138,12 +138,12 @@ def named_groups(runs: Sequence[Run]) -> list[Group]:
     return [Group(title, group) for title, group in zip(titles, groups, strict=True)]
 
 
-def compared(folders: list[str], out: Path | None = None) -> tuple[list[Group], dict[Path, str]]:
-    """Groups of the runs in folders, except copies below `out`; and the runs that are left out, with the reason.
+def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
+    """Groups of the runs in folders; and the runs that are left out, with the reason.
 
     ValueError: no run has ended, or they are of several tasks.
     """
-    runs, left_out = found_runs(folders, but_not_below=out)
+    runs, left_out = found_runs(folders)
     if not runs:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out.items())
         raise ValueError(f"runs={folders}: no run has ended ({reasons})")
@@ -159,7 +159,7 @@ def compare(values: DictConfig) -> Path:
     """Write the report and return the page's path. ValueError: see `compared`, or the copies would replace the runs."""
     config = configuration.typed(values, Comparison)
     out = Path(config.out)
-    groups, left_out = compared(as_list(config.runs), out)
+    groups, left_out = compared(as_list(config.runs))
     folders = {(out / folder_name(run.name)).resolve(): run for group in groups for run in group.runs}
     if any(run.folder.resolve() in folders for run in folders.values() if not run.is_copy):
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")

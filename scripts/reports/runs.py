@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from engine.assemble.tasks import TASKS
 from engine.configuration import config as configuration
-from engine.configuration.help import as_text
 from engine.process.console import printable
 from engine.process.output_files import write_file
 from engine.schema.keys import named_after
@@ -186,23 +185,19 @@ def _without_folders(command: str) -> str:
     return shlex.join(f"{key}=DIR" if key in _FOLDERS else word for key, word in zip(keys, words, strict=True))
 
 
-def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None) -> tuple[list[Run], dict[Path, str]]:
+def found_runs(folders: Iterable[str | Path]) -> tuple[list[Run], dict[Path, str]]:
     """The runs in folders, at any depth, that have ended; and the run directories left out, with the reason.
 
-    Copies that comparisons wrote are used only from folders without other runs. Runs below `but_not_below`, where the
-    next comparison writes, are used only if the given folder is there too.
+    Copies that comparisons wrote are used only from folders without other runs.
 
     ValueError: a folder has no run directory.
     """
     runs: list[Run] = []
     left_out: dict[Path, str] = {}
-    hidden = but_not_below and but_not_below.resolve()
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ValueError(f"runs: {folder} is not a folder")
         found = [file.parent for file in folder.rglob("config.yaml")]
-        if hidden and not folder.resolve().is_relative_to(hidden):
-            found = [path for path in found if not path.resolve().is_relative_to(hidden)]
         if not found:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
         own: list[Run] = []
@@ -240,33 +235,18 @@ def by_configuration(runs: Iterable[Run]) -> list[list[Run]]:
 
 
 def titles_of(groups: Sequence[list[Run]]) -> list[str]:
-    """Titles of groups of runs: their folders' names without the seed, if these are distinct and not dates.
-
-    Otherwise the keys that differ; if none differ, the folders as well.
-    """
-    keys = differing([group[0].keys for group in groups])
-    named = [{_without_seed(run.folder) for run in group} for group in groups]
-    names = [name for (name, *others) in named if not others and not DATE.fullmatch(name)]
-    if len({*names}) == len(groups) and names != [folder_name(key) for key in keys]:
-        return names
-    if len({*keys}) == len(groups) > 1:
-        return keys
-    return [f"{key}, {group[0].name}".removeprefix(", ") for key, group in zip(keys, groups, strict=True)]
+    """Titles of groups of runs: their folders' names without seed and date, with the folder above if two are equal."""
+    names = [_without_seed(group[0].folder.resolve()) for group in groups]
+    ends = ["/".join(group[0].folder.resolve().parts[-2:]) for group in groups]
+    return [name if names.count(name) == 1 else end for name, end in zip(names, ends, strict=True)]
 
 
 def _without_seed(folder: Path) -> str:
-    """The name of a run's folder without its seed; if it is only the seed, the name of the folder above."""
-    folder = folder.resolve()
-    return re.sub(r"(^|,)seed=\d+|(^|[_-])seed[_-]?\d+$", "", folder.name).lstrip(",") or folder.parent.name
+    """The name of a run's folder without its seed; if it is only a seed or a date, the name of the folder above."""
+    left = re.sub(r"(^|,)seed=\d+|(^|[_-])seed[_-]?\d+$", "", DATE.sub("", folder.name)).lstrip(",")
+    return left or folder.parent.name
 
 
 def folder_name(title: str) -> str:
     """A folder's name for runs of this title."""
     return named_after([title])
-
-
-def differing(configs: Sequence[dict[str, object]]) -> list[str]:
-    """For each configuration {key: value}, the keys that all have and that differ: "norm=std, optim.lr=0.1"."""
-    shared = [key for key in configs[0] if all(key in own for own in configs)]
-    keys = [key for key in shared if any(own[key] != configs[0][key] for own in configs)]
-    return [", ".join(f"{key.removesuffix('.name')}={as_text(own[key])}" for key in keys) for own in configs]

@@ -18,7 +18,7 @@ from datasets.synthetic import write_streets
 from eval import evaluate
 from scripts.compare_runs import Comparison, Group, compare, curves
 from scripts.compare_runs import report as report_of
-from scripts.reports.runs import Run, differing, found_runs
+from scripts.reports.runs import Run, found_runs
 from tests.runs import SHORT, composed
 from tests.scripts.evidence.records import CIFAR, changed, copied
 from train_seg import train
@@ -81,12 +81,13 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     )
 
 
-def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
-    """In a folder of runs that are named by dates. What has not ended is listed; numbers are in their order."""
+def test_seeds_share_a_column_named_by_their_folders(tmp_path):
+    """As a sweep names them, or with dates. What has not ended is listed; numbers are in their order."""
     folder, scores = tmp_path / "runs", {}
     for number, (lr, seed) in enumerate(((0.25, 0), (0.25, 1), (0.5, 1), (0.5, 0), (0.5, 2))):
         scores[lr, seed] = score = 0.8 + number**2 / 100
-        copied(folder / f"2026-11-22_17-00-{number:02d}", score, optim={"lr": lr}, seed=seed, run_dir="no copy")
+        name = f"optim.lr={lr},seed={seed}" if lr == 0.25 else f"optim.lr=0.5/2026-11-22_17-00-{number:02d}"
+        copied(folder / name, score, optim={"lr": lr}, seed=seed, run_dir="no copy")
     (folder / "2026-11-22_18-00-00").mkdir()
     (folder / "2026-11-22_18-00-00" / "config.yaml").touch()
     (folder / "2026-11-22_18-00-00" / "metrics.jsonl").write_text('{"kind": "train", "step": 40, "loss": 1.0}\n')
@@ -102,20 +103,8 @@ def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
     kept = sorted(path.name for path in (folder / "report").iterdir())
     assert kept == [f"optim.lr={lr},seed={seed}" for lr, seed in sorted(scores)]
     assert report(folder / "report", folder) == page  # the copies are below the same folder
-    assert columns(report(tmp_path / "other", folder)) == columns(page)  # now they are beside the runs
     again = report(tmp_path / "again", folder / "report").replace("again.png", "report.png")
     assert columns(again) == columns(page) and cells[1] in again  # seeds are in the order of their folders' names
-
-
-def test_runs_that_train_equally_are_all_compared(tmp_path):
-    """Recomputed activations change neither losses nor scores, but memory and time, which the report compares."""
-    for recompute in ("none", "activations"):
-        copied(tmp_path / f"recompute_{recompute}", trainer={"recompute": recompute}, run_dir="no copy")
-    for _ in range(2):  # the second time with their copies, which do not count
-        runs, _ = found_runs([tmp_path])
-        assert [run.name for run in runs] == ["recompute_activations", "recompute_none"]
-        for run in runs:
-            run.write(tmp_path / "report" / run.name)
 
 
 def test_a_report_beside_the_runs_does_not_replace_them(tmp_path):
@@ -139,13 +128,8 @@ def test_columns_keep_the_names_that_somebody_gave(tmp_path):
     ]
     seeds = [copied(tmp_path / "seeds" / f"other.seed={seed}", seed=seed) for seed in (0, 1)]
     assert columns(report(tmp_path / "one", *seeds)) == ["other.seed=0"]  # one configuration of two seeds
-
-
-def test_keys_that_differ_are_those_that_all_have():
-    one = {"norm.name": "std", "norm.eps": 1, "optim.lr": 0.1, "data.mean": [0.5, 1], "init.weights": None}
-    two = {"norm.name": "inplace", "norm.eps": 1, "norm.floor": 3, "optim.lr": 0.1, "data.mean": [0.5, 2]}
-    assert differing([one, two]) == ["norm=std, data.mean=[0.5,1]", "norm=inplace, data.mean=[0.5,2]"]
-    assert differing([two, {**two, "norm.floor": 4}]) == ["norm.floor=3", "norm.floor=4"]
+    one, two = (copied(tmp_path / place / "same", trainer={"recompute": place}) for place in ("blocks", "activations"))
+    assert columns(report(tmp_path / "places", one, two)) == ["blocks/same", "activations/same"]
 
 
 def test_what_a_run_lacks_or_has_twice_is_said():
@@ -190,10 +174,6 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
         report(tmp_path / "report", finished, CIFAR / "std")
     with pytest.raises(ValueError, match=r"runs=5: expected a name or a list of different names, such as \[A,B\]"):
         compare(OmegaConf.structured(Comparison(runs=5, out="a")))
-    cut_off = shutil.copytree(finished, tmp_path / "cut off", ignore=shutil.ignore_patterns("checkpoints"))
-    without_last_record(cut_off)
-    page = report(tmp_path / "report", finished, cut_off)
-    assert columns(page) == ["std"] and "/cut off: it cannot be read (ValueError: its last record is not the" in page
 
 
 def without_last_record(run: Path) -> None:
