@@ -2,7 +2,7 @@
 
     python -m scripts.gpu_evidence part=check|steps|fit|abn|networks|train|host|exact|ranks out=DIR [camvid=DIR]
     python -m scripts.gpu_evidence part=abn rehearse=true out=DIR   # on a CPU, to check that every line runs
-    python -m scripts.gpu_evidence part=abn measure=false out=DIR   # page and picture from the record, without a GPU
+    python -m scripts.gpu_evidence part=abn measure=false out=DIR   # tables and picture from the record, without a GPU
 
 A part is a benchmark of scripts/evidence with certain arguments. DIR/gpu_PART.json is written after each item, and the
 same command adds what is missing. docs/results/gpu.md says how many minutes each part takes, and what was measured.
@@ -85,8 +85,8 @@ PARTS = {  # in the order in which they should be run
 
 @dataclass
 class GpuArguments:
-    out: str = MISSING  # folder for gpu_PART.json, its page and its picture
-    measure: bool = True  # false: make page and picture from DIR/gpu_PART.json, without a GPU
+    out: str = MISSING  # folder for gpu_PART.json and its picture
+    measure: bool = True  # false: print and draw what DIR/gpu_PART.json holds, without a GPU
     part: str = key(MISSING, one_of=tuple(PARTS))  # check, steps, fit, abn, networks, train, host, exact or ranks
     only: list[str] = field(default_factory=list)  # items of the part, or what their names begin with up to a slash
     camvid: str | None = None  # folder of CamVid, which part=train needs
@@ -94,8 +94,8 @@ class GpuArguments:
     rehearse: bool = False  # run every line on a CPU with tiny tensors; nothing is measured
 
 
-def run(values: DictConfig) -> Path:
-    """Measure what is missing of a part; return its page. ValueError: there is no CUDA device, or no item in `only`."""
+def run(values: DictConfig) -> str:
+    """Measure what is missing of a part; return its tables. ValueError: there is no CUDA device, or no such item."""
     arguments, started_s = configuration.typed(values, GpuArguments), time.monotonic()
     part, measures = PARTS[arguments.part], arguments.measure
     if measures and not arguments.rehearse:
@@ -109,8 +109,8 @@ def run(values: DictConfig) -> Path:
         for own in [part.rehearsed] if arguments.rehearse else part.calls:
             left_min = arguments.minutes - (time.monotonic() - started_s) / 60
             given = part.benchmark.schema(**own | shared, minutes=max(left_min, 1e-9))
-            page = frame.carry_out(part.benchmark, given, arguments.rehearse, called)
-    return page
+            text = frame.carry_out(part.benchmark, given, arguments.rehearse, called)
+    return text
 
 
 main = configured("gpu_evidence", GpuArguments)(run)

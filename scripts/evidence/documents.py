@@ -29,14 +29,8 @@ DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memor
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, networks, plan_memory, reversible, training)]
 OF_A_GPU = [module.BENCHMARK for module in (check, fit, ranks)]  # their records are in docs/results/gpu
-COMPARISONS = {  # of runs in a folder of docs/results: name of the block
-    **{
-        f"runs_camvid_{name}": f"camvid/{name}"
-        for name in ("norms", "samplers", "table3", "finetune", "table3_trained", "captured")
-    },
-    **{f"runs_cifar_{name}": f"cifar/{name}" for name in ("norms", "short", "stored", "table3")},
-    "runs_demo": "demo",
-}
+FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}
+COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}  # of runs in a folder of docs/results
 
 
 def written(text: str, only: Callable[[str], bool] = lambda name: True) -> str:

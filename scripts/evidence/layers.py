@@ -324,10 +324,10 @@ COLUMNS: Columns = [
 ]
 
 
-def pictures(call: dict) -> dict[str, Figure]:
+def picture(call: dict) -> Figure | None:
     """Figure 4: a panel for each layout and dtype, bars for each shape, labelled with the ratio to standard.
 
-    There is none without CONV1 … CONV4, e.g. if only host time was measured.
+    None without CONV1 … CONV4, e.g. if only host time was measured.
     """
     cells, times = cells_in(call), "times_ms"
     if any("captured_ms" in cell[STANDARD] for cell in cells):  # the host's time does not count there, as in the paper
@@ -335,7 +335,7 @@ def pictures(call: dict) -> dict[str, Figure]:
         cells = [{name: row for name, row in cell.items() if times in row} for cell in cells if times in cell[STANDARD]]
     kinds = by_kind(of_group("bn_act_conv", cells) or of_group("bn_act", cells))
     if not kinds:
-        return {}
+        return None
     label = "forward + backward, ms" + ", as a CUDA graph" * (times == "captured_ms")
     figure, panels = charts.panels(len(kinds), 1, (12, 0.8 + 3.4 * len(kinds)))
     for axes, (title, own) in zip(panels, kinds.items(), strict=True):
@@ -349,10 +349,10 @@ def pictures(call: dict) -> dict[str, Figure]:
                 texts |= {} if name == STANDARD else {name: ratios}
         charts.bars(axes, names, shown, COLOURS, texts, title=title, ylabel=label)
     charts.legend(figure, columns=4)
-    return {"": figure}
+    return figure
 
 
-BENCHMARK = frame.Benchmark("layers", LayersArguments, items, measure, about, sections, pictures)
+BENCHMARK = frame.Benchmark("layers", LayersArguments, items, measure, about, sections, picture)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

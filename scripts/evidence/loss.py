@@ -109,7 +109,7 @@ def sections(call: dict, picture: str) -> Iterator[str]:
     yield from (section(case, md.columns(rows.values(), COLUMNS)) for case, rows in groups.items())
 
 
-def pictures(call: dict) -> dict[str, Figure]:
+def picture(call: dict) -> Figure:
     """Bars for each number of classes and stride, of the bootstrapped loss, which the paper trains with."""
     groups = md.grouped((row for row in frame.rows_of(call) if row["loss"] == BOOTSTRAPPED), ["case"], "way")
     names = ["\n".join(case.split(", ")[:2]) for case in groups]
@@ -121,7 +121,7 @@ def pictures(call: dict) -> dict[str, Figure]:
         shown = {way: [value(rows[way]) for rows in groups.values()] for way in COLOURS}
         charts.bars(axes, names, shown, COLOURS, {}, ylabel=label, yscale="log")
     charts.legend(figure, columns=4)
-    return {"": figure}
+    return figure
 
 
 def way_text(record: dict, way: str) -> str:
@@ -130,7 +130,7 @@ def way_text(record: dict, way: str) -> str:
     return f"{mib(rows[way]['peak_bytes'], 0)}; {md.median_ms(rows[way]):.0f}"
 
 
-BENCHMARK = frame.Benchmark("loss", LossArguments, items, measure, about, sections, pictures)
+BENCHMARK = frame.Benchmark("loss", LossArguments, items, measure, about, sections, picture)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

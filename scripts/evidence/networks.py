@@ -4,7 +4,7 @@
     python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
     python -m scripts.evidence.networks exact=true precisions=[float64,float32,bfloat16] image_size=64 out=FILE.json
 
-exact=true also compares gradients with those in float64. FILE_resnet50.png shows memory against time.
+exact=true also compares gradients with those in float64. FILE.png shows memory against time.
 """
 
 import copy
@@ -143,7 +143,7 @@ def sections(call: dict, picture: str) -> Iterator[str]:
     yield _summary(networks)
     yield "\n".join([*_of_errors(rows), *_of_plans(networks)])
     if alone(networks):
-        drawn = f"![peak and time of a step under byte budgets, and of its rivals]({picture}_{DRAWN}.png)"
+        drawn = f"![peak and time of a step under byte budgets, and of its rivals]({picture}.png)"
         yield f"{drawn}\n*{DRAWN}: lower left is better.*"
     yield section("Every network", md.columns(rows, COLUMNS, left=2))
 
@@ -249,11 +249,11 @@ def alone(networks: Networks) -> dict[str, dict]:
     return rows if any("planned_bytes" in row for row in rows.values()) else {}
 
 
-def pictures(call: dict) -> dict[str, Figure]:
+def picture(call: dict) -> Figure | None:
     """The picture for the README: peak and time of a network's budgets, as a line, beside each rival's point."""
     rows, arguments = alone(networks_in(call)), call["arguments"]
     if not rows:
-        return {}
+        return None
     figure, (axes,) = charts.panels(1, 1, (7.5, 3.6))
 
     def point(method: str) -> tuple[float, float]:
@@ -271,10 +271,10 @@ def pictures(call: dict) -> dict[str, Figure]:
     axes.set(xlim=(0.2, 1.25), ylim=(0.85, 1.4))
     axes.locator_params(axis="x", nbins=6)
     charts.legend(figure, columns=3)
-    return {f"_{DRAWN}": figure}
+    return figure
 
 
-BENCHMARK = frame.Benchmark("networks", NetworksArguments, items, measure, about, sections, pictures, apart=True)
+BENCHMARK = frame.Benchmark("networks", NetworksArguments, items, measure, about, sections, picture, apart=True)
 run, main = frame.command(BENCHMARK, __doc__)
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The frame of all benchmarks: items that are measured one by one and resumed, their record, and its page."""
+"""The frame of all benchmarks: items that are measured one by one and resumed, their record, and its text."""
 
 import difflib
 import importlib
@@ -24,7 +24,7 @@ from engine.configuration.choices import CONFIGS
 from engine.configuration.command_line import configured
 from engine.process.distributed import device_of
 from engine.process.memory import keep_freed_memory
-from engine.process.output_files import replace_file, write_file
+from engine.process.output_files import replace_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.reports import charts
@@ -43,8 +43,8 @@ NOT_STARTED, REHEARSED = "not started", "Rehearsed on a CPU, on tiny tensors: no
 class Arguments:
     """Arguments of every benchmark."""
 
-    out: str = MISSING  # FILE.json; the page and its pictures are written beside it
-    measure: bool = True  # false: only rewrite the page from FILE.json
+    out: str = MISSING  # FILE.json; pictures are written beside it
+    measure: bool = True  # false: only print and draw what FILE.json holds
     only: list[str] = field(default_factory=list)  # items, or names up to one of their slashes; empty: all
     minutes: float | None = key(None, above=0)  # after which the item being measured is stopped; null: never
 
@@ -71,17 +71,17 @@ class Benchmark(NamedTuple):
     items: Callable[[Any], Mapping[str, tuple]]  # arguments -> {name: what `measure` takes after them}
     measure: Callable[..., Rows]  # a row with "reason" says what could not be measured
     about: Callable[[dict], tuple[str, str]]  # arguments -> title of the part, and the conditions in words
-    # (call, name of its pictures) -> sections of its part of the page; by default a table of its rows.
+    # (call, name of its picture) -> sections of its part of the page; by default a table of its rows.
     sections: Callable[[dict, str], Iterable[str]] = lambda call, _: listed(without_reasons(rows_of(call)))
-    pictures: Callable[[dict], Mapping[str, Figure]] = lambda call: {}  # of a call, by the end of their files' names
+    picture: Callable[[dict], Figure | None] = lambda call: None
     apart: bool = False  # each item runs in its own process
     program: str = ""  # empty: scripts.evidence.NAME
 
 
-def command(benchmark: Benchmark, about: str | None) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
-    """`run(values)`, which measures, prints and returns the page's path, and its command; `about`: text of --help."""
+def command(benchmark: Benchmark, about: str | None) -> tuple[Callable[[DictConfig], str], Callable[[], None]]:
+    """`run(values)`, see `carry_out`, and its command; `about`: text of --help."""
 
-    def run(values: DictConfig) -> Path:
+    def run(values: DictConfig) -> str:
         return carry_out(benchmark, configuration.typed(values, benchmark.schema))
 
     return run, configured(benchmark.name, benchmark.schema, about=f"{about}\n{FILES}")(run)
@@ -89,14 +89,14 @@ def command(benchmark: Benchmark, about: str | None) -> tuple[Callable[[DictConf
 
 FILES = """\
 FILE.json is written again after each item: the same command continues a call that was stopped, and a call with other
-arguments is added. FILE.md beside it is docs/results/NAME.md with this record's numbers, FILE.png its picture.
+arguments is added. Prints its tables, and draws FILE.png if the benchmark has a picture.
 """
 
 
-def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "") -> Path:
-    """Measure what is missing, and write the page. `called`: the command, if it is not the benchmark's own.
+def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "") -> str:
+    """Measure what is missing, draw, print and return the tables. `called`: the command, if not the benchmark's own.
 
-    ValueError: an argument is impossible, or there is no record to make a page of.
+    ValueError: an argument is impossible, or there is no record.
     """
     if not arguments.out.endswith(".json"):
         raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
@@ -105,20 +105,17 @@ def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, cal
         for record in measured(benchmark, arguments, rehearsal, called):
             replace_file(out, as_text(record))
     elif not out.is_file():
-        raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
+        raise ValueError(f"measure=false shows a record, and {out} does not exist")
     record = json.loads(out.read_text())
     for number, call in enumerate(record["calls"]):
-        for suffix, figure in (benchmark.pictures(call) if call["items"] else {}).items():
+        figure = benchmark.picture(call) if call["items"] else None
+        if figure is not None:
             if call["rehearsal"]:
                 figure.text(0.5, 0.5, "REHEARSAL", fontsize=60, color="red", alpha=0.4, ha="center", rotation=20)
-            charts.save(figure, out.with_name(f"{picture_of(out.stem, number)}{suffix}.png"))
-    prose = RESULTS / f"{benchmark.name}.md"
-    marks = f"<!-- {benchmark.name} start -->\n<!-- {benchmark.name} end -->\n"
-    text = prose.read_text() if prose.is_file() else f"# {benchmark.name}\n\n{marks}"
-    page = out.with_suffix(".md")
-    write_file(page, with_blocks(text, {benchmark.name: calls_text(benchmark, record, out.stem)}))
-    print(page)
-    return page
+            charts.save(figure, out.with_name(f"{picture_of(out.stem, number)}.png"))
+    text = calls_text(benchmark, record, out.stem)
+    print(text)
+    return text
 
 
 def with_blocks(document: str, blocks: Mapping[str, str]) -> str:
@@ -133,7 +130,7 @@ def with_blocks(document: str, blocks: Mapping[str, str]) -> str:
 
 
 def picture_of(name: str, number: int) -> str:
-    """The beginning of the names of a call's pictures."""
+    """The name of a call's picture, without suffix."""
     return f"{name}_{number + 1}" if number else name
 
 

@@ -33,16 +33,13 @@ def changed(run: Path, change: Callable[[dict], object]) -> Path:
 
 
 def measured(name: str, folder: Path, *overrides: str) -> tuple[dict, str]:
-    """The call that `python -m scripts.evidence.NAME OVERRIDES` records, and its page.
+    """The call that `python -m scripts.evidence.NAME OVERRIDES` records, and its tables.
 
-    The page is made from the record alone, and neither says where the files lie.
+    They are made from the record alone, and neither says where the files lie.
     """
     out, run = folder / "record.json", importlib.import_module(f"scripts.evidence.{name}").run
-    page = run(composed(name, f"out={out}", *overrides))
-    text = page.read_text()
-    page.unlink()
-    run(composed(name, f"out={out}", *overrides, "measure=false"))
-    assert page.read_text() == text
+    text = run(composed(name, f"out={out}", *overrides))
+    assert run(composed(name, f"out={out}", *overrides, "measure=false")) == text
     assert str(folder) not in text + out.read_text()
     (call,) = json.loads(out.read_text())["calls"]
     return call, text

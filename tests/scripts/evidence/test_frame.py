@@ -136,16 +136,16 @@ def faked(in_process, monkeypatch) -> list[str]:
         return [{"what": what}]
 
     measure.__module__ = "scripts.evidence.loss"
-    own = {"items": lambda arguments: ITEMS, "measure": measure, "pictures": lambda call: {}}
+    own = {"items": lambda arguments: ITEMS, "measure": measure, "picture": lambda call: None}
     fake = loss.BENCHMARK._replace(**own, sections=lambda call, picture: [str(frame.rows_of(call))])
     monkeypatch.setattr(loss, "BENCHMARK", fake)
     return measured
 
 
 def carried_out(folder: Path, **options: object) -> tuple[list[dict], str]:
-    """The calls in the record, and the page."""
-    page = frame.carry_out(loss.BENCHMARK, loss.LossArguments(out=str(folder / "record.json"), **options))
-    return json.loads((folder / "record.json").read_text())["calls"], page.read_text()
+    """The calls in the record, and the tables."""
+    text = frame.carry_out(loss.BENCHMARK, loss.LossArguments(out=str(folder / "record.json"), **options))
+    return json.loads((folder / "record.json").read_text())["calls"], text
 
 
 def test_a_stopped_call_goes_on_with_what_is_missing_and_another_one_is_added(faked, tmp_path):

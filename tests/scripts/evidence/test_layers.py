@@ -57,7 +57,7 @@ def test_steps_are_captured_on_a_device_alone_and_compared_with_captured_ones(tm
     assert "| strategy | backend | ms | / standard | captured ms | / standard | saved MiB |" in page
     assert f"|  | {INPLACE_2} | eager | 2.000 | 1.00 (1.00 – 1.00) | 0.500 | 0.50 (0.50 – 0.50) | 1.00 | 1.00 |" in page
     assert f"|  | {COMPILED} | eager | 2.000 | 1.00 (1.00 – 1.00) |  |  | 1.00 | 1.00 |" in page
-    ((axes,),) = [figure.axes for figure in layers.pictures({"items": {"x": rows}}).values()]
+    (axes,) = layers.picture({"items": {"x": rows}}).axes
     assert [bar.get_height() for bar in axes.patches] == [1.0, 0.5] and "CUDA graph" in axes.get_ylabel()
     with pytest.raises(ValueError, match="captured=true needs device=cuda: device=cpu has no CUDA graphs"):
         layers.LayersArguments(out=f"{tmp_path}/x.json", captured=True).check()
