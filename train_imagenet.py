@@ -18,8 +18,8 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import command_line, configured
 from engine.schema.classification import ClassificationRun
 from engine.training import loop, planner
-from engine.training.evaluation import classify_in_run
 from engine.training.run import opened
+from engine.training.validation import classify_in_run
 
 
 def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:

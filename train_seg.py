@@ -20,8 +20,8 @@ from engine.configuration.command_line import command_line, configured
 from engine.process.console import counted
 from engine.schema.segmentation import SegmentationRun
 from engine.training import loop, planner
-from engine.training.evaluation import segment_in_run
 from engine.training.run import opened
+from engine.training.validation import segment_in_run
 
 
 def train(values: DictConfig, command: str = "train_seg.train") -> dict:

@@ -13,7 +13,7 @@ from datasets.coco_stuff import coco_stuff
 from datasets.folder import folder
 from datasets.image_transforms import PaddedCrop, colour_jitter, fixed_crops, random_crops
 from datasets.imagenet import image_folder, imagenet
-from datasets.loading import (
+from datasets.items import (
     ClassificationCrops,
     CropsInMemory,
     Draw,

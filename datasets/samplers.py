@@ -7,7 +7,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from datasets.class_index import ClassIndex
-from datasets.loading import Draw
+from datasets.items import Draw
 
 
 def minibatches_per_epoch(images: int, crops_per_minibatch: int) -> int:

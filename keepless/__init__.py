@@ -23,7 +23,7 @@ from .recompute_activations import (
     share_plans,
     undo,
 )
-from .released.functions import inplace_abn, inplace_abn_sync
+from .released.functional import inplace_abn, inplace_abn_sync
 from .released.scale import from_released
 from .released.stand_in import stand_in_for_inplace_abn
 from .reversible.checks import checking_repetitions

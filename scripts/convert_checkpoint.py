@@ -37,7 +37,7 @@ from engine.schema.keys import key
 from engine.schema.network import StandardNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Init
-from keepless.norms.report import listed
+from keepless.norms.conversion_report import listed
 from models.checkpoints import released
 
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"

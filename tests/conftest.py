@@ -17,7 +17,7 @@ for name in ("FORCE_COLOR", "NO_COLOR", "HYDRA_FULL_ERROR", "GIT_DIR", "GIT_INDE
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from engine.process.memory import keep_freed_memory  # noqa: E402
+from engine.process.allocations import keep_freed_memory  # noqa: E402
 
 # A rented GPU may have torch, triton and pytest alone: there the layers' tests for GPUs start, and no others.
 LAYERS_ALONE = find_spec("hydra") is None

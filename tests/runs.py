@@ -95,8 +95,8 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
         return Figure()
 
     patch.setattr(hydra, "compose", compose)
-    for task in ("segmentation", "classification"):
-        patch.setattr(f"engine.{task}.evaluation.confusion_picture", empty)
+    for module in ("segmentation.evaluation", "classification.accuracy"):
+        patch.setattr(f"engine.{module}.confusion_picture", empty)
 
 
 for entry in ("train_seg", "train_imagenet", "eval", "scripts.predict"):

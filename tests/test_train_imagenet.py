@@ -22,7 +22,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from datasets import cifar10, shapes
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.classification.evaluation import Counts, evaluate_split
+from engine.classification.accuracy import Counts, evaluate_split
 from engine.configuration import config as configuration
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World

@@ -1,5 +1,6 @@
 """Build objects from configuration keys. Besides, only the entries, `training` and `prediction` handle both."""
 
+from engine.assemble.authors_networks import of_released
 from engine.assemble.classification import (
     classification_network,
     classified_crops,
@@ -25,6 +26,5 @@ from engine.assemble.data import (
 )
 from engine.assemble.network import arithmetic, body, forward, norm_act, varying_sizes
 from engine.assemble.optimization import lr_schedule, optimizer, schedule_of
-from engine.assemble.released import of_released
 from engine.assemble.segmentation import loss, segmentation_network, views
 from engine.assemble.tasks import TASKS, network_of

@@ -14,7 +14,7 @@ from engine.assemble.classification import classification_network, classified_im
 from engine.assemble.data import dataset as segmentation_dataset
 from engine.assemble.data import evaluation_loader
 from engine.assemble.segmentation import loss, segmentation_network, views
-from engine.classification import evaluation as classification
+from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
 from engine.process.forward import Forward

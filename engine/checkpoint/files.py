@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.process.console import logger
 from engine.schema.training import OF_OTHERS
-from keepless.norms.report import listed
+from keepless.norms.conversion_report import listed
 from keepless.torch_internals import tree_leaves
 from models.checkpoints import torch_files
 from models.checkpoints.loading import not_finite

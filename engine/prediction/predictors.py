@@ -10,9 +10,9 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from datasets.reading import decode_image
-from engine.classification.evaluation import class_logits
+from engine.classification.accuracy import class_logits
+from engine.process.allocations import memory_errors, return_freed_memory
 from engine.process.forward import Forward
-from engine.process.memory import memory_errors, return_freed_memory
 from engine.segmentation import inference
 from keepless.torch_internals import FakeTensor, assert_on_device
 

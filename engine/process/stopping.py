@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from engine.process.allocations import is_out_of_memory
 from engine.process.console import SizedIterable, logger, make_printing_safe
 from engine.process.distributed import World, launched
-from engine.process.memory import is_out_of_memory
 from engine.process.output_files import NO_ROOM
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datasets.transforms import base_scale, scaled
+from engine.process.allocations import memory_errors
 from engine.process.forward import Forward
-from engine.process.memory import memory_errors
 from models.segmentation import EXACT, STRETCHED, SegmentationNetwork
 
 _MOST_AT_ONCE = 2**31  # class scores that PyTorch's kernels can interpolate, as they use 32-bit indices

@@ -7,8 +7,8 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from engine.process.allocations import is_out_of_memory
 from engine.process.distributed import World
-from engine.process.memory import is_out_of_memory
 
 MicroBatch = Callable[[Tensor, Tensor], Tensor]  # images, labels -> the loss, after its backward pass
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]

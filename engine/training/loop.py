@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, profiler
 
+from engine.process.allocations import forget_peak, is_out_of_memory, peak_memory_mib
 from engine.process.console import logger
 from engine.process.distributed import World
-from engine.process.memory import forget_peak, is_out_of_memory, peak_memory_mib
 from engine.process.stopping import Preempted
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated

@@ -20,9 +20,9 @@ from engine.checkpoint.initial_weights import initialise
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
+from engine.process.allocations import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.console import counted, log_to, logger, make_console
 from engine.process.distributed import World, cores_per_rank, joined
-from engine.process.memory import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.output_files import write_file
 from engine.process.stopping import StopRequest
 from engine.records.evaluated import Dataset, Evaluated, print_results, write_results

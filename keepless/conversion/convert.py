@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..inputs import Network, check_module
 from ..norms.abn import ABN
 from ..norms.backends.activations import Activation
+from ..norms.conversion_report import ConversionReport, listed, log_report
 from ..norms.inplace_abn import InPlaceABN
-from ..norms.report import ConversionReport, listed, log_report
 from ..torch_internals import BatchNormBase
 from .activated import MergedActivation, hand_over
 from .example import calls_on_example

@@ -23,7 +23,7 @@ from .bn_act import (
     norm_and_activation,
     statistics_dtype,
 )
-from .loading import warn_if_released
+from .load_warning import warn_if_released
 from .synchronisation import check_group, refuse_jointly, synchronised_group
 
 

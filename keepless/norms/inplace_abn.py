@@ -11,7 +11,7 @@ from .abn import ABN
 from .backends.interface import floored
 from .bn_act import Strategy
 from .checkpointed_abn import CheckpointedABN
-from .report import ConversionReport, log_report
+from .conversion_report import ConversionReport, log_report
 from .synchronisation import check_group
 
 VARIANTS = ("I", "II")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..norms.loading import CONVERTED, is_released
+from ..norms.load_warning import CONVERTED, is_released
 
 
 def from_released(state_dict: Mapping[str, Tensor], eps: float = 1e-5) -> dict[str, Tensor]:

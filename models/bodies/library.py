@@ -17,7 +17,7 @@ from keepless import ABN, InPlaceABN
 from keepless.conversion.activated import MergedActivation
 from keepless.conversion.convert import to_inplace
 from keepless.conversion.replacements import like, own_activation
-from keepless.norms.report import ConversionReport
+from keepless.norms.conversion_report import ConversionReport
 from keepless.torch_internals import with_dispatch_modes_off
 from models.blocks import NormAct
 from models.bodies.body import Body

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from keepless.norms.report import listed
+from keepless.norms.conversion_report import listed
 
 # What DataParallel, torch.compile, checkpointing of activations, FSDP and Lightning's Fabric put into names.
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from keepless import from_released
-from keepless.norms.report import listed
+from keepless.norms.conversion_report import listed
 from models.checkpoints import torch_files
 from models.checkpoints.loading import Loaded, load_by_name, unwrapped
 from models.checkpoints.recognition import body_of, recognised

@@ -20,8 +20,8 @@ import torch
 
 from engine import assemble
 from engine.assemble.tasks import TASKS
+from engine.process.allocations import is_out_of_memory
 from engine.process.distributed import World
-from engine.process.memory import is_out_of_memory
 from engine.training import loop, planner, setup
 from keepless.fit.sizes import largest
 from keepless.units import bytes_of

@@ -21,8 +21,8 @@ from torch import nn
 
 from datasets import synthetic
 from engine import assemble
+from engine.process.allocations import keep_freed_memory, peak_memory_mib
 from engine.process.distributed import World, device_of
-from engine.process.memory import keep_freed_memory, peak_memory_mib
 from engine.process.transfers import prefetched
 from engine.schema.keys import key
 from engine.schema.schedule import Schedule
@@ -38,7 +38,7 @@ from scripts.reports.measuring import Elsewhere, compiled, interleaved
 
 class Switch(NamedTuple):
     overrides: tuple[str, ...]  # of train_seg.py
-    freed_memory_kept: bool = True  # on the CPU, by engine.process.memory.keep_freed_memory
+    freed_memory_kept: bool = True  # on the CPU, by engine.process.allocations.keep_freed_memory
     title: str | None = None
     budget: float | None = None  # share of the plain peak that it may take
     compiled_budget: float | None = None  # share of the activations that a compiled step may keep

@@ -22,8 +22,8 @@ from omegaconf import MISSING, DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS
 from engine.configuration.command_line import configured
+from engine.process.allocations import keep_freed_memory
 from engine.process.distributed import device_of
-from engine.process.memory import keep_freed_memory
 from engine.process.output_files import replace_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key

@@ -14,7 +14,7 @@ from datasets import ClassIndex, SegmentationDataset, camvid, cityscapes, index_
 from datasets.cache import write_arrays
 from datasets.camvid import camvid_classes
 from datasets.class_index import index_label
-from datasets.loading import Draw, TrainingCrops
+from datasets.items import Draw, TrainingCrops
 from datasets.segmentation import Files
 from datasets.transforms import TrainingTransform
 from tests import trees

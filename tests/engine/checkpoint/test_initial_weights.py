@@ -18,7 +18,7 @@ from engine.schema.data import Data
 from engine.schema.network import InPlaceNorm, ReleasedNorm
 from engine.schema.training import Init
 from keepless import ABN
-from keepless.norms.report import listed
+from keepless.norms.conversion_report import listed
 from models.bodies import resnext101
 from models.checkpoints.released import load_released
 from tests import released_files

@@ -81,7 +81,7 @@ def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
     """With pictures and layer health after every step, or without; in bfloat16, with dropout and averaged weights."""
     options = (*NARROW_A2, "norm=inplace_1", "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
     trained(tmp_path / "watched", *options, "trainer.evaluate_every_steps=1")
-    monkeypatch.setattr("engine.training.evaluation.layer_health", lambda *_, **__: {})
+    monkeypatch.setattr("engine.training.validation.layer_health", lambda *_, **__: {})
     trained(tmp_path / "not", *options, "trainer.pictures=0")
     watched, not_watched = (checkpoint.load(tmp_path / name / "checkpoints" / "last.pt") for name in ("watched", "not"))
     assert all(same(watched[part], not_watched[part]) for part in ("network", "ema"))

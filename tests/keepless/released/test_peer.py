@@ -58,7 +58,7 @@ def test_functions_compute_what_the_released_package_has_computed(activation, tr
 @pytest.mark.peer
 def test_the_record_is_what_the_released_package_computes(released, tmp_path):
     """To write it again, copy the file that this test leaves."""
-    found = {f"{a} {training}": results(released.functions.inplace_abn, a, training) for a, training in CALLS}
+    found = {f"{a} {training}": results(released.functional.inplace_abn, a, training) for a, training in CALLS}
     (tmp_path / RECORD.name).write_text(json.dumps(found, indent=1) + "\n")
     recorded = json.loads(RECORD.read_text())
     assert found.keys() == recorded.keys()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.prediction import open_network
-from engine.process.memory import forget_peak, is_out_of_memory, memory_errors
+from engine.process.allocations import forget_peak, is_out_of_memory, memory_errors
 from tests.checkpoints import saved
 from tests.runs import REPOSITORY, run_config
 
@@ -46,7 +46,7 @@ def test_every_kind_of_a_failed_allocation_is_known(error):
 
 def test_the_peak_does_not_count_the_process_that_started_this_one():
     """The system hands a process the peak of its parent on: a notebook of 10 GiB would make every run's 10 GiB."""
-    code = "import torch; from engine.process.memory import *; print(peak_memory_mib(torch.device('cpu')))"
+    code = "import torch; from engine.process.allocations import *; print(peak_memory_mib(torch.device('cpu')))"
     parent = f"import subprocess, sys; len(b'x' * 2**30); sys.exit(subprocess.call([sys.executable, '-c', {code!r}]))"
     command = [sys.executable, "-c", parent]
     printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout

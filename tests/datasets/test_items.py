@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, cityscapes, imagenet
 from datasets.classification import mean_image
 from datasets.image_transforms import PaddedCrop, fixed_crops, random_crops
-from datasets.loading import (
+from datasets.items import (
     ClassificationCrops,
     CropsInMemory,
     Draw,

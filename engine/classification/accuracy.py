@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset
+from engine.process.allocations import memory_errors
 from engine.process.console import table_of, tracked
 from engine.process.distributed import World
 from engine.process.forward import Forward
-from engine.process.memory import memory_errors
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
 from engine.records.confusion_picture import confusion_picture

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset, SegmentationDataset
-from engine.classification import evaluation as classification
+from engine.classification import accuracy as classification
 from engine.process.stopping import UntilStopped
 from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
