@@ -42,4 +42,6 @@ $(INSTALLED): pyproject.toml
 		"error: %s is Python %d.%d: expected 3.10 to 3.13; choose one with make PYTHON=python3.11" % ((sys.executable,) + v))'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
+	@# cityscapesscripts brings a module that hides Python's own typing from the processes in which PyTorch compiles
+	$(VENV)/bin/python -m pip uninstall --quiet --yes typing
 	@touch $@
