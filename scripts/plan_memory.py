@@ -15,8 +15,9 @@ The keys are train_seg.py's, or train_imagenet.py's for one of its experiments. 
 
 table=… plans all experiments of a folder of configs/experiment (all: of each) into a record and its page. For Table 3
 it also fills the columns fixed crop and fixed batch, beside the paper's, on which the deductions from a device's
-memory are calibrated; for Tables 3 and 4, the memory in which each minibatch fits on one device; for RevNet, its
-claims. Steps of tables have the paper's loss, with full-resolution logits (loss.tiles=false).
+memory are calibrated; for Tables 3 and 4, the memory in which each minibatch fits on one device; for Table 2, what does
+not fit with standard norms (section 4.1); for RevNet, its claims. Steps of tables have the paper's loss, with
+full-resolution logits (loss.tiles=false).
 """
 
 import re
@@ -120,6 +121,8 @@ def fit_table(found: dict[str, TrainingRun], devices: int) -> Table:
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
 ALL, BUDGET, DEVICES = "all", "12GiB", 4  # the papers' devices, four for Table 3
 SMALL_NETWORK = 80_000_000  # bytes of parameters
+# Networks that do not fit with standard norms, by section 4.1 of the paper.
+LIMITS = {"ResNeXt-152": "table2/resnext152_inplace_256", "WideResNet-38": "table2/wrn38_inplace_256"}
 # The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
 CLAIMS = {
     "ResNet-101": ("revnet/imagenet_resnet101", "trainer.accumulation_steps=1"),
@@ -145,6 +148,7 @@ def items(arguments: PlanArguments) -> dict[str, tuple]:
             data = papers.configured_as(name).data
             whole.setdefault((found[1], data.crops_per_minibatch, data.crop_size), name)
     chosen += [("one_device", name, network) for (network, *_), name in whole.items()]
+    chosen += [("limits", network) for network in LIMITS if arguments.table in (ALL, "table2")]
     chosen += [("claims", network) for network in CLAIMS if arguments.table in (ALL, "revnet")]
     return {"/".join(item): item for item in chosen}
 
@@ -154,6 +158,7 @@ def measure(arguments: PlanArguments, part: str, *what: str) -> Rows:
         "experiments": lambda name: [planned(name)],
         "fits": lambda column, fit, norm: [fit_of(column, fit, norm)],
         "one_device": on_one_device,
+        "limits": lambda network: [limit_of(network)],
         "claims": lambda network: [claim_of(network)],
     }
     with times_of("meta"):  # the same on every machine
@@ -203,6 +208,14 @@ def on_one_device(name: str, network: str) -> Iterator[dict]:
     for combination, changed in combinations(config).items():
         needed = device_memory(planner.needed(changed, crops, size))
         yield {"network": network, "crops": crops, "crop_size": size, "combination": combination, "device": needed}
+
+
+def limit_of(network: str) -> dict:
+    """Bytes of a step with standard norms on each device, and what a device has left for tensors."""
+    config = papers.configured_as(LIMITS[network], "norm=std", f"memory.budget={BUDGET}")
+    share, size = planner.share_of(config, DEVICES), config.data.crop_size
+    peak, left = planner.step_memory(config, share, size, DEVICES).peak, config.memory.available(DEVICES)
+    return {"network": network, "share": share, "crop_size": size, "peak": peak, "left": left}
 
 
 def claim_of(network: str) -> dict:
@@ -274,16 +287,25 @@ def sections(call: dict, _: str) -> Iterator[str]:
         yield section("Table 3: what fits", columns(shown, FIT, left=3), left)
     if rows := frame.rows_of(call, "one_device"):
         yield section("A minibatch of Tables 3 and 4 on one device", _one_device(rows))
+    if rows := frame.rows_of(call, "limits"):
+        yield section("Table 2's networks with standard norms", columns(rows, LIMIT))
     if rows := frame.rows_of(call, "claims"):
         yield section("RevNet's claims", columns(rows, CLAIM))
-    ordered = sorted(experiments, key=lambda row: row["experiment"])
-    yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
+    if experiments:
+        ordered = sorted(experiments, key=lambda row: row["experiment"])
+        yield section(f"{len(experiments)} experiments", columns(ordered, EXPERIMENT))
 
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.2f}"
 
 
+LIMIT: Columns = [
+    ("", "{network}"),
+    ("images on each", "{share} x {crop_size}²"),
+    ("memory", lambda row: _gib(row["peak"])),
+    ("left for tensors", lambda row: _gib(row["left"])),
+]
 CLAIM: Columns = [
     ("", "{network}"),
     ("images", "{images}"),

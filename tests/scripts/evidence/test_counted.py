@@ -77,9 +77,10 @@ def test_the_planner_is_calibrated_on_table_3():
 
 def test_a_table_is_planned_with_what_is_particular_to_it():
     parts = {}
-    for table in ("cifar10", "revnet"):
+    for table in ("cifar10", "table2", "revnet"):
         parts[table] = {item.split("/")[0] for item in plan_memory.items(plan_memory.PlanArguments(table=table))}
-    assert parts == {"cifar10": {"experiments"}, "revnet": {"experiments", "claims"}}
+    own = {"table2": "limits", "revnet": "claims"}
+    assert parts == {"cifar10": {"experiments"}} | {table: {"experiments", part} for table, part in own.items()}
 
 
 def test_a_tiny_run_compares_every_way_of_the_loss(in_process, monkeypatch, tmp_path):
