@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,6 +16,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
+from .recompute.compiler import script_of
+from .recompute.following import Following
+from .recompute.kinds import Kind, Kinds
+from .recompute.lesson import Lesson
 from .recompute.plans import Budget, Plans, arguments_of, checked
 from .recompute.recording import Recording, is_ours, is_running
 from .recompute.report import KeptTensor, Report, summary
@@ -190,6 +195,7 @@ class _Hooks:
         self.checkpointed_only = checkpointed_only
         self.plans = plans
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
+        self.kinds = Kinds()
         self.awaited: RemovableHandle | None = None  # of a parameter's hook, until the module is called
         self.is_compiled = False  # a compiled graph has called the module
 
@@ -244,17 +250,35 @@ class _Hooks:
     def _recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Recording:
-        inputs = tensors_in((args, kwargs))
-        policy = None
-        if self.plans is not None and current_hooks() is None:  # otherwise the outer hooks decide what is kept
-            policy = self.plans.of_pass(module, args, kwargs)
-        return Recording(
+        inputs, plans, is_sharded = tensors_in((args, kwargs)), self.plans, _is_sharded(module)
+        kind, policy, is_free = None, None, current_hooks() is None  # otherwise the outer hooks decide what is kept
+        if is_free and not (self.checkpointed_only or is_sharded):
+            kind = self.kinds.of(module, inputs, args, kwargs)
+        if plans is not None and is_free and plans.last is not None:
+            plans.last.note_last()
+        if kind is not None and kind.now is not None and not kind.learns:
+            if plans is None or (kind.size is not None and plans.are_settled(kind.size, kind.now.plan)):
+                resumed = partial(_policy, plans, kind.size, kind.given)
+                following = Following(kind.now, kind.scripts, resumed, inputs=inputs, frame=frame)
+                following.kind = kind
+                return following
+        if plans is not None and is_free:
+            policy = plans.of_pass(module, args, kwargs)
+        recording = Recording(
             policy,
             sees_calls=not self.checkpointed_only,
-            copy_parameters=_is_sharded(module),
+            copy_parameters=is_sharded,
             inputs=inputs,
             frame=frame,
         )
+        if kind is not None and (policy is None or policy.observer is None):
+            if kind.now is not None and policy is not None:  # its plan has been corrected
+                kind.learns = True
+            if kind.learns:
+                recording.lesson, recording.kind = Lesson(), kind
+                if plans is not None and plans.last is not None and plans.last.last is not None:
+                    kind.size, kind.given = plans.last, plans.last.last[1]
+        return recording
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End the recording after the module's forward pass, even if it raised."""
@@ -263,8 +287,11 @@ class _Hooks:
         if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised
             recording = _open.passes.pop().recording
             if recording is not None:
+                has_followed = isinstance(recording, Following) and recording.has_followed
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
+                if recording.kind is not None:
+                    _conclude(recording, recording.kind, has_followed, output)
                 observer = None if recording.policy is None else recording.policy.observer
                 if observer is not None:
                     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
@@ -278,6 +305,27 @@ class _Hooks:
             "torch.jit.script cannot read the hooks of recompute_activations: call undo(network) first, "
             "or use torch.jit.trace"
         )
+
+
+def _policy(plans: Plans | None, size: Any, given: Any) -> Any:
+    """The policy of a pass that has left its script."""
+    return None if plans is None else plans.resumed(size, given)
+
+
+def _conclude(recording: Recording, kind: Kind, has_followed: bool, output: object) -> None:
+    """A pass has ended: learn its script, or note that it has left it."""
+    if isinstance(recording, Following):
+        if has_followed:
+            kind.now = recording.script or kind.now
+        else:
+            kind.left()
+    elif recording.lesson is not None and output is not None:  # None: it raised an error
+        policy, plan = recording.policy, None
+        if policy is not None:
+            plan = policy.plans[0] if policy.plans and not policy.strayed else None
+            if plan is None or policy.call + 1 != len(plan.calls):
+                return
+        kind.learn(script_of(recording.lesson, recording.known, recording.kept, plan))
 
 
 def _can_record() -> bool:

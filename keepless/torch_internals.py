@@ -72,9 +72,16 @@ try:
     keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
     # Call a function when the running backward pass ends.
     at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-    _backward_number = torch._C._current_graph_task_id
+    # The number of the running backward pass; -1 outside of one.
+    backward_number: Callable[[], int] = torch._C._current_graph_task_id
     _disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
     _hooks_of_torch = torch._C._autograd
+    # Set and remove saved-tensor hooks: pack and unpack.
+    push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None]
+    push_hooks = _hooks_of_torch._push_saved_tensors_default_hooks
+    pop_hooks: Callable[[], None] = _hooks_of_torch._pop_saved_tensors_default_hooks
+    # The address of the current stream of a CUDA device, by its index.
+    raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     _innermost_hooks = _hooks_of_torch._top_saved_tensors_default_hooks
     Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata  # noqa: B018  # they exist
 except (ImportError, AttributeError) as error:
@@ -114,7 +121,7 @@ def calling_module() -> "weakref.ref[nn.Module] | None":
 
 def backward_runs() -> bool:
     """Whether a backward pass is running."""
-    return _backward_number() != -1
+    return backward_number() != -1
 
 
 def profiler_runs() -> bool:
@@ -160,6 +167,11 @@ unpack: Callable[[Any], Tensor] = methodcaller("get")
 def packed_by(node: Any, name: str) -> Any:
     """The packed object that PyTorch's node holds for the saved tensor with this name; None if there is none."""
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+
+
+def saved_as(name: str) -> Callable[[Any], Any]:
+    """A function that returns what a node has saved under this name: what hooks have packed, else the tensor."""
+    return attrgetter(f"_raw_saved_{name}.data")
 
 
 def is_synchronised_norm(node: Any) -> bool:

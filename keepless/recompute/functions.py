@@ -33,7 +33,7 @@ from ..torch_internals import (
 from . import rules
 from .rules import Function, Rule, overloads_of, writes
 from .signs import Positive, positive, positive_or_nan
-from .values import Saved, Value
+from .values import Again, Recipe, Saved, Value
 
 Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
@@ -294,6 +294,17 @@ class Inside(NamedTuple):
     is_base: bool  # the saved tensor is a view of it
 
 
+class Notes:
+    """What is decided during a call, for the script that is learned. Holds tensors only while the call runs."""
+
+    __slots__ = ("found", "packed", "recipes")
+
+    def __init__(self) -> None:
+        self.packed: list[tuple[Tensor, Any]] = []  # tensors that autograd saves, and what it holds instead
+        self.found: list[tuple[Tensor, Any]] = []  # tensors that recipes read, and their values
+        self.recipes: list[tuple[Recipe, Again]] = []
+
+
 class Call:
     """The running call of a function, and the tensors that autograd has saved in it."""
 
@@ -305,6 +316,7 @@ class Call:
     saves = 0  # number of tensors saved so far
     inside: tuple[Inside, ...] = ()  # tensors saved inside the call, which it may have made itself
     random: RandomState | None = None  # state of the generator before the call, if it may be needed
+    notes: "Notes | None" = None  # while a script is learned
 
     def __init__(self, function: Callable[..., Any], row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.function, self.row, self.args, self.kwargs = function, row, args, kwargs

@@ -30,8 +30,8 @@ _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan,
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has
 # at most this many times its bytes: it may itself be recomputed.
 _COPIES_ARE_WORTH = 4
-_COPYING = frozenset(["ToCopyBackward0", "CloneBackward0"])
-_NODES = _COPYING | {"BatchNormActivationBackward", "SyncBatchNormBackward", "UnsafeViewBackward0"}
+COPYING = frozenset(["ToCopyBackward0", "CloneBackward0"])
+_NODES = COPYING | {"BatchNormActivationBackward", "SyncBatchNormBackward", "UnsafeViewBackward0"}
 
 
 class _Entry(weakref.ref[Tensor]):
@@ -80,6 +80,7 @@ class KnownValues:
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.made: ByStorage[bool] = ByStorage()  # made without gradient by recorded calls
+        self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
 
     def clear(self) -> None:
         """The forward pass has ended. Mark tensors that were modified unseen, e.g. by another thread, as spoilt.
@@ -171,7 +172,7 @@ class KnownValues:
         elif is_node(node):
             if node.strategy.recompute_output and tensor._version == node.output_version:
                 packed = packed_by_function(node)
-                found = Again(_checkpointed_output, (node, saved_value(packed[0]) if packed else None))
+                found = Again(checkpointed_output, (node, saved_value(packed[0]) if packed else None))
         elif tensor._version == 0:
             if is_synchronised_norm(node):
                 found = self._of_synchronised_norm(node, packed_by_function(node))
@@ -201,7 +202,7 @@ class KnownValues:
         """
         is_reshaped = type(node).__name__ == "UnsafeViewBackward0"
         copying = node.next_functions[0][0] if is_reshaped else node
-        argument = argument_copied_by(copying, call.arguments) if type(copying).__name__ in _COPYING else None
+        argument = argument_copied_by(copying, call.arguments) if type(copying).__name__ in COPYING else None
         if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:
             return None
         value = self._smaller_value_of(argument, tensor)
@@ -232,6 +233,15 @@ class KnownValues:
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""
+        saved = self._packed(tensor)
+        if self.call is None:
+            if isinstance(saved, Saved):
+                self.saved_outside.append(weakref.ref(saved))
+        elif self.call.notes is not None:
+            self.call.notes.packed.append((tensor, saved))
+        return saved
+
+    def _packed(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         call = self.call
         saved: Saved | Kept | ShapeOnly
         if call is not None:
@@ -344,6 +354,6 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def _checkpointed_output(node: Any, kept: Tensor | None) -> Tensor:
+def checkpointed_output(node: Any, kept: Tensor | None) -> Tensor:
     """`kept`: the tensor that the node saved and reads by itself. As an argument, it is computed first if not kept."""
     return recompute_output(node)

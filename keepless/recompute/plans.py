@@ -55,16 +55,16 @@ class Plans:
 
     def __init__(self, budget: float | int):
         self.budget = budget
-        self._kinds: dict[Hashable, list[_Size]] = {}  # by what inputs of different sizes have in common
-        self._observed: list[_Size] = []  # sizes whose last step is being observed
-        self._last: _Size | None = None  # the size whose plan the last pass followed
+        self._kinds: dict[Hashable, list[Size]] = {}  # by what inputs of different sizes have in common
+        self._observed: list[Size] = []  # sizes whose last step is being observed
+        self.last: Size | None = None  # the size whose plan the last pass followed
         self._waits = False  # a warning has said that planning waits for a profiler or a capture to end
         self._was_missed = False  # a warning has said that the budget cannot be met
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
         """The policy of the next forward pass."""
-        if self._last is not None:
-            self._last.note_last()
+        if self.last is not None:
+            self.last.note_last()
         kind, given = _described(module, args, kwargs)
         size = self._followed(self._kinds.get(kind, []), given)
         if (captures := is_capturing()) or profiler_runs():  # measuring waits for the device, or ends the profiler
@@ -82,9 +82,21 @@ class Plans:
                 self._observed.remove(other)
                 if (step := other.observed(progress)) is not None:
                     self._add_plan(other, step)
-        policy, self._last = size.next_pass(given, tensors_in((args, kwargs))), size
+        policy, self.last = size.next_pass(given, tensors_in((args, kwargs))), size
         if policy.observer is not None:
             self._observed.append(size)
+        return policy
+
+    def are_settled(self, size: "Size", plan: Plan | None) -> bool:
+        """Whether a pass may follow a script of this plan, because no step is to be observed."""
+        if self._observed or not any(one is plan for one in size.plans):
+            return False
+        return size.observations >= _MOST or not size.strays
+
+    def resumed(self, size: "Size", given: "_Given") -> ByPlan:
+        """The policy of a pass that has left its script."""
+        policy, self.last = ByPlan(size.plans, None, Guard(), sum(given[1])), size
+        size.last = policy, given
         return policy
 
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,24 +123,24 @@ class Plans:
             size.plans[number] = Plan(plan.calls, *theirs[0][key])
 
     @staticmethod
-    def _followed(sizes: "Sequence[_Size]", given: "_Given") -> "_Size | None":
+    def _followed(sizes: "Sequence[Size]", given: "_Given") -> "Size | None":
         """The planned size for these inputs: their own, or the smallest that is large enough."""
         own = next((size for size in sizes if size.given == given), None)
         bytes = sum(given[1])
         larger = [one for one in sizes if one.plans and bytes <= one.serves <= _LARGER * bytes]
         return own or min(larger, key=lambda one: one.serves, default=None)
 
-    def _added(self, kind: Hashable, given: "_Given") -> "_Size":
+    def _added(self, kind: Hashable, given: "_Given") -> "Size":
         """A new size. If there are too many, the one that served the fewest passes is dropped."""
         sizes = self._kinds.setdefault(kind, [])
         if len(sizes) == _MOST:
             sizes.remove(min(sizes, key=lambda size: size.passes))
-        sizes.append(_Size(given, is_first=not sizes))
+        sizes.append(Size(given, is_first=not sizes))
         return sizes[-1]
 
     @_pauses_are_explained()
     def _rehearse(
-        self, size: "_Size", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, size: "Size", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Exception | None:
         """Plan a size from a rehearsal. Returns the error if that is impossible."""
         try:
@@ -140,7 +152,7 @@ class Plans:
         return None
 
     @_pauses_are_explained()
-    def _add_plan(self, size: "_Size", step: Step) -> None:
+    def _add_plan(self, size: "Size", step: Step) -> None:
         """Add a plan for the calls of an observed step, unless there is one."""
         if all(plan.calls != step.calls for plan in size.plans):
             size.strays = False
@@ -207,7 +219,7 @@ def _described(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return kind, (tuple(size for one in ordinary for size in one.shape), tuple(one.nbytes for one in ordinary))
 
 
-class _Size:
+class Size:
     """The plans for inputs of one size, also used for smaller inputs. `is_first`: the first size of its kind."""
 
     def __init__(self, given: _Given, is_first: bool) -> None:

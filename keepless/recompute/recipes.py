@@ -5,17 +5,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
-from ..saved import Kept, copied, is_ordinary, laid_out, size_text
+from ..saved import Kept, copied, is_ordinary, size_text
 from ..torch_internals import address, node_number
-from .functions import Call, Inside
+from .functions import Call
 from .known_values import KnownValues, is_parameter
 from .live import Live
 from .report import KeptTensor, Log
+from .rerun import Rerun
 from .rules import NotFollowed, Rule
 from .step import Flag, Plan
 from .trace import MUCH
@@ -32,6 +31,12 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
     alone = 0  # bytes kept only for the recipe
     room = call.room(result)
     unread: list[Value] = []
+
+    def noted(tensor: Tensor, lend: bool = False) -> Value | Kept:
+        found = find(tensor, lend)
+        if call.notes is not None:
+            call.notes.found.append((tensor, found))
+        return found
 
     def find(tensor: Tensor, lend: bool = False) -> Value | Kept:
         nonlocal alone
@@ -60,7 +65,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
         return lent
 
     try:
-        again = rule(find, call.args, call.kwargs, result)
+        again = rule(noted, call.args, call.kwargs, result)
     except NotFollowed:
         return None
     if again.draws:
@@ -128,6 +133,8 @@ def follow(known: KnownValues, again: Again, call: Call, result: Tensor, whole: 
     recipe = _of_inside(again, call, result) if whole else Recipe(again, result)
     if recipe.depth > _LONGEST and not known.by_plan:  # recipes are computed without recursion
         return None
+    if call.notes is not None and not whole:
+        call.notes.recipes.append((recipe, again))
     own = known.find(result)
     if own is None:
         own = known.remember(result, Value(recipe))
@@ -175,57 +182,14 @@ def _of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
     """A recipe for what a call has saved inside, and last for its result, if given."""
     originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
     needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in call.arguments][: len(again.arguments)]
-    function: Any = _Rerun(again.function, needs_grad, call.inside, originals)
+    function: Any = Rerun(again.function, needs_grad, call.inside, originals)
     recipe = Recipe(again._replace(function=function, can_overwrite=False), originals[0])
     recipe.outputs = [weakref.ref(part.value) for part in call.inside]
     for part in call.inside:
         part.value.become(recipe)
+    if call.notes is not None:
+        call.notes.recipes.append((recipe, again))
     return recipe
-
-
-class _Rerun:
-    """Runs a function with gradients, as in the forward pass; returns what it saves inside, and perhaps its result."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        needs_grad: Sequence[bool],
-        inside: Sequence[Inside],
-        originals: Sequence[Tensor],
-    ):
-        self.function, self.needs_grad = function, needs_grad
-        self.positions = {part.number: (position, part.is_base) for position, part in enumerate(inside)}
-        self.forms = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in originals]
-
-    def __call__(self, *arguments: Any) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        number = -1
-
-        def pack(tensor: Tensor) -> None:
-            nonlocal number
-            number += 1
-            if number in self.positions:
-                position, is_base = self.positions[number]
-                base = tensor._base
-                found[position] = (base if is_base and base is not None else tensor).detach()
-
-        given = [
-            one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
-            for one, needs in zip(arguments, self.needs_grad, strict=True)
-        ]
-        with torch.enable_grad(), saved_tensors_hooks(pack, _never):
-            result = self.function(*given)
-        tensors = [*(found[position] for position in sorted(found)), result.detach()][: len(self.forms)]
-        if [(tensor.shape, tensor.dtype) for tensor in tensors] != [form[:2] for form in self.forms]:
-            raise RuntimeError(
-                f"{self.function} has run again for the backward pass, and has saved other tensors than in the forward "
-                f"pass: with a budget, a function must do the same each time it runs"
-            )
-        return [laid_out(tensor, stride) for tensor, (*_, stride) in zip(tensors, self.forms, strict=True)]
-
-
-def _never(_: object) -> Tensor:
-    raise AssertionError("the graph of a call that ran again is not differentiated")
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -257,6 +221,7 @@ class ByPlan:
         self.plans = list(plans)  # the plans that match the calls of this forward pass so far
         self.observer: Live | None = observer
         self.strayed = False  # no plan matches any more
+        self.is_late = False  # it has not seen the first calls
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
         self.guard, self.inputs = guard, inputs
@@ -264,6 +229,14 @@ class ByPlan:
         # Flags of the calls, while some may run without hooks. A pass with all hooks has to list what is kept first.
         self.flags = plans[0].flags if observer is None and len(plans) == 1 and plans[0].kept is not None else b""
         self.needs_hooks = not (self.flags and 0 < plans[0].plain <= plans[0].peak)  # else the plain step fits
+
+    def catch_up(self, functions: Sequence[Callable[..., Any]], total: int) -> None:
+        """These calls have been made without this policy. `total`: bytes of their results."""
+        count = len(functions)
+        same = [one for one in self.plans if [known for known, _ in one.calls[:count]] == [*functions]]
+        self.plans = [one for one in same if not count or one.flag(count - 1, functions[-1], total) is not None]
+        self.call, self.total, self.flags, self.needs_hooks = count - 1, total, b"", True
+        self.strayed, self.is_late = not self.plans, True
 
     def is_plain(self, function: Callable[..., Any]) -> bool:
         """Whether the plan's next call is of this function, and PyTorch saves all that it needs."""
@@ -303,7 +276,8 @@ class ByPlan:
             which_step = f"; bytes of a step with {size_text(plan.inputs)} of inputs"
             return [one._replace(why=one.why + which_step) for one in plan.kept]
         kept = log.kept(self.why_kept)
-        if plan is not None and self.observer is None and self.call + 1 == len(plan.calls):
+        is_whole = self.observer is None and not self.is_late
+        if plan is not None and is_whole and self.call + 1 == len(plan.calls):
             plan.kept, plan.inputs = kept, self.inputs
         return kept
 

@@ -33,6 +33,9 @@ Rule 13. Either these rules decide what is kept, or a plan does, call by call. A
 Rule 14. If a plan keeps everything, nothing is recorded: calls are only compared with the plan's, and recorded from the
     first that differs. Otherwise, calls whose saved tensors the plan keeps unchanged run without our hooks
     (`Flag.PLAIN`): PyTorch saves these tensors itself.
+Rule 15. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
+    passes with inputs of this kind follow it (following.py): one comparison a call, and hooks only around calls that
+    save a dropped tensor. From the first call that differs on, the rest of the pass is recorded.
 
 An example, and what autograd holds for each tensor:
 
@@ -56,6 +59,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..saved import PLAIN, Kept, adds_metadata, is_ordinary
 from ..torch_internals import (
+    FakeTensor,
     Hooks,
     called_without,
     current_function_mode,
@@ -65,13 +69,15 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .functions import Call, Row, body, row_of
+from .functions import Call, Notes, Row, body, row_of
 from .known_values import KnownValues
 from .recipes import ByPlan, follow, how_to_repeat, leave_own_inside
 from .report import KeptTensor, Log
 from .rules import may_overwrite, overwritten
 from .trace import Trace
 from .values import after_overwriting, before_overwriting
+
+_SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Recording(TorchFunctionMode):
@@ -105,6 +111,8 @@ class Recording(TorchFunctionMode):
         self.hooks: saved_tensors_hooks | None = None
         self.only_compares = False  # nothing is recorded so far (rule 14)
         self.kept: Sequence[KeptTensor] = ()  # at the end
+        self.lesson: Any = None  # notes of the calls, from which a script is learned
+        self.kind: Any = None  # of the inputs
 
     def __enter__(self) -> "Recording":
         policy = self.policy
@@ -175,6 +183,29 @@ class Recording(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         row = row_of(function)
+        if self.lesson is not None:
+            return self._taught(function, row, types, args, kwargs)
+        return self._seen(function, row, types, args, kwargs)
+
+    def _taught(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call, and note it for a script."""
+        lesson = self.lesson
+        taught = lesson.begins(function)
+        taught.asks = row.only_asks
+        taught.opened = row.is_opened
+        taught.writes = (row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)
+        if function == _SETS_DATA or not PLAIN.issuperset(types) or any(issubclass(kind, FakeTensor) for kind in types):
+            lesson.why_not = "tensors that change unseen"
+        policy = self.policy
+        try:
+            if policy is not None and row.is_opened:  # the calls inside come after it
+                taught.calls, taught.total = policy.call, policy.total
+            return self._seen(function, row, types, args, kwargs)
+        finally:
+            if policy is not None and not row.is_opened:
+                taught.calls, taught.total = policy.call, policy.total
+
+    def _seen(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         are_plain = PLAIN.issuperset(types)
         if are_plain:
             nothing = row.saves_nothing if self.known.observer is None else None
@@ -194,6 +225,8 @@ class Recording(TorchFunctionMode):
         if row.writes and self.known.observer is None and self._only_counts(args, kwargs):
             return function(*args, **kwargs)
         call = Call(function, row, args, kwargs)
+        if self.lesson is not None:
+            call.notes = Notes()
         if not ((row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
             is_plain = self.policy is not None and self.policy.is_plain(function)
             return self._unhooked(call) if is_plain else self._run(call)
@@ -204,7 +237,8 @@ class Recording(TorchFunctionMode):
             return self._run(call)
         finally:
             for write in filter(None, writes):
-                after_overwriting(write, known.memories)
+                if after_overwriting(write, known.memories) and self.lesson is not None:
+                    self.lesson.why_not = "memory of kept tensors that is overwritten"
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Dispatch a call to subclasses of tensors, and see the functions that they call on plain tensors."""
@@ -318,6 +352,8 @@ class Recording(TorchFunctionMode):
         for value, tensor in call.unsettled:
             if isinstance(value.source, Kept) and not value.sign_readers:
                 value.source = Kept(tensor, known.outer)
+        if self.lesson is not None:
+            self.lesson.ends(call, result, known)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
         return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)

@@ -118,7 +118,7 @@ def repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if "out" in kwargs:
             raise NotFollowed
-        again = function if not kwargs else _ByName(function, len(args), tuple(kwargs)).call
+        again = function if not kwargs else ByName(function, len(args), tuple(kwargs)).call
         arguments = [find(a, lend) if isinstance(a, Tensor) else _fixed(a) for a in (*args, *kwargs.values())]
         return Again(again, arguments, fresh)
 
@@ -137,12 +137,12 @@ def product(function: Function) -> Rule:
         given = (*args, *kwargs.values())
         needed = [isinstance(one, Tensor) and one.requires_grad for one in given]
         is_copied = any(isinstance(one, Tensor) and one.dim() > 2 and not one.is_contiguous() for one in given)
-        return found._replace(function=partial(_with_gradients, found.function, needed)) if is_copied else found
+        return found._replace(function=partial(with_gradients, found.function, needed)) if is_copied else found
 
     return rule
 
 
-def _with_gradients(function: Function, needed: list[bool], *arguments: Any) -> Tensor:
+def with_gradients(function: Function, needed: list[bool], *arguments: Any) -> Tensor:
     """`needed`: which arguments needed gradients in the forward pass."""
     given = [one.detach().requires_grad_() if need else one for one, need in zip(arguments, needed, strict=True)]
     with torch.enable_grad(), saved_tensors_hooks(id, Tensor.detach):  # these hooks keep no tensors
@@ -221,7 +221,7 @@ def _fixed(argument: object) -> object:
     return tuple(argument)
 
 
-class _ByName(NamedTuple):
+class ByName(NamedTuple):
     """A function that gets its last arguments by name."""
 
     function: Function

@@ -348,16 +348,17 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
     return write
 
 
-def after_overwriting(write: _Overwriting, memories: ByStorage[Memory]) -> None:
-    """Mark the tensors saved by operations as overwritten; or undo the copies if nothing was written."""
+def after_overwriting(write: _Overwriting, memories: ByStorage[Memory]) -> bool:
+    """Mark the tensors saved by operations as overwritten; or undo the copies if nothing was written (False)."""
     memory: Memory | None = write.memory
     if write.tensor._version != write.version:
         while memory is not None:
             memory.overwritten, memory = True, memory.earlier
-        return
+        return True
     for value, source, storage in write.copied:
         value.source, value.storage = source, storage
     now = memories.get(write.storage) or memories.put(write.storage, write.memory)
     if now is not write.memory:
         now.values += write.memory.values
         now.earlier = write.memory
+    return False

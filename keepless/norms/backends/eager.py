@@ -87,8 +87,9 @@ def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, b
     if x.is_cuda:
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
     ones = torch.ones_like(mean)  # in eval mode the operator takes a variance
-    formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
-    if any(x.is_contiguous(memory_format=one) for one in formats):  # its kernel scales the weight like this
+    formats = torch.channels_last, torch.channels_last_3d
+    # Its kernel scales the weight like this.
+    if x.is_contiguous() or any(x.is_contiguous(memory_format=one) for one in formats):
         scale = invstd if weight is None else weight * invstd
         return torch.native_batch_norm(x, scale, bias, mean, ones, False, 0.0, 0.0)[0]
     y = torch.native_batch_norm(x.to(invstd.dtype), invstd, None, mean, ones, False, 0.0, 0.0)[0]

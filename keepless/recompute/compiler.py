@@ -1,0 +1,338 @@
+"""Make a script of the notes of a recorded forward pass, when it has ended and it is certain what is kept."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..saved import Kept, view
+from ..torch_internals import address, by_present_backends, saved_as
+from .known_values import KnownValues, checkpointed_output
+from .lesson import Lesson, Source, Taught
+from .report import KeptTensor
+from .rerun import Rerun
+from .rules import ByName, attention, with_gradients
+from .script import END, WRITES, Act, Entry, Form, How, Make, Path, Script, Take
+from .signs import Signs
+from .step import Plan
+from .values import Recipe, Value
+
+_MANY = 2**12  # numbers for the values of one call
+_DEEPEST = 200  # recipes in a chain: a script computes them by recursion
+_IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
+
+
+class _Unlearnable(Exception):
+    """A step has something that no script can do."""
+
+
+def script_of(
+    lesson: Lesson, known: KnownValues, kept: Sequence[KeptTensor], plan: Plan | None = None
+) -> Script | None:
+    """The script of a pass that has just ended; None if there can be none: see `lesson.why_not`.
+
+    `known`, `kept`: of its recording. `plan`: that it has followed.
+    """
+    outside = [one.value for one in (reference() for reference in known.saved_outside) if one is not None]
+    if any(isinstance(value.source, (Recipe, Signs)) for value in outside):
+        lesson.why_not = "a tensor saved outside calls"
+    if lesson.why_not:
+        return None
+    try:
+        return _Compiler(lesson.taught).script(kept, plan)
+    except _Unlearnable as error:
+        lesson.why_not = str(error)
+        return None
+
+
+class _Compiler:
+    """Makes a script of the notes, at the end of their pass, when it is certain what is kept."""
+
+    def __init__(self, taught: list[Taught]):
+        self.taught = taught
+        self.numbers: dict[int, int] = {}  # of values, by id
+        self.numbered: dict[int, Value] = {}
+        self.seen: set[int] = set()  # numbers of values that an earlier entry makes
+        self.saved: set[int] = set()  # numbers of values that autograd may hold, or of their bases
+        self.first = 0  # the first number that the present entry gives
+
+    def script(self, kept: Sequence[KeptTensor], plan: Plan | None) -> Script:
+        entries = []
+        for number, one in enumerate(self.taught):
+            self.first = _MANY * number
+            function, opened = (None, one.function) if one.opened else (one.function, None)
+            act = self._act(one)
+            if one.writes and act is None:
+                act = WRITES
+            entries.append(Entry(function, act, opened, one.asks, one.calls, one.total))
+        for entry in entries:
+            if entry.act is not None:
+                entry.act.is_saved = entry.act.number in self.saved
+        return Script([*entries, END], [one.function or one.opened for one in entries], kept, plan)
+
+    def _note_saved(self, value: Value | None) -> None:
+        """Note that autograd may hold a value, and those in whose memory it may be."""
+        pending = [] if value is None else [value]
+        while pending:
+            number = self._number(value := pending.pop())
+            if number not in self.saved:
+                self.saved.add(number)
+                source = value.source
+                if isinstance(source, Recipe) and (not source.fresh or source.function is view):
+                    pending += source.inputs
+
+    def _number(self, value: Value) -> int:
+        """The number of a value. It tells where the value was seen first, so that scripts with the same calls agree."""
+        number = self.numbers.get(id(value))
+        if number is None:
+            number = self.numbers[id(value)] = self.first
+            self.first += 1
+            self.numbered[number] = value
+        return number
+
+    def _act(self, taught: Taught) -> Act | None:
+        if taught.row is None:
+            return None
+        act = Act(taught.function, taught.row)
+        makes = self._makes(taught, act)
+        own = None if taught.own is None else taught.own()
+        inside = {number for make in makes for number in make.outputs} if makes else set()
+        packs = [self._pack(taught, act, one, own, inside) for one in taught.packs]
+        for pack in packs:
+            if pack is not None and not pack.is_elsewhere:
+                self._note_saved(self.numbered.get(pack.number))
+        act.makes = makes
+        if any(one is not None for one in packs) or any(make.packed or make.is_group for make in makes):
+            act.packs = packs
+        if act.packs is None and not makes:
+            return None
+        self.seen |= inside
+        if taught.base is not None and (base := taught.base()) is not None and own is not None:
+            is_new = isinstance(base.source, Recipe) and base.readers and self._number(base) not in self.seen
+            if base is not own and is_new and self._number(own) in inside:
+                if base.source.function is not Tensor.view or base.source.inputs != [own]:
+                    raise _Unlearnable("a base that is computed in an unknown way")
+                assert taught.base_form is not None
+                number = self._number(base)
+                act.base = number, self._form_of(base, taught.base_form)._replace(alias=0)
+                self.seen.add(number)
+        self._simplify(act, taught.alias)
+        act.guards = taught.writes and not any(path == 0 for path, *_ in act.takes)
+        act.written, act.stream, act.draws = taught.written, taught.stream, any(make.draws for make in makes)
+        return act
+
+    def _simplify(self, act: Act, alias: Path | None) -> None:
+        """Note what a recipe reads, and what a result needs that is dropped alone."""
+        act.reads_packed = any(make.packed for make in act.makes)
+        act.blank = [None] * len(act.takes)
+        for make in act.makes:
+            if act.form is not None and not make.is_group:
+                reads = [position for position, take in make.taken if act.takes[take][1].how != How.COPY]
+                reads += [position for position, _ in make.packed]
+                reads += [position for position, _ in make.saved if act.packs is not None]
+                shares = (position for position, take in make.taken if act.takes[take][0] == alias)
+                act.form = act.form._replace(reads=tuple(reads), alias=next(shares, -1))
+        if len(act.makes) == 1 and act.form is not None and not (act.is_kept or act.base):
+            (make,) = act.makes
+            serves = any(pack is not None and pack.how == How.RESULT and pack.more for pack in act.packs or ())
+            if not (serves or make.packed or make.given or make.is_group or make.draws or make.refreshed):
+                act.simple, act.saved, act.blank = make.function, make.saved, make.arguments
+                act.takes = [(*act.takes[take][:2], position) for position, take in make.taken]
+
+    def _form_of(self, value: Value, form: Form) -> Form:
+        assert isinstance(value.source, Recipe)
+        return form._replace(readers=value.readers, autocast=value.source.autocast)
+
+    def _makes(self, taught: Taught, act: Act) -> list[Make]:
+        makes: list[Make] = []
+        takes: list[tuple[Path, Take, int]] = []
+        for reference, sources, draws, function in taught.recipes:
+            recipe = reference()
+            if recipe is None:
+                continue
+            outputs = [one() for one in recipe.outputs] if recipe.outputs else [taught.own()]
+            outputs = [one if one is not None and one.source is recipe and one.readers else None for one in outputs]
+            if not any(outputs):
+                continue
+            if recipe.depth > _DEEPEST:
+                raise _Unlearnable("long chains of recipes")
+            makes.append(self._make(taught, recipe, sources, draws, function, outputs, takes))
+            act.autocast = recipe.autocast
+            act.device = recipe.device
+            own = taught.own() if taught.own is not None else None
+            if own is not None and any(one is own for one in outputs):
+                assert taught.form is not None
+                act.form, act.number = self._form_of(own, taught.form), self._number(own)
+        act.takes = takes
+        if makes and not (taught.given and not any(make.is_group for make in makes)):
+            ignored = _IGNORED.get(taught.function, ())
+            act.consts = [(path, one) for path, one in taught.consts if path not in ignored]
+            for _, one in act.consts:
+                parts = one if isinstance(one, (list, tuple)) else (one,)
+                if not all(isinstance(part, _CONSTANTS) or callable(part) or _is_plain(part) for part in parts):
+                    raise _Unlearnable(f"an argument {type(one).__name__}")
+        if makes:
+            act.names, act.count = taught.names, taught.count
+        if any(make.is_group or getattr(make.function, "func", None) is with_gradients for make in makes):
+            act.grads = taught.grads
+        return makes
+
+    def _make(
+        self,
+        taught: Taught,
+        recipe: Recipe,
+        sources: list[Source],
+        draws: bool,
+        function: Any,
+        outputs: list[Value | None],
+        takes: list[tuple[Path, Take, int]],
+    ) -> Make:
+        arguments: list[Any] = []
+        taken, given, saved, packed = [], [], [], []
+        for position, (source, argument) in enumerate(zip(sources, recipe.arguments, strict=True)):
+            arguments.append(source.what if source.kind == "const" else None)
+            if source.kind == "arg":
+                taken.append((position, len(takes)))
+                takes.append((source.what, self._take(argument, source, taught), len(takes)))
+            elif source.kind == "given":
+                given.append((position, source.what))
+            elif source.kind == "saved":
+                number, name = source.what
+                is_dropped = isinstance(argument, Value) and not isinstance(argument.source, Kept)
+                if name is not None and not is_dropped:
+                    saved.append((position, saved_as(name)))
+                elif number is not None:
+                    packed.append((position, number))
+                else:
+                    raise _Unlearnable(f"an argument of {function} whose origin is unknown")
+            elif source.kind != "const":
+                raise _Unlearnable(f"an argument of {function} whose origin is unknown")
+        wraps, is_group = None, bool(recipe.outputs)
+        if is_group:
+            assert isinstance(recipe.function, Rerun)
+            wraps = recipe.function.around
+        elif recipe.can_overwrite and not draws and self._is_spare(recipe.arguments[0], takes[taken[0][1]][1]):
+            function = torch.relu_ if function is F.relu else partial(function, inplace=True)
+        elif function is F.relu and len(arguments) == 1:
+            function = torch.relu
+        refreshed = None
+        if taught.row is not None and taught.row.again is attention:
+            refreshed = partial(_attention_now, getattr(function, "__self__", None))
+        numbers = [-1 if one is None else self._number(one) for one in outputs]
+        return Make(function, arguments, taken, given, saved, packed, numbers, is_group, draws, refreshed, wraps)
+
+    def _is_spare(self, argument: Any, take: Take) -> bool:
+        """Whether a recipe may compute its result over this argument."""
+        if not isinstance(argument, Value) or argument.readers != 1 or take.how != How.KNOWN:
+            return False
+        return isinstance(argument.source, Recipe) and argument.source.fresh and not argument.source.outputs
+
+    def _take(self, argument: Any, source: Source, taught: Taught) -> Take:
+        """How an entry finds a handle for an argument of a call."""
+        if isinstance(argument, Kept):
+            return Take(How.HOLD)
+        if source.is_copy:
+            return Take(How.COPY)
+        return self._handle(argument, taught.written and source.what == 0)
+
+    def _handle(self, value: Value, is_written: bool = False) -> Take:
+        """How the handle of a value is found."""
+        number = self._number(value)
+        source = value.source
+        if isinstance(source, Kept):
+            if is_written:
+                raise _Unlearnable("a kept tensor that is overwritten")
+            return Take(How.FIRST, number)
+        if isinstance(source, Signs):
+            raise _Unlearnable("signs that a recipe reads")
+        if number in self.seen:
+            return Take(How.KNOWN, number)
+        form = Form(torch.Size(), source.dtype, source.stride, source.device, source.autocast, value.readers)
+        if source.function is view:
+            base, *more = source.arguments
+            if isinstance(base.source, Kept):
+                return Take(How.FIRST, number)
+            if self._number(base) not in self.seen:
+                raise _Unlearnable("a view of an unknown base")
+            self.seen.add(number)
+            of = Take(How.KNOWN, self._number(base))
+            return Take(How.VIEW, number, of=of, more=tuple(more), form=form._replace(shape=more[1], alias=0))
+        if source.function is checkpointed_output:
+            self.seen.add(number)
+            return Take(How.NORM, number, form=form)
+        raise _Unlearnable(f"a value that {source.function} computes")
+
+    def _pack(self, taught: Taught, act: Act, pack: Any, own: Value | None, inside: set[int]) -> Take | None:
+        """What autograd gets for a saved tensor. None: the tensor itself."""
+        reference, storage, path, is_result, copy_of = pack
+        if reference is None:
+            return None
+        if reference == "shape":
+            return Take(How.SHAPE)
+        saved = reference()
+        if saved is None:
+            return None
+        value: Value = saved.value
+        number = self._number(value)
+        if isinstance(value.source, Signs):
+            assert value.positive is not None
+            form = Form(torch.Size(), torch.float32, (), "cpu", (False, None), value.readers)
+            return Take(How.SIGNS, number, function=value.positive, form=form)
+        if value is own and not is_result:  # the result will do in its place
+            if number not in inside:
+                assert taught.form is not None
+                act.form, act.number, act.is_kept = taught.form._replace(readers=1), number, True
+                self.seen.add(number)
+            return Take(How.RESULT, number, more=("serves",))
+        if copy_of is not None and number not in inside:
+            return self._copied(value, number, copy_of)
+        if isinstance(value.source, Kept):
+            kept = value.source.packed
+            if address(kept.untyped_storage()) != storage:
+                raise _Unlearnable("a tensor that is kept in a copy")
+            return None
+        if is_result:
+            if number not in inside:
+                raise _Unlearnable("a result that is computed from others")
+            return Take(How.RESULT, number)
+        if number in inside:
+            return Take(How.INSIDE, number, form=self._inside_form(value, taught))
+        if value.source.function in (Tensor.to, Tensor.reshape) and number not in self.seen:
+            raise _Unlearnable("a copy of an argument")
+        return self._handle(value)
+
+    def _copied(self, value: Value, number: int, path: Path) -> Take | None:
+        """A copy of an argument, perhaps cast or in another shape."""
+        source = value.source
+        if isinstance(source, Recipe) and source.function in (Tensor.to, Tensor.reshape):
+            if number in self.seen:
+                return Take(How.KNOWN, number)
+            argument, more = source.arguments
+            of = self._handle(argument)
+            self.seen.add(number)
+            shape = more if source.function is Tensor.reshape else torch.Size()
+            form = Form(shape, source.dtype, source.stride, source.device, source.autocast, value.readers)
+            return Take(How.COPIED, number, path, of, source.function, (more,), form)
+        return Take(How.COPIED, number, path)
+
+    def _inside_form(self, value: Value, taught: Taught) -> Form:
+        source = value.source
+        assert isinstance(source, Recipe) and isinstance(source.function, Rerun)
+        position = next(i for i, one in enumerate(source.outputs) if one() is value)
+        shape, dtype, stride = source.function.forms[position]
+        return Form(shape, dtype, stride, source.device, source.autocast, value.readers)
+
+
+def _attention_now(named: Any) -> Callable[..., Any]:
+    """The attention function with the backends that are enabled now. `named`: how it gets its arguments."""
+    function = by_present_backends(F.scaled_dot_product_attention)
+    return named._replace(function=function).call if isinstance(named, ByName) else function
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether an argument such as an enum or a named tuple of constants can be compared."""
+    return isinstance(part, tuple) and all(isinstance(one, _CONSTANTS) or callable(one) for one in part)

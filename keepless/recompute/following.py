@@ -1,0 +1,353 @@
+"""Run a learned step: compare each call with its script, and hand over to the recorder where one differs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..saved import PLAIN, is_ordinary
+from ..torch_internals import (
+    address,
+    current_hooks,
+    hooks_are_allowed,
+    next_node_number,
+    pop_hooks,
+    push_hooks,
+    raw_stream,
+    transform_level,
+    unpack,
+)
+from .functions import body, random_state, row_of
+from .handles import Handles, Packing
+from .known_values import KnownValues
+from .recipes import ByPlan
+from .recording import Recording, is_running
+from .script import END, HANDLES, WRITES, Act, Entry, How, Keep, Script, Slot, Take, at, same
+from .values import Again, Recipe, Value
+
+_is_compiling, _is_autocast_enabled = torch.compiler.is_dynamo_compiling, torch.is_autocast_enabled
+_enter: Any = TorchFunctionMode.__enter__
+_leave: Any = TorchFunctionMode.__exit__
+
+
+class Following(Recording):
+    """Context of a forward pass that follows a script.
+
+    Args:
+        script: of an earlier pass with inputs of this kind.
+        others: scripts of the same kind of inputs, for passes that take another branch.
+        policy: makes the policy of the recorder, if it has to take over.
+        inputs, frame: see `Recording`.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        others: Sequence[Script],
+        policy: Callable[[], ByPlan | None],
+        *,
+        inputs: Sequence[Tensor] = (),
+        frame: Any = None,
+    ):
+        super().__init__(None, inputs=inputs, frame=frame)
+        self.script: Script | None = script
+        self.others, self.make_policy = others, policy
+        self.entries = script.entries
+        self.next = 0  # number of the next entry
+        self.handles = Handles()
+        self.stream = 0
+        self.only_compares = True  # our hooks are not set
+        self.waits = False  # the recorder has taken over, but cannot set its hooks yet
+
+    def __enter__(self) -> "Following":
+        self.outside = {address(one.untyped_storage()) for one in self.inputs if is_ordinary(one)}
+        cuda = next((one for one in self.inputs if one.is_cuda), None)
+        self.stream = 0 if cuda is None or raw_stream is None else raw_stream(cuda.device.index)
+        self.inputs, self.start = (), next_node_number()
+        _enter(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.script is None:
+            super().__exit__(*error)
+            return
+        _leave(self, *error)
+        self.kept = self.script.kept
+        self._drop()
+
+    def _drop(self) -> None:
+        self.handles.clear()
+        self.frame, self.only_compares = None, False
+
+    @property
+    def has_followed(self) -> bool:
+        """Whether the pass has made all calls of the script, and no other one."""
+        return self.script is not None and all(one.asks or one is END for one in self.entries[self.next :])
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _is_compiling():
+            return function(*args, **kwargs) if kwargs else function(*args)
+        if self.script is not None:
+            entry = self.entries[self.next]
+            if entry[0] is function:
+                self.next += 1
+                act = entry[1]
+                if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs or {})):
+                    return function(*args, **kwargs) if kwargs else function(*args)
+                return self._acted(act, function, types, args, kwargs or {})
+            return self._other(function, types, args, kwargs or {})
+        if self.waits and not self.abandoned:
+            self._start_if_allowed()
+            if self.waits:
+                return function(*args, **kwargs) if kwargs else function(*args)
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def _other(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is not the expected one, or whose function has to be opened."""
+        while (entry := self.entries[self.next]).asks:
+            self.next += 1
+            if entry.function == function:
+                return function(*args, **kwargs)
+        row = row_of(function)
+        if row.only_asks and PLAIN.issuperset(types):
+            return function(*args, **kwargs)
+        if entry.function is not None and entry.function is function:
+            return self.__torch_function__(function, types, args, kwargs)
+        if entry.opened == function and PLAIN.issuperset(types):
+            self.next += 1
+            _enter(self)
+            try:
+                return body(function)(*args, **kwargs)
+            finally:
+                _leave(self, None, None, None)
+        if entry.function == function:  # such as an operator of `torch.ops`
+            self.next += 1
+            act = entry.act
+            if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs)):
+                return function(*args, **kwargs)
+            return self._acted(act, function, types, args, kwargs)
+        if self._branches(function):
+            return self._other(function, types, args, kwargs)
+        self.hand_over()
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def _branches(self, function: Any) -> bool:
+        """Go on with another script that has the same calls so far, and then this function."""
+        now = self.next
+        assert self.script is not None
+        for other in self.others:
+            functions = other.functions
+            if other is not self.script and now < len(functions) and functions[now] == function:
+                if functions[:now] == self.script.functions[:now]:
+                    self.script, self.entries = other, other.entries
+                    return True
+        return False
+
+    def _acted(self, act: Act, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call in which something is dropped."""
+        ours, is_free = self.handles, transform_level() is None and act is not WRITES
+        if is_free and act.stream >= 0:
+            is_free = self.stream == _stream(act.stream)
+        handles: Any = self._handles(act, args, kwargs) if is_free and act.makes else _NONE
+        if handles is None or (act.packs is not None and current_hooks() is not None):
+            is_free = False
+        if not is_free or (act.guards and not ours.may_write(function, args, kwargs)):
+            self.next -= 1
+            self.hand_over()
+            return super().__torch_function__(function, types, args, kwargs)
+        form, own, states = act.form, None, None
+        if form is not None:
+            own = Slot(form, ours.passed)
+        if act.draws:
+            states = [random_state(args[0]) if make.draws else None for make in act.makes]
+        version = args[0]._version if act.written else 0
+        if act.packs is None:
+            result = function(*args, **kwargs)
+        else:
+            ours.packing = packing = Packing()
+            packing.act, packing.args, packing.kwargs, packing.slot = act, args, kwargs, own
+            if act.reads_packed:
+                packing.packed = []
+            try:
+                push_hooks(ours.hook, unpack)  # inside the try, because Ctrl-C may come right after it
+                result = function(*args, **kwargs)
+            finally:
+                pop_hooks()
+                ours.packing = None
+        if form is not None and (
+            type(result) is not Tensor
+            or result.shape != form.shape
+            or result.dtype is not form.dtype
+            or result.stride() != form.stride
+            or not result.requires_grad
+            or (result is args[0] and result._version == version + 1 if args else False) is not act.written
+        ):
+            is_expected = False
+        else:
+            is_expected = act.packs is None or not (
+                packing.has_failed or (packing.own is not None and packing.own is not result)
+            )
+        if not is_expected:
+            if act.packs is not None:
+                packing.keep_all()
+            self.hand_over()
+        elif act.simple is not None and own is not None:  # the result alone, by a function and arguments of this call
+            for position, saved_by in act.saved:
+                handles[position] = saved_by(result.grad_fn)
+            own.function, own.arguments = act.simple, handles
+            reference = ref(result)
+            ours.found[act.number] = reference, result._version, own
+            if act.is_saved:
+                ours.saved[id(result)] = reference
+        elif own is not None or act.makes:
+            ours.drop(act, args, kwargs, result, own, handles, None if act.packs is None else packing, states)
+        return result
+
+    def _handles(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The handles of the arguments that recipes read. None: something differs."""
+        is_on, dtype = act.autocast
+        if _is_autocast_enabled(act.device) is not is_on or (is_on and dtype != torch.get_autocast_dtype(act.device)):
+            return None
+        if len(args) != act.count or (kwargs or act.names) and tuple(kwargs) != act.names:
+            return None
+        for path, one in act.consts:
+            given = args[path] if type(path) is int else kwargs[path]
+            if given is not one and not same(one, given):
+                return None
+        for path, needs in act.grads:
+            one = at(path, args, kwargs)
+            if not isinstance(one, Tensor) or one.requires_grad is not needs:
+                return None
+        ours = self.handles
+        handles: list[Any] = [*act.blank]
+        known = ours.found
+        tensor: Any
+        for path, take, position in act.takes:
+            kind = type(path)
+            tensor = args[path] if kind is int else kwargs[path] if kind is str else args[path[0]][path[1]]
+            number = take[1]
+            if number in known:
+                reference, version, handle = known[number]
+                if version != tensor._version or reference() is not tensor:
+                    return None
+            elif take[0] == How.HOLD and type(tensor) in PLAIN:
+                handle = Keep(tensor)
+            elif (handle := ours.take(take, tensor)) is None:
+                return None
+            handles[position] = handle
+        return handles
+
+    def is_abandoned(self) -> bool:
+        if self.script is not None and self.frame is not None and not is_running(self.frame):
+            self._start_recorder(None)
+        return self.script is None and super().is_abandoned()
+
+    def hand_over(self) -> None:
+        """Let the recorder go on with the rest of the pass."""
+        script, found, served = self.script, self.handles.found, self.handles.served
+        assert script is not None
+        if self.frame is not None and not is_running(self.frame):  # interrupted by Ctrl-C
+            self._start_recorder(None)
+            return
+        policy = self.make_policy()
+        if policy is not None and script.plan is not None and self.next:
+            last = self.entries[self.next - 1]
+            policy.catch_up([one for one, _ in script.plan.calls[: last.calls + 1]], last.total)
+        self._start_recorder(policy)
+        _tell(self.known, found, served, {one.number for entry in self.entries[: self.next] for one in _packs(entry)})
+
+    def _start_recorder(self, policy: ByPlan | None) -> None:
+        self.script, self.policy = None, policy
+        self.known = KnownValues((), None, False, None if policy is None else policy.planned, None)
+        self.known.start, self.known.outside = self.start, self.outside
+        self.handles.clear()
+        self.waits = True
+        self._start_if_allowed()
+
+    def _start_if_allowed(self) -> None:
+        """Set our hooks, unless the program has set others inside this pass: then once these have gone."""
+        if current_hooks() is None and hooks_are_allowed():
+            self.waits = self.only_compares = False
+            self._start_hooks()
+
+
+_NONE: list[Any] = []
+
+
+def _stream(device: int) -> int:
+    return 0 if raw_stream is None else raw_stream(device)
+
+
+def _packs(entry: Entry) -> list[Take]:
+    act = entry.act
+    packs = () if act is None or act.packs is None else act.packs
+    return [one for one in packs if one is not None and not one.is_elsewhere]
+
+
+def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: set[int]) -> None:
+    """Tell the recorder the values that a script knows. `saved`: numbers of values that autograd may hold.
+
+    `served`: see `Handles`.
+    """
+    slots = [*(one for _, _, one in found.values() if type(one) is Slot), *(slot for _, slot in served)]
+    for reference, slot in served:
+        tensor = reference()
+        slot.memory = None if tensor is None or not is_ordinary(tensor) else known.memory_of(tensor)
+    living: dict[int, Tensor] = {}  # by id of the handle
+    kept: dict[int, Value] = {}
+    for reference, version, handle in found.values():
+        tensor = reference()
+        if tensor is None or not is_ordinary(tensor):
+            continue
+        living[id(handle)] = tensor
+        if tensor._version != version:
+            continue
+        if type(handle) is Keep:
+            kept[id(handle)] = known.find(tensor) or known.keep(tensor)
+        elif known.find(tensor) is None:
+            known.remember(tensor, Value(Recipe(Again(handle.look, ()), tensor)))
+    for number, (_, _, handle) in found.items():
+        if number in saved and type(handle) is Slot:
+            tensor = _in_memory_of(handle, living)
+            handle.memory = None if tensor is None else known.memory_of(tensor)
+    for slot in slots:
+        holder = slot if slot.group is None else slot.group
+        values = [kept.get(id(one)) for one in holder.arguments]
+        if any(values):
+            # The recorder copies a value that a recipe reads, if the program overwrites it.
+            pairs = zip(holder.arguments, values, strict=True)
+            holder.arguments = [one if value is None else _Read(value) for one, value in pairs]
+            for value in filter(None, values):
+                value.recipes.append(ref(holder))
+
+
+def _in_memory_of(slot: Slot, living: dict[int, Tensor]) -> Tensor | None:
+    """A living tensor in the memory of a slot's forward tensor."""
+    handle: Any = slot
+    while (tensor := living.get(id(handle))) is None:
+        if type(handle) is Keep:
+            return handle.tensor
+        if type(handle) is not Slot or handle.form.alias < 0:
+            return None
+        handle = handle.arguments[handle.form.alias]
+    return tensor
+
+
+class _Read:
+    """A value of the recorder, for a slot."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Value):
+        self.value = value
+
+    def read(self) -> Tensor:
+        return self.value.get()
+
+
+HANDLES.add(_Read)

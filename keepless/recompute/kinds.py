@@ -1,0 +1,84 @@
+"""The scripts of a prepared network: one for each exact kind of input, and for each branch that it takes."""
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..saved import PLAIN, is_ordinary
+from ..torch_internals import is_capturing
+from .plans import Size
+from .script import Script
+from .values import autocast_of
+
+_MOST = 16  # kinds of inputs whose scripts are kept; also branches of a kind, and passes from which one is learned
+_SIMPLE = (bool, str, type(None))
+
+
+class Kind:
+    """The scripts for inputs of a kind."""
+
+    def __init__(self) -> None:
+        self.scripts: list[Script] = []
+        self.now: Script | None = None  # of the last pass that could follow one
+        self.lessons = 0
+        self.learns = True  # the next pass is recorded, to learn from it
+        self.size: Size | None = None  # whose plans the scripts follow
+        self.given: Any = None
+
+    def learn(self, script: Script | None) -> None:
+        """A pass has been recorded. None: there can be no script."""
+        self.lessons += 1
+        self.learns = False
+        if script is not None:
+            self.scripts = [one for one in self.scripts if one.functions != script.functions][-_MOST + 1 :]
+            self.scripts.append(script)
+            self.now = script
+
+    def left(self) -> None:
+        """A pass has left all scripts: another branch may be learned."""
+        self.learns = self.lessons < _MOST
+
+
+class Kinds:
+    """The last kinds of inputs of a network."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, Kind] = {}
+        self._parameters: list[Any] = []
+
+    def of(self, module: nn.Module, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Kind | None:
+        """The kind of these inputs; None if there are no scripts for tensors like them."""
+        if not PLAIN.issuperset(map(type, inputs)) or not all(map(is_ordinary, inputs)):
+            return None
+        key = self._key(module, inputs, args, kwargs)
+        kind = self._kinds.pop(key, None)
+        if kind is None:
+            kind = Kind()
+            if len(self._kinds) >= _MOST:
+                del self._kinds[next(iter(self._kinds))]
+        self._kinds[key] = kind  # the last one used comes last
+        return kind
+
+    def _frozen(self, module: nn.Module) -> tuple[bool, ...]:
+        """Which parameters need gradients. They are not looked for again while they exist."""
+        if self._parameters:
+            try:
+                return tuple([reference().requires_grad for reference in self._parameters])
+            except AttributeError:  # None: one has been replaced
+                pass
+        self._parameters = [weakref.ref(one) for one in module.parameters()]
+        return tuple([one.requires_grad for one in module.parameters()])
+
+    def _key(self, module: nn.Module, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Hashable:
+        """It need not tell everything, because a script notices what differs. It tells what plans depend on."""
+        return (
+            tuple([(one.shape, one.stride(), one.dtype, one.device, one.requires_grad) for one in inputs]),
+            tuple([one if isinstance(one, _SIMPLE) else 0 for one in args]),
+            tuple([(name, one if isinstance(one, _SIMPLE) else 0) for name, one in kwargs.items()]),
+            self._frozen(module),
+            module.training,
+            is_capturing(),
+            tuple([autocast_of(one) for one in {one.device.type for one in inputs}]),
+        )

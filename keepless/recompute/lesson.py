@@ -1,0 +1,177 @@
+"""The notes of a recorded forward pass, for a script: what each call has saved, and which recipes its results got."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..saved import Kept, is_ordinary
+from ..torch_internals import address, packed_by
+from .functions import Call, RandomState, Row
+from .known_values import KnownValues
+from .script import Form, Path
+from .signs import ShapeOnly
+from .values import Recipe, Saved, Value, saved_value
+
+_MANY = 2**12  # numbers for the values of one call
+_DEEPEST = 200  # recipes in a chain: a script computes them by recursion
+_STATISTICS = "result1", "result2", "other"  # names under which nodes save what their recipes read
+_IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
+
+
+class Source:
+    """An argument of a recipe."""
+
+    def __init__(self, kind: str, what: Any = None, is_copy: bool = False):
+        self.kind, self.what, self.is_copy = kind, what, is_copy
+
+
+class Taught:
+    """A call of the pass. It refers to tensors and values only weakly."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.row: Row | None = None
+        self.opened = self.asks = self.written = self.given = self.writes = False
+        self.calls, self.total = -1, 0
+        # What autograd holds for each saved tensor; the storage's address; the argument that it is; whether it is the
+        # result; the argument of which it is a copy.
+        self.packs: list[tuple[Any, int, Path | None, bool, Path | None]] = []
+        self.recipes: list[tuple[Any, list[Source], bool, Any]] = []
+        self.consts: list[tuple[Path, Any]] = []
+        self.names: tuple[str, ...] = ()
+        self.count = 0
+        self.grads: list[tuple[Path, bool]] = []  # which arguments need gradients
+        self.own: Any = None
+        self.base: Any = None
+        self.form: Form | None = None
+        self.base_form: Form | None = None
+        self.stream = -1
+        self.alias: Path | None = None  # argument in whose memory the result is
+
+
+class Lesson:
+    """The notes of a forward pass."""
+
+    def __init__(self) -> None:
+        self.taught: list[Taught] = []
+        self.why_not = ""  # a reason why there can be no script
+
+    def begins(self, function: Callable[..., Any]) -> Taught:
+        self.taught.append(Taught(function))
+        return self.taught[-1]
+
+    def ends(self, call: Call, result: Any, known: KnownValues) -> None:
+        """A call has run with our hooks."""
+        notes, taught = call.notes, self.taught[-1]
+        assert notes is not None
+        if not (notes.packed or notes.recipes):
+            return
+        taught.row = call.row
+        paths = {id(tensor): path for path, tensor in reversed(list(_tensors(call.args, call.kwargs)))}
+        for tensor, saved in notes.packed:
+            what = weakref.ref(saved) if isinstance(saved, Saved) else "shape" if type(saved) is ShapeOnly else None
+            storage = address(tensor.untyped_storage()) if is_ordinary(tensor) else 0
+            path, copy_of = paths.get(id(tensor)), None
+            if path is None and tensor is not result and isinstance(saved, Saved):
+                values = ((one, known.find(one)) for one in call.arguments if isinstance(one, Tensor))
+                copied = [one for one, value in values if value is not None and value in _origins(saved.value)]
+                if call.before is not None and call.before is saved.value:
+                    copied = [call.args[0]]
+                copy_of = paths[id(copied[0])] if copied else None
+            if isinstance(saved, Saved) and saved.reads_signs and tensor._base is not None:
+                self.why_not = "signs of a view"
+            taught.packs.append((what, storage, path, tensor is result, copy_of))
+        if isinstance(result, Tensor) and is_ordinary(result):
+            taught.form = _form(result)
+            taught.written = bool(call.args) and result is call.args[0]
+            if result.is_cuda:
+                taught.stream = result.device.index
+            storage = address(result.untyped_storage())
+            given = ((path, one) for path, one in _tensors(call.args, call.kwargs) if is_ordinary(one))
+            taught.alias = next((path for path, one in given if address(one.untyped_storage()) == storage), None)
+            if result.is_complex():
+                self.why_not = "complex numbers"
+            taught.own = _reference(known.find(result))
+            if result._base is not None:
+                taught.base, taught.base_form = _reference(known.find(result._base)), _form(result._base)
+        taught.names, taught.count = tuple(call.kwargs), len(call.args)
+        taught.grads = [(path, tensor.requires_grad) for path, tensor in _tensors(call.args, call.kwargs)]
+        taught.consts = list(_constants(call.args, call.kwargs))
+        for recipe, again in notes.recipes:
+            sources = [_source(argument, call, result, paths) for argument in again.arguments]
+            function, draws = again.function, False
+            if isinstance(function, partial) and isinstance(getattr(function.func, "__self__", None), RandomState):
+                function, draws = function.args[0], True
+            taught.recipes.append((weakref.ref(recipe), sources, draws, function))
+            taught.given = not isinstance(function, partial) and all(one.kind != "const" for one in sources)
+
+
+def _reference(value: Any) -> Any:
+    return None if value is None else weakref.ref(value)
+
+
+def _origins(value: Value) -> list[Value]:
+    """The value, and the one that it is cast or reshaped from."""
+    source = value.source
+    is_copy = isinstance(source, Recipe) and source.function in (Tensor.to, Tensor.reshape)
+    return [value, source.inputs[0]] if isinstance(source, Recipe) and is_copy else [value]
+
+
+def _form(tensor: Tensor) -> Form:
+    return Form(tensor.shape, tensor.dtype, tensor.stride(), tensor.device.type, (False, None), 0)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:
+    for number, one in enumerate(args):
+        if isinstance(one, Tensor):
+            yield number, one
+        elif isinstance(one, (list, tuple)):
+            yield from (((number, i), part) for i, part in enumerate(one) if isinstance(part, Tensor))
+    yield from ((name, one) for name, one in kwargs.items() if isinstance(one, Tensor))
+
+
+def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+    given: list[tuple[Path, Any]] = [*enumerate(args), *kwargs.items()]
+    for path, one in given:
+        if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
+            if not any(isinstance(part, Tensor) for part in one):
+                yield path, one
+        elif not isinstance(one, Tensor):
+            yield path, one
+
+
+def _source(argument: Any, call: Call, result: Any, paths: dict[int, Path]) -> Source:
+    """Where a script finds an argument of a recipe."""
+    if isinstance(argument, (Value, Kept)):
+        assert call.notes is not None
+        for tensor, found in call.notes.found:
+            if found is argument and id(tensor) in paths:
+                is_copy = isinstance(argument, Value) and isinstance(argument.source, Kept) and not argument.storage
+                return Source("arg", paths[id(tensor)], is_copy)
+        packs = enumerate(call.notes.packed)
+        number = next((n for n, (_, one) in packs if getattr(one, "value", one) is argument), None)
+        return Source("saved", (number, _name_of(argument, result.grad_fn)))
+    if isinstance(argument, Tensor):
+        return Source("unknown")
+    for path, one in [*enumerate(call.args), *call.kwargs.items()]:
+        if one is argument or (isinstance(one, list) and isinstance(argument, tuple) and tuple(one) == argument):
+            return Source("given", path)
+    return Source("const", argument)
+
+
+def _name_of(argument: Value | Kept, node: Any) -> str | None:
+    """The name under which a node has saved an argument."""
+    for name in _STATISTICS:
+        packed = packed_by(node, name)
+        found = None if packed is None else saved_value(packed)
+        if found is argument or (
+            isinstance(packed, Tensor) and isinstance(argument, Kept) and argument.packed is packed
+        ):
+            return name
+    return None
