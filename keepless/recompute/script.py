@@ -71,7 +71,7 @@ class Pass:
 
     def __init__(self) -> None:
         self.number = -1
-        self.held: list[Slot] = []
+        self.held: list[weakref.ref[Slot]] = []  # weak, because a slot keeps what it is computed from
 
     def hold(self, slot: "Slot", tensor: Tensor, readers: int) -> None:
         """Hold a slot's tensor until so many readers have read it, or the pass ends."""
@@ -81,12 +81,13 @@ class Pass:
             self.number, self.held = number, []
             at_end_of_backward(partial(_release, self.held))
         slot.tensor, slot.version, slot.left = tensor, tensor._version, readers
-        self.held.append(slot)
+        self.held.append(weakref.ref(slot))
 
 
-def _release(slots: "list[Slot]") -> None:
-    for slot in slots:
-        slot.tensor = None
+def _release(slots: "list[weakref.ref[Slot]]") -> None:
+    for reference in slots:
+        if (slot := reference()) is not None:
+            slot.tensor = None
     slots.clear()
 
 
