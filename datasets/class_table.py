@@ -144,9 +144,10 @@ class ClassTable:
         mapped = cv2.LUT(raw, table)
         if (mapped == _ILLEGAL).any():
             foreign = sorted(set(np.unique(raw).tolist()) - set(self.label_ids))
+            more = f", … ({len(foreign)} in all)" if len(foreign) > 8 else ""
             raise UnknownIds(
-                f"contains the ids {_shortened(foreign)}, which are not in the class table; expected only "
-                f"{ranges(self.label_ids)}"
+                f"contains the ids {', '.join(map(str, foreign[:8]))}{more}, which are not in the class table; "
+                f"expected only {ranges(self.label_ids)}"
             )
         return mapped
 
@@ -172,11 +173,6 @@ def distinct_colours(count: int) -> tuple[tuple[int, int, int], ...]:
     shades = ((1.0, 1.0), (0.55, 0.9), (0.9, 0.6))  # (saturation, value)
     colours = (colorsys.hsv_to_rgb(index * 0.6180339887 % 1, *shades[index % 3]) for index in range(count))
     return tuple((round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colours)
-
-
-def _shortened(values: list[int]) -> str:
-    more = f", … ({len(values)} in all)" if len(values) > 8 else ""
-    return ", ".join(map(str, values[:8])) + more
 
 
 def ranges(values: Iterable[int]) -> str:

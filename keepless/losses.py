@@ -112,9 +112,38 @@ def _check(
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, *arguments: Any) -> Tensor:
-        value, gradient = _value_and_gradient(ctx.needs_input_grad[0], logits, *arguments)
-        ctx.save_for_backward(gradient)
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        weight: Tensor | None,
+        ignore_index: int,
+        fraction: float | None,
+        reduction: str,
+        align_corners: bool,
+        stride: int | None,
+    ) -> Tensor:
+        """The loss; its gradient with respect to the logits, (N, K, h, w), is kept, or an empty one if not needed."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        gradient = torch.zeros_like(logits, dtype=dtype) if ctx.needs_input_grad[0] else None
+        with _full_precision(logits.device.type):
+            is_class = labels != ignore_index
+            weights = is_class.to(dtype)  # of the pixels, (N, H, W)
+            if weight is not None:
+                weights *= weight.to(dtype)[labels.where(is_class, 0).long()]
+            pixels = _Tiles(logits, labels.where(is_class, 0), weights, align_corners, stride)
+            if fraction is None:
+                counts = (
+                    weights.sum() if reduction == "mean" else len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
+                )
+                shares = weights / counts
+                losses = pixels.losses(gradient, shares.where(is_class, 0))  # 0 / 0 if all pixels are ignored
+                value = (losses * weights / counts).sum()
+            else:
+                value, chosen = mean_of_largest(pixels.losses().mul_(weights).flatten(1), fraction)
+                if gradient is not None:
+                    pixels.losses(gradient, chosen.view_as(weights) * weights)
+        ctx.save_for_backward(logits.new_empty(0) if gradient is None else gradient)
         ctx.dtype = logits.dtype
         return value
 
@@ -126,38 +155,6 @@ class _Loss(torch.autograd.Function):
                 "F.cross_entropy"
             )
         return (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 7
-
-
-def _value_and_gradient(
-    needs_gradient: bool,
-    logits: Tensor,
-    labels: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    fraction: float | None,
-    reduction: str,
-    align_corners: bool,
-    stride: int | None,
-) -> tuple[Tensor, Tensor]:
-    """The loss, and its gradient with respect to the logits, (N, K, h, w); an empty one if it is not needed."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    gradient = torch.zeros_like(logits, dtype=dtype) if needs_gradient else None
-    with torch.no_grad(), _full_precision(logits.device.type):
-        is_class = labels != ignore_index
-        weights = is_class.to(dtype)  # of the pixels, (N, H, W)
-        if weight is not None:
-            weights *= weight.to(dtype)[labels.where(is_class, 0).long()]
-        pixels = _Tiles(logits, labels.where(is_class, 0), weights, align_corners, stride)
-        if fraction is None:
-            counts = weights.sum() if reduction == "mean" else len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
-            shares = weights / counts
-            losses = pixels.losses(gradient, shares.where(is_class, 0))  # 0 / 0 if all pixels are ignored
-            value = (losses * weights / counts).sum()
-        else:
-            value, chosen = mean_of_largest(pixels.losses().mul_(weights).flatten(1), fraction)
-            if gradient is not None:
-                pixels.losses(gradient, chosen.view_as(weights) * weights)
-    return value, logits.new_empty(0) if gradient is None else gradient
 
 
 def mean_of_largest(losses: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
@@ -238,17 +235,12 @@ def _source(position: Any, old: int, new: int, align_corners: bool) -> Any:
     return position * ((old - 1) / max(new - 1, 1)) if align_corners else (position + 0.5) * old / new - 0.5
 
 
-def _sources(old: int, new: int, align_corners: bool, like: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of `new` positions: the cell before it, (new,) int64, and the next cell's share, (new,) like `like`."""
-    source = _source(torch.arange(new, dtype=torch.float64, device=like.device), old, new, align_corners).clamp_(min=0)
-    before = source.long().clamp_(max=old - 1)
-    return before, (source - before).to(like.dtype)
-
-
 def _interpolation(old: int, new: int, align_corners: bool, like: Tensor) -> Tensor:
     """Linear interpolation of `old` cells to `new` positions, as a matrix (new, old)."""
-    before, share = _sources(old, new, align_corners, like)
-    before, share = before.unsqueeze(1), share.unsqueeze(1)
+    positions = torch.arange(new, dtype=torch.float64, device=like.device).unsqueeze(1)
+    source = _source(positions, old, new, align_corners).clamp_(min=0)
+    before = source.long().clamp_(max=old - 1)  # the cell before each position
+    share = (source - before).to(like.dtype)  # of the next cell
     matrix = torch.zeros(new, old, dtype=like.dtype, device=like.device)
     matrix.scatter_(1, before, 1 - share)
     return matrix.scatter_add_(1, (before + 1).clamp_(max=old - 1), share)

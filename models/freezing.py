@@ -29,8 +29,9 @@ def freeze(network: nn.Module, trained: Collection[str], body: bool, norms: str)
             setattr(part, _STAYS, True)
     if norms == "none":
         return
-    found = [module for part in parts for module in part.modules() if _is_norm(module)]
-    with_statistics = [norm for norm in found if "running_mean" in norm._buffers]
+    modules = [module for part in parts for module in part.modules()]
+    with_statistics = [module for module in modules if "running_mean" in module._buffers]
+    found = [*with_statistics, *(module for module in modules if isinstance(module, nn.GroupNorm | nn.LayerNorm))]
     if not with_statistics and (norms == "statistics" or not found):
         raise ValueError(f"frozen_norms={norms}: the body has no norms with running statistics; leave it out")
     for norm in with_statistics:
@@ -45,7 +46,3 @@ def training_mode(network: nn.Module) -> None:
     for module in network.modules():
         if _STAYS in vars(module):
             module.eval()
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "running_mean" in module._buffers or isinstance(module, nn.GroupNorm | nn.LayerNorm)

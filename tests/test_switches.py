@@ -76,7 +76,7 @@ def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
     values = []
     for slope in (math.inf, 1.0, 1.0):
         sgd.zero_grad()
-        learner.backward((slope * weight).sum())
+        learner.scaler.scale((slope * weight).sum()).backward()
         learner.step(*torch.zeros(2, dtype=torch.float64))
         values.append(weight.tolist())
     assert values == [100 * [1.0], 100 * [0.0], 100 * [-1.5]]

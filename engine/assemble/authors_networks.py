@@ -32,7 +32,10 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
     if segments:
         config = _segmentation_config(architecture, norm, tensors, name)
     elif count:
-        config = _classification_config(architecture, norm)
+        register("train_imagenet", ClassificationRun)
+        values = composed("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
+        config = typed(values, ClassificationRun)
+        config.body = _body(architecture, output_stride=32, downsampling="pool", dropout=[0.0] * 6)
     else:
         raise ValueError(f"{name} has no classifier: load it with init.weights and init.format=released")
     network = network_of(config, count)
@@ -46,14 +49,6 @@ def of_released(file: ReleasedWeights, name: str) -> tuple[SegmentationRun | Cla
         **({"palette": list(distinct_colours(count))} if segments else {}),
     }
     return config, state, architecture
-
-
-def _classification_config(architecture: Architecture, norm: str) -> ClassificationRun:
-    register("train_imagenet", ClassificationRun)
-    values = composed("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
-    config = typed(values, ClassificationRun)
-    config.body = _body(architecture, output_stride=32, downsampling="pool", dropout=[0.0] * 6)
-    return config
 
 
 def _segmentation_config(

@@ -26,16 +26,10 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     else:
         assert isinstance(config, schema.SGD), config
         made = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
-        _start_momentum(made)
+        for parameter in network.parameters() if config.momentum else ():  # zeros, which PyTorch would leave
+            if parameter.requires_grad:  # uninitialised if a fused optimiser skips its first step
+                made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return made
-
-
-def _start_momentum(optimizer: SGD) -> None:
-    """Momentum of zeros, which PyTorch would leave uninitialised if a fused optimiser skips its first step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            if parameter.requires_grad:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _parameter_groups(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> list[dict]:
@@ -91,21 +85,13 @@ def _main_schedule(config: schema.LRSchedule, optimizer: Optimizer, schedule: Sc
     if isinstance(config, schema.Cosine):
         return CosineAnnealingLR(optimizer, T_max=total, eta_min=config.end)
     assert isinstance(config, schema.MultiStep), config
-    milestones = _milestones(config, schedule)
+    milestones = config.steps or [epoch * schedule.steps_per_epoch for epoch in config.epochs or ()]
     if milestones and milestones[0] <= warmup:
         raise ValueError(
             f"lr_schedule={config.name}: the rate falls after step {milestones[0]}, within the warm-up of {warmup} "
             f"steps; expected later"
         )
     return MultiStepLR(optimizer, [step - warmup for step in milestones], gamma=config.factor)
-
-
-def _milestones(config: schema.MultiStep, schedule: Schedule) -> list[int]:
-    """Steps of the run after which the rate is multiplied by the factor."""
-    if config.steps is not None:
-        return config.steps
-    assert config.epochs is not None, "MultiStep.check requires epochs or steps"
-    return [epoch * schedule.steps_per_epoch for epoch in config.epochs]
 
 
 def schedule_of(config: TrainingRun, images: int) -> Schedule:

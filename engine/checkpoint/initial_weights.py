@@ -90,7 +90,9 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     def skip(tensor_name: str, tensor: Tensor) -> str | None:
         if init.part == "body" and not is_of_body(tensor_name):
             return "init.part=body"
-        return _other_classes(weights.classes, list(classes)) if is_of_classifier(tensor_name) else None
+        pairs = zip(weights.classes or (), classes, strict=False) if is_of_classifier(tensor_name) else ()
+        other = next(((there, here) for there, here in pairs if there != here), None)
+        return None if other is None else f"for other classes, such as {other[0]} in place of {other[1]}"
 
     trained = f"the body{weights.body}, head and norm.learn_scale that it was trained with"
     advice = f"Give {trained}, or init.part=body for its body alone"
@@ -169,11 +171,3 @@ def _foreign(content: object, name: str) -> object:
 def is_ours(content: object) -> bool:
     """Whether the content of a file claims to be a checkpoint of this project."""
     return isinstance(content, dict) and "format" in content
-
-
-def _other_classes(trained: list[str] | None, classes: list[str]) -> str | None:
-    """Why not to load a classifier of the same number of classes; None if their names agree."""
-    for there, here in zip(trained or (), classes, strict=False):
-        if there != here:
-            return f"for other classes, such as {there} in place of {here}"
-    return None

@@ -54,7 +54,10 @@ def _explanation(error: Exception, groups: list[str], words: Sequence[str], sche
         if word.startswith("~"):
             return f"{word}: leave {word[1:]} out to keep its default"
         if not equals or name != name.strip() or not name:
-            return _about_word(word, {*types_in(schema), *groups})
+            if meant := words_of_others.meant(words_of_others.ALONE, word, {*types_in(schema), *groups}):
+                return f"{word}: expected key=value; {meant[1]}"
+            spaces = "expected key=value without spaces; --help lists the keys"
+            return f"{word or 'an empty argument'}: {QUOTE if word.endswith((',', ']', '}')) else spaces}"
         if name in groups and "," not in value and not value.startswith(("[", "{")):
             if word.startswith("+"):
                 return f"{word}: leave out the +: {word.lstrip('+')}"
@@ -80,14 +83,6 @@ def _explanation(error: Exception, groups: list[str], words: Sequence[str], sche
     _, of_resolver, own = about.partition("ValueError raised while resolving interpolation: ")
     # A resolver, such as ${per_process:…}, counts processes: the key is not to blame.
     return own if of_resolver else f"{key}: " * bool(key) + " ".join(about.split())
-
-
-def _about_word(word: str, keys: set[str]) -> str:
-    """The message for an argument that is not key=value."""
-    if meant := words_of_others.meant(words_of_others.ALONE, word, keys):
-        return f"{word}: expected key=value; {meant[1]}"
-    expected = "expected key=value without spaces; --help lists the keys"
-    return f"{word or 'an empty argument'}: {QUOTE if word.endswith((',', ']', '}')) else expected}"
 
 
 def _about_value(key: str, value: str, schema: type[Keys]) -> str:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -63,7 +63,10 @@ def meant(name: str, value: str, keys: Collection[str]) -> tuple[str | None, str
     The first result is what to give, or None if the second, a sentence, says more. `keys`: of the command.
     """
     names = [name] if name in keys else [name, name.rpartition(".")[2]]
-    for entry, match in _fitting([each.lower().replace("-", "_") for each in names], value, keys):
+    words = [each.lower().replace("-", "_") for each in names]
+    for entry, match in ((entry, entry.fits(word, value, keys)) for word in words for entry in entries()):
+        if match is None:
+            continue
         text = match.expand(entry.give or entry.say).replace("{value}", value).replace("{program}", program())
         text = re.sub(r"=(\d+)/(\d+)", lambda ratio: f"={int(ratio[1]) / int(ratio[2]):g}", text)
         if entry.give is None:
@@ -72,13 +75,6 @@ def meant(name: str, value: str, keys: Collection[str]) -> tuple[str | None, str
         again = None if own == name or " " in text else meant(own, given, keys)
         return again if again is not None and again[0] else (text, f"give {text}")
     return None
-
-
-def _fitting(names: list[str], value: str, keys: Collection[str]) -> Iterator[tuple[Entry, re.Match[str]]]:
-    for name in names:
-        for entry in entries():
-            if match := entry.fits(name, value, keys):
-                yield entry, match
 
 
 def program() -> str:

@@ -39,7 +39,7 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
 
 def shown_names(names: Sequence[str]) -> list[str]:
     """Names as pictures can show them: numbers in place of those with characters that no installed font has."""
-    unknown = [name for name in names if not _is_shown(name)]
+    unknown = [name for name in names if (lacking := _lacking(name)) and _family_with(lacking) is None]
     if unknown:
         logger.info(f"pictures show {len(unknown)} classes by number: no font has the characters of {unknown[0]}")
     return [str(number) if name in unknown else printable(name) for number, name in enumerate(names)]
@@ -60,10 +60,6 @@ def with_literal_texts(figure: Figure) -> Figure:
             words = words.translate(escaped)
         text.set_text(words)
     return figure
-
-
-def _is_shown(text: str) -> bool:
-    return not (lacking := _lacking(text)) or _family_with(lacking) is not None
 
 
 def _lacking(text: str) -> frozenset[str]:

@@ -28,11 +28,6 @@ class Keys(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-@runtime_checkable
-class _WithRules(Protocol):
-    def check(self) -> None: ...
-
-
 def key(
     default: T,
     *,
@@ -158,8 +153,8 @@ def check_values(config: Keys, prefix: str = "") -> None:
             check_values(value, f"{name}.")
         elif value is not None or entry.metadata.get("names") or entry.metadata.get("word"):
             _check_bounds(name, value, entry.metadata)
-    if isinstance(config, _WithRules):
-        config.check()
+    if (check := getattr(config, "check", None)) is not None:
+        check()
 
 
 def expected(bounds: Mapping[str, Any]) -> str | None:

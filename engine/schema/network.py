@@ -102,10 +102,6 @@ class Body:
                 f"body.frozen_norms={self.frozen_norms} with body.frozen=true, which freezes norms too: leave one out"
             )
 
-    @property
-    def has_frozen_parts(self) -> bool:
-        return self.frozen or self.frozen_norms != "none"
-
     def normalisation(self) -> Normalisation:
         """The normalisation of the images on which its published weights were trained."""
         return IMAGENET

@@ -224,7 +224,7 @@ class TrainingRun:
 
     def doubts(self, classes: int) -> str | None:
         """A warning if the settings look like a mistake; otherwise None."""
-        if self.body.has_frozen_parts and self.init.weights is None:
+        if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:
             given = "frozen=true" if self.body.frozen else f"frozen_norms={self.body.frozen_norms}"
             return f"body.{given} without initial weights keeps random ones: give init.weights=FILE or body.weights"
         if self.data.val_split in as_list(self.data.train_split):

@@ -109,33 +109,21 @@ def predict(
         note(scores.amax(dim=1))
         return scores.softmax(dim=1) if views.count() == 1 else scores / views.count()
 
-    count, _, height, width = images.shape
-    what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
-    with memory_errors(f"while {what} of {height}x{width} pixels {was} evaluated. {memory_advice}"):
-        predictions = _predict(forward, images, views, progress, mean_softmax if probabilities else most_likely)
-    return predictions if probabilities else predictions[:, 0]
-
-
-@torch.inference_mode()
-def _predict(
-    forward: Forward,
-    images: Tensor,
-    views: Views,
-    progress: Callable[[int, int], None],
-    kept: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Apply `kept`, (N, classes, rows, W) -> (N, channels, rows, W), to all scores; resize to the images (nearest)."""
+    kept = mean_softmax if probabilities else most_likely  # (N, classes, rows, W) -> (N, channels, rows, W)
     forward.network.eval()
-    height, width = images.shape[-2:]
-    own_size = (height, width)
-    size = views.size(own_size)
-    classes, stride = _resolution(forward)
-    values = len(images) * classes * math.prod(math.ceil(side / stride) * stride for side in size)
-    if views.at_once(size) and values < _MOST_AT_ONCE:
-        predictions = kept(forward(images, at=size, antialias=views.antialias, **views.options()))
-    else:
-        predictions = torch.cat([kept(scores) for scores in _scores(forward, images, size, views, progress)], dim=2)
-    return predictions if size == own_size else F.interpolate(predictions, own_size, mode="nearest-exact")
+    count, _, height, width = images.shape
+    size, (classes, stride) = views.size((height, width)), _resolution(forward)
+    values = count * classes * math.prod(math.ceil(side / stride) * stride for side in size)
+    what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
+    where = f"while {what} of {height}x{width} pixels {was} evaluated. {memory_advice}"
+    with memory_errors(where), torch.inference_mode():
+        if views.at_once(size) and values < _MOST_AT_ONCE:
+            predictions = kept(forward(images, at=size, antialias=views.antialias, **views.options()))
+        else:
+            predictions = torch.cat([kept(scores) for scores in _scores(forward, images, size, views, progress)], dim=2)
+        if size != (height, width):
+            predictions = F.interpolate(predictions, (height, width), mode="nearest-exact")
+        return predictions if probabilities else predictions[:, 0]
 
 
 def _scores(

@@ -48,19 +48,14 @@ class CrossEntropy(nn.Module):
                 stride=self.stride,
             )
         logits = upsampled(logits, labels.shape[1:], self.stride)
-        losses = pixel_losses(logits, labels, self.ignore_index, self.weights)
+        logits = logits if logits.dtype.itemsize >= 4 else logits.float()
+        weights = None if self.weights is None else self.weights.to(logits.dtype)
+        options: dict = {"ignore_index": self.ignore_index, "reduction": "none"}
+        losses = F.cross_entropy(logits, labels.long(), weights, **options).flatten(1)  # (N, H * W); ignored: 0
         if self.fraction is None:
             labelled = (labels != self.ignore_index).flatten(1).sum(dim=1).clamp(min=1)
             return (losses.sum(dim=1) / labelled).mean()
         return mean_of_largest(losses, self.fraction)[0]
-
-
-def pixel_losses(logits: Tensor, labels: Tensor, ignore_index: int, weights: Tensor | None = None) -> Tensor:
-    """Cross-entropy of every pixel times its class's weight, (N, H * W), at least float32; zero for `ignore_index`."""
-    if logits.dtype.itemsize < 4:
-        logits = logits.float()
-    weights = None if weights is None else weights.to(logits.dtype)
-    return F.cross_entropy(logits, labels.long(), weights, ignore_index=ignore_index, reduction="none").flatten(1)
 
 
 def inverse_frequencies(counts: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Micro-batches as a CUDA graph: the host launches one graph instead of thousands of kernels (`trainer.capture`)."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -197,9 +197,5 @@ class CapturedMicroBatches:
         found = [
             name for name, module in self.network.named_modules() if type(module).__name__.lower().startswith(words)
         ]
-        return f" ({_listed(found)})" if found else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more
+        more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+        return f" ({', '.join(found[:2])}{more})" if found else ""

@@ -22,30 +22,22 @@ def other_scale(forward: Forward, dataset: SegmentationDataset | ClassificationD
     A file for images with levels of 0 to 255, as Caffe's networks take, has the names and shapes of one for normalised
     images. `side`: the largest height and width of the images, in pixels.
     """
-    found = _first_norm(forward, _images(dataset, side))
-    if found is None:
-        return None
-    expected, x = found
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if isinstance(variance := getattr(module, "running_var", None), Tensor):
+            raise _Found(variance, inputs[0])
+
+    with torch.no_grad(), register_module_forward_pre_hook(note):
+        try:
+            forward(_images(dataset, side))
+            return None
+        except _Found as found:
+            expected, x = found.args
     measured = x.float().var(dim=[0, *range(2, x.dim())])
     ratio = float((measured / expected.clamp(min=1e-12)).median())  # over channels: some may be dead
     if 1 / _FACTOR < ratio < _FACTOR or bool((expected == 1).all()):  # as it was initialised
         return None
     return ratio
-
-
-@torch.no_grad()
-def _first_norm(forward: Forward, images: Tensor) -> tuple[Tensor, Tensor] | None:
-    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if isinstance(variance := getattr(module, "running_var", None), Tensor):
-            raise _Found(variance, inputs[0])
-
-    with register_module_forward_pre_hook(note):
-        try:
-            forward(images)
-        except _Found as found:
-            variance, x = found.args
-            return variance, x
-    return None
 
 
 def _images(dataset: SegmentationDataset | ClassificationDataset, side: int) -> Tensor:

@@ -100,9 +100,6 @@ class Learner:
         ddp = self.forward.network
         return ddp.no_sync() if isinstance(ddp, DistributedDataParallel) else nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-
     def step(self, loss: Tensor, asked: Tensor) -> "Outcome":
         """Clip the gradients; update the weights, the learning rate and the averaged weights. Nothing is waited for.
 
@@ -160,16 +157,8 @@ class Learner:
 
         FloatingPointError: a weight or statistic is not finite, so the checkpoint would be useless.
         """
-        state = self._state()
-        tensors = state["network"] | {f"averaged {name}": tensor for name, tensor in state.get("ema", {}).items()}
-        if broken := not_finite(tensors):
-            raise FloatingPointError(
-                f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
-            )
-        return {"step": step, **state}
-
-    def _state(self) -> dict:
         state: dict[str, Any] = {
+            "step": step,
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -178,6 +167,11 @@ class Learner:
         if self.average is not None:
             state["ema"] = self.evaluated.network.state_dict()
             state["ema_updates"] = self.average.updates
+        tensors = state["network"] | {f"averaged {name}": tensor for name, tensor in state.get("ema", {}).items()}
+        if broken := not_finite(tensors):
+            raise FloatingPointError(
+                f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
+            )
         return state
 
     def load_state_dict(self, state: dict) -> None:

@@ -171,7 +171,7 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
         # Without a name, the logits are freed as soon as the backward pass no longer needs them.
         part_loss = loss(learner.forward(images), labels.to(world.device, non_blocking=True))
         part_loss = part_loss * (len(images) * world.size / minibatch_size)
-        learner.backward(part_loss)
+        learner.scaler.scale(part_loss).backward()
         return part_loss.detach()
 
     run = micro_batch if learner.captured is None else partial(learner.captured, micro_batch)

@@ -175,8 +175,10 @@ class ABN(NormBase):
         strategy = self.strategy()
         activation = Activation(self.activation, self.activation_param)
         weight, bias, running_mean, running_var = own
+        # A recorded graph cannot hold our node: gradients would be lost, and the sizes by which kernels read x fixed.
+        recorded = torch.jit.is_tracing() or torch.compiler.is_exporting()
         if group is None and (
-            strategy is None or not x.numel() or _is_recorded() or (not use_batch and _is_inference(strategy, x))
+            strategy is None or not x.numel() or recorded or (not use_batch and _is_inference(strategy, x))
         ):
             if use_batch and strategy is not None and strategy.gamma_floor and weight is not None:
                 weight = weight + (floored(weight, strategy.gamma_floor) - weight).detach()  # dL/dweight = dL/dgamma
@@ -238,15 +240,6 @@ class ABN(NormBase):
         activation = f"activation={self.activation}({self.activation_param})"
         own = f"learn_scale={self.learn_scale}, sync={self.sync}, backend={self.backend}"
         return f"{super().extra_repr()}, {activation}, {own}"
-
-
-def _is_recorded() -> bool:
-    """Whether `torch.jit.trace`, `torch.export` or an ONNX export records a graph.
-
-    Such a graph cannot contain our node, so gradients would be lost, and it would fix the sizes that decide how a fused
-    kernel reads its input.
-    """
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 def _is_inference(strategy: Strategy, x: Tensor) -> bool:

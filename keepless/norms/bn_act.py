@@ -1,6 +1,5 @@
 """BN + activation as one autograd node. Strategies differ in which tensors it keeps for the backward pass."""
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -13,7 +12,6 @@ from ..inputs import is_number
 from ..torch_internals import node_class
 from .backends import backend_for
 from .backends.activations import Activation
-from .backends.eager import EagerBackend
 from .backends.interface import Affine, BackwardInputs, Running, floored
 from .synchronisation import check_total, gathered_moments, joint_sums
 
@@ -195,11 +193,6 @@ def _saved_tensors(node: BatchNormActivationBackward) -> tuple[Tensor, ...]:
 def is_node(value: object) -> TypeGuard[BatchNormActivationBackward]:
     """Whether a value is a `BatchNormActivation` node."""
     return isinstance(value, node_class(BatchNormActivation))
-
-
-def is_fused(node: object, inputs: Sequence[Tensor]) -> bool:
-    """Whether a value is one of our nodes, and computes in fused kernels. `inputs`: of the node."""
-    return is_node(node) and not isinstance(backend_for(node.strategy.backend, inputs[0]), EagerBackend)
 
 
 def kept_by(node: BatchNormActivationBackward) -> BackwardInputs:

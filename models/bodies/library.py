@@ -151,7 +151,8 @@ class LibraryBody(Body):
         return channels, stride
 
 
-def torchvision_body(
+def _library_body(
+    library: str,
     norm_act: NormAct = _RELU,
     classes: int = 0,
     output_stride: int = 32,
@@ -160,53 +161,45 @@ def torchvision_body(
     last: str | None = None,
     own_momentum: bool = False,
 ) -> LibraryBody:
-    """A classification network of torchvision, such as resnet50. ValueError: see `LibraryBody`."""
-    from torchvision import models
-
-    _check_name(network, models.list_models(models), "torchvision")
-
-    def make() -> dict[str, nn.Module]:
-        whole = models.get_model(network, weights=None)
-        layers = dict(takewhile(lambda entry: entry[0] not in _HEADS, whole.named_children()))
-        return layers | ({"relu": nn.ReLU()} if isinstance(whole, models.DenseNet) else {})  # a function there
-
-    title = f"torchvision's {network}"
+    """A classification network of torchvision, such as resnet50, or of timm. ValueError: see `LibraryBody`."""
+    make = partial(_of_torchvision if library == "torchvision" else _of_timm, network)
+    title = f"{library}'s {network}"
     return LibraryBody(norm_act, classes, output_stride, make=make, title=title, last=last, own_momentum=own_momentum)
 
 
-def timm_body(
-    norm_act: NormAct = _RELU,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    network: str,
-    last: str | None = None,
-    own_momentum: bool = False,
-) -> LibraryBody:
-    """The last features of a network of timm, by `features_only=True`. ValueError as for `torchvision_body`."""
+torchvision_body, timm_body = partial(_library_body, "torchvision"), partial(_library_body, "timm")
+
+
+def _of_torchvision(network: str) -> dict[str, nn.Module]:
+    from torchvision import models
+
+    _check_name(network, models.list_models(models), "torchvision")
+    whole = models.get_model(network, weights=None)
+    layers = dict(takewhile(lambda entry: entry[0] not in _HEADS, whole.named_children()))
+    return layers | ({"relu": nn.ReLU()} if isinstance(whole, models.DenseNet) else {})  # a function there
+
+
+def _of_timm(network: str) -> dict[str, nn.Module]:
+    """The layers of a network's last features, by `features_only=True`."""
     try:
         import timm
     except ImportError as error:
         raise ValueError(f"body=timm needs timm ({error}): pip install timm, or give body=torchvision") from error
+
     _check_name(network, timm.list_models(), "timm")
-    title = f"timm's {network}"
-
-    def make() -> dict[str, nn.Module]:
-        try:
-            whole: Any = timm.create_model(network, features_only=True, out_indices=(-1,)).eval()
-            layers, example = dict(whole.named_children()), torch.ones(1, 3, SIDE, SIDE)
-            with torch.no_grad():
-                *_, features = whole(example)
-                if not torch.equal(_run(list(layers.values()), example), features):
-                    raise ValueError("they give other features")
-        except Exception as error:  # a module may raise anything
-            raise ValueError(
-                f"{title} does not run its modules one after the other on images of any size "
-                f"({type(error).__name__}: {error}): {_EXPECTED}"
-            ) from error
-        return layers
-
-    return LibraryBody(norm_act, classes, output_stride, make=make, title=title, last=last, own_momentum=own_momentum)
+    try:
+        whole: Any = timm.create_model(network, features_only=True, out_indices=(-1,)).eval()
+        layers, example = dict(whole.named_children()), torch.ones(1, 3, SIDE, SIDE)
+        with torch.no_grad():
+            *_, features = whole(example)
+            if not torch.equal(_run(list(layers.values()), example), features):
+                raise ValueError("they give other features")
+    except Exception as error:  # a module may raise anything
+        raise ValueError(
+            f"timm's {network} does not run its modules one after the other on images of any size "
+            f"({type(error).__name__}: {error}): {_EXPECTED}"
+        ) from error
+    return layers
 
 
 def _up_to(layers: Mapping[str, nn.Module], last: str, of: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """Recognise a network by the names and shapes of its tensors."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,12 @@ def recognised(tensors: Mapping[str, Tensor]) -> Architecture:
     ValueError if no body of `models.bodies` has these tensors.
     """
     stem = tensors.get("mod1.conv1.weight")
-    structure = _structure(tensors)
+    blocks = {  # or layers: (2, "block1"), … in mod2, mod3, …
+        (int(match[1]), match[2])
+        for name in tensors
+        if (match := re.match(r"mod([2-9])\.(block\d+|convs1\.\d+)\.", name))
+    }
+    structure = [count for _, count in sorted(Counter(stage for stage, _ in blocks).items())]
     if stem is None or stem.ndim != 4 or not structure:
         found = ", ".join(list(tensors)[:3]) or "nothing"
         raise ValueError(f"expected tensors such as mod1.conv1.weight and mod2.…, found {found}")
@@ -43,17 +49,6 @@ def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not any(name.startswith("body.") for name in tensors):
         return dict(tensors)
     return {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}
-
-
-def _structure(tensors: Mapping[str, Tensor]) -> list[int]:
-    """Blocks or layers in mod2, mod3, …"""
-    found = {
-        (int(match[1]), match[2])
-        for name in tensors
-        if (match := re.match(r"mod([2-9])\.(block\d+|convs1\.\d+)\.", name))
-    }
-    stages = [stage for stage, _ in found]
-    return [stages.count(stage) for stage in sorted(set(stages))]
 
 
 def _body(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:

@@ -26,10 +26,6 @@ class Tiling(NamedTuple):
     parts: int
 
     @property
-    def channel_elements(self) -> float:
-        return float(self.shape[0] * self.shape[2])
-
-    @property
     def registers(self) -> int:
         """Most registers per thread with which `resident` programs fit a multiprocessor; a thread has at most 255."""
         return min(255, REGISTERS // (self.resident * self.num_warps * 32) // 8 * 8)
@@ -91,7 +87,9 @@ def tiling(shape: tuple[int, int, int], itemsize: int, processors: int, reads: i
     vector = 16 // itemsize
     align = math.gcd(length, vector)
     threads, resident, per_thread, block_c = _table(length, c, itemsize, reads, whole)
-    block_l = _block_l(length) if length > 1 else 1
+    # The widest tile that covers L with at most an eighth of overhang; otherwise the narrowest.
+    widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
+    block_l = next((width for width in widths if _cdiv(length, width) * width <= 1.125 * length), widths[-1])
     block_n = min(_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
     while block_n > 1 and block_n * c * length >= 2**31:  # offsets within a tile have 32 bits
         block_n //= 2
@@ -157,12 +155,6 @@ def _fullest(shares: Sequence[int], tiles: int, blocks: int, programs: int) -> i
         return _cdiv(blocks * _cdiv(tiles, share), programs)
 
     return min(shares, key=lambda share: (waves(share) * (share + 1), -share))
-
-
-def _block_l(length: int) -> int:
-    """The widest tile that covers `length` with at most an eighth of overhang; otherwise the narrowest."""
-    widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
-    return next((width for width in widths if _cdiv(length, width) * width <= 1.125 * length), widths[-1])
 
 
 def _cdiv(number: int, divisor: int) -> int:

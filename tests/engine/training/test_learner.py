@@ -25,7 +25,7 @@ def small_learner(precision: str = "float32", averaged: bool = False) -> Learner
     average = WeightAverage(network, decay=0.9) if averaged else None
     learner = Learner(network, forward_of(network, precision), optimizer, scheduler, scaler, average=average)
     for _ in range(2):
-        learner.backward(network(torch.randn(3, 2)).square().mean())
+        learner.scaler.scale(network(torch.randn(3, 2)).square().mean()).backward()
         learner.step(*torch.zeros(2, dtype=torch.float64))
     return learner
 
@@ -52,7 +52,7 @@ def test_everything_that_changes_continues(tmp_path):
 
     for one in (learner, again):  # with the momentum and the learning rate of the two steps
         one.optimizer.zero_grad()
-        one.backward(one.network(torch.ones(3, 2)).square().mean())
+        one.scaler.scale(one.network(torch.ones(3, 2)).square().mean()).backward()
         one.step(*torch.zeros(2, dtype=torch.float64))
     assert torch.equal(learner.network.weight, again.network.weight)
     assert learner.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 0.1 * 0.8
