@@ -24,15 +24,15 @@ def png_chunks(data: bytes) -> Iterator[memoryview]:
 
 
 def png_is_intact(data: bytes) -> bool:
-    """Whether a PNG has all its chunks with the right checksums, and nothing between them."""
+    """Whether a PNG has its header and all its chunks with the right checksums, and nothing between them."""
     chunks = list(png_chunks(data))
-    return png_size(data) is not None and chunks[-1][4:8] == b"IEND" and all(map(_has_checksum, chunks))
+    if data[8:16] != b"\0\0\0\x0dIHDR" or not chunks or chunks[-1][4:8] != b"IEND":
+        return False
+    return all(zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:], "big") for chunk in chunks)
 
 
-def png_size(data: bytes) -> tuple[int, int] | None:
-    """(width, height) from a PNG's header, its first 33 bytes; None if it is damaged."""
-    if data[8:16] != b"\0\0\0\x0dIHDR" or not _has_checksum(data[8:33]):
-        return None
+def png_size(data: bytes) -> tuple[int, int]:
+    """(width, height) from the header of an intact PNG."""
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
@@ -44,7 +44,7 @@ def png_pixels_only(data: bytes) -> bytes:
 def png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes | None:
     """The PNG with a header that claims `rows` rows; None if its pixels are of another kind."""
     header = data[12:29]  # "IHDR", width, height, depth, colour type, compression, filter, interlacing
-    depth, colour_type, *_, interlaced = header[12:].ljust(5)
+    depth, colour_type, *_, interlaced = header[12:]
     if colour_type not in colour_types or interlaced or (depth != 8 and colour_type != PALETTE):
         return None
     header = header[:8] + rows.to_bytes(4, "big") + header[12:]
@@ -76,8 +76,3 @@ def jpeg_down_to(data: bytes, rows: int) -> bytes | None:
         return None
     height = min(int.from_bytes(frame[5:7], "big"), rows + _JPEG_MARGIN)
     return data[: offset + 5] + height.to_bytes(2, "big") + data[offset + 7 :]
-
-
-def _has_checksum(chunk: bytes | memoryview) -> bool:
-    """Whether a PNG chunk's checksum is right."""
-    return zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:], "big")

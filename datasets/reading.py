@@ -1,6 +1,6 @@
 """Reads image files, with the checks that decoders leave out. Every error names the file and says what is wrong."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from datasets import file_formats as formats
 
@@ -17,12 +17,15 @@ _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all rows faster than Pillow
 # Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file is called.
 PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
-_NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # from Pillow, for damaged files
 
 # Tags of TIFF files. An interpretation of 0: gray, 0 is white; 1: gray; 3: palette; 6: YCbCr.
 _BITS, _COMPRESSION, _INTERPRETATION, _CHANNELS, _PLANES, _EXTRA_CHANNELS, _KIND = 258, 259, 262, 277, 284, 338, 339
-_MASKS = {bytes(kind) for kind in ((1, 0), (16, 0), (8, 4), (8, 6))}  # PNGs: depth, colour type (4 and 6 have alpha)
+# Kinds of PNGs: depth, colour type (4 and 6 have alpha). Decoders stretch gray of 2 and 4 bits.
+_LABELS = {(8, formats.GRAY), *((depth, formats.PALETTE) for depth in (1, 2, 4, 8))}
+_MASKS = {(1, formats.GRAY), (16, formats.GRAY), (8, 4), (8, 6)}
+_ONE_ID = "one 8-bit class id per pixel (not a colour picture)"
 _TIFF = "a TIFF of gray, RGB, CMYK or a palette, with unsigned integers of 8 or 16 bits, channels interleaved"
+_PNG_OR_JPEG = "an image; expected a PNG or JPEG"
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
@@ -51,14 +54,13 @@ class Stored(NamedTuple):
         if not self.has_end_mark:
             height, width, _ = decode_image(self, turned=turned).shape
             return width, height
-        try:
-            width, height = formats.png_size(self.data) or Image.open(BytesIO(self.data), formats=["JPEG"]).size
-        except Image.DecompressionBombError:
-            raise _too_large(self.path) from None
-        except _NOT_INTACT:
-            raise Unreadable(f"{self.path}: has no readable image header; expected an intact PNG or JPEG.") from None
-        if width * height > _MOST_PIXELS:
-            raise _too_large(self.path)
+        with _decoding(self.path, _PNG_OR_JPEG):
+            if self.data.startswith(formats.PNG):
+                width, height = formats.png_size(self.data)
+            else:
+                width, height = Image.open(BytesIO(self.data), formats=["JPEG"]).size
+            if width * height > _MOST_PIXELS:
+                raise Image.DecompressionBombError
         return (height, width) if turned and _orientation(self.data) in _ON_ITS_SIDE else (width, height)
 
 
@@ -77,14 +79,12 @@ def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
     A PNG is complete if all its chunks have the right checksums, a JPEG if it has its end mark.
     """
     is_png, is_jpeg = data.startswith(formats.PNG), data.startswith(formats.JPEG)
-    if not data or not (is_png or is_jpeg or photograph):
-        raise Unreadable(
-            f"{path}: {'the file is empty' if not data else f'is neither PNG nor JPEG (starts with {data[:4]!r})'}; "
-            "expected a PNG or JPEG."
-        )
+    if not (is_png or is_jpeg or (data and photograph)):
+        what = f"is neither PNG nor JPEG (starts with {data[:4]!r})" if data else "the file is empty"
+        raise Unreadable(f"{path}: {what}; expected a PNG or JPEG.")
     if (is_png and not formats.png_is_intact(data)) or (is_jpeg and not formats.jpeg_has_end(data)):
-        what = "PNG" if is_png else "JPEG"
-        raise Unreadable(f"{path}: the {what} file is truncated or damaged; expected an intact one.")
+        kind = "PNG" if is_png else "JPEG"
+        raise Unreadable(f"{path}: the {kind} file is truncated or damaged; expected an intact one.")
     return Stored(path, data)
 
 
@@ -96,7 +96,7 @@ def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool 
     the orientation is ignored, because published labels match the pixels as stored. Rows far below `window` are not
     decoded.
     """
-    path, data = stored = file if isinstance(file, Stored) else read(file, photograph=turned)
+    path, data = stored = _stored(file, photograph=turned)
     if turned and not stored.has_end_mark:
         return _decode_photograph(stored)[window]
     turn = _orientation(data) if turned else 1
@@ -110,7 +110,7 @@ def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool 
         if error.code == cv2.Error.StsNoMem:
             raise MemoryError(f"out of memory while an image of {len(data):,} bytes was decoded") from error
     if image is None:
-        raise Unreadable(f"{path}: cannot be decoded as an image; expected an intact PNG or JPEG.")
+        raise Unreadable(f"{path}: cannot be decoded as {_PNG_OR_JPEG}, undamaged.")
     if turn > 1:
         image = image.swapaxes(0, 1) if turn in _ON_ITS_SIDE else image
         image = np.ascontiguousarray(image[:: -1 if turn in (3, 4, 7, 8) else 1, :: -1 if turn in (2, 3, 6, 7) else 1])
@@ -122,16 +122,10 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
 
     Rows far below `window` are not decoded.
     """
-    path, data = _png(file)
+    path, data = _png(file, _LABELS, _ONE_ID)
     if window != EVERYTHING and (part := _decode_window(data, window, formats.GRAY, formats.PALETTE)) is not None:
         return part
-    depth, colour_type = data[24:26]
-    if depth < 8 and colour_type != formats.PALETTE:
-        raise Unreadable(
-            f"{path}: has {depth} bits per pixel; expected a label with one 8-bit class id per pixel (decoders "
-            "stretch smaller values)."
-        )
-    return _exact(path, data, np.uint8, "a label with one 8-bit class id per pixel (not a colour picture)")[window]
+    return _exact(path, data)[window]
 
 
 def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
@@ -144,10 +138,10 @@ def decode_mask(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     path, data = stored = _stored(file, photograph=True)
     if b"eXIf" in data and _orientation(data) > 1:
         raise Unreadable(f"{path}: has an EXIF orientation, but labels are read as stored; expected none.")
-    kind = data[24:26] if data.startswith(formats.PNG) else None  # depth and colour type
+    kind = tuple(data[24:26]) if data.startswith(formats.PNG) else None  # depth and colour type
     if not stored.has_end_mark:
         raw = _decode_tiff_label(stored)[window]
-    elif kind == bytes((8, formats.COLOUR)):
+    elif kind == (8, formats.COLOUR):
         raw = decode_image(stored, window)
     elif kind in _MASKS:
         raw = _exact(path, data)[window]
@@ -172,12 +166,13 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
     path, data = file
     if data[:4] not in TiffImagePlugin.PREFIXES:
         raise Unreadable(f"{path}: is neither PNG nor TIFF (starts with {data[:4]!r}); expected one of them.")
-    with _pillow_errors(path, "a label"), Image.open(BytesIO(data), formats=["TIFF"]) as image:
+    expected = f"a label; expected {_TIFF}, black as 0, unturned, one page"
+    with _decoding(path, expected), Image.open(BytesIO(data), formats=["TIFF"]) as image:
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         turned, inverted = tags.get(ExifTags.Base.Orientation, 1) != 1, tags.get(_INTERPRETATION) == 0
         exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
         if not exact or turned or inverted or _is_misread(tags) or getattr(image, "n_frames", 1) > 1:
-            raise Unreadable(f"{path}: cannot be decoded as a label; expected {_TIFF}, black as 0, unturned, one page.")
+            raise ValueError("another kind of TIFF")
         return np.asarray(image)
 
 
@@ -195,43 +190,41 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
 
 def decode_uint16(file: Path | Stored) -> np.ndarray:
     """Decode an instance file to uint16 (H, W). ValueError if it holds anything else."""
-    path, data = _png(file)
-    return _exact(path, data, np.uint16, "instances with one 16-bit value per pixel")
+    return _exact(*_png(file, {(16, formats.GRAY)}, "instances, one 16-bit value per pixel"))
 
 
 def _decode_photograph(file: Stored) -> np.ndarray:
     """`decode_image` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
-    expected = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel"
-    expected = _TIFF if data[:4] in TiffImagePlugin.PREFIXES else expected
-    unknown = Unreadable(f"{path}: cannot be decoded as an image; expected {expected}.")
-    with _pillow_errors(path, "an image", unknown):
+    known = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel"
+    with _decoding(path, f"an image; expected {_TIFF if data[:4] in TiffImagePlugin.PREFIXES else known}"):
         with Image.open(BytesIO(data), formats=PHOTOGRAPHS) as stored:
             tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF
-            if data.startswith(b"MM\0+") or (tags and _is_misread(tags)):
-                raise unknown
+            if data.startswith(b"MM\0+") or _is_misread(tags):
+                raise ValueError("another kind of TIFF")
             image = ImageOps.exif_transpose(stored)
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
             levels = np.asarray(image) >> (tags.get(_BITS, (16,))[0] - 8)
             image = Image.fromarray((255 - levels if tags.get(_INTERPRETATION) == 0 else levels).astype(np.uint8))
-        if image.mode in ("I", "F"):  # 32 bits: their black and white are unknown
-            raise unknown
+        if image.mode in ("I", "F"):
+            raise ValueError("the black and white of 32 bits are unknown")
         return np.array(image.convert("RGB"))
 
 
 @contextmanager
-def _pillow_errors(path: Path, expected: str, unknown: Unreadable | None = None) -> Iterator[None]:
-    """Context that turns Pillow's errors into Unreadable. `unknown`: if the format is not known, or no image at all."""
+def _decoding(path: Path, expected: str) -> Iterator[None]:
+    """Context for Pillow, whose errors become Unreadable; ValueError above its limit of pixels: the file is intact."""
     try:
         yield
-    except Unreadable:
-        raise
     except Image.DecompressionBombError:
-        raise _too_large(path) from None
-    except Exception as error:  # Pillow's readers of rare formats raise whatever Python does for damaged bytes
-        if unknown is not None and isinstance(error, UnidentifiedImageError):
-            raise unknown from None
-        raise Unreadable(f"{path}: cannot be decoded as {expected} ({type(error).__name__}: {error}).") from None
+        raise ValueError(
+            f"{path}: has more than {_MOST_PIXELS // 10**6} megapixels; expected fewer: cut large images, and their "
+            f"labels alike, into tiles"
+        ) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # readers of rare formats raise whatever Python does for damaged bytes
+        raise Unreadable(f"{path}: cannot be decoded as {expected}, undamaged.") from error
 
 
 def _is_misread(tags: Mapping[int, Any]) -> bool:
@@ -258,46 +251,25 @@ def _orientation(data: bytes) -> int:
     return found if found in range(1, 9) else 1
 
 
-def _exact(path: Path, data: bytes, dtype: type | None = None, expected: str = "a label") -> np.ndarray:
-    """The values in a PNG. Unreadable unless they are (H, W) of `dtype`, if that is given."""
-    Stored(path, data).size()  # refuses more pixels than Pillow opens
-    raw = _pillow(formats.png_pixels_only(data))
-    if raw is None:
-        raise Unreadable(f"{path}: cannot be decoded as {expected}; expected an intact PNG.")
-    if dtype is not None and (raw.ndim != 2 or raw.dtype != dtype):
-        channels = 1 if raw.ndim == 2 else raw.shape[2]
-        raise Unreadable(f"{path}: has {channels} channel(s) of {raw.dtype}; expected {expected}.")
-    return raw
+def _exact(path: Path, data: bytes) -> np.ndarray:
+    """The values in a PNG."""
+    with _decoding(path, "a label; expected a PNG"):
+        return np.asarray(Image.open(BytesIO(formats.png_pixels_only(data)), formats=["PNG"]))
 
 
 def _stored(file: Path | Stored, photograph: bool = False) -> Stored:
     return file if isinstance(file, Stored) else read(file, photograph)
 
 
-def _png(file: Path | Stored) -> Stored:
-    stored = _stored(file)
-    if not stored.data.startswith(formats.PNG):
-        raise Unreadable(f"{stored.path}: is a JPEG, which changes values; expected a PNG.")
+def _png(file: Path | Stored, kinds: Set[tuple[int, ...]], expected: str) -> Stored:
+    """A PNG of one of some kinds. Unreadable if it is of another."""
+    path, data = stored = _stored(file)
+    if not data.startswith(formats.PNG):
+        raise Unreadable(f"{path}: is a JPEG, which changes values; expected a PNG.")
+    depth, colour_type = data[24:26]
+    if (depth, colour_type) not in kinds:
+        raise Unreadable(f"{path}: is a PNG of {depth} bits and colour type {colour_type}; expected {expected}.")
     return stored
-
-
-def _too_large(path: Path) -> ValueError:
-    """The error for more pixels than Pillow opens; the file may be intact."""
-    return ValueError(
-        f"{path}: has more than {_MOST_PIXELS // 10**6} megapixels; expected fewer: cut large images, and their labels "
-        f"alike, into tiles"
-    )
-
-
-def _pillow(data: bytes, window: Window = EVERYTHING) -> np.ndarray | None:
-    try:
-        image: Image.Image = Image.open(BytesIO(data), formats=["PNG", "JPEG"])
-        if window != EVERYTHING:
-            rows, columns = window
-            image = image.crop((columns.start, rows.start, columns.stop, rows.stop))
-        return np.asarray(image)
-    except _NOT_INTACT:
-        return None
 
 
 def _decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarray | None:
@@ -306,12 +278,15 @@ def _decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarra
     Both store rows from top to bottom, so decoding can stop below the window: the header is changed to claim that the
     image ends there. (OpenCV would still inflate the rest of a PNG, and complain about the rest of a JPEG.)
     """
-    rows = window[0].stop
+    rows, columns = window
     if data.startswith(formats.PNG):
-        size = formats.png_size(data)
-        if size is None or (rows > _NEARLY_ALL * size[1] and data[25] != formats.PALETTE):
-            return None
-        down_to = formats.png_down_to(data, rows, colour_types)
+        nearly_all = rows.stop > _NEARLY_ALL * formats.png_size(data)[1] and data[25] != formats.PALETTE
+        down_to = None if nearly_all else formats.png_down_to(data, rows.stop, colour_types)
     else:
-        down_to = formats.jpeg_down_to(data, rows)
-    return None if down_to is None else _pillow(down_to, window)
+        down_to = formats.jpeg_down_to(data, rows.stop)
+    if down_to is None:
+        return None
+    with suppress(OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # damaged: see the whole
+        image = Image.open(BytesIO(down_to), formats=["PNG", "JPEG"])
+        return np.asarray(image.crop((columns.start, rows.start, columns.stop, rows.stop)))
+    return None
