@@ -120,12 +120,12 @@ class _Compiler:
                 number = self._number(base)
                 act.base = number, self._form_of(base, taught.base_form)._replace(alias=0)
                 self.seen.add(number)
-        self._simplify(act, taught.alias)
+        self._simplify(act, taught)
         act.guards = taught.writes and not any(path == 0 for path, *_ in act.takes)
         act.written, act.stream, act.draws = taught.written, taught.stream, any(make.draws for make in makes)
         return act
 
-    def _simplify(self, act: Act, alias: Path | None) -> None:
+    def _simplify(self, act: Act, taught: Taught) -> None:
         """Note what a recipe reads, and what a result needs that is dropped alone."""
         act.reads_packed = any(make.packed for make in act.makes)
         act.blank = [None] * len(act.takes)
@@ -134,13 +134,16 @@ class _Compiler:
                 reads = [position for position, take in make.taken if act.takes[take][1].how != How.COPY]
                 reads += [position for position, _ in make.packed]
                 reads += [position for position, _ in make.saved if act.packs is not None]
-                shares = (position for position, take in make.taken if act.takes[take][0] == alias)
+                shares = (position for position, take in make.taken if act.takes[take][0] == taught.alias)
                 act.form = act.form._replace(reads=tuple(reads), alias=next(shares, -1))
         if len(act.makes) == 1 and act.form is not None and not (act.is_kept or act.base):
             (make,) = act.makes
             serves = any(pack is not None and pack.how == How.RESULT and pack.more for pack in act.packs or ())
-            if not (serves or make.packed or make.given or make.is_group or make.draws or make.refreshed):
-                act.simple, act.saved, act.blank = make.function, make.saved, make.arguments
+            is_own = act.has_own_arguments(make) and not any(type(one) is list for _, one in taught.consts)
+            if not (serves or make.packed or make.is_group or make.draws or make.refreshed) and is_own >= bool(
+                make.given
+            ):
+                act.simple, act.saved, act.blank = make.function, make.saved, None if is_own else make.arguments
                 act.takes = [(*act.takes[take][:2], position) for position, take in make.taken]
 
     def _form_of(self, value: Value, form: Form) -> Form:

@@ -94,7 +94,8 @@ class Following(Recording):
             return function(*args, **kwargs) if kwargs else function(*args)
         if self.script is not None:
             entry = self.entries[self.next]
-            if entry[0] is function:
+            known = entry[0]
+            if known is function or known == function:  # getters such as that of `Tensor.shape` are made for each call
                 self.next += 1
                 act = entry[1]
                 if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs or {})):
@@ -111,13 +112,11 @@ class Following(Recording):
         """A call that is not the expected one, or whose function has to be opened."""
         while (entry := self.entries[self.next]).asks:
             self.next += 1
-            if entry.function == function:
-                return function(*args, **kwargs)
+        if entry.function == function:
+            return self.__torch_function__(function, types, args, kwargs)
         row = row_of(function)
         if row.only_asks and PLAIN.issuperset(types):
             return function(*args, **kwargs)
-        if entry.function is not None and entry.function is function:
-            return self.__torch_function__(function, types, args, kwargs)
         if entry.opened == function and PLAIN.issuperset(types):
             self.next += 1
             _enter(self)
@@ -125,12 +124,6 @@ class Following(Recording):
                 return body(function)(*args, **kwargs)
             finally:
                 _leave(self, None, None, None)
-        if entry.function == function:  # such as an operator of `torch.ops`
-            self.next += 1
-            act = entry.act
-            if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs)):
-                return function(*args, **kwargs)
-            return self._acted(act, function, types, args, kwargs)
         if self._branches(function):
             return self._other(function, types, args, kwargs)
         self.hand_over()
@@ -224,7 +217,13 @@ class Following(Recording):
             if not isinstance(one, Tensor) or one.requires_grad is not needs:
                 return None
         ours = self.handles
-        handles: list[Any] = [*act.blank]
+        handles: list[Any]
+        if act.blank is None:
+            if list in map(type, args):  # it may change
+                return None
+            handles = [*args]
+        else:
+            handles = [*act.blank]
         known = ours.found
         tensor: Any
         for path, take, position in act.takes:

@@ -264,7 +264,7 @@ class Act:
         self.device = "cpu"
         self.count = 0  # of positional arguments
         self.reads_packed = False  # recipes read what autograd gets for saved tensors
-        self.blank: list[Any] = []  # the list into which handles are put
+        self.blank: list[Any] | None = []  # the list into which handles are put; None: this call's own arguments
         # If only the result is dropped, and all arguments of its recipe are taken, constant or saved: its function.
         # `blank` are its arguments then.
         self.simple: Any = None
@@ -275,6 +275,11 @@ class Act:
         self.is_saved = False  # autograd may hold the result's slot, or the slot of a view of it
         self.autocast: tuple[bool, torch.dtype | None] = (False, None)
         self.stream = -1  # index of the CUDA device; -1 for others
+
+    def has_own_arguments(self, make: Make) -> bool:
+        """Whether a recipe has the arguments of the call itself, in the same places, but handles for its tensors."""
+        own = [(position, self.takes[take][0]) for position, take in make.taken] + [*make.given]
+        return not self.names and sorted(own) == [(number, number) for number in range(self.count)]
 
 
 WRITES = Act(None, Row())  # of calls that only write over a tensor
