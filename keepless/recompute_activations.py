@@ -111,8 +111,7 @@ def report(network: nn.Module) -> Report:
     """Report the tensors that a prepared network kept in its last forward pass. Call it after a step and print it.
 
     With a budget it says whether the plan keeps a tensor or the tensor cannot be recomputed. If the pass left its plan,
-    only tensors from there on are listed. If it used the plan of another size, each line says for which size its bytes
-    are.
+    only tensors from there on are listed.
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
@@ -381,9 +380,9 @@ def _is_sharded(network: nn.Module) -> bool:
 
 
 def _is_recorded() -> bool:
-    """Whether a recording is active (even if it needs no hooks yet), with no other hooks inside it."""
+    """Whether a recording is active, with no other hooks inside it. While it follows a script, it has no hooks."""
     hooks = current_hooks()
     if hooks is None:
         recording = next((one.recording for one in reversed(_open.passes) if one.recording is not None), None)
-        return recording is not None and recording.only_compares
+        return recording is not None and recording.hooks is None and not recording.abandoned
     return is_ours(hooks)

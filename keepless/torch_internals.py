@@ -205,15 +205,6 @@ def node_class(function: type[torch.autograd.Function]) -> type:
     return function._backward_cls
 
 
-def called_without(hooks: Hooks, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function without the innermost saved-tensor hooks, which must be `hooks`."""
-    try:
-        _hooks_of_torch._pop_saved_tensors_default_hooks()  # inside the try, because Ctrl-C may come right after it
-        return function(*args, **kwargs)
-    finally:
-        _hooks_of_torch._push_saved_tensors_default_hooks(*hooks)
-
-
 def hooks_are_allowed() -> bool:
     """Whether saved-tensor hooks may be set; `torch.func.grad` and `disable_saved_tensors_hooks` forbid it."""
     return _disabled_message() is None

@@ -61,12 +61,12 @@ class _Compiler:
         self.first = 0  # the first number that the present entry gives
 
     def script(self, kept: Sequence[KeptTensor], plan: Plan | None) -> Script:
-        entries = []
+        entries, fits = [], plan is not None and 0 < plan.plain <= plan.peak  # then PyTorch keeps everything itself
         for number, one in enumerate(self.taught):
             self.first = _MANY * number
             function, opened = (None, one.function) if one.opened else (one.function, None)
-            act = self._act(one)
-            if one.writes and act is None:
+            act = None if fits else self._act(one)
+            if one.writes and act is None and not fits:
                 act = WRITES
             entries.append(Entry(function, act, opened, one.asks, one.calls, one.total))
         for entry in entries:

@@ -59,7 +59,6 @@ class Following(Recording):
         self.next = 0  # number of the next entry
         self.handles = Handles()
         self.stream = 0
-        self.only_compares = True  # our hooks are not set
         self.waits = False  # the recorder has taken over, but cannot set its hooks yet
 
     def __enter__(self) -> "Following":
@@ -80,7 +79,7 @@ class Following(Recording):
 
     def _drop(self) -> None:
         self.handles.clear()
-        self.frame, self.only_compares = None, False
+        self.frame = None
 
     @property
     def has_followed(self) -> bool:
@@ -271,7 +270,7 @@ class Following(Recording):
     def _start_if_allowed(self) -> None:
         """Set our hooks, unless the program has set others inside this pass: then once these have gone."""
         if current_hooks() is None and hooks_are_allowed():
-            self.waits = self.only_compares = False
+            self.waits = False
             self._start_hooks()
 
 

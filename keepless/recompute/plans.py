@@ -72,7 +72,7 @@ class Plans:
                 self._waits = True
                 cure = "a CUDA graph is captured without a plan: run three steps before the capture"
                 warn(cure if captures else "a PyTorch profiler is running: the budget is planned once it has ended")
-            return ByPlan([] if size is None else size.plans, guard=Guard(), inputs=sum(given[1]))
+            return ByPlan([] if size is None else size.plans, guard=Guard())
         if size is None:
             size = self._added(kind, given)
             self._rehearse(size, module, args, kwargs)
@@ -95,7 +95,7 @@ class Plans:
 
     def resumed(self, size: "Size", given: "_Given") -> ByPlan:
         """The policy of a pass that has left its script."""
-        policy, self.last = ByPlan(size.plans, None, Guard(), sum(given[1])), size
+        policy, self.last = ByPlan(size.plans, None, Guard()), size
         size.last = policy, given
         return policy
 
@@ -248,7 +248,7 @@ class Size:
         else:
             observer = None
         self.waits = False
-        policy = ByPlan(self.plans, observer, Guard(), sum(given[1]))
+        policy = ByPlan(self.plans, observer, Guard())
         self.last = policy, given
         return policy
 

@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..inputs import tensors_in
-from ..saved import Kept, copied, is_ordinary, size_text
+from ..saved import Kept, copied, is_ordinary
 from ..torch_internals import address, node_number
 from .functions import Call
 from .known_values import KnownValues, is_parameter
 from .live import Live
-from .report import KeptTensor, Log
 from .rerun import Rerun
 from .rules import NotFollowed, Rule
 from .step import Flag, Plan
@@ -204,11 +203,9 @@ class ByPlan:
     rules too. Where no plan matches the calls, a guard decides.
 
     Args:
-        plans: one for each known sequence of calls of the network. If there is only one, and a pass with hooks in all
-            calls has listed what it keeps, calls run without hooks where PyTorch saves all that they need.
+        plans: one for each known sequence of calls of the network.
         observer: sees the step, if it is to be planned.
         guard: None to keep every result where no plan matches the calls.
-        inputs: bytes of the network's inputs.
     """
 
     def __init__(
@@ -216,34 +213,21 @@ class ByPlan:
         plans: Sequence[Plan] = (),
         observer: Live | None = None,
         guard: "Guard | None" = None,
-        inputs: int = 0,
     ) -> None:
         self.plans = list(plans)  # the plans that match the calls of this forward pass so far
         self.observer: Live | None = observer
         self.strayed = False  # no plan matches any more
-        self.is_late = False  # it has not seen the first calls
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
-        self.guard, self.inputs = guard, inputs
+        self.guard = guard
         self.planned: dict[int, int] = {}  # node number -> call number: of kept results
-        # Flags of the calls, while some may run without hooks. A pass with all hooks has to list what is kept first.
-        self.flags = plans[0].flags if observer is None and len(plans) == 1 and plans[0].kept is not None else b""
-        self.needs_hooks = not (self.flags and 0 < plans[0].plain <= plans[0].peak)  # else the plain step fits
 
     def catch_up(self, functions: Sequence[Callable[..., Any]], total: int) -> None:
         """These calls have been made without this policy. `total`: bytes of their results."""
         count = len(functions)
         same = [one for one in self.plans if [known for known, _ in one.calls[:count]] == [*functions]]
         self.plans = [one for one in same if not count or one.flag(count - 1, functions[-1], total) is not None]
-        self.call, self.total, self.flags, self.needs_hooks = count - 1, total, b"", True
-        self.strayed, self.is_late = not self.plans, True
-
-    def is_plain(self, function: Callable[..., Any]) -> bool:
-        """Whether the plan's next call is of this function, and PyTorch saves all that it needs."""
-        number = self.call + 1
-        if number >= len(self.flags) or not self.flags[number] & Flag.PLAIN:
-            return False
-        return bool(self.plans[0].calls[number][0] == function)
+        self.call, self.total, self.strayed = count - 1, total, not self.plans
 
     def next_flag(self, function: Callable[..., Any], result: Tensor) -> int | None:
         """The plan's flag for the next call, which has this result; None if no plan matches the calls."""
@@ -255,7 +239,7 @@ class ByPlan:
         if len(self.plans) > 1 or flag is None:
             self.plans = [one for one in self.plans if one.flag(self.call, function, self.total) is not None]
             if not self.plans:
-                self.strayed, self.flags = True, b""
+                self.strayed = True
                 return None
             flag = self.plans[0].flags[self.call]
         return flag
@@ -266,20 +250,6 @@ class ByPlan:
         base = result._base
         if base is not None and base.numel() == result.numel() and call.has_made(base):
             self.planned[node_number(base.grad_fn)] = self.call  # other views of it follow
-
-    def kept_in(self, log: Log) -> Sequence[KeptTensor]:
-        """The tensors that the finished forward pass has kept. `log`: of the calls with hooks."""
-        plan = self.plans[0] if self.plans else None
-        if self.flags and plan is not None and plan.kept is not None:
-            if plan.inputs == self.inputs:
-                return plan.kept
-            which_step = f"; bytes of a step with {size_text(plan.inputs)} of inputs"
-            return [one._replace(why=one.why + which_step) for one in plan.kept]
-        kept = log.kept(self.why_kept)
-        is_whole = self.observer is None and not self.is_late
-        if plan is not None and is_whole and self.call + 1 == len(plan.calls):
-            plan.kept, plan.inputs = kept, self.inputs
-        return kept
 
     def why_kept(self, value: Value | Kept, node: int) -> str:
         """`node`: number of the node that made the tensor."""

@@ -30,10 +30,7 @@ Rule 12. Gradients never differ from autograd's. Random functions are repeated o
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
     the forward pass has made (`ByPlan` in recipes.py). A tensor that a plan keeps gets a value only when a recipe reads
     it, or an operation that needs less than the tensor.
-Rule 14. If a plan keeps everything, nothing is recorded: calls are only compared with the plan's, and recorded from the
-    first that differs. Otherwise, calls whose saved tensors the plan keeps unchanged run without our hooks
-    (`Flag.PLAIN`): PyTorch saves these tensors itself.
-Rule 15. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
+Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
     passes with inputs of this kind follow it (following.py): one comparison a call, and hooks only around calls that
     save a dropped tensor. From the first call that differs on, the rest of the pass is recorded.
 
@@ -61,7 +58,6 @@ from ..saved import PLAIN, Kept, adds_metadata, is_ordinary
 from ..torch_internals import (
     FakeTensor,
     Hooks,
-    called_without,
     current_function_mode,
     current_hooks,
     subclasses_are_asked,
@@ -109,7 +105,6 @@ class Recording(TorchFunctionMode):
         self.frame = frame
         self.abandoned = False
         self.hooks: saved_tensors_hooks | None = None
-        self.only_compares = False  # nothing is recorded so far (rule 14)
         self.kept: Sequence[KeptTensor] = ()  # at the end
         self.lesson: Any = None  # notes of the calls, from which a script is learned
         self.kind: Any = None  # of the inputs
@@ -119,9 +114,7 @@ class Recording(TorchFunctionMode):
         planned, observer = (None, None) if policy is None else (policy.planned, policy.observer)
         self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned, observer)
         self.inputs = ()
-        self.only_compares = policy is not None and not policy.needs_hooks
-        if not self.only_compares:
-            self._start_hooks()
+        self._start_hooks()
         if self.sees_calls:
             super().__enter__()
         return self
@@ -148,9 +141,8 @@ class Recording(TorchFunctionMode):
     def _forget(self) -> None:
         """Release the recording's tensors; autograd holds the ones it needs."""
         self.known.clear()
-        self.kept = self.known.log.kept() if self.policy is None else self.policy.kept_in(self.known.log)
+        self.kept = self.known.log.kept() if self.policy is None else self.known.log.kept(self.policy.why_kept)
         self.known.log = Log()
-        self.only_compares = False
         self.frame = None
 
     def is_abandoned(self) -> bool:
@@ -220,16 +212,13 @@ class Recording(TorchFunctionMode):
             return self._asked(function, types, args, kwargs)
         if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
-        if self.only_compares:
-            return self._compared(function, row, args, kwargs)
         if row.writes and self.known.observer is None and self._only_counts(args, kwargs):
             return function(*args, **kwargs)
         call = Call(function, row, args, kwargs)
         if self.lesson is not None:
             call.notes = Notes()
         if not ((row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
-            is_plain = self.policy is not None and self.policy.is_plain(function)
-            return self._unhooked(call) if is_plain else self._run(call)
+            return self._run(call)
         known, tensors = self.known, filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
         call.overwrites = True
         writes = [before_overwriting(tensor, known.memories, known.outer) for tensor in tensors]
@@ -265,44 +254,6 @@ class Recording(TorchFunctionMode):
         if number.dim() or number.requires_grad or not is_ordinary(number):
             return False
         return self.known.memories.get(number.untyped_storage()) is None
-
-    def _compared(self, function: Any, row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call unmodified. Recording starts if its result differs from the plan's."""
-        if row.again is None:
-            return function(*args, **kwargs)
-        first: Any = args[0] if args else None
-        version = first._version if row.writes and isinstance(first, Tensor) and is_ordinary(first) else None
-        result = function(*args, **kwargs)
-        if not isinstance(result, Tensor) or not result.requires_grad or not is_ordinary(result):
-            return result
-        is_new = all(result is not one for one in (*args, *kwargs.values()))
-        if is_new or (version is not None and result is first and result._version == version + 1):
-            is_seen = current_hooks() is None and torch.is_grad_enabled() and transform_level() is None
-            if is_seen and self.policy is not None and self.policy.next_flag(function, result) is None:
-                self.only_compares = False
-                self._start_hooks()
-        return result
-
-    def _unhooked(self, call: Call) -> Any:
-        """Run a call without our hooks: PyTorch itself keeps all its saved tensors."""
-        if (
-            self.hooks is None
-            or not torch.is_grad_enabled()
-            or transform_level() is not None
-            or not self._is_innermost()
-        ):
-            return self._run(call)
-        if call.row.draws is not None:
-            call.note_random()
-        self.known.log.function = call.function
-        hooks = self.hooks.pack_hook, self.hooks.unpack_hook
-        result = called_without(hooks, call.function, call.args, call.kwargs)
-        self.known.call = call
-        try:
-            self._conclude(call, result, None, 0)
-        finally:
-            self.known.call = self.known.log.function = None
-        return result
 
     def _run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""

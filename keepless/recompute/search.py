@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
-from .step import Flag, Kind, Plan, Save, Step, StepValue
+from .step import Flag, Kind, Plan, Step, StepValue
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COARSER = 0.9  # ratio of successive targets of `segment`, and of the first targets in large steps
@@ -33,25 +33,7 @@ class Choice(NamedTuple):
                 flags[value.call] |= value.flag
             elif value.kind == Kind.FREE and value.flag == Flag.AGAIN:
                 flags[value.call] |= Flag.KEEP
-        for call in self._plain_calls(step):
-            flags[call] |= Flag.PLAIN
         return Plan(step.calls, bytes(flags), self.peak, plain_peak(step))
-
-    def _plain_calls(self, step: Step) -> set[int]:
-        """Calls whose saved tensors are all kept unchanged, and can be read by recipes without a `Value`."""
-        values = step.values
-        packed = {save.memory for save in step.saved if save.signs}  # once the only readers left read signs
-        read = {i for value, kept in zip(values, self.kept, strict=True) if not kept for i in value.inputs}
-
-        def stays(save: Save) -> bool:
-            if save.value < 0 or save.memory in packed or save.memory != values[save.value].memory:
-                return False
-            number = save.value
-            while values[number].kind == Kind.FOLLOWS and values[number].alias >= 0:  # a view
-                number = values[number].alias
-            return self.kept[number] and (values[number].call >= 0 or number not in read)
-
-        return set(range(len(step.calls))) - {save.call for save in step.saved if not stays(save)}
 
 
 def frontier(step: Step, limit: int = 0) -> list[Choice]:

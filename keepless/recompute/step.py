@@ -1,11 +1,9 @@
 """A training step as data (its values, memories and events in order), and plans for such steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
-
-from .report import KeptTensor
 
 _MORE = 1.01  # results may be this many times larger than planned, because dimensions are rounded
 
@@ -16,7 +14,6 @@ class Flag:
     KEEP = 1  # keep the result, which could be recomputed
     AGAIN = 2  # recompute the result and everything the call saved inside
     MASK = 4  # draw a dropout's saved mask again; the result follows from it
-    PLAIN = 8  # PyTorch saves all that the call needs, without our hooks
 
 
 class Kind(IntEnum):
@@ -116,8 +113,6 @@ class Plan:
     flags: bytes  # of each call
     peak: int = 0  # bytes
     plain: int = 0  # bytes at the peak of the plain network
-    kept: Sequence[KeptTensor] | None = field(default=None, compare=False)  # in a pass whose calls all had hooks
-    inputs: int = field(default=0, compare=False)  # bytes of that pass's inputs
 
     def flag(self, number: int, function: Any, total: int) -> int | None:
         """The flag of a call; None if this plan has another call there.

@@ -24,8 +24,6 @@ def step(network: nn.Module, x: Tensor, plan: Plan | None = None) -> list[Tensor
     torch.manual_seed(1)
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
-    if plan is not None:
-        plan.kept = ()  # known: calls may run without hooks
     with nullcontext() if plan is None else Recording(ByPlan([plan]), inputs=[x]):
         output = network(x)
     output.square().mean().backward()

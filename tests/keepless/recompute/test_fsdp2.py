@@ -69,7 +69,7 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
     peak = peak_bytes(lambda: within(x).square().mean().backward(), "cpu")
     return (
         all(map(all, same)) and size.observations == 1,
-        replace(plan, calls=len(plan.calls), kept=None),
+        replace(plan, calls=len(plan.calls)),
         peak - plan.peak,
     )
 

@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import keepless
 from keepless import InPlaceABN, recompute_activations, report
-from keepless.recompute.recipes import ByPlan
-from keepless.recompute.recording import Recording
+from keepless.recompute.following import Following
 from keepless.recompute.rehearsal import counted_step
 from keepless.recompute.search import Choice
 from keepless.recompute.step import Flag
+from tests.keepless.recompute.test_programs import Learning
 
 FOLDER = str(Path(keepless.__file__).parent)
 
@@ -153,53 +153,41 @@ class Same(nn.Module):
         return x.to(x.dtype).reshape(x.shape).contiguous()
 
 
-def test_a_pass_that_fits_as_it_is_makes_nothing():
-    """Its report is an earlier pass's. Calls are compared with the plan's, except for questions such as `dim`."""
-    network = nn.Sequential(nn.Conv1d(4, 4, 1), nn.GELU(), Same(), nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
+def test_a_script_of_a_step_that_fits_as_it_is_makes_nothing():
+    """Its report is that of the pass from which it was learned."""
+    network = nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU(), Same(), nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
     recompute_activations(network, budget="1GiB")
     x = torch.randn(2, 4, 64)
-    for _ in range(3):  # rehearsed, traced, and the plan corrected
+    for _ in range(2):  # rehearsed and learned
         network(x).sum().backward()
     counts = counted(partial(network, x))
-    assert counts.keys().isdisjoint(("Call", "Recipe", "Value", "Saved", "Kept"))
-    per_block = [counted(partial(planned(blocks(number)), torch.randn(2, 4, 8, 8)))["calls"] for number in (2, 4)]
-    assert (per_block[1] - per_block[0]) / 2 <= 40
+    assert counts.keys().isdisjoint(("Call", "Recipe", "Value", "Saved", "Kept", "Slot", "Keep", "Signs"))
     kept = report(network)
     assert {line.why for line in kept.lines} == {"planned", "cannot be computed again"}
     assert [line.made_by for line in kept.lines if line.why == "cannot be computed again"] == ["input"]
 
 
-def test_only_calls_that_read_what_is_computed_again_have_hooks():
+def test_a_script_has_hooks_only_around_calls_that_save_what_is_computed_again():
     network = nn.Sequential(*[nn.Sequential(nn.Conv1d(4, 4, 1), nn.GELU()) for _ in range(4)])
     x = torch.randn(2, 4, 64)
     step = counted_step(network, (x,), {})
     activation = next(number for number, value in enumerate(step.values) if value.call == 3)  # of the second block
     plan = Choice(0, 0.0, tuple(number != activation for number in range(len(step.values)))).plan(step)
     assert [number for number in range(8) if plan.flags[number] & Flag.AGAIN] == [3]
-    assert [number for number in range(8) if not plan.flags[number] & Flag.PLAIN] == [4]  # the convolution after it
-    plan.kept = ()  # known: calls may run without hooks
-    outputs = []
+    learning = Learning(plan)
+    with learning:
+        outputs = [network(x)]
+    script = learning.script
+    assert script is not None
+    acts = [entry.act for entry in script.entries if entry.calls >= 0]
+    hooked = [number for number, act in enumerate(acts) if act is not None and act.packs is not None]
+    assert hooked == [4]  # the convolution after the activation
 
-    def forward() -> None:
-        with Recording(ByPlan([plan]), inputs=[x]):
+    def follow() -> None:
+        with Following(script, [], lambda: None, inputs=[x]):
             outputs.append(network(x))
 
-    counts = counted(forward)
-    assert (counts["Saved"], counts["Recipe"]) == (1, 1)
-    found, expected = (torch.autograd.grad(y.sum(), [*network.parameters()]) for y in (*outputs, network(x)))
-    assert all(map(torch.equal, found, expected))
-
-
-def test_what_pytorch_keeps_whole_is_not_packed_to_signs():
-    """ReLU reads signs of its result, which the convolution after it reads whole."""
-    network, x = nn.Sequential(*[nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU()) for _ in range(4)]), torch.randn(2, 4, 64)
-    step = counted_step(network, (x,), {})
-    activation = next(number for number, value in enumerate(step.values) if value.call == 3)
-    plan = Choice(0, 0.0, tuple(number != activation for number in range(len(step.values)))).plan(step)
-    plan.kept = ()
-
-    def forward() -> object:
-        with Recording(ByPlan([plan]), inputs=[x]):
-            return network(x)
-
-    assert counted(forward)["Signs"] == 1  # of the result that is computed again
+    counts = counted(follow)
+    assert counts["Slot"] == 1
+    learned, found, expected = (torch.autograd.grad(y.sum(), [*network.parameters()]) for y in (*outputs, network(x)))
+    assert all(map(torch.equal, learned, expected)) and all(map(torch.equal, found, expected))

@@ -634,15 +634,6 @@ def test_a_report_calls_planned_what_another_budget_computes_again():
     assert "why" in str(report(network)) and repr(report(network)) == str(report(network))  # in a notebook
 
 
-def test_a_report_says_of_which_size_its_bytes_are():
-    """A smaller input runs by the plan of a larger one; calls without hooks do not report its bytes."""
-    network, found = recompute_activations(SavesResults(), budget=1.0), []
-    for rows in (64, 64, 64, 64, 56):
-        network(torch.randn(rows, 64)).sum().backward()
-        found.append({line.why.partition("; ")[2] for line in report(network).lines})
-    assert found[-2:] == [{""}, {"bytes of a step with 16.0 KiB of inputs"}]
-
-
 class Reads(SavesResults):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.sum() > 0 else -x)
