@@ -28,7 +28,8 @@ class Data:
     # Standard deviation of each colour channel; null: as for mean.
     std: list[float] | None = key(None, above=0, most=1, entries=("red", "green", "blue"))
     # Processes that read and augment images, for each training process. auto: one per core that the machine has for
-    # it, at most 8. Raise it when the log says that steps wait for data; 0 reads in the training process itself.
+    # it, at most 8. Keep auto; give more only if the log says that steps wait for data and cores are idle, fewer if
+    # memory is short, and 0, which reads in the training process itself, to look for an error.
     workers: Any = key("auto", word="auto", least=0, most=MOST_WORKERS, per_machine=True)
     # Check every file before the first step, unless unchanged since the last check.
     verify: bool = key(True, per_machine=True)
@@ -112,21 +113,16 @@ class CocoStuffData(SegmentationData):
 class FolderData(SegmentationData):
     # equal: refuse labels whose palettes give the same id different colours; any: use only the ids.
     palettes: str = key("equal", one_of=("equal", "any"))
-    label_folder: str = "labels"  # the folder of the labels, beside images; with a label_suffix it may be images itself
-    label_suffix: str = ""  # what the names of labels add to those of their images, such as _mask
+    label_folder: str = "labels"  # name of the labels' folder, beside images; images itself if there is a label_suffix
+    label_suffix: str = ""  # a label's name is its image's name plus this, such as _mask
 
 
 @dataclass
 class Sampler:
-    """How training crops are drawn: the image, and the part of it."""
+    """How training crops are drawn. uniform: every image once per epoch."""
 
-    name: str = MISSING
+    name: str = "uniform"
     folder: str | None = key(None, per_machine=True)  # folder of the class index; null: the cache folder
-
-
-@dataclass
-class UniformSampler(Sampler):
-    name: str = "uniform"  # every image once per epoch
 
 
 @dataclass
@@ -137,4 +133,4 @@ class ClassUniformSampler(Sampler):
 
 _WITH_OPTIONS = {"coco_stuff": CocoStuffData, "folder": FolderData}
 SEGMENTATION_DATASETS = {name: _WITH_OPTIONS.get(name, SegmentationData) for name in FOR_SEGMENTATION}
-SAMPLERS = by_name(UniformSampler, ClassUniformSampler)
+SAMPLERS = by_name(Sampler, ClassUniformSampler)

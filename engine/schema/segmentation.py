@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from omegaconf import MISSING
-
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
 from engine.schema.evaluation import SEGMENTATION, TrainedNetwork
 from engine.schema.keys import by_name, group, key
@@ -14,16 +12,11 @@ from engine.schema.training import Trainer, TrainingRun
 
 @dataclass
 class Loss:
-    name: str = MISSING
+    name: str = "cross_entropy"
     # frequency: a pixel weighs 1 / (classes x its class's share of the training pixels), which is 1 on average.
     class_weights: str = key("none", one_of=("none", "frequency"))
     # auto: upsample the logits and compute their loss a tile at a time; false: all at once, with three full copies.
     tiles: str = key("auto", one_of=("auto", "false"))
-
-
-@dataclass
-class CrossEntropyLoss(Loss):
-    name: str = "cross_entropy"
 
 
 @dataclass
@@ -32,7 +25,7 @@ class BootstrappedLoss(Loss):
     fraction: float = key(0.25, above=0, most=1)  # share of a crop's pixels that counts, the paper's m
 
 
-LOSSES = by_name(CrossEntropyLoss, BootstrappedLoss)
+LOSSES = by_name(Loss, BootstrappedLoss)
 
 
 @dataclass
@@ -61,6 +54,7 @@ class SegmentationRun(TrainingRun):
     data: SegmentationData = group(SEGMENTATION_DATASETS)
     head: DeepLabV3Head = group(HEADS)
     loss: Loss = group(LOSSES)
+    # class_uniform if some classes are rare or small: mIoU counts all alike (on CamVid 67.7 % instead of 65.0).
     sampler: Sampler = group(SAMPLERS)
 
     def apply_options(self, options: TrainedNetwork) -> None:

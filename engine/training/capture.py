@@ -31,12 +31,6 @@ class FlatGradients:
         for buffer in self.buffers:
             buffer.zero_()
 
-    def average_(self, world: World) -> None:
-        """Average the gradients over the ranks, in place. Every rank must call it."""
-        if world.size > 1:
-            for buffer in self.buffers:
-                world.sum_(buffer.div_(world.size))  # in DDP's order
-
     def strangers(self) -> list[str]:
         """Names of parameters whose gradient lies elsewhere."""
         return [
@@ -103,7 +97,8 @@ class CapturedMicroBatches:
         """Average the gradients over the ranks, after the last micro-batch. Every rank must call it."""
         if self.replay is None:
             self.gradients.adopt()
-        self.gradients.average_(world)
+        for buffer in self.gradients.buffers if world.size > 1 else ():
+            world.sum_(buffer.div_(world.size))  # in DDP's order
 
     def __call__(self, micro_batch: MicroBatch, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of a micro-batch, whose gradients were added to `gradients`; the next call overwrites it.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
-from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.training.capture import CapturedMicroBatches
 from keepless.torch_internals import move_towards, norms_of
@@ -90,10 +89,6 @@ class Learner:
             return self.forward.through(self.network)
         self.average.take_buffers(self.network)
         return self.forward.through(self.average.module)
-
-    def prepare_evaluation(self, world: World) -> None:
-        """Give the evaluated network its running statistics, equal on all ranks. Every rank must call it."""
-        world.share_buffers(self.evaluated.network)
 
     def more_follow(self) -> AbstractContextManager:
         """Context for a micro-batch that is not the last, after which DDP synchronises gradients."""

@@ -148,7 +148,7 @@ class Run(Generic[Config, Split]):
         Raises OSError if the previous one could not be written, and FloatingPointError if a weight is not finite.
         """
         if not best and self.schedule.scores(step):  # the saved network is the scored one
-            self.learner.prepare_evaluation(self.world)
+            self.world.share_buffers(self.learner.evaluated.network)  # its running statistics, equal on all ranks
         state = {
             "task": self.config.task,
             **self.learner.state_dict(step),
@@ -157,20 +157,15 @@ class Run(Generic[Config, Split]):
             "data": self.files,
             "config": configuration.plain(self.config),
             "best": self.metrics.best,
-            **self._about_data(),
+            "classes": list(self.train_set.classes),
         }
+        if self.train_set.palette is not None:
+            state["palette"] = [list(colour) for colour in self.train_set.palette]
+            state["label_ids"] = list(self.train_set.label_ids)
+        if self.train_set.mean_image is not None:
+            state["mean_image"] = torch.from_numpy(self.train_set.mean_image)
         if self.world.first:
             self.directory.start_saving(state, best)
-
-    def _about_data(self) -> dict:
-        """Facts about the data for checkpoints: classes, palette, ids of the labels, mean image."""
-        about: dict[str, Any] = {"classes": list(self.train_set.classes)}
-        if self.train_set.palette is not None:
-            about["palette"] = [list(colour) for colour in self.train_set.palette]
-            about["label_ids"] = list(self.train_set.label_ids)
-        if self.train_set.mean_image is not None:
-            about["mean_image"] = torch.from_numpy(self.train_set.mean_image)
-        return about
 
     def evaluate(self, step: int, evaluate: Callable[[], Evaluated]) -> Evaluated:
         """Evaluate, record the scores, and save the network if it is the best so far. Every rank must call it."""

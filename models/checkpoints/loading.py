@@ -75,7 +75,9 @@ def load_by_name(
         if key in own and own[key].shape != tensor.shape:
             misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(own[key])} in the network")
     misfits += [f"{key} is not finite" for key in not_finite(wanted)]
-    misfits += [f"{key} is not in the file" for key in new if _must_be_given(key, with_head)]
+    # The counts are used only without momentum; older programs did not save them.
+    needed = (key for key in new if is_of_body(key) or (with_head and key.startswith("head.")))
+    misfits += [f"{key} is not in the file" for key in needed if not key.endswith("num_batches_tracked")]
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
     network.load_state_dict({**own, **wanted})
@@ -159,12 +161,6 @@ def _reason_to_skip(name: str, tensor: Tensor, own: Mapping[str, Tensor]) -> str
     elif is_of_classifier(name):
         return "the network has no such classifier"
     return None
-
-
-def _must_be_given(name: str, with_head: bool) -> bool:
-    if name.endswith("num_batches_tracked"):  # used only without momentum; older programs did not save it
-        return False
-    return is_of_body(name) or (with_head and name.startswith("head."))
 
 
 def _shape(tensor: Tensor) -> str:

@@ -40,7 +40,10 @@ def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not resnet and not densenet:
         found = ", ".join(list(state)[:3]) or "nothing"
         raise ValueError(f"expected a state dict of a ResNet, ResNeXt or DenseNet, found {found}")
-    return {_renamed(name, _RESNET if resnet else _DENSENET): tensor for name, tensor in state.items()}
+    tensors = dict(state)
+    for pattern, replacement in _RESNET if resnet else _DENSENET:
+        tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def from_library(
@@ -86,9 +89,3 @@ def _in_order(state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[
         for each, tensors in ((ours, names), (theirs, state))
     ]
     return dict(zip(ours, theirs, strict=True)) if kinds[0] == kinds[1] else {}
-
-
-def _renamed(name: str, rules: tuple) -> str:
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
