@@ -2,13 +2,12 @@
 
     python -m scripts.evidence.tables runs=[docs/results] out=docs/results
     python -m scripts.evidence.tables runs=[docs/results,runs/tables] out=docs/results
-    python -m scripts.evidence.tables plan=docs/results/memory_plan.json
+    python -m scripts.evidence.tables runs=runs/tables out=OUT
 
 `runs`: one or several folders with run directories at any depth. Writes the tables into OUT/README.md, each
 between <!-- TABLE start --> and <!-- TABLE end -->. A run counts for an experiment if it has the same configuration,
 apart from precision, compilation and memory format, which are printed beside its score; other runs are listed with the
-keys that they changed. `plan`, a record of scripts.plan_memory table=all, gives the planned memory. For curves, use
-scripts.compare_runs.
+keys that they changed. Planned memory is that of docs/results/memory_plan.json. For curves, use scripts.compare_runs.
 """
 
 import itertools
@@ -40,7 +39,6 @@ LEFT_OUT = "left_out"  # name of the block of run directories that are in no tab
 class Tables:
     runs: Any = key("docs/results", names=True)  # folder that holds run directories, or a list of such folders
     out: str = "docs/results"  # folder
-    plan: str = "docs/results/memory_plan.json"  # record of scripts.plan_memory table=all
 
 
 class Row(NamedTuple):
@@ -63,7 +61,7 @@ def write(values: DictConfig) -> Path:
     text = page.read_text() if page.is_file() else "".join(empty)
     if not {name for name, *_ in frame.BLOCK.findall(text)} & papers.TABLES.keys():
         raise ValueError(f"out={out}: {page} has no lines such as <!-- table3 start --> and <!-- table3 end -->")
-    write_file(page, frame.with_blocks(text, blocks_of(as_list(arguments.runs), Path(arguments.plan), out)))
+    write_file(page, frame.with_blocks(text, blocks_of(as_list(arguments.runs), out)))
     print(page)
     return page
 
@@ -71,17 +69,19 @@ def write(values: DictConfig) -> Path:
 @cache
 def of_results() -> dict[str, str]:
     """The blocks of docs/results/README.md."""
-    return blocks_of([str(frame.RESULTS)], frame.RESULTS / "memory_plan.json", frame.RESULTS)
+    return blocks_of([str(frame.RESULTS)], frame.RESULTS)
 
 
-def blocks_of(folders: list[str], plan: Path, out: Path) -> dict[str, str]:
+def blocks_of(folders: list[str], out: Path) -> dict[str, str]:
     """{table: its lines}, and the run directories that are in none. Links are relative to the folder `out`."""
     found, left_out = found_runs(folders)
     finished: dict[str, Run] = {}  # by its records, as a page may hold a copy of another page's run
     for run in found:
         finished.setdefault(run.metrics, run)
     runs = list(finished.values())
-    tables = rows_of(runs, planned_memory(plan))
+    planned = json.loads((frame.RESULTS / "memory_plan.json").read_text())["calls"]
+    peaks = {row["experiment"]: row["peak"] for call in planned for row in frame.rows_of(call, "experiments")}
+    tables = rows_of(runs, peaks)
     of_rows = [row for rows in tables.values() for row in rows]
     shown = {run.folder for row in of_rows for run in itertools.chain(*row.runs.values())}
     shown |= {run.folder for row in of_rows for run, _ in row.others}
@@ -90,20 +90,6 @@ def blocks_of(folders: list[str], plan: Path, out: Path) -> dict[str, str]:
     left_out |= {folder: repeats.get(folder, "it is of no experiment") for folder in missing}
     blocks = {name: as_markdown(rows, out) for name, rows in tables.items()}
     return blocks | {LEFT_OUT: "\n".join(f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items())}
-
-
-def planned_memory(file: Path) -> dict[str, int]:
-    """{experiment: bytes on each device} of a record of scripts.plan_memory table=all; empty without one.
-
-    ValueError: the file is another benchmark's, or damaged.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        calls = json.loads(file.read_text())["calls"]
-        return {row["experiment"]: row["peak"] for call in calls for row in frame.rows_of(call, "experiments")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"plan={file} is not a record of scripts.plan_memory table=all: {error}") from error
 
 
 def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
