@@ -24,7 +24,7 @@ fast instructions, accurate to a few units in the last place.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -327,7 +327,7 @@ def _sweep_gradient(
 
 @triton.jit
 def _write_statistics(
-    centre, var, mean, invstd, running_mean, running_var, momentum, eps, count, channels, exists
+    centre, var, unbiased, mean, invstd, running_mean, running_var, momentum, eps, channels, exists
 ):  # fmt: skip
     """Write mean, invstd and the running statistics, if given, of a block of channels."""
     tl.store(mean + channels, centre, exists)
@@ -335,7 +335,6 @@ def _write_statistics(
     if running_mean is not None:
         old_mean = tl.load(running_mean + channels, exists, 0.0)
         old_var = tl.load(running_var + channels, exists, 0.0)
-        unbiased = var * (count / (count - 1))
         # Exact for momentum 1, unlike old + momentum * (new - old).
         tl.store(running_mean + channels, (1 - momentum) * old_mean + momentum * centre, exists)
         tl.store(running_var + channels, (1 - momentum) * old_var + momentum * unbiased, exists)
@@ -370,9 +369,8 @@ def _forward_kernel(
     exists = channels < C
     first, end = tl.full((), 0, tl.int32), _tiles(N, L, BLOCK_N, BLOCK_L)
     centre, var = _sweep_moments(x, block, first, end, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L, FOLD)
-    _write_statistics(
-        centre, var, mean, invstd, running_mean, running_var, momentum, eps, _count(N, L), channels, exists
-    )
+    unbiased = var * (_count(N, L) / (_count(N, L) - 1))
+    _write_statistics(centre, var, unbiased, mean, invstd, running_mean, running_var, momentum, eps, channels, exists)
     scale = tl.rsqrt(var + eps) * _load_gamma(gamma, channels, exists, floor)
     shift = tl.load(beta + channels, exists, 0.0)
     _sweep_output(x, z, block, first, end, centre, scale, shift, param, N, C, L, ACTIVATION, BLOCK_N, BLOCK_C, BLOCK_L)
@@ -453,16 +451,13 @@ def _joint_statistics_kernel(
         apart = tl.load(own + channels, exists, 0.0) - centre
         deviations += tl.load(own + 2 * C) * (tl.load(own + C + channels, exists, 0.0) + apart * apart)
     var = deviations / count
-    tl.store(mean + channels, centre.to(tl.float32), exists)
-    tl.store(invstd + channels, tl.rsqrt(var.to(tl.float32) + eps), exists)
+    unbiased = (var * (count / (count - 1))).to(tl.float32)
+    _write_statistics(
+        centre.to(tl.float32), var.to(tl.float32), unbiased,
+        mean, invstd, running_mean, running_var, momentum, eps, channels, exists,
+    )  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(total, tl.where(count >= 2, count, 0.0))
-    if running_mean is not None:
-        old_mean = tl.load(running_mean + channels, exists, 0.0)
-        old_var = tl.load(running_var + channels, exists, 0.0)
-        unbiased = (var * (count / (count - 1))).to(tl.float32)
-        tl.store(running_mean + channels, (1 - momentum) * old_mean + momentum * centre.to(tl.float32), exists)
-        tl.store(running_var + channels, (1 - momentum) * old_var + momentum * unbiased, exists)
 
 
 @_kernel
@@ -491,8 +486,9 @@ def _normalise_kernel(
         )
         scale = tl.rsqrt(var + eps)
         if part == 0:
+            unbiased = var * (_count(N, L) / (_count(N, L) - 1))
             _write_statistics(
-                centre, var, mean, invstd, running_mean, running_var, momentum, eps, _count(N, L), channels, exists
+                centre, var, unbiased, mean, invstd, running_mean, running_var, momentum, eps, channels, exists
             )
     scale *= _load_gamma(gamma, channels, exists, floor)
     shift = tl.load(beta + channels, exists, 0.0)
@@ -634,68 +630,58 @@ def _tiling(key: Key, reads: int, sums: bool = True) -> Tiling:
 def _forward_pass(key: Key, activation: str) -> _Pass:
     tiling = _tiling(key, reads=1)
     if tiling.parts == 1:
-        return _Pass(tiling, _launch(_forward_kernel, tiling, {"ACTIVATION": activation, "FOLD": tiling.fold}), None)
-    return _Pass(tiling, _moments_launch(tiling), _normalise_launch(tiling, activation, tiling.padded_parts))
+        return _Pass(tiling, _launch(_forward_kernel, tiling, ACTIVATION=activation), None)
+    second = _launch(_normalise_kernel, tiling, ACTIVATION=activation)
+    return _Pass(tiling, _launch(_partial_moments_kernel, tiling), second)
 
 
 @cache
 def _moments_pass(key: Key) -> _Pass:
     tiling = _tiling(key, reads=1)
-    second = _launch(_moments_kernel, tiling, {"PARTS": tiling.padded_parts}, programs=tiling.blocks)
-    return _Pass(tiling, _moments_launch(tiling), None if tiling.parts == 1 else second)
+    second = None if tiling.parts == 1 else replace(_launch(_moments_kernel, tiling), programs=tiling.blocks)
+    return _Pass(tiling, _launch(_partial_moments_kernel, tiling), second)
 
 
 @cache
 def _normalise_alone(key: Key, activation: str) -> Launch:
-    tiling = _tiling(key, reads=1, sums=False)
-    return _normalise_launch(tiling, activation, parts=1)  # it reads no parts, so it is compiled once for all
+    # It reads no parts, so it is compiled once for all.
+    return _launch(_normalise_kernel, _tiling(key, reads=1, sums=False), ACTIVATION=activation, PARTS=1)
 
 
 @cache
 def _backward_pass(key: Key, activation: str, is_output: bool) -> _Pass:
     tiling, constants = _tiling(key, reads=2), _of_activation(key, activation, is_output)
     if tiling.parts == 1:
-        return _Pass(tiling, _launch(_backward_kernel, tiling, {**constants, "FOLD": tiling.fold}), None)
-    second = _launch(_input_gradient_kernel, tiling, {**constants, "PARTS": tiling.padded_parts})
-    return _Pass(tiling, _sums_launch(tiling, constants), second)
+        return _Pass(tiling, _launch(_backward_kernel, tiling, **constants), None)
+    second = _launch(_input_gradient_kernel, tiling, **constants)
+    return _Pass(tiling, _launch(_partial_sums_kernel, tiling, **constants), second)
 
 
 @cache
 def _sums_pass(key: Key, activation: str, is_output: bool) -> _Pass:
     tiling = _tiling(key, reads=2)
-    return _Pass(tiling, _sums_launch(tiling, _of_activation(key, activation, is_output)), None)
+    return _Pass(tiling, _launch(_partial_sums_kernel, tiling, **_of_activation(key, activation, is_output)), None)
 
 
 @cache
 def _gradient_alone(key: Key, activation: str, is_output: bool) -> Launch:
     constants = _of_activation(key, activation, is_output)
-    return _launch(_input_gradient_kernel, _tiling(key, reads=2, sums=False), {**constants, "PARTS": 1})
+    return _launch(_input_gradient_kernel, _tiling(key, reads=2, sums=False), **constants, PARTS=1)
 
 
 def _of_activation(key: Key, activation: str, is_output: bool) -> dict[str, Any]:
     return {"ACTIVATION": activation, "IS_OUTPUT": is_output, "GAP": torch.finfo(key[2]).eps / 2}
 
 
-def _moments_launch(tiling: Tiling) -> Launch:
-    return _launch(_partial_moments_kernel, tiling, {"FOLD": tiling.fold})
-
-
-def _normalise_launch(tiling: Tiling, activation: str, parts: int) -> Launch:
-    return _launch(_normalise_kernel, tiling, {"ACTIVATION": activation, "PARTS": parts})
-
-
-def _sums_launch(tiling: Tiling, constants: dict[str, Any]) -> Launch:
-    return _launch(_partial_sums_kernel, tiling, {**constants, "FOLD": tiling.fold})
-
-
-def _launch(kernel: Any, tiling: Tiling, constants: dict[str, Any], programs: int | None = None) -> Launch:
-    """Prepare a kernel: by default, one program per block of channels and part."""
+def _launch(kernel: Any, tiling: Tiling, **constants: Any) -> Launch:
+    """Prepare a kernel: one program per block of channels and part. `constants`: besides the tiling's own."""
     n, c, length = tiling.shape
-    own = dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True)) | {"ALIGN": tiling.align, **constants}
+    own = dict(zip(("BLOCK_N", "BLOCK_C", "BLOCK_L"), tiling.tile, strict=True))
+    own |= {"ALIGN": tiling.align, "FOLD": tiling.fold, "PARTS": tiling.padded_parts, **constants}
     in_parts = "parts" in kernel.arg_names
     return Launch(
         kernel,
-        programs=programs or tiling.blocks * tiling.parts,
+        programs=tiling.blocks * tiling.parts,
         sizes=(n, c, length // tiling.align, *((tiling.tiles_per_part, tiling.parts) if in_parts else ())),
         constants={name: own[name] for name in kernel.arg_names if name in own},
         # A program alone fits a multiprocessor anyway.
