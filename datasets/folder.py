@@ -89,13 +89,13 @@ def folder_classes(file: Path) -> ClassTable:
 
 
 def alike(colours: Mapping[int, Sequence[int]]) -> set[int]:
-    """The classes whose colours cannot be told from another's: all channels differ by less than 8 levels."""
+    """Classes whose colour looks like another class's: every channel differs by less than 8 levels."""
     near = _near([*colours.values()], [*colours.values()])
     return {number for number, count in zip(colours, near.sum(axis=1), strict=True) if count > 1}
 
 
 def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
-    """A colour per class: its own or, if it has none or one that is `alike`, a colour unlike all others."""
+    """One colour per class: its own, or a spare one if it has none or its own looks like another class's."""
     own = {number: colour for number, colour in colours.items() if colour is not None}
     found = {number: own[number] for number in own.keys() - alike(own)}
     # Each colour is near at most one colour of the grid, so enough of these are left.
@@ -108,7 +108,7 @@ def told_apart(colours: Mapping[int, Colour | None]) -> tuple[Colour, ...]:
 
 
 def _near(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> np.ndarray:
-    """Which pairs of colours cannot be told apart, bool (n, m)."""
+    """Which pairs of colours look alike, bool (n, m)."""
     levels, other_levels = (np.array(each, np.int16).reshape(-1, 3) for each in (some, others))
     return (np.abs(levels[:, None] - other_levels) < 8).all(axis=2)
 
@@ -135,9 +135,9 @@ def folder(
 
     The list is `root`/`split`.txt. Images and labels are paired by their paths below the two folders; a split "test"
     may have no labels. Labels hold ids, or the classes' colours, on the images as viewers show them: EXIF orientation
-    counts. `label_folder`: the name of the labels' folder; it may be "images" too. `label_suffix`: what the names of
-    labels add to those of their images, such as "_mask". `palettes`: "equal" refuses labels whose palettes give an id
-    different colours, "any" does not compare them. `keys`: prefix of option names in messages.
+    counts. `label_folder`: the name of the labels' folder; it may be "images" too. `label_suffix`: a label's name is
+    its image's name plus this, such as "_mask". `palettes`: "equal" refuses labels whose palettes give an id different
+    colours, "any" does not compare them. `keys`: prefix of option names in messages.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label.
     """
     root, options = _LAYOUT.top(root), LabelNames(label_folder, label_suffix, keys)
@@ -167,7 +167,7 @@ def folder(
 
 
 class LabelNames(NamedTuple):
-    """Where labels lie: in `folder`, beside images, with names that add `suffix` to those of their images.
+    """Where labels lie: in `folder`, beside images. A label's name is its image's name plus `suffix`.
 
     `keys`: prefix of the options label_folder and label_suffix in messages.
     """
@@ -177,7 +177,7 @@ class LabelNames(NamedTuple):
     keys: str = ""
 
     def check(self) -> None:
-        """ValueError unless the folder is one beside images, and labels are no images."""
+        """ValueError if the folder is not beside images, or if nothing tells labels from images."""
         if Path(self.folder).name != self.folder or self.folder in ("", ".."):
             raise ValueError(f"{self.keys}label_folder={self.folder}: expected the name of a folder, such as masks")
         if self.folder == "images" and not self.suffix:
@@ -198,7 +198,7 @@ class LabelNames(NamedTuple):
         return list_files(folder, suffixes, deep=True) if folder.is_dir() else {}
 
     def found(self, above: Path, images: Mapping[str, Path]) -> str | None:
-        """The fix if labels of a good part of the images lie in another folder, or have another suffix."""
+        """Advice if at least a quarter of the images have labels in another folder or with another suffix."""
         wanted, seen = [*images][:50], Counter[tuple[str, str]]()
         for folder in filter(Path.is_dir, above.iterdir() if above.is_dir() else ()):
             with suppress(ValueError):  # two files of one name
@@ -300,7 +300,7 @@ def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
 
 
 def _on_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
-    """The names on a split's list, where they may have suffixes. `own`: the split's folder, if it had one."""
+    """The image names on a split's list, which may list suffixes too. `own`: where the split's folder would be."""
     file = Path(f"{own}.txt")
     if not file.is_file():
         raise _LAYOUT.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
@@ -314,7 +314,7 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
 def _decode(ids: Mapping[int, int], levels: np.ndarray, file: Stored, window: Window) -> np.ndarray:
     """A label's ids, uint8 (H, W). `ids` is {0xRRGGBB: id}.
 
-    `levels`, uint8 (256,), has the id of each value in a gray file: a value that is not an id may be a class's colour.
+    `levels`, uint8 (256,), maps gray values to ids: a value that is no id may be the gray that is a class's colour.
     """
     raw = decode_mask(file, window)
     if raw.dtype == np.uint8:

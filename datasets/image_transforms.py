@@ -40,7 +40,7 @@ def colour_jitter(**strengths: float) -> Transform:
 def fixed_crops(resize: int = 256, size: int = 224, ten: bool = False) -> Transform:
     """Evaluation input: the centre crop (3, size, size) of the image with its short side resized to `resize`.
 
-    `ten`: the corner and centre crops, then those of the mirror image: (10, 3, size, size).
+    `ten`: the corner and centre crops of the image, then of its mirror image: (10, 3, size, size).
     """
     from torchvision.transforms import v2
 

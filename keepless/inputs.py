@@ -1,18 +1,14 @@
 """Check modules given by users, and find tensors in arguments and results."""
 
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from functools import wraps
 from numbers import Real
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from .torch_internals import tree_leaves
 
 Network = TypeVar("Network", bound=nn.Module)  # the type of a module that a function returns
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 _WITHOUT_PARTS = frozenset([int, float, bool, str, type(None)])
@@ -68,18 +64,6 @@ def parts_with_forward(network: nn.Module, prefix: str = "") -> dict[str, nn.Mod
 def _has_forward(module: nn.Module) -> bool:
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return "forward" in vars(module) or (owner is not nn.Module and owner.__name__ != "LightningModule")
-
-
-def names_slope(construct: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorator of a norm's constructor: a TypeError tells users of inplace_abn before 1.0 the new name of `slope`."""
-
-    @wraps(construct)
-    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if "slope" in kwargs:
-            raise TypeError(f"slope={kwargs['slope']}: give activation_param={kwargs['slope']}, its name in keepless")
-        return construct(*args, **kwargs)
-
-    return checked
 
 
 def is_number(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 In the memory format channels_last, the gradient of their weights is off by more than its own size, or NaN, if an image
 has some 28 columns (torch 2.14, a processor with AVX-512; the contiguous format and float32 are right). Such layers are
-the depthwise convolutions of MobileNets and EfficientNets at a stride below 32, and those of ResNeXt.
+the depthwise convolutions of MobileNets and EfficientNets at a stride below 32, and ResNeXt's grouped ones.
 """
 
 from typing import Any

@@ -58,7 +58,7 @@ class Weights(NamedTuple):
 def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Loaded:
     """Load the weights of `config.init` by name and shape. The body must match, and the head if the file has one.
 
-    Weights mean the same in standard, checkpointed and in-place norms; those of released norms are converted. The
+    Weights mean the same in standard, checkpointed and in-place norms; released norms are converted. The
     classifier is loaded if it has the same `classes` in the same order; otherwise it stays random. If the file does not
     name its classes, only their number is compared, and the report says so. Averaged weights are preferred.
 

@@ -31,7 +31,7 @@ def trained_forward(
     """Build the forward pass of a checkpoint's network, in eval mode. ValueError: see `files.load_network`.
 
     `config`: the checkpoint's, perhaps changed by the command. `state`: content of the checkpoint `path`. `classes`:
-    those that the network must have been trained on.
+    the network must have been trained on them.
     """
     if config.compiles_norms(device.type):
         logger.info("the first image may take half a minute, as code is compiled")

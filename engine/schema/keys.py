@@ -99,7 +99,7 @@ def groups_of(schema: type[Keys]) -> dict[str, Mapping[str, type[Keys]]]:
 
 
 class Declared(NamedTuple):
-    """A key's type, and what its declaration says of its values (see `key`)."""
+    """A key's type, and the rules for its values (see `key`)."""
 
     kind: Any
     metadata: Mapping[str, Any]

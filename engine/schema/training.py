@@ -50,8 +50,8 @@ class Trainer:
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)  # write checkpoints/last.pt this often
     log_every_steps: int = key(20, above=0, free_on_resume=True)  # record loss and speed this often
     device: str = key("auto", one_of=DEVICES, per_machine=True)  # auto: CUDA if there is a device
-    # Others use autocast; float16 also scales the loss. bfloat16 on GPUs from Ampere on, float16 on earlier ones;
-    # float32 on CPUs.
+    # bfloat16 and float16 use autocast; float16 also scales the loss. Choose bfloat16 on GPUs from Ampere on, float16
+    # on earlier ones, float32 on CPUs.
     precision: str = key("float32", one_of=PRECISIONS)
     tf32: bool = True  # on CUDA, convolutions and matrix products multiply float32 with 10-bit mantissas
     channels_last: bool = True  # memory format of activations; false: contiguous
@@ -129,7 +129,7 @@ class TrainingRun:
     memory: Memory = field(default_factory=Memory)
 
     def check(self) -> None:
-        """Fill in what groups imply for each other, and check rules between them.
+        """Fill in defaults that depend on another group, and check rules between groups.
 
         ValueError names the key, its value and the fix.
         """
@@ -261,7 +261,7 @@ class TrainingRun:
             )
 
     def fewest_on_each(self, processes: int) -> int:
-        """The images that each process needs in a micro-batch; synchronised norms see those of all processes."""
+        """The images that each process needs in a micro-batch; synchronised norms count all processes' images."""
         return -(-self.fewest_at_a_time[0] // (processes if getattr(self.norm, "sync", False) else 1))
 
     def check_capture(self, device_type: str, processes: int) -> None:

@@ -1,4 +1,4 @@
-"""Do training images reach a network as those that its initial weights were trained on?"""
+"""Check that training images have the scale that the initial weights were trained on."""
 
 import numpy as np
 import torch
@@ -13,14 +13,14 @@ _FACTOR = 30.0  # far more than images of other scenes differ; levels of 0 to 25
 
 
 class _Found(Exception):
-    """The first norm's `running_var`, (C,), and its input, (N, C, *spatial)."""
+    """Ends a forward pass with the first norm's `running_var`, (C,), and its input, (N, C, *spatial)."""
 
 
 def other_scale(forward: Forward, dataset: SegmentationDataset | ClassificationDataset, side: int) -> float | None:
-    """How many times its `running_var` the first norm sees in a few training images; None if that is about once.
+    """The variance of the first norm's input, divided by its `running_var`; None if they differ by less than 30 times.
 
-    A file for images with levels of 0 to 255, as Caffe's networks take, has the names and shapes of one for normalised
-    images. `side`: the largest height and width of the images, in pixels.
+    Measured on a few training images. Weights for levels of 0 to 255 (Caffe's networks) have the same names and shapes
+    as weights for normalised images. `side`: the largest height and width of the images, in pixels.
     """
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..inputs import is_number, names_slope
+from ..inputs import is_number
 from ..torch_internals import FakeTensor, NormBase, backward_runs, without_function_modes
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, activate_, check_activation
@@ -61,7 +61,6 @@ class ABN(NormBase):
     invertible_activation = False
     weight: nn.Parameter | None  # type: ignore[assignment]
 
-    @names_slope
     def __init__(
         self,
         num_features: int,

@@ -4,7 +4,6 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from ..inputs import names_slope
 from .abn import ABN
 from .bn_act import Strategy
 
@@ -26,7 +25,6 @@ class CheckpointedABN(ABN):
             to recompute the scale and shift and the activation.
     """
 
-    @names_slope
     def __init__(
         self,
         num_features: int,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..inputs import Network, check_module, is_number, names_slope
+from ..inputs import Network, check_module, is_number
 from ..torch_internals import InstanceNormBase
 from .abn import ABN
 from .backends.interface import floored
@@ -43,7 +43,6 @@ class InPlaceABN(ABN):
 
     invertible_activation = True
 
-    @names_slope
     def __init__(
         self,
         num_features: int,
@@ -92,7 +91,6 @@ class InPlaceABN(ABN):
 class InPlaceABNSync(InPlaceABN):
     """`InPlaceABN` with sync=True: minibatch statistics over all processes of `group`."""
 
-    @names_slope
     def __init__(
         self,
         num_features: int,

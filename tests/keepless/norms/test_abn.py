@@ -1,7 +1,6 @@
 """Every strategy against PyTorch's batch normalisation, activation and autograd."""
 
 import copy
-import inspect
 from functools import partial
 from itertools import cycle, product
 from types import SimpleNamespace
@@ -401,13 +400,6 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
 def test_options_without_a_meaning_are_refused(cls, options, message):
     with pytest.raises(ValueError, match=message):
         cls(CHANNELS, **options)
-
-
-def test_the_old_name_of_the_slope_is_answered():
-    for cls in (ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync):
-        with pytest.raises(TypeError, match="slope=0.02: give activation_param=0.02"):
-            cls(CHANNELS, slope=0.02)
-        assert "activation_param" in inspect.signature(cls).parameters
 
 
 @pytest.mark.parametrize("cls", [ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync])
