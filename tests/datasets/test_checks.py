@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import SegmentationDataset, camvid, cityscapes, imagenet, index_classes, inspect, reading_errors, verify
+from datasets import SegmentationDataset, camvid, cityscapes, imagenet, inspect, reading_errors, verify
 from datasets.registry import FOR_SEGMENTATION
 from tests import trees
 from tests.datasets import classification_trees
@@ -59,11 +58,6 @@ def other_palette(root: Path) -> None:
 
 
 DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts about them
-    "cityscapes": ("cityscapes", lambda root: None, []),
-    "coco_stuff": ("coco_stuff", lambda root: None, []),
-    "camvid": ("camvid", lambda root: None, []),
-    "vistas": ("vistas", lambda root: None, []),
-    "an ignored class": ("folder", lambda root: None, []),
     "train ids": (
         "cityscapes",
         train_ids("cityscapes"),
@@ -72,16 +66,6 @@ DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts abo
             "255, which look like train ids; expected 7-8, 11-13, 17, 19-28, 31-33$",
             "82% of .* by the dataset's list of classes: their ids are 0-6, 9-10, 14-16, 18, 255",
         ],
-    ),
-    "train ids with one of void": (
-        "cityscapes",
-        lambda root: relabelled(root, TRAIN_IDS, cycled(*range(20))),
-        ["look like train ids; expected 7-8", "65% of .* by the dataset's list of classes: their ids are 0-6"],
-    ),
-    "few of the original ids": (
-        "cityscapes",
-        lambda root: relabelled(root, TRAIN_IDS, cycled(0, 1, 3, 4, 7, 8, 11, 17)),
-        ["no .* shows wall, .*, bicycle: check the labels and the classes$"],
     ),
     "nothing labelled": (
         "cityscapes",
@@ -104,11 +88,6 @@ DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts abo
         [],
     ),
     "one more class": ("folder", one_more_class, ["no training image shows knot: check"]),
-    "mostly ignored": (
-        "folder",
-        lambda root: relabelled(root, "train/labels/*/*", lambda label: np.where(label == 0, 255, label)),
-        ["no training image shows wood", "5.% of .* by .*classes.json: their ids are 255"],
-    ),
     "a palette of another order": (
         "vistas",
         other_palette,
@@ -143,7 +122,7 @@ def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
         dataset = FOR_SEGMENTATION[kind].make(root, split)
         workers = 2 if (kind, split) == ("camvid", "train") else 0
         inspection = inspect(dataset, workers, lambda *counts: seen.append(counts))
-        verify(dataset, workers, lambda *counts: seen.append(counts))
+        assert verify(dataset, workers, lambda *counts: seen.append(counts)) == []
         assert seen == 2 * [(done, len(dataset)) for done in range(1, len(dataset) + 1)]
         seen.clear()
         assert inspection.problems == ()
@@ -156,15 +135,12 @@ def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
         assert inspection.by_class.sum() == sum(label.size for label in labels)
 
 
-# (first quarter, middle, last quarter) -> a damaged file. The last five are in the middle of its pixels.
+# (first quarter, middle, last quarter) -> a damaged file. The last three are in the middle of its pixels.
 DAMAGE = {
     "truncated": lambda head, middle, tail: head,
-    "shorter": lambda head, middle, tail: head + middle + tail[:-20],
     "empty": lambda head, middle, tail: b"",
     "replaced": lambda head, middle, tail: b"<html>not found</html>",
     "zeroed": lambda head, middle, tail: head + bytes(len(middle)) + tail,
-    "cut": lambda head, middle, tail: head + tail,
-    "repeated": lambda head, middle, tail: head + 2 * middle + tail,
     "reversed": lambda head, middle, tail: head + middle[::-1] + tail,
     "one bit flipped": lambda head, middle, tail: head + bytes([middle[0] ^ 1]) + middle[1:] + tail,
 }
@@ -188,7 +164,7 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
     data, intact = path.read_bytes(), inspect(FOR_SEGMENTATION[kind].make(root, split), workers=0)
     quarter = len(data) // 4
     # A JPEG has no checksums: decoders fill damaged pixels with others.
-    for damage, change in islice(DAMAGE.items(), 4 if file == "jpeg image" else None):
+    for damage, change in islice(DAMAGE.items(), 3 if file == "jpeg image" else None):
         complaint = COMPLAINTS.get(damage, "the (PNG|JPEG) file is truncated or damaged")
         path.write_bytes(change(data[:quarter], data[quarter:-quarter], data[-quarter:]))
         dataset = FOR_SEGMENTATION[kind].make(root, split)
@@ -289,28 +265,10 @@ def test_success_is_remembered_until_a_file_changes(camvid_folders, tmp_path, mo
     assert checked_files(camvid(moved, "val")) == checked_files(camvid(moved, "val")) == 2
 
 
-@pytest.mark.parametrize("workers, reads_here", [(0, 6), (2, 0)])
-def test_no_other_thread_decodes(camvid_folders, monkeypatch, workers, reads_here):
-    """A process forked while such a thread ends may inherit OpenCV mutexes that stay locked."""
-    dataset, threads = camvid(camvid_folders, "train"), []
-    raw_label = dataset.raw_label
-    monkeypatch.setattr(dataset, "raw_label", lambda i: threads.append(threading.current_thread()) or raw_label(i))
-    verify(dataset, workers)
-    assert threads == [threading.main_thread()] * reads_here
-
-
-@pytest.mark.parametrize(
-    "check, kind",
-    [
-        (verify, "labels"),
-        pytest.param(inspect, "images", marks=pytest.mark.slow),  # PyTorch waits five seconds for a stuck worker
-        pytest.param(index_classes, "labels", marks=pytest.mark.slow),
-    ],
-)
-def test_a_file_that_blocks_its_reader_is_named(camvid_folders, check, kind):
-    file = sorted((camvid_folders / "train" / kind).iterdir())[3]
+def test_a_file_that_blocks_its_reader_is_named(camvid_folders):
+    file = sorted((camvid_folders / "train" / "labels").iterdir())[3]
     file.unlink()
     os.mkfifo(file)
     named = camvid_folders / "train" / "images" / f"{file.stem}.jpg"
     with pytest.raises(TimeoutError, match=f"^{named}: no data came for timeout_seconds=1 "), reading_errors(1):
-        check(camvid(camvid_folders, "train"), workers=2)
+        verify(camvid(camvid_folders, "train"), workers=2)

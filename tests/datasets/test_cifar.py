@@ -4,14 +4,12 @@ import os
 import shutil
 import zipfile
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from datasets import cifar10, cifar100, verify
-from datasets.file_list import listed
 from tests.datasets import classification_trees as trees
 from tests.datasets.classification_trees import CIFAR10, encoded, photograph, write
 
@@ -104,8 +102,3 @@ def test_other_contents_are_named_with_both_forms(tmp_path, monkeypatch):
         trees.cifar_zip(tmp_path / name)
     with pytest.raises(ValueError, match="holds one.zip, two.zip; expected one of them"):
         cifar10(tmp_path, "train")
-
-
-def test_a_list_of_files_is_the_same_wherever_it_is_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert listed(Path("data"), [Path("data/a")]).name(0) == listed(Path(), [Path("a")]).name(0) == "a"

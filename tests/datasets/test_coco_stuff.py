@@ -98,13 +98,6 @@ def test_a_list_that_does_not_fit_is_an_error(coco_root):
     assert len(coco_stuff(coco_root, "train", lists="full")) == 4
 
 
-def test_test_images_are_predicted_in_coco_ids(coco_root):
-    dataset = coco_stuff(coco_root, "test", other_class=True)
-    assert dataset.table.official(np.array([[0, 90, 91, 255]], np.uint8)).tolist() == [[92, 182, 183, 0]]
-    assert dataset.files[0].name == "000000000001"  # predictions are named so
-    assert dataset.prediction_palette is None
-
-
 def test_without_images_of_the_test_split_the_error_names_their_archive(tmp_path):
     root = trees.coco_stuff(tmp_path)
     shutil.rmtree(root / "test2017")

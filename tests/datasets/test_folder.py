@@ -146,18 +146,6 @@ def test_labels_of_16_bits_and_tiffs_hold_the_same_ids(root, suffix, write):
     assert len(made(root)["classes"]) == 4
 
 
-def test_the_reason_for_refusing_400_megapixels_is_their_size(root):
-    """The label is intact."""
-    label = next((root / "train/labels/a").iterdir())
-    Image.new("L", (20_000, 20_000)).save(label, compress_level=1)
-    message = (
-        "^[^ ]*: has more than 178 megapixels; expected fewer: cut large images, and their labels alike, into .*s$"
-    )
-    for read in (folder(root, "train").raw_label, folder(root, "train").undecoded):
-        with pytest.raises(ValueError, match=message):
-            read(0)
-
-
 def test_splits_may_be_lists(root):
     flat(root)
     (root / "train.txt").write_text("\n train/b/board.1\r\ntrain/a/board.0.jpg \n\ntest/a/board.0\n")
@@ -198,20 +186,15 @@ def test_splits_that_are_joined_hold_all_images_of_each(root):
 
 WRONG_CLASSES = {
     "{": "JSONDecodeError",
-    "3": "every class needs an object, such as",
-    '["a", "b"]': "every class needs an object, such as",
     '{"classes": ["a", "b"]}': 'every class needs an object, such as {"name": "wood"}',
     '{"classes": []}': "classes that are not ignored is 0, expected 2 to 253",
-    '{"classes": [{"name": "a"}], "ignored": [0]}': "classes that are not ignored is 0",
     '{"classes": [{"name": "a"}, {"name": "b"}], "ignored": [1]}': "classes that are not ignored is 1, expected 2",
     '{"classes": [{"name": "a"}], "ignored": [256]}': "256",
     '{"classes": [{"name": "a"}, {"name": "b"}, {"name": "c"}], "ignored": 255}': '"ignored" is 255, expected a list',
-    '{"classes": [{"name": "a"}], "ignore": [0]}': "the key 'ignore' is unknown",
     '{"classes": [{"name": "a", "color": [0, 0, 0]}]}': "the key 'color' is unknown",
     '{"classes": [{"name": "a", "colour": [0, 0]}]}': "not enough values",
     '{"classes": [{"colour": [0, 0, 0]}]}': "KeyError: 'name'",
     '{"classes": [{"name": "a"}, {"name": "a"}]}': "two names are a, expected different ones",
-    "[" * 100_000: "ValueError: it is nested too deeply",
     json.dumps({"classes": [{"name": f"{number}"} for number in range(100_000)]}): "is 100000, expected at most 256",
     json.dumps({"classes": [{"name": "a" * 2**20}, {"name": "b"}]}): "a name has 1,048,576 characters, expected at",
     '{"classes": [{"name": "a", "colour": [0, 0, 7]}, {"name": "b", "colour": [0, 0, 7]}]}': "two colours are",
@@ -310,17 +293,6 @@ def test_wrong_labels_are_named_with_the_fix(what, root):
     assert re.match(message, found.message)
 
 
-def test_a_fix_for_all_wrong_labels_is_said_once(root):
-    for file in (root / "train" / "labels").rglob("*.png"):
-        file.write_bytes(jpeg(np.zeros((24, 40), np.uint8)))
-    train = folder(root, "train")
-    with pytest.raises(ValueError, match="6 problem") as error:
-        verify(train, workers=0)
-    _, *wrong, more, fix = str(error.value).splitlines()
-    labels = [f"  {entry.label}: is a JPEG, which changes values; expected a PNG." for entry in train.files]
-    assert wrong == labels[:5] and more == "  … and 1 more" and fix == f"  {train.label_fix}"
-
-
 def test_images_of_other_formats_are_not_passed_over(root):
     image = next((root / "train/images/a").iterdir())
     image.rename(image.with_suffix(".heic")).write_bytes(b"\0\0\0\x18ftypheic")
@@ -349,7 +321,7 @@ TURNED = encoded(PIXELS, "RGB", "JPEG", 6)
 IMAGES = {
     "16 bits": png(PIXELS.astype(np.uint16) * 256 + 99),
     **{mode: encoded(PIXELS, mode, "PNG", 1) for mode in ("L", "LA", "RGBA", "P")},
-    **{f"{kind} {turn}": encoded(PIXELS, "RGB", kind, turn) for kind in ("PNG", "JPEG") for turn in (0, *range(1, 10))},
+    **{f"{kind} {turn}": encoded(PIXELS, "RGB", kind, turn) for kind in ("PNG", "JPEG") for turn in (0, 1, 3, 6, 9)},
     **{f"{kind} {turn}": encoded(PIXELS, "RGB", kind, turn) for kind in ("TIFF", "WEBP") for turn in (1, 3, 6)},
     "BMP": encoded(PIXELS, "RGB", "BMP", 1),
     "EXIF, a text for a number": TURNED.replace(b"\x01\x12\0\x03", b"\x01\x12\0\x02"),
@@ -443,29 +415,12 @@ def test_names_are_the_same_with_accents_of_their_own(root, tmp_path):
     for name in (together, "b/board.1"):
         assert name in names(folder(root, "val"))
     verify(folder(root, "val"), workers=0)
-    (root / "val").rename(root / unicodedata.normalize("NFD", "prüf"))
-    assert names(folder(root, unicodedata.normalize("NFC", "prüf"))) == [together, "b/board.1"]
-    (root / unicodedata.normalize("NFD", "prüf")).rename(root / "val")
-    flat(root)
-    (root / unicodedata.normalize("NFD", "zwölf.txt")).write_text(f"val/{together}\nval/b/board.1")
-    assert names(folder(root, unicodedata.normalize("NFC", "zwölf"))) == [f"val/{together}", "val/b/board.1"]
     for split, form in (("train", "NFC"), ("val", "NFD")):
         for name in ("é", "f", "z"):
             (tmp_path / "sorted" / split / unicodedata.normalize(form, name)).mkdir(parents=True)
             trees.write(tmp_path / "sorted" / split / unicodedata.normalize(form, name) / "1.png", PIXELS)
     train, val = (image_folder(tmp_path / "sorted", split) for split in ("train", "val"))
     assert train.classes == val.classes == ("f", "z", "é") and val.labels.tolist() == [0, 1, 2]
-
-
-def test_names_that_differ_only_in_how_accents_are_stored_are_named(root):
-    for kind, suffix in (("images", "png"), ("labels", "png")):
-        for form in ("NFD", "NFC"):
-            file = root / "train" / kind / unicodedata.normalize(form, "é") / f"0.{suffix}"
-            file.parent.mkdir()
-            trees.write(file, PIXELS)
-        both = r"images holds both '(e.u0301|.xe9)/0.png' and '(e.u0301|.xe9)/0.png': expected one file per name."
-        with pytest.raises(ValueError, match=both):
-            folder(root, "train")
 
 
 def test_folders_of_systems_are_no_part_of_the_data(root):
@@ -496,17 +451,6 @@ def test_splits_may_be_links(root):
     assert [len(labels) for labels in folder_labels(linked)] == [len(labels) for labels in folder_labels(root)]
     assert len(folder_labels(linked)[0]) == 8 and made(linked)["classes"]
     assert names(folder(linked, "train")) == names(folder(root, "train"))
-
-
-def test_a_folder_with_the_name_of_an_image_is_named(root):
-    (root / "train/images/0.jpg").mkdir()
-    with pytest.raises(ValueError, match=f"^{root}/train/images/0.jpg is a folder with an image's name: rename it"):
-        folder(root, "train")
-    classes = root.parent / "sorted"
-    for name in ("train/cat/0.jpg", "train/dog"):
-        (classes / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match=f"^{classes}/train/cat/0.jpg is a folder with an image's name: rename it"):
-        image_folder(classes, "train")
 
 
 MASK = np.repeat(np.array([[0, 255]], np.uint8), 20, axis=1).repeat(24, axis=0)
@@ -580,40 +524,12 @@ def test_files_whose_palettes_number_the_classes_differently_are_named(root):
     assert problem.kind == "palettes differ" and re.match(message, problem.message)
 
 
-def test_strays_in_masks_are_counted(root, capsys):
-    files = sorted(root.glob("*/labels/*/*.png"))
-    mask = MASK
-    for file in files:
-        trees.write(file, np.minimum(mask, 1))
-    (stray := np.minimum(mask, 1))[0, :4] = 2
-    trees.write_palette(files[0], stray, [(9, 9, 9)] * 3)
-    written = made(root)
-    assert written == {"classes": [{"name": f"class_{number}"} for number in range(3)], "ignored": [255]}
-    printed = capsys.readouterr().out
-    assert re.search(r"\n. 2 .* 4 .* 0.05 .* 1 ", printed)
-    assert printed.endswith(f"3 classes; now name the classes in {root}/classes.json\n")
-    trees.write_palette(files[0], np.minimum(mask, 1), [(1, 2, 3), (4, 5, 6)])
-    for file in files[1:]:
-        trees.write(file, np.full_like(mask, 2))
-    assert made(root)["classes"][1:] == [{"name": "class_1", "colour": [4, 5, 6]}, {"name": "class_2"}]
-
-
-def test_a_colour_of_null_is_left_out(tmp_path):
-    file = tmp_path / "classes.json"
-    tables = []
-    for colour in ({}, {"colour": None}):
-        file.write_text(json.dumps({"classes": [{"name": "a"} | colour, {"name": "b", "colour": [1, 2, 3]}]}))
-        tables.append(folder_classes(file))
-    assert tables[0] == tables[1]
-
-
 @pytest.mark.parametrize(
     "given",
     [
         [(0, 0, 0), (5, 5, 5), (255, 0, 0)],  # two alike, and the first colour of those that replace them
         [(0, 0, 0), (5, 5, 5), (254, 0, 0), (103, 140, 230)],
         [None, None, (255, 3, 3), (103, 140, 230), None],
-        [(number // 2, 0, 0) for number in range(254)],
         [None] * 254,
     ],
 )

@@ -1,8 +1,6 @@
 """The items of a DataLoader: crops that depend on seed, epoch and image alone, and whole images for evaluation."""
 
 import itertools
-import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -102,18 +100,6 @@ def test_an_image_that_is_drawn_again_is_cropped_anew(camvid_folders):
         assert tensor.dtype == torch.uint8 and tensor.is_contiguous()
     first, second, again = (crops[Draw(epoch=0, image=3, place=place, class_id=1, pixel=(5, 5))] for place in (0, 7, 0))
     assert same(first, again) and not same(first, second)
-
-
-@pytest.mark.parametrize("dataset", ["segmentation", "files"], indirect=True)
-def test_a_crop_opens_its_files_once(dataset, tmp_path):
-    opened, watching = [], True
-    sys.addaudithook(lambda event, arguments: watching and event == "open" and opened.append(str(arguments[0])))
-    crops_of(dataset)[0, 2]
-    watching = False
-    files = {str(dataset.path(2))}
-    if isinstance(dataset, SegmentationDataset):
-        files.add(str(dataset.files[2].label))
-    assert Counter(path for path in opened if str(tmp_path) in path) == dict.fromkeys(files, 1)
 
 
 @pytest.mark.parametrize("base_size", [None, 17, 90])
@@ -219,10 +205,3 @@ def test_whole_images_in_memory_are_evaluated_by_the_minibatch(memory, workers):
     assert np.array_equal(torch.cat([batch["image"] for batch in batches]).numpy(), memory.pixels[1::2])
     assert torch.cat([batch["label"] for batch in batches]).tolist() == memory.labels[1::2].tolist()
     assert batches[0]["name"][1] == memory.image_name(3)
-
-
-def test_a_minibatch_does_not_share_memory_with_the_dataset(memory):
-    for batch in (ImagesInMemory(memory).__getitems__([0, 1]), crops_of(memory).__getitems__([(0, 0), (0, 1)])):
-        before = memory.pixels.copy()
-        batch["image"].zero_(), batch["label"].fill_(7)
-        assert np.array_equal(memory.pixels, before) and memory.label(0) == 0

@@ -122,14 +122,6 @@ def test_images_without_a_label_are_named_and_labels_without_an_image_are_left_o
         assert opened(kind, root).files == others
 
 
-@pytest.mark.parametrize("parts", [["train"], ["val"], ["train", "val"]])
-def test_parts_missing_at_the_right_root_are_not_sought_elsewhere(kind, root, parts):
-    for path in [path for path in root.rglob("*") if path.is_dir()]:
-        if any(path.name.startswith(part) or f"_{part}2017" in path.name for part in parts) and path.exists():
-            shutil.rmtree(path)
-    assert re.search("\nFix: (download|sort|unpack) ", refusal(kind, root, parts[0]))
-
-
 def test_names_and_sizes_of_files_show_what_changed_and_not_where_they_lie(camvid_folders, tmp_path):
     names, sizes = camvid(camvid_folders, "train").names_and_sizes()
     moved = shutil.copytree(camvid_folders, tmp_path / "moved")  # with other times

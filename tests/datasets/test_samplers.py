@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 from datasets import (
     ClassIndex,
     ClassUniformMinibatches,
-    Draw,
     ShuffledMinibatches,
-    TrainingCrops,
     minibatches_per_epoch,
 )
 
@@ -59,12 +57,6 @@ def test_an_epoch_depends_on_seed_and_epoch_only(kind):
     assert sampler.keys(1) == longer.keys(1)
     assert [key[1:] for key in sampler.keys(0)] != [key[1:] for key in sampler.keys(1)]
     assert sampler.keys(0) != other.keys(0)
-
-
-def test_the_order_and_the_first_images_crop_have_different_random_streams():
-    keys = ShuffledMinibatches(images=1000, crops_per_minibatch=1, seed=0, steps=1).keys(0)
-    of_crop = TrainingCrops(dataset=None, transform=None, seed=0)._rng(Draw(epoch=0, image=0))
-    assert [index for _, index in keys] != of_crop.permutation(1000).tolist()
 
 
 def test_classes_without_pixels_are_named():

@@ -86,14 +86,6 @@ def test_a_broken_config_file_is_named(vistas_root, content):
         vistas(vistas_root, "train")
 
 
-def test_the_version_may_be_written_in_any_way(vistas_root):
-    expected = vistas(vistas_root, "train").table
-    for version in (None, "1.2", "v1.2", 1):
-        config = json.dumps({**trees.vistas_config(), "version": version})
-        (vistas_root / "config.json").write_text(config, encoding="utf-8-sig")  # some editors add a byte-order mark
-        assert vistas(vistas_root, "train").table == expected
-
-
 def test_a_missing_config_file_and_ids_outside_it_are_named(vistas_root):
     path = vistas_root / "training" / "labels" / "street-000000000000000.png"
     trees.write(path, np.full((30, 40), 66, np.uint8))

@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable
 from multiprocessing import active_children, get_context
 
-import cv2
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -53,14 +51,6 @@ def test_only_terminate_ends_a_worker_unseen_by_the_handler_of_dead_workers(who)
     finally:
         signal.signal(signal.SIGCHLD, previous)
         worker.kill()
-
-
-def test_outside_a_worker_signals_are_not_ignored(monkeypatch):
-    monkeypatch.setattr(cv2, "setNumThreads", lambda threads: None)
-    monkeypatch.setattr(Image.core, "set_blocks_max", lambda blocks: None)
-    before = [signal.getsignal(number) for number in SIGNALS]
-    worker_init(0)
-    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
