@@ -210,7 +210,9 @@ def train(network: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("with_example", [False, True])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA), SECOND])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NEEDS_CUDA), SECOND]
+)
 def test_every_step_is_within_the_budget_and_exact(device, with_example):
     """From the first on. Convolutions' workspace on a device is not planned, so that a step may take 5 % more."""
     torch.manual_seed(0)

@@ -142,29 +142,6 @@ def test_dropout_in_place_that_drops_nothing_writes_nothing(p, training):
     assert len({kept_bytes(network, lambda n=network: n(IMAGES)[1], [IMAGES]) for network in networks}) == 1
 
 
-class Fails(nn.Module):
-    """Writes over what sigmoid saved, and before over nothing: shapes do not fit."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(3, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        f = self.first(x)
-        z = torch.sigmoid(f)
-        y = torch.cat([z, z * 2], 1).square()
-        with pytest.raises(RuntimeError, match="must match"):
-            z.add_(torch.ones(7))
-        z.mul_(2)
-        return y + f.repeat(1, 2, 1, 1)
-
-
-def test_a_write_after_one_that_failed_is_seen():
-    plain = Fails()
-    for network in (plain, recompute_activations(copy.deepcopy(plain))):
-        assert ERROR in found(network, lambda network: network(IMAGES).sum())
-
-
 def outside(fill: str) -> tuple[Tensor, Callable[[], object]]:
     """Two images in memory that others may fill again, without a new version; and how they do it."""
     if fill == "storage":

@@ -367,13 +367,6 @@ def _replace_data(x: Tensor) -> Tensor:
     return y.sin()
 
 
-def _replace_data_of_a_base(x: Tensor) -> Tensor:
-    y = torch.tanh(x) * 1.0
-    view = y.view(2, -1)[:]
-    y.data = torch.zeros_like(y)
-    return (view * torch.sigmoid(view)).view_as(x)
-
-
 def _graph(layout: str) -> Callable[[Tensor], Tensor]:
     """An adjacency matrix of some layout, then operations on rows that vmap batches."""
 
@@ -393,8 +386,6 @@ OPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "alpha by name that changes": _change_option(F.celu, "alpha"),
     # Options that the function which is called again does not have.
     "elu_ with a scale": lambda x: F.elu_(x * 1, 0.5, 2.0).sin(),
-    "elu_ with both scales": lambda x: F.elu_(x * 1, 0.5, 2.0, 3.0).sin(),
-    "elu_ with a scale by name": lambda x: F.elu_(x * 1, scale=2.0).sin(),
 }
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "parts of a concatenation": _lends,
@@ -427,7 +418,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "normalised": lambda x: x.sin() * F.normalize(x, dim=1),
     "inference tensor": _join_an_inference_tensor,
     "replaced data": _replace_data,
-    "replaced data of a base": _replace_data_of_a_base,
     "sparse": _graph("to_sparse"),
     "sparse CSR": _graph("to_sparse_csr"),
     "batched": _graph("to_dense"),
@@ -435,7 +425,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # {function: tensors that it keeps besides its input}; a chain keeps a value of every 13.
 TENSORS_KEPT = {
     "replaced data": 1,
-    "replaced data of a base": 2,
     "forty products": 3,
     "long chain": 2000 // 13,
     "complex view": 1,
@@ -516,7 +505,7 @@ def program(moves, size: int = 6, frozen: int = 1, dtype: torch.dtype = torch.fl
     return make
 
 
-@pytest.mark.parametrize("examples", [250, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [120, pytest.param(1500, marks=pytest.mark.slow)])
 def test_random_graphs(examples):
     @settings(max_examples=examples)
     @given(st.lists(MOVES, min_size=2, max_size=12))

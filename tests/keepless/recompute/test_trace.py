@@ -184,7 +184,7 @@ UNUSUAL = {
 
 
 @pytest.mark.filterwarnings("ignore:no plan keeps", "ignore:the network runs a part")
-@pytest.mark.parametrize("budget", [None, 1.0, 0.8, "1KiB"])
+@pytest.mark.parametrize("budget", [None, "1KiB"])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_networks_are_like_the_plain_ones_to_the_bit(name, budget):
     """Each has one plan, which one trace corrects."""
@@ -254,18 +254,6 @@ def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
     assert plans(within) == 1
     assert_like_plain(within, plain)
     assert plans(within) == 2
-
-
-def test_networks_inside_a_step_that_fits_as_it_is_are_not_recorded():
-    torch.manual_seed(0)
-    plain = nn.Sequential(Layers(), Layers()).double()
-    within = copy.deepcopy(plain)
-    recompute_activations(within[0])
-    recompute_activations(within, budget="1GiB")
-    for _ in range(4):
-        assert_like_plain(within, plain)
-    with pytest.raises(ValueError, match="nothing to report"):
-        report(within[0])
 
 
 def test_a_step_that_is_profiled_is_not_traced():

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, recompute_activations, recomputing, report, undo
-from keepless.recompute.recording import Recording
 from keepless.saved import kept_bytes
 from keepless.torch_internals import current_hooks
 from models.blocks import IdentityResidualBlock
@@ -135,18 +134,6 @@ def test_an_activation_overwrites_what_only_it_reads(activation):
         loss.backward()
     assert operators.calls["native_batch_norm"] == operators.calls[name + "_"] == 1
     assert operators.calls[name] == operators.calls["clone"] == operators.calls["copy_"] == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_transposed_inputs_of_matrix_products_are_not_copied_for_the_backward_pass(dtype):
-    """`nn.MultiheadAttention` with batch_first transposes normalised values; its projection copies them."""
-    torch.manual_seed(0)
-    plain = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, norm_first=True).to(dtype)
-    prepared = recompute_activations(copy.deepcopy(plain))
-    x = torch.randn(2, 10, 16, dtype=dtype, requires_grad=True)
-    kept = [kept_bytes(network, lambda n=network: n(x).sum(), [x]) for network in (plain, prepared)]
-    assert kept[0] - kept[1] == 2 * x.nbytes  # both normalised values, the first in its transposed copy
-    assert all(map(torch.equal, gradients(prepared, x), gradients(plain, x)))
 
 
 def test_a_graph_can_be_used_twice_and_in_parts(any_networks):
@@ -478,7 +465,7 @@ def test_autocast(dtype):
 
 def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
     prepared, plain = networks
-    compiled = torch.compile(prepared, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(prepared, fullgraph=True, backend="eager")
     with pytest.warns(UserWarning, match="does nothing inside torch.compile") as warned:
         found = [gradients(compiled, IMAGES) for _ in range(2)]
     assert sum(issubclass(each.category, UserWarning) for each in warned) == 1  # the compiler has others on Python 3.13
@@ -526,54 +513,6 @@ def test_running_statistics_may_move_before_the_backward_pass(norm):
 def test_empty_minibatches_are_pooled(pool):
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), pool, nn.Conv2d(4, 2, 1))
     assert_same(*([*torch.autograd.grad(n(IMAGES[:0]).sum(), n.parameters())] for n in both(network)))
-
-
-class WritesOverWhatItSaved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return x.mul_(0).add_(dy)
-
-
-def test_a_backward_function_that_writes_over_a_saved_tensor_is_found_out():
-    w = torch.randn(4, 3, requires_grad=True)
-    with Recording():
-        y = F.silu(w * 1)
-        first = y.sin()  # reads y last in the backward pass
-        output = WritesOverWhatItSaved.apply(y) * 2 + first
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
-
-
-class MadeElsewhere(nn.Module):
-    """A thread that has made more of autograd's nodes computes a part: nodes are numbered by thread."""
-
-    def __init__(self, thread: ThreadPoolExecutor):
-        super().__init__()
-        self.first, self.last, self.thread = nn.Linear(8, 8), nn.Linear(8, 8), thread
-
-    def forward(self, x):
-        y = self.thread.submit(self.first, x).result()
-        squares = y.square()  # keeps y
-        return self.last(F.gelu(y.reshape(-1, 8))) * squares.reshape(-1, 8)
-
-
-@pytest.mark.parametrize("budget", [None, 0.7])
-def test_a_view_of_what_another_thread_has_made(budget):
-    x = torch.randn(4, 4, 8)
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(lambda: [torch.ones(1, requires_grad=True) * 2 for _ in range(2000)]).result()
-        plain = MadeElsewhere(thread)
-        expected = torch.autograd.grad(plain(x).sum(), [*plain.parameters()])
-        prepared = recompute_activations(plain, budget=budget)
-        for _ in range(1 if budget is None else 4):
-            found = torch.autograd.grad(prepared(x).sum(), [*prepared.parameters()])
-            assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("stem", [nn.Conv2d(3, 4, 3), CheckpointedABN(3)], ids=["convolution", "CheckpointedABN"])
