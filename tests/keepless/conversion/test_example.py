@@ -82,7 +82,9 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize(
+    "name", [name if number % 2 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(COUNTS)]
+)
 def test_how_many_norms_of_torchvision_networks_are_replaced(name):
     options = {"deeplabv3_resnet50": {"weights_backbone": None}, "googlenet": {"init_weights": False}}
     with torch.device("meta"):
@@ -125,11 +127,6 @@ def overwriting(block: nn.Module, y: Tensor) -> Tensor:
     return z
 
 
-def discarding(block: nn.Module, y: Tensor) -> Tensor:
-    block.relu(y)
-    return y
-
-
 class BatchNormAct(nn.BatchNorm2d):
     """Calls norm, dropout and activation like timm's `BatchNormAct2d`."""
 
@@ -158,19 +155,14 @@ LEAKY_IN_PLACE = partial(nn.LeakyReLU, 0.2, inplace=True)
 LEFT = {
     "no call": (lambda b, y: y + 1, "was not called on the ex", dict(other=bn())),
     "summed first": (lambda b, y: b.act(y) + y, "several readers: LeakyReLU, add in Block"),
-    "two activations": (lambda b, y: b.act(y) + b.tanh(y), "several readers: LeakyReLU, Tanh"),
-    "in place, result discarded": (discarding, "several readers: ReLU, Conv2d", dict(relu=nn.ReLU(inplace=True))),
     "sum in place": (lambda b, y: b.act(y.add_(1)), "overwritten by add_ in Block"),
     "through a view": (lambda b, y: b.act(y.flatten(1).add_(1).view_as(y)), "overwritten by add_ in Block"),
     "result overwritten": (overwriting, "overwritten by add_ in Block"),
-    "result in place overwritten": (overwriting, "overwritten by add_ in Block", dict(act=LEAKY_IN_PLACE())),
     "dropout in place": (lambda b, y: b.drop(b.act(y)), "overwritten by Dropout", dict(drop=nn.Dropout(inplace=True))),
     "a function": (lambda b, y: F.relu(y), "function relu in Block follows.* recompute_activations"),
-    "a method": (lambda b, y: y.tanh_(), "function tanh_ in Block follows.* recompute_activations"),
     "relu6": (lambda b, y: b.relu(y), "followed by ReLU6, which an in", dict(relu=nn.ReLU6(inplace=True))),
     "relu": (lambda b, y: b.relu(y), "a ReLU cannot be inverted; relu_slope=0.01"),
     "called twice": (lambda b, y: b.norm(b.act(y)).tanh(), "only some of its calls; .* LeakyReLU, tanh in B"),
-    "called directly too": (lambda b, y: b.act(b.norm.forward(b.act(y))), "followed by LeakyReLU, forward in Block"),
     "followed by two kinds": (lambda b, y: b.tanh(b.norm(b.act(y))), "activations follow its calls: LeakyReLU, Tanh"),
     "dropout when training": (lambda b, y: b.act(F.dropout(y, 0.5, b.training)), "LeakyReLU, dropout in Block"),
     "returned": (passed_on, "the network returns its output", NOTHING_LAST),
@@ -183,7 +175,6 @@ LEFT = {
     "timm's with relu": (passed_on, "a ReLU cannot be inverted", dict(norm=BatchNormAct(nn.ReLU()))),
     "timm's with silu": (passed_on, "it includes SiLU", dict(norm=BatchNormAct(nn.SiLU()))),
     "timm's with dropout": (passed_on, "it is a subclass", dict(norm=BatchNormAct(act(), nn.Dropout(0.0)))),
-    "timm's with hooks": (passed_on, "it has hooks", dict(norm=with_hook(BatchNormAct(act())))),
     "hooks of timm's activation": (passed_on, "has hooks", dict(norm=BatchNormAct(with_hook(act())))),
     "ours, then in place": (
         lambda b, y: b.act(y),
@@ -367,7 +358,7 @@ def small_bottleneck() -> tuple[nn.Module, nn.Module, Tensor]:
 CHANGES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda network: pickle.loads(pickle.dumps(network)),
-    "compile": lambda network: torch.compile(network, backend="aot_eager", fullgraph=True),
+    "compile": lambda network: torch.compile(network, backend="eager", fullgraph=True),
     "DataParallel": nn.DataParallel,
     "to_standard": to_standard,
     "and back": lambda network: CHANGES["again"](to_standard(network)),
@@ -416,25 +407,6 @@ def test_checkpointing_between_norm_and_activation():
     network.reentrant = True
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         network(x)
-
-
-def test_a_second_conversion_adds_what_the_first_left():
-    def compute(n: nn.Module, x: Tensor) -> Tensor:
-        x = n.relu(n.one(x))
-        return n.relu(n.two(n.conv(x))) if n.way == 2 else x
-
-    torch.manual_seed(0)
-    network = trained(Network(compute, one=bn(), two=bn(), conv=nn.Conv2d(C, C, 1), relu=nn.ReLU())).double()
-    network.way = 1
-    x = torch.randn(2, C, 3, 3, dtype=torch.float64)
-    plain = copy.deepcopy(network)
-    to_inplace(network, relu_slope=0.2, example=x)
-    network.way = plain.way = 2
-    _, report = converted(to_inplace, network, relu_slope=0.1, example=x)
-    assert list(report.replaced) == ["two"] and network.relu.included == (("leaky_relu", 0.2), ("leaky_relu", 0.1))
-    y = F.leaky_relu(plain.eval().one(x), 0.2)
-    expected = F.leaky_relu(plain.two(plain.conv(y)), 0.1)
-    torch.testing.assert_close(eagerly(network).eval()(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_layers_of_ours_are_replaced_with_an_example_too():

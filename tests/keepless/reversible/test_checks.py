@@ -59,6 +59,7 @@ def test_checking_changes_no_bit_and_needs_little_memory():
     assert checks._checksum(large)[1] == large.numel() ** 0.5
 
 
+@pytest.mark.slow
 def test_pure_bfloat16_adds_up_rounding():
     """The bounds in docs/memory.md on the distance to the gradient with stored activations, relative to its norm."""
     checks._enabled.set(False)  # they might find it

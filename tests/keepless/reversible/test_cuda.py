@@ -28,7 +28,7 @@ def gradients(network, x, precision=None) -> list[torch.Tensor]:
     return [output, *torch.autograd.grad(output.float().square().sum(), [x, *network.parameters()])]
 
 
-@pytest.mark.parametrize("device", ["cpu", ON_CUDA])
+@pytest.mark.parametrize("device", [ON_CUDA])
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_dropout_and_autocast(device, precision):
     """The repetition draws the same mask from the device's generator, in the same precision."""
@@ -55,16 +55,6 @@ def capturing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_rng_state", refused)
 
 
-def test_the_state_of_a_generator_is_left_alone_while_a_graph_is_captured(capturing):
-    with FakeTensorMode():
-        x = torch.empty(2, 8, 6, 6, device="cuda")
-    section = Section(sequence().blocks, [x])
-    with section.dropping(lambda: None, inverts=False):
-        pass
-    with section.repeated():
-        pass
-
-
 def test_dropout_is_refused_while_a_graph_is_captured(capturing):
     with FakeTensorMode():
         x = torch.empty(2, 8, 6, 6, device="cuda")
@@ -72,12 +62,6 @@ def test_dropout_is_refused_while_a_graph_is_captured(capturing):
         Section(sequence(nn.Dropout(0.5)).blocks, [x])
     Section(sequence(nn.Dropout(0.0)).blocks, [x])
     Section(sequence(nn.Dropout(0.5)).eval().blocks, [x])
-
-
-def test_autocast_of_a_device_that_only_the_branches_are_on_is_restored(capturing):
-    with FakeTensorMode(), torch.device("cuda"):
-        blocks = sequence().blocks
-    assert "cuda" in {kind for kind, *_ in Section(blocks, [torch.empty(2, 8, 6, 6)]).autocast}
 
 
 @pytest.mark.parametrize("device", [ON_CUDA])

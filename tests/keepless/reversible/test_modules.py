@@ -154,7 +154,8 @@ IMAGES = torch.randn(3, 8, 5, 4, dtype=torch.float64, generator=torch.Generator(
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_gradients_and_statistics_are_those_of_stored_activations(coupling, form):
     """Defects: running statistics that move three times a step; parameters of stored activations."""
-    blocks = made(*(COUPLINGS[coupling](norm=norm) for norm in NORMS.values()))
+    norms = NORMS if coupling == "additive" else ("inplace", "batchnorm")
+    blocks = made(*(COUPLINGS[coupling](norm=NORMS[norm]) for norm in norms))
     found, expected = FORMS[form](copy.deepcopy(blocks)), nn.Sequential(*blocks)
     assert_same(step(found, IMAGES), step(expected, IMAGES))
     assert_same(step(found.eval(), IMAGES), step(expected.eval(), IMAGES))
@@ -400,7 +401,7 @@ def test_hooks_fire():
 @pytest.mark.parametrize(
     "make, depth",
     [(additive, 20), (partial(additive, norm=ABN), 20), (partial(additive, norm=nn.BatchNorm2d), 20), (affine, 20)]
-    + [(partial(additive, norm=nn.Identity), 300)],
+    + [(partial(additive, norm=nn.Identity), 100)],
 )
 def test_saved_bytes_do_not_depend_on_the_depth(make, depth):
     x = torch.randn(2, 8, 16, 16, requires_grad=True)
