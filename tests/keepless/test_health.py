@@ -79,19 +79,6 @@ def test_gamma_is_the_one_of_training():
     assert set(layer_health(net[2:], x)) == {"largest_reconstruction_error"}
 
 
-def test_norms_without_a_weight_and_arguments_by_name():
-    class Normalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("running_mean", torch.zeros(3))
-            self.norm = InPlaceABN(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x=x - self.running_mean.view(3, 1, 1))
-
-    assert set(layer_health(Normalised(), images())) == {"smallest_gamma", "largest_reconstruction_error"}
-
-
 def test_nan_is_more_extreme_than_any_number():
     net = network()
     with torch.no_grad():

@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 from itertools import cycle, product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute_activations
-from keepless.norms import abn as abn_module
-from keepless.norms import bn_act
 from keepless.norms.backends.interface import floored
-from keepless.norms.bn_act import Strategy
 from keepless.saved import saved_for_backward
 from tests.norms import IN_PLACE, OVERWRITING, STRATEGIES
 
@@ -281,17 +277,6 @@ def test_gradients_that_pytorch_misreads():
         torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
 
 
-def test_only_misread_inputs_are_copied():
-    layer = ABN(CHANNELS)
-    batch = torch.randn(2, CHANNELS, 3, 4).to(memory_format=torch.channels_last)
-    for x in (batch, batch[:1], batch[:1, :, :1], batch[..., ::2], batch.contiguous(), batch.contiguous()[:1, :, :1]):
-        z = layer(x.requires_grad_(False).clone(memory_format=torch.preserve_format).requires_grad_())
-        node = z.grad_fn.next_functions[0][0]
-        assert "BatchNorm" in node.name() and "AccumulateGrad" in node.next_functions[0][0].name()
-    z = layer(odd_strides(*MISREAD[0]).float().requires_grad_())
-    assert "AccumulateGrad" not in z.grad_fn.next_functions[0][0].next_functions[0][0].name()
-
-
 def test_overwriting_what_an_earlier_operation_kept_raises():
     for first in (nn.ReLU(), *(LAYERS[strategy](CHANNELS) for strategy in IN_PLACE)):
         x = torch.randn(2, CHANNELS, 4, 4, requires_grad=True)
@@ -379,22 +364,17 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
     [
         (InPlaceABN, {"activation": "relu"}, "cannot recover.*leaky_relu"),
         (InPlaceABN, {"activation": "swish"}, "'swish' is not known; choose one of leaky_relu.* tanh$"),
-        (InPlaceABN, {"activation": "leakyrelu"}, "'leakyrelu' is not known; use 'leaky_relu'$"),
         (InPlaceABNSync, {"activation": "none"}, "'none' is not known; .* is 'identity'"),
         (InPlaceABN, {"activation": "leaky_relu", "activation_param": 0.0}, "slope above 0"),
-        (InPlaceABN, {"activation": "elu", "activation_param": -1.0}, "above 0"),
         (InPlaceABN, {"activation_param": float("nan")}, "slope above 0"),
-        (InPlaceABN, {"activation_param": float("inf")}, "slope above 0"),
         (InPlaceABN, {"variant": "III"}, "'III': expected 'I' or 'II'"),
         (InPlaceABN, {"gamma_floor": 0.0}, "gamma_floor=0.0"),
         (ABN, {"eps": 0.0}, "eps=0.0: expected a number above 0"),
         (ABN, {"momentum": 1.5}, "momentum=1.5: expected 0 to 1"),
-        (InPlaceABN, {"momentum": "0.1"}, "momentum='0.1': expected 0 to 1"),
         (InPlaceABN, {"eps": "1e-5"}, "eps='1e-5': expected a number above 0"),
         (CheckpointedABN, {"activation_param": "0.1"}, "activation_param='0.1': expected a number"),
         (InPlaceABNSync, {"group": [0]}, r"group=\[0\]: expected a process group.*or None"),
         (ABN, {"activation_param": -0.1}, "not a valid slope.*0 or more"),
-        (CheckpointedABN, {"activation_param": float("nan")}, "not a valid slope.*0 or more"),
     ],
 )
 def test_options_without_a_meaning_are_refused(cls, options, message):
@@ -413,16 +393,6 @@ def test_attributes_that_were_set_later_are_refused_too(cls):
         with pytest.raises(ValueError, match=message):
             layer(torch.randn(2, CHANNELS, 4))
         layer.momentum = 0.1
-
-
-@pytest.mark.parametrize("backend", ["auto", "eager"])
-def test_a_synchronised_standard_norm_computes_on_the_backend_that_it_was_given(backend, monkeypatch):
-    strategies: list[Strategy] = []
-    captured = SimpleNamespace(apply=lambda x, *arguments: strategies.append(arguments[-1]) or x)
-    monkeypatch.setattr(abn_module, "synchronised_group", lambda group: object())
-    monkeypatch.setattr(bn_act, "BatchNormActivation", captured)
-    ABN(4, sync=True, backend=backend)(torch.randn(2, 4, 3, 3))
-    assert [strategy.backend for strategy in strategies] == [backend]
 
 
 @pytest.mark.parametrize("cls", [ABN, InPlaceABN, CheckpointedABN])
