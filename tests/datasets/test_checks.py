@@ -216,20 +216,6 @@ def test_finds_sizes_and_ids_in_one_pass(camvid_folders, cityscapes_root):
         dataset.scored(0)
 
 
-def test_an_error_that_nobody_expected_is_a_problem_of_its_file(camvid_folders):
-    dataset = camvid(camvid_folders, "train")
-
-    def decode(file, window):
-        if "000004" in file.path.name:
-            raise RuntimeError("what nobody expected")
-        return decode_label(file, window)
-
-    dataset.decode_label, decode_label = decode, dataset.decode_label
-    (problem,) = inspect(dataset, workers=0).problems
-    assert problem.kind == "unexpected error" and "0001TP_000004.jpg" in problem.message
-    assert "RuntimeError: what nobody expected" in problem.message
-
-
 @pytest.mark.parametrize("count", [5, 6])
 def test_names_five_offenders_in_order_and_counts_the_rest(camvid_folders, count):
     for path in sorted((camvid_folders / "train" / "labels").iterdir())[:count]:

@@ -66,18 +66,6 @@ def test_a_test_split_may_have_no_labels_and_there_are_no_other_splits(root, kin
     assert refusal(kind, root, "validation").startswith(unknown)
 
 
-@pytest.mark.parametrize("given", [None, "", "gone"])
-def test_without_a_folder_the_layout_is_shown_and_the_fix(given, tmp_path):
-    problem = "no folder is given; camvid needs the folder that holds"
-    if given == "gone":
-        given = tmp_path / "data.zip"
-        problem = f"{given} is not an existing folder"
-    message = refusal("camvid", given)
-    assert message.startswith(problem) and message.endswith(" and give the folder at the top of this layout.")
-    for part in ("DIR/train/images/*.jpg", "DIR/trainannot/*.png", "\nFix: download CamVid"):
-        assert part in message
-
-
 def test_missing_folders_are_named_with_what_is_there_the_layout_and_the_fix(kind, root):
     if kind == "camvid":  # in the other layout, a split without images is not a missing folder
         root = trees.camvid_annot(root.parent / "annot")

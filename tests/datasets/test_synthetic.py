@@ -1,4 +1,3 @@
-import importlib
 import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -53,17 +52,6 @@ def test_two_processes_may_start_at_once(tmp_path):
     write(str(tmp_path / "alone"))
     assert trees.contents(root) == trees.contents(tmp_path / "alone")
     assert {entry.name for entry in tmp_path.iterdir()} == {"streets", "alone"}  # no partial output remains
-
-
-def test_an_interrupted_writer_leaves_nothing_behind(tmp_path, monkeypatch):
-    def interrupted(folder, images, seed):
-        (folder / "leftImg8bit").mkdir(parents=True)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(importlib.import_module("datasets.synthetic"), "write_streets", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        synthetic(tmp_path / "streets", "train", images=SMALL)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_classes_are_present_and_large_enough_to_learn():
