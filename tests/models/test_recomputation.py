@@ -172,6 +172,7 @@ def test_with_sqrt_n_squared_blocks_keep_n_inputs(name, norm):
     assert [more - less for less, more in zip(kept, kept[1:], strict=False)] == [16 * PIXELS] * 2
 
 
+@pytest.mark.slow
 def test_compiled_a_block_keeps_its_input_too():
     def kept(blocks: int) -> int:
         network = FIRST_STAGE["preact"](ABN, structure=(blocks - 2, 1, 1))

@@ -13,10 +13,7 @@ from tests.released_files import IMAGES, Released
 # Scales are converted tensor by tensor, whatever the network.
 KINDS = {
     "resnext": (Released.resnext, {}, "3x3", "released"),
-    "resnext 7x7": (Released.resnext, dict(stem="7x7"), "7x7", "raw"),
-    "resnet": (Released.resnet, {}, "7x7", "released"),
     "resnet basic": (Released.resnet, dict(base=(4, 4)), "7x7", "raw"),
-    "densenet": (Released.densenet, {}, "3x3", "raw"),
     "wider": (Released.wider, files.WIDER, None, "released"),
 }
 

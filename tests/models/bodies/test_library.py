@@ -34,8 +34,8 @@ TIMMS = ("resnet18", "resnet26d", "mobilenetv3_small_050", "efficientnet_b0", "c
 LEAKY, IN_PLACE = partial(ABN, activation="leaky_relu"), partial(InPlaceABN, backend="eager")
 
 
-def some_slow(names, quick=QUICK):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def some_slow(names):
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def with_activations(network: nn.Module, activation: type[nn.Module]) -> nn.Module:
@@ -55,7 +55,7 @@ def library_features(network: nn.Module, name: str, images: torch.Tensor) -> tor
     return found[0].relu() if name == "densenet121" else found[0]
 
 
-@pytest.mark.parametrize("name", some_slow(LAST, quick=(*QUICK, "mobilenet_v2")))  # which has ReLU6
+@pytest.mark.parametrize("name", some_slow(LAST))
 @torch.no_grad()
 def test_features_are_torchvision_s(name):
     """In float32 and float64, with standard norms; and with in-place ones, of the network with leaky ReLUs."""

@@ -64,7 +64,7 @@ def test_a_conversion_changes_the_activation_after_the_sum_too():
     torch.testing.assert_close(converted(images), leaky(images), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnext50_32x4d", "densenet201"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "densenet121"])
 def test_torchvision_s_names_and_shapes_become_ours(name):
     with torch.device("meta"):
         theirs = getattr(torchvision.models, name)(weights=None)
