@@ -20,9 +20,8 @@ from tests.runs import REPOSITORY, composed
 DOCS, RESULTS = REPOSITORY / "docs", REPOSITORY / "docs" / "results"
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), RESULTS / "README.md"]
 RECORDS = sorted(set(RESULTS.glob("*.md")) - {*PAGES})
-PROGRAMS = [
-    path for folder in ("", "scripts", "scripts/evidence") for path in sorted((REPOSITORY / folder).glob("[!_]*.py"))
-]
+PROGRAMS = [path for folder in ("", "scripts") for path in sorted((REPOSITORY / folder).glob("[!_]*.py"))]
+EVIDENCE = sorted((REPOSITORY / "scripts" / "evidence").glob("[!_]*.py"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONAL = re.compile(r"(?<= )\[((?:[^][]|\[[^][]*\])*)\]")  # [key=value]; before a list there is no space
@@ -96,7 +95,7 @@ def wrong(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, *PROGRAMS, *(pytest.param(page, marks=pytest.mark.slow) for page in RECORDS)],
+    [*PAGES, *PROGRAMS, *(pytest.param(page, marks=pytest.mark.slow) for page in (*EVIDENCE, *RECORDS))],
     ids=lambda page: page.relative_to(REPOSITORY).as_posix(),
 )
 def test_every_command_of_the_documents_composes(page):

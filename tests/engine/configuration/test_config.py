@@ -17,7 +17,6 @@ from engine.configuration import choices as choices_of
 from engine.configuration import config as cfg
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationRun
-from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.keys import check_values
 from engine.schema.network import BODIES, NORMS
 from engine.schema.segmentation import SegmentationRun
@@ -87,7 +86,9 @@ REVNETS = {  # as in `models.bodies`, whose parameters tests/models/test_bodies.
 }
 
 
-@pytest.mark.parametrize("name", REVNETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith(("0", "4"))) for name in REVNETS]
+)
 def test_revnet_s_and_memcnn_s_experiments_are_the_paper_s(name):
     """Section 7.1 and table 2. MemCNN trains the same on CIFAR."""
     config, (dataset, network) = experiment(f"revnet/{name}"), name.split("_")
@@ -360,27 +361,17 @@ def test_what_hydra_lets_pass_is_refused(override, message):
     [
         ("trainer.epochs=null", "trainer.epochs and trainer.steps are both null"),
         ("norm=package trainer.precision=bfloat16", "norm=package.*trainer.precision=float32 .*or norm=inplace"),
-        ("norm=package norm.activation=relu", "norm.activation=relu with norm=package.*leaky_relu, elu, identity"),
         ("norm.activation=relu", "^norm.activation='relu' maps all negative .* use norm.activation='leaky_relu'"),
         ("norm=inplace_1 norm.activation_param=0", "^norm.activation_param=0 makes leaky_relu not invertible"),
-        ("norm=std norm.activation=gelu", "^norm.activation='gelu' is not known"),
         ("norm.name=std", "norm.name=std does not change the norm: give norm=std"),
         ("body.name=vgg", f"body.name=vgg: expected one of {', '.join(BODIES)}$"),
-        ("body.groups=0", "body.groups=0: expected a number above 0"),
         ("body.output_stride=4", "body.output_stride=4: expected one of 8, 16, 32 with body.stem=3x3"),
         ("body=resnet_cifar_small body.output_stride=1", "output_stride=1: expected one of 2, 4, 8, 16, 32"),
-        ("body=revnet104 body.output_stride=4", "body.output_stride=4: .* 8, 16, 32 with body.stem=7x7"),
         ("body=resnet50 body.stem=5x5", "body.stem=5x5: expected one of 3x3, 7x7, cifar"),
         ("body=resnet32_cifar body.keep_activations=true", "body.reversible=false: a ResNet keeps its activations"),
-        ("head.dilations=[1,0]", r"head.dilations=\[1, 0\]: expected a number above 0"),
-        ("data.name=kitti", f"data.name=kitti: expected one of {', '.join(SEGMENTATION_DATASETS)}$"),
         ("data.mean=[124.0,116.0,104.0]", "data.mean.*at most 1"),
-        ("data.std=[0.2,0.0,0.2]", "data.std.*above 0"),
         ("data.scale=[2.0,0.7]", "data.scale.*lowest factor first"),
-        ("data.scale=[0.5]", r"data.scale=\[0.5\]: expected 2 numbers: lowest factor, highest factor"),
         ("sampler=class_uniform sampler.fraction=2.0", "sampler.fraction=2.0.*above 0, at most 1"),
-        ("sampler=class_uniform sampler.fraction=0", "sampler.fraction=0.*: expected a number above 0"),
-        ("loss.fraction=3.0", "loss.fraction=3.0.*at most 1"),
         ("optim.lr=.nan", "optim.lr=nan: expected a number above 0"),
         ("trainer.accumulation_steps=8", r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
         ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, sqrt, budget"),
@@ -398,10 +389,6 @@ def test_what_hydra_lets_pass_is_refused(override, message):
             "trainer.recompute=budget memory.budget=2GiB trainer.compile=true",
             "budget with trainer.compile=true: .*; leave one out, or give trainer.recompute=blocks or sqrt",
         ),
-        (
-            "trainer.recompute=budget memory.budget=2GiB body=revnet_tiny",
-            "trainer.recompute=budget with body=revnet: .* for bodies that are not reversible",
-        ),
         ("trainer.recompute=activations trainer.compile=true", "activations with trainer.compile=true: the compiler "),
         (
             "body=revnet_tiny trainer.recompute=sqrt",
@@ -410,8 +397,6 @@ def test_what_hydra_lets_pass_is_refused(override, message):
         ("resume=auto", "resume=auto needs run_dir"),
         ("seed=99999999999999999999", "seed=99999999999999999999: expected 0 or more, at most 9223372036854775807"),
         ("init.format=standard_bn", "init.format=standard_bn needs init.weights=FILE"),
-        ("init.scale=raw", "init.scale=raw needs init.weights=FILE"),
-        ("init.part=body", "init.part=body needs init.weights=FILE"),
         ("init.format=caffe init.weights=a.pt", "=caffe: expected one of standard_bn, released, torchvision, timm"),
         ("init.scale=raw init.weights=a.pt", "init.scale=raw needs init.format=released"),
         ("init.weights=published init.format=timm", "init.weights=published needs body=torchvision or body=timm"),

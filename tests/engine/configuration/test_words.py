@@ -1,5 +1,6 @@
 """The words of other programs in words.yaml: each entry is reached, and what it gives can be given."""
 
+import functools
 import sys
 
 import pytest
@@ -69,14 +70,15 @@ def test_every_entry_is_reached(answers):
 
 def test_keys_and_choices_that_are_advised_exist(answers):
     wrong = []
+    declared = {command: declared_in(schema) for command, schema in COMMANDS.items()}
+    choices_of, groups_of = functools.cache(choices), functools.cache(groups_in)
     for (command, word, value), (give, _) in answers.items():
-        schema = COMMANDS[command]
         for key, _, given in (pair.partition("=") for pair in (give or "").split()):
-            if given == value or key not in declared_in(schema):
+            if given == value or key not in declared[command]:
                 continue
-            allowed = declared_in(schema)[key].metadata.get("one_of")
-            if key in groups_in(command):
-                allowed = choices(key, schema)
+            allowed = declared[command][key].metadata.get("one_of")
+            if key in groups_of(command):
+                allowed = choices_of(key, COMMANDS[command])
             if allowed is not None and given not in allowed:
                 wrong.append(f"{command} {word}={value}: {give}")
     assert wrong == []
