@@ -141,14 +141,10 @@ def test_the_kind_of_body_in_a_checkpoint_is_said(tmp_path):
         ("", "", "", True),
         ("module.", "", "module.", False),
         ("_orig_mod.", "", "_orig_mod.", True),
-        ("module._orig_mod.", "", "module., _orig_mod.", True),
         ("model.net.", "", "model.net.", True),
         ("0.", "", "0.", True),
-        ("model.0.", "", "model.0.", True),
-        ("", "module.", "module.", True),
         ("model.", "_orig_mod.", "_orig_mod., model.", True),
         ("", "_checkpoint_wrapped_module.", "_checkpoint_wrapped_module.", True),
-        ("_fsdp_wrapped_module.", "_fsdp_wrapped_module.", "_fsdp_wrapped_module.", True),
     ],
 )
 def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, prefix, inside, taken, zipped):
@@ -325,9 +321,6 @@ def test_files_as_people_have_them_give_our_and_torchvision_s_network_one_functi
         found.append(built.body.eval()(images))
     features = nn.Sequential(*list(theirs.eval().children())[:-2])(images)
     torch.testing.assert_close(found, [features, features], rtol=1e-4, atol=1e-5)
-    wrong = run_config("body=torchvision", "body.network=resnet34", "norm=std", f"body.weights={file}")
-    with pytest.raises(ValueError, match="does not fit"):
-        initialise(wrong, assemble.segmentation_network(wrong, 3), CLASSES)
 
 
 def test_published_weights_are_downloaded_once_or_the_message_says_what_to_fetch(tmp_path, monkeypatch):
@@ -376,15 +369,6 @@ def test_a_classifier_from_any_checkpoint(tmp_path, trained):
         _, report = tuned(tmp_path / "net.pt", classes, **options)
         assert report.skipped == dict.fromkeys(report.new, reason)
         assert report.new == ["classifier.fc.weight", "classifier.fc.bias"]
-
-    numbered, remark = {**state, "classes": ["0", "1", "2"]}, "the file does not name its classes: only their number"
-    checkpoint.save(tmp_path / "net.pt", numbered)  # folders may have such names
-    _, report = tuned(tmp_path / "net.pt", ("a", "b", "c"))
-    assert set(report.skipped.values()) == {"for other classes, such as 0 in place of a"} and remark not in str(report)
-    checkpoint.save(tmp_path / "net.pt", {**numbered, "unnamed_classes": True})
-    unnamed, report = tuned(tmp_path / "net.pt", ("a", "b", "c"))
-    assert same(unnamed.state_dict(), source.state_dict()) and not report.skipped and remark in str(report)
-    assert remark not in str(tuned(tmp_path / "net.pt", ("a", "b"))[1])
 
     write(tmp_path / "seg.pt", trained, "norm=std")
     config = classification_config("body=resnext_tiny")

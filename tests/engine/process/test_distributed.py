@@ -21,7 +21,6 @@ from engine.records.metrics_logger import MetricsLogger
 from engine.training import setup
 from engine.training.loop import train_step
 from eval import evaluate
-from keepless import ABN, renew_statistics
 from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
 from train_seg import train
 
@@ -151,21 +150,6 @@ def test_parts_have_the_norms_of_unsynchronised_processes(ranks):
     alone = steps(0, "inplace", order, WORLD_SIZE, options)
     expected = {name: tensor for name, tensor in alone.items() if "running_" not in name and "num_b" not in name}
     assert_equal_to_rounding(ranks.run(steps, "inplace", order, 1, options), expected)
-
-
-def renewed(rank: int, shares: int) -> dict[str, torch.Tensor]:
-    """A norm's statistics from this rank's share of six minibatches."""
-    torch.manual_seed(0)
-    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), ABN(4))
-    minibatches = [torch.randn(2, 3, 8, 8) for _ in range(6)]
-    renew_statistics(network, minibatches[rank::shares])
-    return {name: tensor for name, tensor in network.state_dict().items() if "running" in name}
-
-
-def test_renewed_statistics_are_those_of_all_processes_minibatches(ranks):
-    alone = renewed(0, 1)
-    for result in ranks.run(renewed, WORLD_SIZE):
-        torch.testing.assert_close(result, alone)
 
 
 def run_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:

@@ -68,15 +68,3 @@ def test_images_are_resized_only_if_that_changes_their_size(antialias):
         resized = F.interpolate(forward.normalised(pixels), size, mode="bilinear", antialias=antialias)
         assert torch.equal(net.seen, resized)
         assert net.seen.is_contiguous(memory_format=torch.channels_last) and logits.shape == (2, 5, *size)
-
-
-def test_through_another_network_everything_else_stays():
-    first, second = network(), network()
-    nn.init.ones_(second.weight)
-    forward = forward_of(first, "bfloat16", mean=0.25, std=0.125)
-    other = forward.through(second)
-    assert (other.network, forward.network) == (second, first)
-    assert (other.mean, other.std, other.memory_format) == (forward.mean, forward.std, torch.channels_last)
-    assert other.autocast is forward.autocast and other.mean.device == forward.mean.device == CPU
-    other(images(8, 8), at=(4, 4), size=(2, 3), hidden=True)
-    assert second.options == {"size": (2, 3), "hidden": True}

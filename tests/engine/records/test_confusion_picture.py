@@ -31,18 +31,6 @@ def fonts_of_matplotlib(monkeypatch):
 
 
 @pytest.mark.usefixtures("fonts_of_matplotlib")
-def test_another_font_shows_the_characters_that_the_first_one_lacks():
-    names = ("Straße", "\u1d81-weg")  # a letter of STIX alone
-    assert pictures.shown_names(names) == [*names]
-    figure = pictures.confusion_picture(np.eye(2, dtype=int), names, "")
-    labels = [text for text in figure.findobj(Text) if text.get_text() == names[1]]
-    assert labels and all(label.get_fontfamily()[-1] == "STIXGeneral" for label in labels)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure.savefig(BytesIO())
-
-
-@pytest.mark.usefixtures("fonts_of_matplotlib")
 def test_names_that_no_font_has_become_numbers_in_one_line(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(pictures.logger, "info", said.append)

@@ -159,15 +159,6 @@ def test_images_per_second_do_not_count_pauses_but_the_time_left_does(tmp_path, 
         )
 
 
-def test_waits_are_recorded_for_each_rank(tmp_path):
-    with logger(tmp_path) as running:
-        running.step(loss=1.0, gradient_norm=2.0, images=8)
-        running.training(1, 0.5, 0.1, 64.0, data_waits_s=[0.5, 0.0])
-    (record,) = records(tmp_path)
-    assert record["data_wait_s"] == [0.5, 0.0]
-    assert [event.value for event in events_of(tmp_path).Scalars("train/data_wait_s")] == [0.5]
-
-
 def write_run(run_dir, start_step, steps, total_steps=10):
     with logger(run_dir, start_step, total_steps) as running:
         for step in steps:

@@ -180,16 +180,6 @@ def test_more_scores_than_kernels_count_are_made_a_few_rows_at_a_time(monkeypatc
     assert torch.equal(predicted(network, images, None), expected) and inference._rows.called
 
 
-@pytest.mark.parametrize(
-    "views, total", [({"window": 16}, 6), ({"window": 16, "scales": (1.0, 0.5), "flip": True}, 16)]
-)
-def test_windows_of_all_views_are_counted(views, total):
-    seen, images = [], pictures(32, 48)
-    predict(forward_of(small_network()), images, Views(overlap=0.0, **views), progress=lambda *done: seen.append(done))
-    assert seen == [(number, total) for number in range(1, total + 1)]
-    predict(forward_of(small_network()), images, progress=lambda *done: pytest.fail("there is one pass"))
-
-
 @given(cells=st.integers(1, 200), window=st.integers(1, 64), overlap=st.floats(0, 0.99))
 def test_windows_cover_every_cell_with_weights_that_sum_to_one(cells, window, overlap):
     (first, before), (second, after) = windows_along(cells=13, window=8, overlap=0.375)  # a linear cross-fade

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from engine.process.distributed import World, data_parallel
 from engine.segmentation.losses import CrossEntropy
 from engine.training import planner
-from engine.training.capture import CapturedMicroBatches, FlatGradients
+from engine.training.capture import CapturedMicroBatches
 from engine.training.learner import Learner
 from engine.training.loop import accumulate_gradients, train_step
 from keepless import InPlaceABN
@@ -178,19 +178,6 @@ def gradients_of(rank: int, flat: bool) -> list[Tensor]:
 def test_ranks_average_all_gradients_at_once_as_ddp_does(ranks):
     (flat, others), (ddp, _) = ranks.run(gradients_of, True), ranks.run(gradients_of, False)
     assert all(map(torch.equal, flat, others)) and all(map(torch.equal, flat, ddp))
-
-
-def test_gradients_of_two_dtypes_have_a_buffer_each():
-    network = nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 2).double()])
-    for parameter in network.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    gradients = FlatGradients(network)
-    gradients.adopt()
-    assert [(buffer.dtype, buffer.sum().item()) for buffer in gradients.buffers] == [
-        (torch.float32, 9.0),
-        (torch.float64, 8.0),
-    ]
-    assert not gradients.strangers()
 
 
 @pytest.mark.parametrize("parts", [1, 2])

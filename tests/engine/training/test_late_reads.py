@@ -147,18 +147,6 @@ def test_a_step_calls_half_as_many_of_our_functions_as_it_did():
     assert sum(large.values()) <= sum(small.values()) + 20, large - small
 
 
-def test_the_network_s_mode_is_set_when_it_changes(monkeypatch):
-    modes, train = [], nn.Module.train
-    network = small_network()
-    monkeypatch.setattr(nn.Module, "train", lambda module, mode=True: (modes.append(mode), train(module, mode))[1])
-    learner = learner_of(network)
-    network.eval()  # as after an evaluation
-    modes.clear()
-    for each in minibatches(3):
-        loop.train_step(learner, CrossEntropy(), each, 2, World())
-    assert modes == [True] * 5 and network[1].training  # the network and its layers, once
-
-
 def stopped(rank: int) -> tuple[str, list, int, int]:
     """How a run ends of which rank 1 is asked to stop in step 3; the collectives of its steps."""
     run = FakeRun(World(rank, WORLD_SIZE), Schedule(STEPS, STEPS, None, 100, 100), small_network())
