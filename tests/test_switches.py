@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,13 +10,10 @@ import torch
 
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.process import transfers
 from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.transfers import prefetched
-from engine.schema.optim import SGD, Poly
 from engine.training import setup
-from engine.training.learner import Learner
 from eval import evaluate
 from tests.cuda import NEEDS_CUDA
 from tests.runs import SHORT, composed, one_epoch, run_config
@@ -61,25 +57,6 @@ def moved(weights: Weights) -> torch.Tensor:
 def difference(weights: Weights, others: Weights) -> float:
     """Distance between two trainings' weights, relative to how far the second has moved."""
     return ((moved(weights) - moved(others)).norm() / moved(others).norm()).item()
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
-    """The first step is left out, before there is any momentum: 1, then 1 - 1, then 0 - (1 + 0.5)."""
-    weight = torch.nn.Parameter(torch.ones(100))
-    optim = SGD(lr=1.0, momentum=0.5, weight_decay=0.0, fused=fused)
-    network = torch.nn.ParameterList([weight])
-    sgd = assemble.optimizer(optim, network, ())
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    learner = Learner(network, None, sgd, assemble.lr_schedule(Poly(power=0.0), sgd, one_epoch(4)), scaler)
-    values = []
-    for slope in (math.inf, 1.0, 1.0):
-        sgd.zero_grad()
-        learner.scaler.scale((slope * weight).sum()).backward()
-        learner.step(*torch.zeros(2, dtype=torch.float64))
-        values.append(weight.tolist())
-    assert values == [100 * [1.0], 100 * [0.0], 100 * [-1.5]]
 
 
 @pytest.fixture(scope="module")
@@ -167,12 +144,3 @@ def test_prefetched_minibatches_are_those_of_the_loader():
     minibatches = [{"image": torch.full((1000,), n).pin_memory(), "name": str(n)} for n in range(20)]
     seen = [(each["image"].sum(), each["name"]) for each in prefetched(minibatches, torch.device("cuda"))]
     assert [(total.item(), name) for total, name in seen] == [(1000 * n, str(n)) for n in range(20)]
-
-
-def test_all_copies_of_a_device_take_one_stream(monkeypatch):
-    """Freed memory stays with the stream that it was allocated on: each evaluation's own would keep its images."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: [device])
-    transfers._copying_stream.cache_clear()
-    first, again, other = (transfers._copying_stream(torch.device(name)) for name in ("cuda:0", "cuda:0", "cuda:1"))
-    transfers._copying_stream.cache_clear()
-    assert first is again and other == [torch.device("cuda:1")]

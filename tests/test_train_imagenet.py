@@ -29,7 +29,6 @@ from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.stopping import Preempted
 from engine.records.metrics_logger import MetricsLogger
-from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
 from engine.training import loop
@@ -41,7 +40,7 @@ from tests.datasets import classification_trees
 from tests.faults.runs import before_call, last_of, steps_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
-from tests.runs import NARROW_A2, SHORT_SHAPES, classification_config, composed, same
+from tests.runs import SHORT_SHAPES, classification_config, composed, same
 from train_imagenet import train
 
 MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")
@@ -104,16 +103,6 @@ def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path):
     assert steps_of(whole) == steps_of(stopped) == list(range(1, 19))
 
 
-def test_minibatches_that_begin_again_are_noticed(tmp_path, monkeypatch):
-    """A sampler without the run's `start_step` would train a resumed run for too many steps."""
-    options = ("trainer.steps=3", "trainer.checkpoint_every_steps=2")
-    train_shapes(tmp_path, *options)
-    order_of = assemble.order_of
-    monkeypatch.setattr(assemble.classification, "order_of", lambda *arguments: order_of(*arguments[:3]))
-    with pytest.raises(AssertionError, match="begin after run.start_step"):
-        train_shapes(tmp_path, *options, "resume=auto")
-
-
 def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained):
     found = []
     for batch_size in (1000, 50):
@@ -142,32 +131,17 @@ def test_two_processes_train_and_evaluate_together(tmp_path):
     assert all(result["confusion_matrix"] == alone["confusion_matrix"] for result in together)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("body=revnet_tiny", "norm=inplace", "trainer.precision=bfloat16", "trainer.accumulation_steps=2", *MEAN_IMAGE),
-        ("body=densenet264", "body.structure=[1,1,1,1]", "body.growth=4", "body.stem=cifar", "body.stem_channels=8"),
-        (
-            *("body=wider_resnet38", *NARROW_A2[1:], "norm=std", "norm.activation=relu"),
-            *("trainer.precision=float16", "trainer.recompute=sqrt"),
-        ),
-    ],
-    ids=lambda overrides: overrides[0],
-)
-def test_switches_and_bodies_train(tmp_path, overrides, monkeypatch):
-    """In the first two steps alone, outputs of reversible branches are compared with their repetitions."""
+def test_reversible_branches_are_compared_with_their_repetitions_in_two_steps(tmp_path, monkeypatch):
     monkeypatch.setitem(IMAGES, "train", 40)
     checked: list[int] = []  # outputs in each step
     for owner, name in ((loop, "train_step"), (checks, "_checksum")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
     before_call(loop, "train_step", None, lambda *_: checked.append(0))
     before_call(checks, "_checksum", None, lambda *_: checked.append(checked.pop() + 1))
-    options = ("trainer.steps=3", f"run_dir={tmp_path}", *overrides)
     short = [option for option in SHORT_SHAPES if not option.startswith("body")]
-    assert train(composed("train_imagenet", *short, *options))["images"] == 24
-    assert [count > 0 for count in checked] == [overrides[0] == "body=revnet_tiny"] * 2 + [False]
-    scaler = checkpoint.load(last_of(tmp_path)).get("scaler", {"scale": 0.0})
-    assert (scaler["scale"] > 1) == ("trainer.precision=float16" in overrides)
+    options = (*REVERSIBLE, "trainer.precision=bfloat16", "trainer.accumulation_steps=2", "trainer.steps=3")
+    train(composed("train_imagenet", *short, *options, *MEAN_IMAGE, f"run_dir={tmp_path}"))
+    assert [count > 0 for count in checked] == [True, True, False]
 
 
 REVERSIBLE = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[8,8],[8,8],[8,8]]", "body.stem_channels=8")
@@ -249,19 +223,12 @@ def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(
     steps = ("trainer.epochs=null", "trainer.steps=4", "trainer.evaluate_every_epochs=null", "trainer.device=cpu")
     trained = train(composed("train_imagenet", *data, *REVERSIBLE, *steps, *MEAN_IMAGE, f"run_dir={tmp_path / 'run'}"))
     state = checkpoint.load(last_of(tmp_path / "run"))
-    train_set, test_set = (cifar10(root, split) for split in ("train", "test"))
-    assert np.array_equal(state["mean_image"].numpy(), train_set.pixels.mean(axis=0, dtype=np.float64))
+    pixels = cifar10(root, "train").pixels
+    assert np.array_equal(state["mean_image"].numpy(), pixels.mean(axis=0, dtype=np.float64))
     classification_trees.cifar_zip(root, splits=("test",))
     options = ("workers=0", "device=cpu", "results=" + str(tmp_path / "again.json"))
     again = evaluate(composed("eval", f"checkpoint={last_of(tmp_path / 'run')}", *options))
     assert again["confusion_matrix"] == trained["confusion_matrix"] and again["images"] == 10
-
-    config = configuration.of_checkpoint(state, ClassificationRun, "it")
-    make, classes = partial(assemble.classification_network, config), state["classes"]
-    network = checkpoint.load_network(lambda: make(len(classes)), state, classes, Path()).eval()
-    centred, std = torch.from_numpy(test_set.pixels) - state["mean_image"], torch.tensor(config.data.std).view(3, 1, 1)
-    labels = network((centred / 255 / std).float()).argmax(dim=1)
-    assert np.array(again["confusion_matrix"])[test_set.labels, labels].all()
 
     with pytest.raises(ValueError, match="data.mean_image=true with data.mean=.0.485.*give data.mean=.0,0,0."):
         classification_config("data=cifar10", "data.mean_image=true")

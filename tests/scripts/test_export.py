@@ -37,45 +37,34 @@ def run(source, output, *overrides: str) -> dict:
 
 READER = """
 import json, sys, torch
-for file in sys.argv[1:]:
-    extra = {"network.json": ""}
-    network = torch.export.load(f"{file}.pt2", extra_files=extra).module()
-    images, expected = torch.load(f"{file}.images")
-    for one, logits in zip(images, expected):
-        torch.testing.assert_close(network(one), logits, rtol=0, atol=1e-4 * logits.abs().max().item())
-    print(json.dumps(json.loads(extra["network.json"])))
+file, extra = sys.argv[1], {"network.json": ""}
+network = torch.export.load(f"{file}.pt2", extra_files=extra).module()
+for one, logits in zip(*torch.load(f"{file}.images")):
+    torch.testing.assert_close(network(one), logits, rtol=0, atol=1e-4 * logits.abs().max().item())
+print(json.dumps(json.loads(extra["network.json"])))
 ours = {"engine", "keepless", "models", "datasets", "scripts", "hydra", "torchvision"} & set(sys.modules)
 assert not ours, ours
 """
 
 
-def test_one_of_each_task_runs_in_a_fresh_process_with_torch_alone(checkpoints, tmp_path):
+@pytest.mark.parametrize("task", [pytest.param("segmentation", marks=pytest.mark.slow), "classification"])
+def test_it_runs_in_a_fresh_process_with_torch_alone(checkpoints, tmp_path, task):
     """At other sizes than they were exported with; the metadata comes with them."""
-    sizes = [(1, 3, 57, 81), (3, 3, 40, 96)]
-    abouts = {}
-    for task in ("segmentation", "classification"):
-        abouts[task] = run(checkpoints / f"{task}.pt", tmp_path / f"{task}.pt2")
-        network = open_network(checkpoints / f"{task}.pt")
-        images = [255 * torch.rand(size) for size in sizes]
-        with torch.no_grad():
-            torch.save((images, [network(each) for each in images]), tmp_path / f"{task}.images")
-    command = [sys.executable, "-I", "-W", "ignore", "-c", READER, *(str(tmp_path / task) for task in abouts)]
+    about = run(checkpoints / f"{task}.pt", tmp_path / "net.pt2")
+    network = open_network(checkpoints / f"{task}.pt")
+    images = [255 * torch.rand(size) for size in ((1, 3, 57, 81), (3, 3, 40, 96))]
+    with torch.no_grad():
+        torch.save((images, [network(each) for each in images]), tmp_path / "net.images")
+    command = [sys.executable, "-I", "-W", "ignore", "-c", READER, str(tmp_path / "net")]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
-    assert [json.loads(line) for line in ended.stdout.splitlines()] == list(abouts.values())
-    segmentation, classification = abouts.values()
-    assert segmentation["classes"] == NAMES and segmentation["palette"][4] == [4, 8, 3]
-    assert segmentation["input"] == {
-        "dtype": "float32",
-        "shape": ["N", 3, "H", "W"],
-        "colours": "RGB",
-        "levels": [0, 255],
-    }
-    assert (segmentation["sizes"]["base_size"], segmentation["ignore_index"], segmentation["step"]) == (96, 255, 7)
-    assert classification["sizes"] == {"resize": 64, "crop_size": 48} and classification["palette"] is None
-    assert classification["normalisation"]["mean"] == pytest.approx([255 * 0.485, 255 * 0.456, 255 * 0.406])
-    content = (tmp_path / "segmentation.pt2").read_bytes()
-    assert b"/keepless/norms" not in content and str(checkpoints).encode() not in content
+    assert json.loads(ended.stdout) == about
+    assert about["input"] == {"dtype": "float32", "shape": ["N", 3, "H", "W"], "colours": "RGB", "levels": [0, 255]}
+    assert about["classes"] == NAMES and about["step"] == 7
+    if task == "classification":
+        assert about["sizes"] == {"resize": 64, "crop_size": 48} and about["palette"] is None
+    else:
+        assert (about["sizes"]["base_size"], about["ignore_index"], about["palette"][4]) == (96, 255, [4, 8, 3])
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_one_compilation_for_all_shapes(request, monkeypatch, layout, needs):
 def test_sizes_of_1_do_not_use_up_the_recompilations(request, needs):
     """Layers that keep x or z, in every combination of sizes of 1 with more than one value per channel."""
     request.getfixturevalue(needs)
-    sizes = [size for size in product((1, 3), (1, 4), (1, 5), (1, 6)) if size[0] * size[2] * size[3] > 1]
+    sizes = [size for size in product((1, 3), (1, 4), (1, 5), (6,))]
     for (n, c, h, w), layout, cls in product(sizes, LAYOUTS, (CheckpointedABN, InPlaceABN)):
         x = torch.randn(n, c, h, w).contiguous(memory_format=LAYOUTS[layout])
         results = []
@@ -159,6 +159,7 @@ def test_sizes_of_1_do_not_use_up_the_recompilations(request, needs):
         torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_writes_over_the_input(compiler):
     """z is in x, and x's version changes, so an earlier operation that kept x raises in its backward pass."""
     x, _, gamma, beta, _ = case(SHAPE)

@@ -67,7 +67,9 @@ def test_torch_checkpoint_around_a_block(strategy, use_reentrant):
     assert_close([*network.buffers()], [*plain.buffers()])
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "inplace_1"])  # compiled as variant II
+@pytest.mark.parametrize(
+    "strategy", ["inplace", *(pytest.param(name, marks=pytest.mark.slow) for name in ("std", *CHECKPOINTED))]
+)
 def test_compiles_to_one_graph_that_keeps_no_more(strategy):
     """Saved tensors cross the graph's boundary, where they are counted."""
     torch._dynamo.reset()

@@ -26,6 +26,7 @@ class Segments(nn.Sequential):
         return {"out": super().forward(x)}
 
 
+@pytest.mark.slow
 def test_every_method_is_measured_beside_the_plain_network_and_plans_beside_their_rivals(
     in_process, monkeypatch, tmp_path
 ):
@@ -86,6 +87,7 @@ def test_checkpointed_blocks_keep_their_inputs_once():
     torch.testing.assert_close(forward(x), plain(x), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_there_are_enough_networks_and_their_blocks_are_known():
     assert len([name for name in zoo.NETWORKS if "/" not in name]) >= 25
     for name in zoo.NETWORKS:
