@@ -195,17 +195,6 @@ def residual_stage(
     return stage
 
 
-def pooled_classifier(in_channels: int, classes: int) -> nn.Sequential:
-    """Global average pooling and a linear layer `fc`: (N, in_channels, H, W) -> logits (N, classes)."""
-    return nn.Sequential(
-        OrderedDict(
-            avg_pool=nn.AdaptiveAvgPool2d(1),
-            flatten=nn.Flatten(),  # (N, C, 1, 1) -> (N, C)
-            fc=nn.Linear(in_channels, classes),
-        )
-    )
-
-
 def conv3x3(in_channels: int, out_channels: int, *, stride: int = 1, dilation: int = 1, groups: int = 1) -> nn.Conv2d:
     return nn.Conv2d(
         in_channels, out_channels, 3, stride=stride, padding=dilation, dilation=dilation, groups=groups, bias=False

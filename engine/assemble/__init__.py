@@ -8,7 +8,6 @@ from engine.assemble.classification import (
     classified_split,
     classified_splits,
     cross_entropy,
-    evaluated_split,
 )
 from engine.assemble.data import (
     class_index,
@@ -16,7 +15,6 @@ from engine.assemble.data import (
     evaluation_loader,
     labelled_dataset,
     labelled_splits,
-    loader,
     official_classes,
     official_images,
     order_of,
@@ -24,7 +22,7 @@ from engine.assemble.data import (
     training_crops,
     training_loader,
 )
-from engine.assemble.network import arithmetic, body, forward, norm_act, varying_sizes
+from engine.assemble.network import arithmetic, body, forward, norm_act
 from engine.assemble.optimization import lr_schedule, optimizer, schedule_of
 from engine.assemble.segmentation import loss, segmentation_network, views
 from engine.assemble.tasks import TASKS, network_of

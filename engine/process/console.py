@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.highlighter import NullHighlighter
@@ -25,17 +25,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-Item = TypeVar("Item")
-Item_co = TypeVar("Item_co", covariant=True)
 logger = logging.getLogger("engine")
 SLOW_SECONDS, LOG_SECONDS = 1.0, 30.0
-
-
-class SizedIterable(Protocol[Item_co]):
-    """An iterable with a length, such as a DataLoader."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Item_co]: ...
 
 
 class _Forgiving(FileIO):
@@ -124,8 +115,8 @@ def progress_bar(console: Console, *extra: TextColumn) -> Progress:
     )
 
 
-def tracked(progress: Progress, items: SizedIterable[Item], description: str, kind: str = "images") -> Iterator[Item]:
-    """Yield the items and count them in a temporary bar of `progress`, or in the log if the bar is off.
+def tracked(progress: Progress, items: Any, description: str, kind: str = "images") -> Iterator[Any]:
+    """Yield the items, whose number is known, and count them in a temporary bar, or in the log if the bar is off.
 
     Then a line says how many items (of this `kind`) are done and the time left: after the first, if it took longer
     than `SLOW_SECONDS`, and every `LOG_SECONDS`.

@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.process.allocations import is_out_of_memory
-from engine.process.console import SizedIterable, logger, make_printing_safe
+from engine.process.console import logger, make_printing_safe
 from engine.process.distributed import World, launched
 from engine.process.output_files import NO_ROOM
 
@@ -83,7 +84,7 @@ class UntilStopped:
     Ranks with fewer minibatches check as often as the others, so none waits for another.
     """
 
-    def __init__(self, items: SizedIterable[dict], stop: StopRequest, world: World):
+    def __init__(self, items: Any, stop: StopRequest, world: World):
         self.items, self.stop, self.world = items, stop, world
 
     def __len__(self) -> int:

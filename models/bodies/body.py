@@ -1,8 +1,9 @@
 """Base class of bodies: features, an optional classifier, and stages that may be checkpointed."""
 
+from collections import OrderedDict
+
 from torch import Tensor, nn
 
-from models.blocks import pooled_classifier
 from models.recomputation import run_blocks, units_of
 
 
@@ -33,7 +34,14 @@ class Body(nn.Module):
 
     def add_classifier(self, in_channels: int, classes: int) -> None:
         """Register `classifier`, which is None for `classes` = 0."""
-        self.classifier = pooled_classifier(in_channels, classes) if classes else None
+        self.classifier = None
+        if classes:
+            layers = {
+                "avg_pool": nn.AdaptiveAvgPool2d(1),
+                "flatten": nn.Flatten(),
+                "fc": nn.Linear(in_channels, classes),
+            }
+            self.classifier = nn.Sequential(OrderedDict(layers))  # (N, C, H, W) -> (N, classes)
         self.out_channels = in_channels
         self.classes = classes
 
