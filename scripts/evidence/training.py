@@ -93,12 +93,10 @@ GROUPS = {
         *(Switch((BFLOAT16, RECOMPUTE[1], *own)) for own in ((), (CAPTURE,))),
         Switch((STANDARD, BFLOAT16, COMPILE)),
     ),
-    "arms": (  # of camvid_table3_trained, whose crops have 240 pixels
+    "arms": (  # of camvid_table3_trained, in the memory of its standard norms with crops of 240 pixels
         PLAIN,
         Switch(("data.crop_size=352", "norm=inplace", "norm.activation=leaky_relu")),
         Switch(("data.crop_size=376", RECOMPUTE[0])),
-        Switch(("data.crop_size=352",)),
-        Switch(("data.crop_size=376",)),
     ),
     **{  # every way to save memory, and standard norms; the compiled ones take minutes to compile
         group: tuple(
