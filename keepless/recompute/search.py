@@ -1,6 +1,7 @@
 """Choose what a step keeps: the least time for every memory budget, or for one."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
@@ -11,10 +12,10 @@ _COARSER = 0.9  # ratio of successive targets of `segment`, and of the first tar
 _FINER = (0.97, 0.99, 0.997)  # each target as a share of the peak before it; the next ratio where none is found
 _RUNS, _FEWEST = 700, 60  # simulations in each part of the search: at most (small steps) and at least (large steps)
 _WORK = 5 * 10**5  # values in all simulations of a part, between these limits: about two seconds
-_FEW = 16  # up to this many values, pairs are tried too
 _BYTES_PER_CALL = 20_000  # moving them takes as long as the overhead of a call
 _OPERATIONS_PER_BYTE = 4
 _TRIED = 12  # single moves of each kind to simulate before choosing one
+_BEST = 3  # choices that use up the memory left below the limit
 
 
 class Choice(NamedTuple):
@@ -36,6 +37,17 @@ class Choice(NamedTuple):
         return Plan(step.calls, bytes(flags), self.peak, plain_peak(step))
 
 
+class Tried(NamedTuple):
+    """A simulated choice."""
+
+    kept: Sequence[bool]
+    outcome: Outcome
+
+    @property
+    def peak(self) -> int:
+        return self.outcome.peak
+
+
 def frontier(step: Step, limit: int = 0) -> list[Choice]:
     """The Pareto front of peak and time, by decreasing peak.
 
@@ -43,11 +55,10 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     same path for every limit: so all budgets agree on the lowest peak, and if a budget can be met, so can any larger
     one. If the limit is met, a second search uses the seconds of each call, and finds the fastest choice.
 
-    Both start from keeping everything, and lower the peak by 3 % at a time (in large steps 10 % first): they drop the
-    values that cost the least for the bytes that they free while the step is above the target. Where too much is
-    recomputed at once, they keep some values again to shorten the chains of recipes. They also try checkpoints of whole
-    blocks: the first search before this, the second afterwards. Finally they flip single values, as long as this helps.
-    They end after a number of simulations, not of seconds.
+    Both try checkpoints of whole blocks, and lower the peak of the best of these, and of the plain step, by 3 % at a
+    time (in large steps 10 % first): they drop the values that cost the least for the bytes that they free while the
+    step is above the target. Where too much is recomputed at once, they keep some values again to shorten the chains of
+    recipes. They end after a number of simulations, not of seconds.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
@@ -55,19 +66,19 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     """
     with on_real_tensors():
         search = _Search(step)
-        search.start()
-        if search.outcome.peak <= limit:
+        plain = search.plain()
+        if plain.peak <= limit:
             return search.found
         counted = _Search(step._replace(values=list(map(_by_counting, step.values))))
         met = counted.any_within(limit)
         for choice in [met] if limit else pareto(counted.found):
-            outcome = search.simulated(choice.kept)
+            search.tried(choice.kept)
         if limit and met.peak > limit:
             return pareto(search.found)
-        search.tidied(list(met.kept), outcome, limit)
-        search.lowered(limit)
+        search.lower(plain, limit)
         search.segment(limit)
-        search.polish(limit)
+        for choice in sorted((one for one in search.found if one.peak <= limit), key=attrgetter("seconds"))[:_BEST]:
+            search.tidied(search.tried(choice.kept), limit)
         least = 0 if limit else met.peak  # the lowest peak is the same for all budgets
         return pareto(choice for choice in search.found if choice.peak >= least)
 
@@ -94,7 +105,6 @@ class _Search:
         self.allowed = 0  # simulations, so far
         self.wanted = 0  # bytes; the search ends once a choice is within this limit
         self.lowest = 2**63  # lowest peak of all choices, bytes
-        self.seconds = [value.seconds for value in step.values]
         self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
         self.free = [number for number, is_free in enumerate(self.is_free) if is_free]
         leaders = [i if value.leader < 0 else value.leader for i, value in enumerate(step.values)]
@@ -104,155 +114,100 @@ class _Search:
             self.bytes[leader] = sum(self.bytes[number] for number in numbers)
         self.found: list[Choice] = []
 
-    def start(self) -> None:
-        """Start from keeping everything that can be kept."""
-        self.kept = [
-            value.kind == Kind.KEPT or is_free for value, is_free in zip(self.step.values, self.is_free, strict=True)
-        ]
-        self.outcome = self.simulated(self.kept)
-        self.most = self.outcome.peak
-
-    def any_within(self, limit: int) -> Choice:
-        """A choice within the limit, as soon as one is found; if there is none, the one with the lowest peak."""
-        self.wanted = limit
-        self.start()
-        self.segment(1)
-        self.start()
-        self.lowered(1)
-        least = pareto(self.found)[-1]
-        self.kept, self.outcome = list(least.kept), self.simulated(least.kept)
-        self.lowered(1)
-        self.polish(1)
-        choices = pareto(self.found)
-        return next((choice for choice in choices if choice.peak <= limit), choices[-1])
-
-    def lowered(self, limit: int) -> None:
-        """Lower the peak in small steps, as far as possible or to the limit."""
-        self.allowed = len(self.found) + self.runs
-        steps = iter(_FINER if self.runs == _RUNS else (_COARSER, *_FINER))
-        share = next(steps)
-        while self.outcome.peak > limit:
-            before = self.kept, self.outcome
-            if share * self.outcome.peak < limit:
-                if self.lower(limit):
-                    return
-                self.kept, self.outcome = before
-            while not self.lower(int(share * self.outcome.peak)):
-                share = next(steps, 0.0)
-                if not share or self.is_spent():
-                    return
-
-    def is_spent(self) -> bool:
-        return len(self.found) >= self.allowed or self.lowest <= self.wanted
-
-    def simulated(self, kept: Sequence[bool]) -> Outcome:
+    def tried(self, kept: Sequence[bool]) -> Tried:
+        """Simulate a choice."""
         kept = self.simulation.led(kept)
         outcome = self.simulation.run(kept)
         self.found.append(Choice(outcome.peak, outcome.seconds, tuple(kept)))
         self.lowest = min(self.lowest, outcome.peak)
-        return outcome
+        return Tried(kept, outcome)
+
+    def plain(self) -> Tried:
+        """Keep everything that can be kept."""
+        values = zip(self.step.values, self.is_free, strict=True)
+        return self.tried([value.kind == Kind.KEPT or is_free for value, is_free in values])
+
+    def any_within(self, limit: int) -> Choice:
+        """A choice within the limit, as soon as one is found; if there is none, the one with the lowest peak."""
+        self.wanted = limit
+        plain = self.plain()
+        self.segment(1)
+        self.lower(plain, 1)
+        choices = pareto(self.found)
+        return next((choice for choice in choices if choice.peak <= limit), choices[-1])
+
+    def is_spent(self) -> bool:
+        return len(self.found) >= self.allowed or self.lowest <= self.wanted
 
     def segment(self, limit: int) -> None:
         """Try choices that cut the step into segments, use the memory left to keep more, and go on from the lowest.
 
         `limit`: as for `frontier`.
         """
-        least = None
         self.allowed = len(self.found) + self.runs
+        lowest, most = None, self.found[0].peak
         for kept in segmented(self.step):
-            outcome = self.simulated(kept)
-            if least is None or outcome.peak < least[1].peak:
-                least = kept, outcome
-            target = max(limit, outcome.peak)
-            while target < self.most and not self.is_spent():
-                kept, outcome = self.tidied(kept, outcome, target)
-                target = self.most if limit else int(target / _COARSER)
-        if least is not None:
-            self.kept, self.outcome = least
-            self.lowered(limit)
+            at = self.tried(kept)
+            if lowest is None or at.peak < lowest.peak:
+                lowest = at
+            target = max(limit, at.peak)
+            while target < most and not self.is_spent():
+                at, target = self.tidied(at, target), most if limit else int(target / _COARSER)
+        if lowest is not None:
+            self.lower(lowest, limit)
 
-    def lower(self, target: int) -> bool:
-        """Move to a choice whose peak is at most the target; False if none is found."""
-        kept, outcome = self.kept, self.outcome
-        while outcome.peak > target:
-            if self.is_spent():
-                return False
-            kept, outcome, better = self.improved(kept, outcome, target)
-            if not better:
-                return False
-        self.kept, self.outcome = self.tidied(kept, outcome, target)
-        return True
+    def lower(self, at: Tried, limit: int) -> None:
+        """Lower the peak in small steps, as far as possible or to the limit."""
+        self.allowed = len(self.found) + self.runs
+        steps = iter(_FINER if self.runs == _RUNS else (_COARSER, *_FINER))
+        share = next(steps)
+        while at.peak > limit:
+            if share * at.peak < limit and self.below(at, limit):
+                return
+            while (found := self.below(at, int(share * at.peak))) is None:
+                share = next(steps, 0.0)
+                if not share or self.is_spent():
+                    return
+            at = found
 
-    def improved(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome, bool]:
-        """Return a choice with a smaller total excess over the target."""
-        before = _excess(outcome, target)
-        ranked = self.drops(kept, outcome, target)
-        moves = self.enough(ranked, outcome, target)
+    def below(self, at: Tried, target: int) -> Tried | None:
+        """A choice whose peak is at most the target; None if none is found."""
+        while at.peak > target:
+            better = None if self.is_spent() else self.improved(at, target)
+            if better is None:
+                return None
+            at = better
+        return self.tidied(at, target)
+
+    def improved(self, at: Tried, target: int) -> Tried | None:
+        """A choice with a smaller total excess over the target; None if none is found."""
+        before = _excess(at.outcome, target)
+        ranked = self.drops(at, target)
+        moves = self.enough(ranked, at.outcome, target)
         count = len(moves)
         while count > 1:  # try as many at once as the excess seems to need
-            several = list(kept)
-            for move in moves[:count]:
-                for i in move:
-                    several[i] = False
-            found = self.simulated(several)
-            if _excess(found, target) < before * 0.7:
-                return several, found, True
+            found = self.tried(_flipped(at.kept, set().union(*moves[:count])))
+            if _excess(found.outcome, target) < before * 0.7:
+                return found
             count //= 3
-        pins = [[i] for i in self.live(kept, outcome, False)]  # to keep again
-        held = [self.group(kept, outcome, i)[0] for i in self.live(kept, outcome, True)]  # to drop
-        singles = [*(group for _, group in ranked[:_TRIED]), *pins[:_TRIED]]
-        pairs = [pin + drop for pin in pins[-_TRIED:] for drop in held[-_TRIED:]]
-        for moves in (singles, pairs):
-            best: tuple[float, list[bool], Outcome] | None = None
-            for move in moves:
-                trial = _flipped(kept, move)
-                found = self.simulated(trial)
-                gain = before - _excess(found, target)
-                if gain > 0:
-                    rate = gain / max(found.seconds - outcome.seconds, 1e-9)
-                    if best is None or rate > best[0]:
-                        best = rate, trial, found
-            if best is not None:
-                return best[1], best[2], True
-        return kept, outcome, False
+        best: tuple[float, Tried] | None = None
+        for move in [*(group for _, group in ranked[:_TRIED]), *([i] for i in self.dropped_at_peak(at)[:_TRIED])]:
+            found = self.tried(_flipped(at.kept, move))
+            gain = before - _excess(found.outcome, target)
+            rate = gain / max(found.outcome.seconds - at.outcome.seconds, 1e-9)
+            if gain > 0 and (best is None or rate > best[0]):
+                best = rate, found
+        return None if best is None else best[1]
 
-    def polish(self, limit: int) -> None:
-        """Flip single values of the choices found (in small steps also pairs), until nothing gets better.
-
-        `limit`: if it is not 0, only the fastest choice within it is changed.
-        """
-        done: set[tuple[bool, ...]] = set()
-        free = self.free
-        if len(free) > _FEW:
-            least = min(choice.peak for choice in self.found) // 1000
-            free = [i for i in free if self.bytes[i] > least]
-        moves = [[i] for i in free]
-        if len(free) <= _FEW:
-            moves += [[i, j] for i in free for j in free if i < j]
-        self.allowed = len(self.found) + self.runs
-        while not self.is_spent():
-            choices = pareto(self.found)
-            if limit:
-                choices = [choice for choice in choices if choice.peak <= limit][:1] or choices[-1:]
-            choices = [choice for choice in choices if choice.kept not in done]
-            if not choices:
-                return
-            for choice in choices:
-                done.add(choice.kept)
-                for move in moves:
-                    if self.is_spent():
-                        return
-                    self.simulated(_flipped(choice.kept, move))
-
-    def drops(self, kept: list[bool], outcome: Outcome, target: int) -> list[tuple[int, list[int]]]:
+    def drops(self, at: Tried, target: int) -> list[tuple[int, list[int]]]:
         """Values to drop while the step is above the target, each with its group; the cheapest per byte first."""
+        outcome, ranked = at.outcome, []
         counts = [0, *(outcome.levels > target).cumsum(0).tolist()]
-        ranked = []
         for i in self.free:
-            if kept[i] and outcome.readers[i]:
+            if at.kept[i] and outcome.readers[i]:
                 moments = counts[outcome.first[i]] - counts[outcome.born[i]]
                 if moments:
-                    group, seconds = self.group(kept, outcome, i)
+                    group, seconds = self.group(at, i)
                     ranked.append((seconds / (self.bytes[i] * moments + 1), i, group))
         return [(i, group) for _, i, group in sorted(ranked)]
 
@@ -267,45 +222,40 @@ class _Search:
                 span.sub_(self.bytes[i]).clamp_(min=0)
         return groups
 
-    def group(self, kept: list[bool], outcome: Outcome, number: int) -> tuple[list[int], float]:
+    def group(self, at: Tried, number: int) -> tuple[list[int], float]:
         """A value with the values that would be kept only for its recipe; and the seconds to compute them."""
         group: list[int] = []
         seconds, pending = 0.0, [number]
         while pending:
             number = pending.pop()
-            seconds += self.seconds[number]
-            if kept[number]:
+            seconds += self.step.values[number].seconds
+            if at.kept[number]:
                 group.append(number)
             for i in self.inputs[number]:
-                if not outcome.readers[i] and i not in group and i not in pending:
-                    if not kept[i] or self.is_free[i]:
+                if not at.outcome.readers[i] and i not in group and i not in pending:
+                    if not at.kept[i] or self.is_free[i]:
                         pending.append(i)
         return group, seconds
 
-    def live(self, kept: list[bool], outcome: Outcome, are_kept: bool) -> list[int]:
-        """The free values in memory at the peak that are kept (or, if not `are_kept`, recomputed); the largest last."""
-        peak = int(outcome.levels.argmax())
-        start = outcome.born if are_kept else outcome.first
-        found = [
-            i for i in self.free if kept[i] == are_kept and outcome.readers[i] and start[i] <= peak <= outcome.last[i]
-        ]
-        return sorted(found, key=self.bytes.__getitem__)
+    def dropped_at_peak(self, at: Tried) -> list[int]:
+        """The recomputed values in memory at the peak, the smallest first."""
+        outcome, peak = at.outcome, int(at.outcome.levels.argmax())
+        dropped = (i for i in self.free if not at.kept[i] and outcome.readers[i])
+        return sorted((i for i in dropped if outcome.first[i] <= peak <= outcome.last[i]), key=self.bytes.__getitem__)
 
-    def tidied(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome]:
+    def tidied(self, at: Tried, target: int) -> Tried:
         """Use the remaining memory to keep values again, the most expensive to recompute first."""
+        outcome, kept, levels = at.outcome, list(at.kept), at.outcome.levels.clone()
         dropped = [i for i in self.free if not kept[i] and outcome.readers[i]]
-        dropped.sort(key=lambda i: -self.seconds[i])
-        trial, levels, any_kept = list(kept), outcome.levels.clone(), False
-        for i in dropped:
+        for i in sorted(dropped, key=lambda i: -self.step.values[i].seconds):
             span = levels[outcome.born[i] : outcome.first[i]]
             if not len(span) or int(span.max()) + self.bytes[i] <= target:
-                trial[i] = any_kept = True
+                kept[i] = True
                 span += self.bytes[i]
-        if any_kept:
-            found = self.simulated(trial)
-            if found.peak <= target and found.seconds <= outcome.seconds:
-                return trial, found
-        return kept, outcome
+        if kept == list(at.kept):
+            return at
+        found = self.tried(kept)
+        return found if found.peak <= target and found.outcome.seconds <= outcome.seconds else at
 
 
 def _flipped(kept: Sequence[bool], move: Iterable[int]) -> list[bool]:
