@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product, takewhile
+from operator import methodcaller
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,7 +205,7 @@ class LabelNames(NamedTuple):
             with suppress(ValueError):  # two files of one name
                 names = [*list_files(folder, PHOTOGRAPHS, deep=True)]
                 for image in wanted:
-                    same = takewhile(partial(_begins, image), islice(names, bisect_left(names, image), None))
+                    same = takewhile(methodcaller("startswith", image), islice(names, bisect_left(names, image), None))
                     seen.update((folder.name, name.removeprefix(image)) for name in same)
         del seen["images", ""]
         if not seen or 4 * max(seen.values()) < len(wanted):
@@ -213,10 +214,6 @@ class LabelNames(NamedTuple):
         given = {"label_folder": (place, self.folder), "label_suffix": (suffix, self.suffix)}
         options = " ".join(f"{self.keys}{key}={new}" for key, (new, old) in given.items() if new != old)
         return f"{above / place} holds labels such as {wanted[0]}{suffix}: give {options}" if options else None
-
-
-def _begins(beginning: str, name: str) -> bool:
-    return name.startswith(beginning)
 
 
 def _labelled(root: Path, split: str, files: list[Files]) -> SegmentationDataset:

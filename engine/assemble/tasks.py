@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from engine.schema.evaluation import Evaluation
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
-from engine.segmentation.predictions import PredictionWriter
+from engine.segmentation.predictions import write_predictions
 
 
 def segment(
@@ -37,11 +38,7 @@ def segment(
     console: Console,
 ) -> Evaluated:
     """Predict and score this rank's images, and write predictions and pictures if asked."""
-    writer = PredictionWriter(
-        dataset,
-        predictions=_writable("predictions", options.predictions, dataset),
-        overlays=_writable("overlays", options.overlays, dataset),
-    )
+    folders = _writable("predictions", options.predictions, dataset), _writable("overlays", options.overlays, dataset)
     with progress_bar(console) as progress:
         return segmentation.evaluate_split(
             forward,
@@ -51,7 +48,7 @@ def segment(
             world=world,
             progress=progress,
             memory_advice=config.evaluation_memory_advice,
-            on_prediction=writer,
+            on_prediction=partial(write_predictions, dataset, *folders),
         )
 
 

@@ -47,11 +47,9 @@ class SmallImagesData(ClassificationData):
             )
 
 
-def _schema(name: str) -> type[ClassificationData]:
-    return SmallImagesData if FOR_CLASSIFICATION[name].in_memory else ImageNetData
-
-
-CLASSIFICATION_DATASETS = {name: _schema(name) for name in FOR_CLASSIFICATION}
+CLASSIFICATION_DATASETS: dict[str, type[ClassificationData]] = {
+    name: SmallImagesData if row.in_memory else ImageNetData for name, row in FOR_CLASSIFICATION.items()
+}
 
 
 @dataclass

@@ -29,28 +29,19 @@ class PictureCollector:
         return {name: _picture(self.dataset, *copied.wait()) for name, copied in self.shown.items()}
 
 
-class PredictionWriter:
-    """Writes predictions to files. Writing an image waits for its prediction; images without a file cost nothing.
+def write_predictions(
+    dataset: SegmentationDataset, folder: Path | None, overlays: Path | None, minibatch: dict, predictions: Tensor
+) -> None:
+    """Write predictions as PNGs. Writing an image waits for its prediction; images without a file cost nothing.
 
-    Args:
-        predictions: folder for one PNG per image in the dataset's official encoding; None writes none.
-        overlays: folder for pictures: image | ground truth | prediction; None writes none.
+    `folder`: for the dataset's official encoding; None writes none. `overlays`: for image | ground truth | prediction.
     """
-
-    def __init__(self, dataset: SegmentationDataset, predictions: Path | None, overlays: Path | None):
-        self.dataset = dataset
-        self.predictions = predictions
-        self.overlays = overlays
-
-    def __call__(self, minibatch: dict, predictions: Tensor) -> None:
-        for number, name in enumerate(minibatch["name"]):
-            file = f"{name}.png"
-            if self.predictions is not None:
-                encoded = self.dataset.table.official(predictions[number].cpu().numpy())
-                write_png(self.predictions / file, encoded, self.dataset.prediction_palette)
-            if self.overlays is not None:
-                picture = _picture(self.dataset, *_compared(minibatch, predictions, number))
-                write_png(self.overlays / file, picture)
+    for number, name in enumerate(minibatch["name"]):
+        if folder is not None:
+            encoded = dataset.table.official(predictions[number].cpu().numpy())
+            write_png(folder / f"{name}.png", encoded, dataset.prediction_palette)
+        if overlays is not None:
+            write_png(overlays / f"{name}.png", _picture(dataset, *_compared(minibatch, predictions, number)))
 
 
 def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor, Tensor | None, Tensor]:

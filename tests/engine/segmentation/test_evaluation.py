@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from engine.process.stopping import StopRequest, UntilStopped
 from engine.records.evaluated import Evaluated
 from engine.segmentation.evaluation import corner_crops, evaluate_split, iou_table
 from engine.segmentation.inference import WHOLE_IMAGE, Views
-from engine.segmentation.predictions import PictureCollector, PredictionWriter
+from engine.segmentation.predictions import PictureCollector, write_predictions
 from tests import trees
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import forward_of
@@ -70,7 +71,7 @@ def test_the_host_waits_for_no_image(streets, views):
     """Two images are shown, none is written; the scores are read at the end, as often for four images as for two."""
     counts, forward = [], forward_for(streets)
     for images in (2, 4):
-        shown, nothing = PictureCollector(streets, 2), PredictionWriter(streets, None, None)
+        shown, nothing = PictureCollector(streets, 2), partial(write_predictions, streets, None, None)
         until_the_last = []
 
         def seen(minibatch: dict, predictions: Tensor, consumers=(shown, nothing), ends=until_the_last) -> None:
