@@ -164,6 +164,11 @@ def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not (given.get("training", False) or any(vector is not None and vector.requires_grad for vector in vectors))
 
 
+def _is_pooled_by_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Pooling on a CPU or CUDA: its gradient reads the indices of maxima, if any, but of the input only the shape."""
+    return (args[0] if args else kwargs["input"]).device.type in ("cpu", "cuda")
+
+
 def _named(names: str, *owners: Any) -> list[Function]:
     """The functions with these names that exist."""
     return [getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)]
@@ -229,6 +234,9 @@ _add_each(rules.made, _named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_a
 _add([F.max_pool1d, F.adaptive_max_pool1d], again=rules.max_pool(1))
 _add([F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d], again=rules.max_pool(2))
 _add([F.max_pool3d], again=rules.max_pool(3))
+_add(_named("avg_pool2d avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d", F), reads_shape_only=_is_pooled_by_shape)
+_add(_named("max_pool2d max_pool3d adaptive_max_pool2d", F), reads_shape_only=_is_pooled_by_shape)
+_add([torch.max_pool2d], reads_shape_only=_is_pooled_by_shape)
 _add([F.interpolate], again=rules.repeated(F.interpolate, lend=True))
 _add_each(rules.made, [F.grid_sample], is_slow=True)
 

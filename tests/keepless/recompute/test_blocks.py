@@ -279,3 +279,38 @@ def test_nothing_is_kept_for_something_smaller(name, written_over):
     assert kept[0] <= kept[1] == theirs + written_over * VALUES
     assert kept[0] == ours if not written_over else kept[0] <= ours + written_over * VALUES
     assert all(a is b or torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+POOLS = {
+    "max": (lambda x: F.max_pool2d(x, 2), 8),
+    "adaptive max": (lambda x: F.adaptive_max_pool2d(x, 4), 8),
+    "average": (lambda x: F.avg_pool2d(x, 2), 0),
+    "adaptive average": (lambda x: F.adaptive_avg_pool2d(x, 4), 0),
+    "max in volumes": (lambda x: F.max_pool3d(x, (1, 2, 2)), 8),
+    "average in volumes": (lambda x: F.avg_pool3d(x, (1, 2, 2)), 0),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_a_pooling_keeps_of_its_input_only_the_shape(name):
+    """So that ReLU before it keeps one bit per value. A gradient penalty needs second derivatives."""
+    pool, indices = POOLS[name]
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), nn.ReLU(), Pooled(pool), nn.Conv2d(C, 2, 1)).double()
+    x = torch.linspace(-2, 2, 2 * 3 * 64, dtype=torch.float64).view(2, 3, 8, 8).requires_grad_()
+    prepared, results = recompute_activations(copy.deepcopy(plain)), []
+    for network in (plain, prepared, prepared):  # recorded, and by a script
+        (gradient,) = torch.autograd.grad(network(x).square().sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum(), [*network.parameters()][:-1]))
+        kept = kept_bytes(network, lambda: network(x), [x])  # noqa: B023
+    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
+    values, pooled = 2 * C * 64, 2 * C * 16
+    assert kept == values // 8 + pooled * (8 + indices)
+
+
+class Pooled(nn.Module):
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x)
