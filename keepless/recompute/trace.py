@@ -303,10 +303,8 @@ class Trace:
             return
         if not is_ordinary(tensor):
             return
-        if call is not None and tensor.requires_grad and call.asks("reads_shape_only"):
-            self._save(packed, tensor, Save(-1, 0, self.memory(tensor), len(self.calls)))
-            return
-        value = self._value_of(tensor)
+        is_form = call is not None and tensor.requires_grad and call.asks("reads_shape_only")
+        value = self.known.add(Kind.FOLLOWS, tensor) if is_form else self._value_of(tensor)  # made empty for its reader
         if value < 0:
             value = self._keep_with_base(tensor)
         save = Save(value, 0, self.memory(tensor), -1 if call is None else len(self.calls))
