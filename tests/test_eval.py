@@ -112,16 +112,6 @@ def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir,
     assert fitting["confusion_matrix"] == plain["confusion_matrix"]
 
 
-def test_too_large_an_image_is_named_with_what_needs_less(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.process.forward.Forward.__call__", _needs_too_much)
-    with pytest.raises(MemoryError, match="an image of .* was evaluated. .* window.size=1024 or smaller"):
-        evaluate_run(run_dir, f"results={tmp_path / 'b.json'}")
-
-
-def _needs_too_much(*_, **__) -> torch.Tensor:
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
 @pytest.mark.parametrize(
     "override, message",
     [

@@ -3,8 +3,6 @@
 import importlib
 import json
 import math
-import os
-import signal
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,8 +25,6 @@ from engine.configuration import config as configuration
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
 from engine.process.forward import Forward
-from engine.process.stopping import Preempted
-from engine.records.metrics_logger import MetricsLogger
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
 from engine.training import loop
@@ -37,10 +33,10 @@ from keepless import ABN
 from keepless.reversible import checks
 from models.bodies import resnext101
 from tests.datasets import classification_trees
-from tests.faults.runs import before_call, last_of, steps_of
+from tests.faults.runs import before_call, last_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
-from tests.runs import SHORT_SHAPES, classification_config, composed, same
+from tests.runs import SHORT_SHAPES, classification_config, composed
 from train_imagenet import train
 
 MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")
@@ -78,29 +74,6 @@ def test_it_learns_and_leaves_a_run_directory(trained):
     assert "val top-1" in log and "data.val_split=train is trained on" in log
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert {"top1", "top5", "layers"} <= next(record for record in records if record["kind"] == "val").keys()
-
-
-def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path):
-    """In the middle of the fourth epoch. tests/faults resume in processes of their own."""
-    root = classification_trees.cifar_zip(tmp_path / "cifar.zip")  # 20 training images
-    options = (
-        *("data=cifar10", f"data.root={root}", *MEAN_IMAGE, "optim=adamw", "optim.head_lr_factor=10"),
-        *("lr_schedule=multistep", "lr_schedule.epochs=null", "lr_schedule.steps=[6,15]", "lr_schedule.warmup_steps=3"),
-        *("trainer.precision=bfloat16", "trainer.ema_decay=0.5", "trainer.steps=18", "trainer.log_every_steps=1"),
-        *("trainer.checkpoint_every_steps=8", "trainer.evaluate_every_steps=6", "trainer.evaluate_images=1"),
-    )
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train_shapes(whole, *options)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted, match="^stopped after step 11 of 18$"):
-        patch.setattr(MetricsLogger, "step", MetricsLogger.step)  # put back at the end
-        before_call(MetricsLogger, "step", 10, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        train_shapes(stopped, *options)
-    assert checkpoint.load(last_of(stopped))["step"] == 11
-    train_shapes(stopped, *options, "resume=auto")
-    states = [checkpoint.load(last_of(run_dir)) for run_dir in (whole, stopped)]
-    assert [state["step"] for state in states] == [18, 18]
-    assert same(states[0]["network"], states[1]["network"]) and same(states[0]["ema"], states[1]["ema"])
-    assert steps_of(whole) == steps_of(stopped) == list(range(1, 19))
 
 
 def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained):

@@ -53,16 +53,6 @@ def test_equals_resize_then_crop(size, scale, crop_size, place, seed):
     assert_as_defined(image, label, scaled_size, offset, crop_size)
 
 
-def test_equals_resize_then_crop_at_full_resolution():
-    rng = np.random.default_rng(0)
-    image = cv2.GaussianBlur(rng.integers(0, 256, (1024, 2048, 3), dtype=np.uint8), (0, 0), 1)
-    label = cv2.resize(rng.integers(0, 19, (64, 128), dtype=np.uint8), (2048, 1024), interpolation=cv2.INTER_NEAREST)
-    for scale in (0.7, 0.853, 1.0, 1.37, 2.0):
-        size = scaled((1024, 2048), scale)
-        for offset in ((0, 0), (size[0] - 512, size[1] - 512), (size[0] // 3, size[1] // 3)):
-            assert_as_defined(image, label, size, offset, (512, 512))
-
-
 def block_means(image: np.ndarray, axis: int, block: int) -> np.ndarray:
     """Along one axis: means of `block` pixels; the last block is filled with the last pixel."""
     border = [(0, 0)] * 3

@@ -85,13 +85,11 @@ def test_gradients_are_those_of_stored_activations_and_statistics_move_once(name
         assert_equal_steps(step(name, norm, recompute), expected)
 
 
-SLOWLY_COMPILED = [("densenet", "nn.BatchNorm2d", "sqrt"), ("wider-a2", "std", "blocks")]
-COMPILED = [("preact", "inplace", "blocks"), *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOWLY_COMPILED)]
 BODIES_WITH_NORMS = list(zip(BODIES, cycle(["std", "inplace", "nn.BatchNorm2d"])))
 SLOW = [pytest.param(*case, choice, marks=pytest.mark.slow) for choice in FORGETTING for case in BODIES_WITH_NORMS]
 
 
-@pytest.mark.parametrize("name, norm, recompute", [*COMPILED, *SLOW])
+@pytest.mark.parametrize("name, norm, recompute", [("preact", "inplace", "blocks"), *SLOW])
 def test_compiled_as_one_graph_they_are_too(name, norm, recompute):
     assert_equal_steps(step(name, norm, recompute, compiled=True), step(name, norm, "none"))
 

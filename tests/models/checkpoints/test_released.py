@@ -39,7 +39,13 @@ FULL["wider_resnet38_a2"] = ("wider", {**FULL["wider_resnet38"][1], "a2": 8})
 OUR_NAMES = {"widths": "channels", "channels": "stem_channels", "base": "base_channels"}
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("resnext152", "densenet264", "resnet101")))
+        for name in FULL
+    ],
+)
 def test_names_and_shapes_of_the_released_networks(name):
     """Every tensor of ours but the counts is in the file, and no other. The architecture is read off the file."""
     kind, options = FULL[name]

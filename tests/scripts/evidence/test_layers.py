@@ -10,6 +10,7 @@ from tests.scripts.evidence.records import measured
 TINY = ("batch=2", "channels=8", "pixels=[4]", "rounds=2", "sample_ms=0.1", "threads=1")
 
 
+@pytest.mark.slow
 def test_every_strategy_has_a_row_with_its_bytes_and_host_time_has_none(in_process, tmp_path):
     """A whole run, with a compiler that takes no time."""
     groups = f"groups=[{','.join((*BLOCKS, *HOST))}]"

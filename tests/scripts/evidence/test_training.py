@@ -1,5 +1,7 @@
 """The benchmark of training steps: what it runs and counts. No test asserts a time."""
 
+import pytest
+
 from scripts.evidence import training
 from scripts.evidence.training import DEFAULT, GROUPS, PLAIN, Switch, TrainingArguments
 from scripts.gpu_evidence import PARTS
@@ -14,6 +16,7 @@ def tiny(*overrides: str) -> tuple[str, ...]:
     return (*TINY.words(), "norm.backend=eager", *overrides)
 
 
+@pytest.mark.slow
 def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_process, monkeypatch, tmp_path):
     """A whole run on tiny crops: three switches that run, and one that cannot work."""
     options = ["recipe=null", "threads=1", "crop_size=48", "crops=4", "starts=1", "rounds=2", "parts=[switches]"]
