@@ -99,7 +99,7 @@ def plans_after(rank: int, norm: str, steps: int) -> list:
             Run.share_plans(run)
     (hooks,) = {hook.__self__ for hook in learner.network._forward_hooks.values()}
     sizes = [size for sizes in hooks.plans._kinds.values() for size in sizes]
-    plans = [replace(plan, calls=len(plan.calls), kept=None) for size in sizes for plan in size.plans]
+    plans = [replace(plan, calls=len(plan.calls)) for size in sizes for plan in size.plans]
     return [plans, [parameter.detach() for parameter in learner.network.parameters()]]
 
 
