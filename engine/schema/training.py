@@ -283,11 +283,6 @@ class TrainingRun:
         if problem is not None:
             raise ValueError(f"trainer.capture=true {problem}; {CAPTURE_ADVICE}")
 
-    def repeats_blocks(self) -> str | None:
-        """The key with which blocks run a second time in the backward pass (`torch.utils.checkpoint`), for messages."""
-        recompute = self.trainer.recompute
-        return f"trainer.recompute={recompute}" if recompute in ("blocks", "sqrt") else None
-
     def unsynchronised(self, processes: int) -> str | None:
         """A warning if the norms of each of several processes see only its own crops; otherwise None."""
         if processes == 1 or getattr(self.norm, "sync", False):

@@ -52,7 +52,8 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     captured = None
     if trainer.capture:
-        captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, config.repeats_blocks())
+        repeats = f"trainer.recompute={trainer.recompute}" if trainer.recompute in ("blocks", "sqrt") else None
+        captured = CapturedMicroBatches(plain.network, CAPTURE_ADVICE, repeats)
     elif world.size > 1:
         fixed_buckets = trainer.deterministic or world.device.type == "cpu"
         trained = data_parallel(trained, world.device, fixed_buckets)

@@ -146,7 +146,9 @@ class _Observer(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(function)
+        name = getattr(function, "__name__", str(function))
+        if name == "__get__":  # of an attribute of tensors
+            name = function.__self__.__name__  # type: ignore[attr-defined]
         if name in METADATA or not self.running:
             return function(*args, **kwargs)
         reader = Reader(name, self.running[-1])
@@ -200,9 +202,3 @@ class _Observer(TorchFunctionMode):
 def _storage_of(tensor: Tensor) -> Storage:
     with without_function_modes():
         return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
-
-
-def _name_of(function: Callable) -> str:
-    """The name of a function or method; for an attribute of tensors, its name."""
-    name = getattr(function, "__name__", str(function))
-    return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
