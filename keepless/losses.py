@@ -66,20 +66,13 @@ def upsampled_cross_entropy(
     options |= {"reduction": reduction, "align_corners": align_corners, "stride": stride}
     if has_torch_function(tensors):  # a function mode, such as a recording, sees one call
         return handle_torch_function(upsampled_cross_entropy, tensors, logits, labels, **options)
-    _check(logits, labels, **options)
+    _check(logits, labels, weight, fraction, reduction, stride)
     apply = torch.compiler.disable(_Loss.apply) if torch.compiler.is_compiling() else _Loss.apply
     return apply(logits, labels, *options.values())
 
 
 def _check(
-    logits: Tensor,
-    labels: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    fraction: float | None,
-    reduction: str,
-    align_corners: bool,
-    stride: int | None,
+    logits: Tensor, labels: Tensor, weight: Tensor | None, fraction: float | None, reduction: str, stride: int | None
 ) -> None:
     if logits.dim() != 4 or labels.dim() != 3 or logits.shape[0] != labels.shape[0] or not logits.numel():
         raise ValueError(

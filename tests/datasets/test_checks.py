@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 
 import cv2
@@ -135,16 +134,6 @@ def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
         assert inspection.by_class.sum() == sum(label.size for label in labels)
 
 
-# (first quarter, middle, last quarter) -> a damaged file. The last three are in the middle of its pixels.
-DAMAGE = {
-    "truncated": lambda head, middle, tail: head,
-    "empty": lambda head, middle, tail: b"",
-    "replaced": lambda head, middle, tail: b"<html>not found</html>",
-    "zeroed": lambda head, middle, tail: head + bytes(len(middle)) + tail,
-    "reversed": lambda head, middle, tail: head + middle[::-1] + tail,
-    "one bit flipped": lambda head, middle, tail: head + bytes([middle[0] ^ 1]) + middle[1:] + tail,
-}
-COMPLAINTS = {"empty": "the file is empty", "replaced": "is neither PNG nor JPEG"}  # others: truncated or damaged
 BOCHUM, BERLIN = "train/bochum/bochum_000000_000019", "test/berlin/berlin_000001_000019"
 FILES = {
     "jpeg image": ("vistas", "training/images/street-000000000000001.jpg", "unreadable image"),
@@ -158,30 +147,28 @@ FILES = {
 
 @pytest.mark.parametrize("file", FILES)
 def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
+    """test_reading.py has the kinds of damage."""
     kind, name, problem = FILES[file]
     root = trees.SEGMENTATION[kind](tmp_path / "data")
     path, split = root / name, "test" if "test" in name else "train"
-    data, intact = path.read_bytes(), inspect(FOR_SEGMENTATION[kind].make(root, split), workers=0)
-    quarter = len(data) // 4
-    # A JPEG has no checksums: decoders fill damaged pixels with others.
-    for damage, change in islice(DAMAGE.items(), 3 if file == "jpeg image" else None):
-        complaint = COMPLAINTS.get(damage, "the (PNG|JPEG) file is truncated or damaged")
-        path.write_bytes(change(data[:quarter], data[quarter:-quarter], data[-quarter:]))
-        dataset = FOR_SEGMENTATION[kind].make(root, split)
-        inspection = inspect(dataset, workers=0)
-        (found,) = inspection.problems
-        assert found.kind == problem and found.message.startswith(f"{path}: "), damage
-        assert "Restore the file from the dataset's archive" in found.message
-        lost = intact.by_class.sum() - inspection.by_class.sum()
-        assert (lost > 0) == ("label" in file.split())
-        message = refusal(dataset)
-        assert message.startswith(f"{kind}, split '{split}': 1 problem(s) in {len(dataset)} images:\n  {path}: ")
-        assert re.search(complaint, message) and message == refusal(dataset)  # failure is not remembered
-        reads = [dataset.scored, dataset.undecoded]
-        for read in reads[:1] if file in ("instances", "unlabelled image") else reads:
-            with pytest.raises(ValueError, match=f"{complaint}.* Restore the file from the dataset's") as error:
-                [read(number) for number in range(len(dataset))]
-            assert str(error.value) in message
+    intact = inspect(FOR_SEGMENTATION[kind].make(root, split), workers=0)
+    path.write_bytes(path.read_bytes()[:-20])
+    dataset = FOR_SEGMENTATION[kind].make(root, split)
+    inspection = inspect(dataset, workers=0)
+    (found,) = inspection.problems
+    complaint = f"{path}: the {'JPEG' if file == 'jpeg image' else 'PNG'} file is truncated or damaged"
+    assert found.kind == problem and found.message.startswith(complaint)
+    assert "Restore the file from the dataset's archive" in found.message
+    lost = intact.by_class.sum() - inspection.by_class.sum()
+    assert (lost > 0) == ("label" in file.split())
+    message = refusal(dataset)
+    assert message.startswith(f"{kind}, split '{split}': 1 problem(s) in {len(dataset)} images:\n  {complaint}")
+    assert message == refusal(dataset)  # failure is not remembered
+    reads = [dataset.scored, dataset.undecoded]
+    for read in reads[:1] if file in ("instances", "unlabelled image") else reads:
+        with pytest.raises(ValueError, match=f"{complaint}.* Restore the file from the dataset's") as error:
+            [read(number) for number in range(len(dataset))]
+        assert str(error.value) in message
     assert capfd.readouterr() == ("", "")  # what decoders print would break the progress bar
 
 

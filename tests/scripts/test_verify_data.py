@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from datasets import index_classes, synthetic
+from datasets import folder, index_classes
 from scripts.verify_data import verify_data
 from tests import trees
 from tests.datasets import classification_trees
@@ -25,16 +25,16 @@ def verified(tmp_path: Path, *overrides: str, workers: int = 0) -> dict[str, dic
 
 
 def test_complete_data_has_exact_counts_and_no_problem(tmp_path, capsys):
-    reports = verified(tmp_path, "data=synthetic")
+    root = trees.folder(tmp_path / "data")
+    reports = verified(tmp_path, "data=folder", f"data.root={root}", "splits=[train,val]")
     assert list(reports) == ["train", "val"]
-    for split, images in (("train", 200), ("val", 40)):
+    for split, images in (("train", 6), ("val", 2)):
         found = reports[split]
-        assert found["images"] == found["official_images"] == images and found["problems"] == {}
-        index = index_classes(synthetic(None, split), tmp_path, workers=0)
+        assert found["images"] == images and found["official_images"] is None and found["problems"] == {}
+        index = index_classes(folder(root, split), tmp_path, workers=0)
         assert [column["pixels"] for column in found["classes"].values()] == index.counts.sum(axis=0).tolist()
         assert [column["labels"] for column in found["classes"].values()] == (index.counts > 0).sum(axis=0).tolist()
-        assert found["ignored_pixels"] == images * 256 * 128 - index.counts.sum()
-        assert {*index.absent()} == {*synthetic(None, split).table.absent} and found["doubts"] == []
+        assert found["ignored_pixels"] == images * 24 * 40 - index.counts.sum() and found["doubts"] == []
     assert re.findall(r"class .* pixels .* share % .* (\w+) ", capsys.readouterr().out) == ["labels", "labels"]
 
 

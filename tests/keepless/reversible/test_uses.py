@@ -31,7 +31,7 @@ def test_compiled_as_one_graph_with_a_warning_that_the_compiler_decides(form):
 def test_compiled_branches():
     blocks = made(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)), additive())
     plain = copy.deepcopy(nn.Sequential(*blocks))
-    blocks[0].Fm, blocks[0].Gm = (torch.compile(part, backend="aot_eager") for part in blocks[0].children())
+    blocks[0].Fm = torch.compile(blocks[0].Fm, backend="aot_eager")
     assert_same(step(ReversibleSequence(blocks), IMAGES), step(plain, IMAGES))
 
 
