@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..saved import Kept, is_ordinary
@@ -17,11 +16,7 @@ from .script import Form, Path
 from .signs import ShapeOnly
 from .values import Recipe, Saved, Value, saved_value
 
-_MANY = 2**12  # numbers for the values of one call
-_DEEPEST = 200  # recipes in a chain: a script computes them by recursion
 _STATISTICS = "result1", "result2", "other"  # names under which nodes save what their recipes read
-_IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
-_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
 
 
 class Source:
