@@ -47,7 +47,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     config = planner.fitted(configuration.typed(values, SegmentationRun))
     with opened(config, command, assemble.labelled_splits) as run:
         trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
-        run.start(partial(assemble.segmentation_network, config, len(train_set.classes)))
+        run.start(partial(assemble.network_of, config, len(train_set.classes)))
 
         with counted(run.console, "indexing the classes") as progress:
             index = assemble.class_index(config, train_set, world, progress)

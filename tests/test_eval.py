@@ -40,7 +40,7 @@ def run_dir(streets, tmp_path_factory) -> Path:
     """A short training of a network that predicts many classes: it starts from a random classifier."""
     path, start = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("start") / "net.pt"
     torch.manual_seed(0)
-    network = assemble.segmentation_network(run_config(), 19)
+    network = assemble.network_of(run_config(), 19)
     torch.nn.init.normal_(network.cls.weight)
     torch.save(network.state_dict(), start)
     options = ("data=cityscapes", f"data.root={streets}", "trainer.steps=2", "optim.lr=1e-3")

@@ -42,7 +42,7 @@ def plain(tmp_path_factory) -> Weights:
 @functools.cache
 def initial_weights() -> Weights:
     config = run_config(*SHORT)
-    make = functools.partial(assemble.segmentation_network, config, 19)
+    make = functools.partial(assemble.network_of, config, 19)
     return setup.learner(config, make, one_epoch(4), World()).network.state_dict()
 
 

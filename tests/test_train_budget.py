@@ -26,7 +26,7 @@ CROPS, SIZE, WORLD_SIZE = 4, 64, 2
 
 def learner_of(*overrides: str, world: World = World()):  # noqa: B008  # immutable
     config = run_config(*NETWORK, *overrides)
-    make = partial(assemble.segmentation_network, config, 5)
+    make = partial(assemble.network_of, config, 5)
     return config, setup.learner(config, make, one_epoch(20), world), assemble.loss(config.loss, ignore_index=255)
 
 

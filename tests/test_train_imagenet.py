@@ -130,7 +130,7 @@ def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
     options += ("lr_schedule.steps=[2,3]", "trainer.steps=4", "trainer.evaluate_images=2")
     options += ("optim.lr=0.001", "optim.weight_decay=0.2")
     config = classification_config(*options)
-    network = assemble.classification_network(config, 10)
+    network = assemble.network_of(config, 10)
     torch.save(network.state_dict(), tmp_path / "initial.pt")
     options += (f"init.weights={tmp_path / 'initial.pt'}", "init.format=standard_bn", f"run_dir={tmp_path / 'run'}")
     train(composed("train_imagenet", *options))

@@ -2,7 +2,6 @@
 
 from engine.assemble.authors_networks import of_released
 from engine.assemble.classification import (
-    classification_network,
     classified_crops,
     classified_images,
     classified_split,
@@ -24,5 +23,5 @@ from engine.assemble.data import (
 )
 from engine.assemble.network import arithmetic, body, forward, norm_act
 from engine.assemble.optimization import lr_schedule, optimizer, schedule_of
-from engine.assemble.segmentation import loss, segmentation_network, views
+from engine.assemble.segmentation import loss, views
 from engine.assemble.tasks import TASKS, network_of

@@ -1,9 +1,9 @@
-"""Configuration keys -> classification datasets, loaders and networks."""
+"""Configuration keys -> classification datasets and loaders."""
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from datasets import (
@@ -22,12 +22,9 @@ from datasets.classification import mean_image
 from datasets.registry import FOR_CLASSIFICATION
 from datasets.workers import Loader
 from engine.assemble.data import evaluation_loader, loader, options_of, order_of, root_named
-from engine.assemble.network import body, norm_act
 from engine.process.distributed import World
-from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
+from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.training import TrainingRun
-from models.freezing import freeze
-from models.recomputation import choose_recomputation
 
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
@@ -56,15 +53,6 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
     if not isinstance(config, SmallImagesData) or not config.mean_image:
         return dataset
     return dataset.minus(state["mean_image"].numpy())
-
-
-def classification_network(config: ClassificationRun, classes: int) -> nn.Module:
-    """Build a body with its classifier, initialised from torch's global generator, on the current default device."""
-    norm = norm_act(config.norm, eager=config.trainer.smoke)
-    network = body(config.body, norm, classes, own_momentum=config.norm.momentum is None)
-    freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
-    choose_recomputation(network, network, config.trainer.recompute, config.memory.activation_bytes())
-    return network
 
 
 def classified_crops(

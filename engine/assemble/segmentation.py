@@ -1,30 +1,15 @@
-"""Configuration keys -> segmentation network, loss and views."""
+"""Configuration keys -> segmentation's loss and views."""
 
 import torch
 from torch import nn
 
 from datasets.class_index import ClassIndex
-from engine.assemble.network import body, norm_act, options_of
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import TrainedNetwork
-from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
+from engine.schema.segmentation import BootstrappedLoss, Loss
 from engine.segmentation.inference import Views
 from engine.segmentation.losses import CrossEntropy, inverse_frequencies
-from models.freezing import freeze
-from models.heads import DeepLabV3
-from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
-
-
-def segmentation_network(config: SegmentationRun, classes: int) -> SegmentationNetwork:
-    """Build body, head and classifier, initialised from torch's global generator, on the current default device."""
-    norm = norm_act(config.norm, eager=config.trainer.smoke)
-    features = body(config.body, norm, own_momentum=config.norm.momentum is None)
-    head = DeepLabV3(features.out_channels, norm_act=norm, **options_of(config.head, "name"))
-    network = SegmentationNetwork(features, head, classes)
-    freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
-    choose_recomputation(network, features, config.trainer.recompute, config.memory.activation_bytes())
-    return network
 
 
 def loss(

@@ -11,10 +11,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from datasets import ClassificationDataset, SegmentationDataset, WholeImages
-from engine.assemble.classification import classification_network, classified_images, cross_entropy, evaluated_split
+from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
 from engine.assemble.data import dataset as segmentation_dataset
 from engine.assemble.data import evaluation_loader
-from engine.assemble.segmentation import loss, segmentation_network, views
+from engine.assemble.network import body, norm_act, options_of
+from engine.assemble.segmentation import loss, views
 from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
@@ -27,6 +28,10 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
 from engine.segmentation.predictions import write_predictions
+from models.freezing import freeze
+from models.heads import DeepLabV3
+from models.recomputation import choose_recomputation
+from models.segmentation import SegmentationNetwork
 
 
 def segment(
@@ -95,11 +100,18 @@ def _writable(key: str, path: str | None, dataset: SegmentationDataset) -> Path 
 
 
 def network_of(config: TrainingRun, classes: int) -> nn.Module:
-    """Build the network of either task, see `segmentation_network` and `classification_network`."""
+    """Build the network of either task, initialised from torch's global generator, on the current default device."""
+    norm, own_momentum = norm_act(config.norm, eager=config.trainer.smoke), config.norm.momentum is None
+    network: nn.Module
     if isinstance(config, SegmentationRun):
-        return segmentation_network(config, classes)
-    assert isinstance(config, ClassificationRun), config
-    return classification_network(config, classes)
+        features = body(config.body, norm, own_momentum=own_momentum)
+        head = DeepLabV3(features.out_channels, norm_act=norm, **options_of(config.head, "name"))
+        network = SegmentationNetwork(features, head, classes)
+    else:
+        network = features = body(config.body, norm, classes, own_momentum)
+    freeze(network, config.head_modules, config.body.frozen, config.body.frozen_norms)
+    choose_recomputation(network, features, config.trainer.recompute, config.memory.activation_bytes())
+    return network
 
 
 class Task(NamedTuple):

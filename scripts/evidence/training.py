@@ -138,7 +138,7 @@ class Training:
         if self.world.device.type == "cpu" and switch.freed_memory_kept:
             keep_freed_memory()
         self.dataset = synthetic(None, "train")
-        make = partial(assemble.segmentation_network, self.config, len(self.dataset.classes))
+        make = partial(assemble.network_of, self.config, len(self.dataset.classes))
         self.learner = setup.learner(self.config, make, ENDLESS, self.world)
         if switch.compiled_budget:
             network = compiled(self.learner.network, compiler, switch.compiled_budget)

@@ -18,7 +18,7 @@ SMALL = ("norm.backend=eager", "body.base_channels=[8,8,16]", "body.stem_channel
 
 def network_of(*overrides: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    network = assemble.segmentation_network(run_config(*SMALL, *overrides), classes=3)
+    network = assemble.network_of(run_config(*SMALL, *overrides), classes=3)
     with torch.no_grad():  # statistics and scales as after a training
         for module in network.modules():
             if "running_mean" in module._buffers:

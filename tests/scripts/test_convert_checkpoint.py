@@ -41,7 +41,7 @@ def vistas(tmp_path_factory):
 
 def test_the_segmentation_network_predicts_as_released(vistas, tmp_path):
     state = checkpoint.load(vistas[1])
-    network = assemble.segmentation_network(cfg.of_checkpoint(state, SegmentationRun, "it"), 65)
+    network = assemble.network_of(cfg.of_checkpoint(state, SegmentationRun, "it"), 65)
     load_released(network, vistas[0])
     assert same(network.state_dict(), state["network"])
 
@@ -144,7 +144,7 @@ def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path, mo
     monkeypatch.setitem(IMAGES_OF_SHAPES, "val", 40)
     folders = (f"run_dir={tmp_path}", f"init.weights={tmp_path / 'start.pt'}")
     config = classification_config(*SHORT_SHAPES, *folders, "trainer.ema_decay=0.9", "trainer.steps=2")
-    network, average = (assemble.classification_network(config, 8).state_dict() for _ in range(2))
+    network, average = (assemble.network_of(config, 8).state_dict() for _ in range(2))
     state = {"task": "classification", "step": 2, "config": cfg.plain(config), "network": network, "ema": average}
     checkpoint.save(tmp_path / "last.pt", {**state, "classes": list(CLASSES), "optimizer": {}, "random": {}})
     assert "the averaged weights of step 2" in run(tmp_path, tmp_path / "net.pt")

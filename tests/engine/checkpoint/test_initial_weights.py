@@ -33,7 +33,7 @@ EMA = [f"ema.module.{name}" for name in ("body.mod1.conv1.weight", "cls.weight",
 def network(*overrides: str, classes: int = 3, seed: int = 0):
     """A small network with statistics and scales unlike any initialisation's."""
     torch.manual_seed(seed)
-    built = assemble.segmentation_network(run_config(*overrides), classes)
+    built = assemble.network_of(run_config(*overrides), classes)
     for module in built.modules():
         if isinstance(module, ABN):
             for values in (module.weight, module.bias, module.running_mean):
@@ -201,7 +201,7 @@ NARROW_A2 = ("body=wider_resnet38_a2", "body.channels=[[8,8],[8,8],[16,16],[16,1
     ],
 )
 def test_what_does_not_fit_is_refused_and_named(file, overrides, message):
-    tuned = assemble.segmentation_network(run_config(*overrides), 3)
+    tuned = assemble.network_of(run_config(*overrides), 3)
     before = copy.deepcopy(tuned.state_dict())
     with pytest.raises(ValueError, match=f"init.weights={file} does not fit the network.*{message}"):
         initialise_from(tuned, file, CLASSES)
@@ -242,12 +242,12 @@ def test_a_released_file_in_one_step(tmp_path, scale):
     load_released(by_hand, path, scale)
     start = (f"init.weights={path}", "init.format=released")
     config = classification_config(*SMALL_RESNEXT, *start, f"init.scale={scale}")
-    classifier = assemble.classification_network(config, 3)
+    classifier = assemble.network_of(config, 3)
     report = initialise(config, classifier, CLASSES)
     assert same(classifier.state_dict(), by_hand.state_dict())
     assert not report.skipped and f"({scale}): as init.scale says" in str(report)
     config = run_config(*SMALL_RESNEXT, *start, f"init.scale={scale}")
-    segmenter = assemble.segmentation_network(config, 3)
+    segmenter = assemble.network_of(config, 3)
     report = initialise(config, segmenter, CLASSES)
     body = segmenter.body.state_dict()
     assert same(body, {name: tensor for name, tensor in by_hand.state_dict().items() if name in body})
@@ -272,7 +272,7 @@ def test_a_resnet_of_torchvision(tmp_path, activation, mean, warned):
     torch.save(torchvision.models.resnet18(weights=None).state_dict(), tmp_path / "net.pth")
     start = (f"init.weights={tmp_path / 'net.pth'}", "init.format=torchvision")
     config = run_config("body=resnet18", "norm=std", f"norm.activation={activation}", f"data.mean={mean}", *start)
-    tuned = assemble.segmentation_network(config, 3)
+    tuned = assemble.network_of(config, 3)
     report = initialise(config, tuned, CLASSES)
     assert {name.partition(".")[0] for name in report.new} == {"head", "cls"}
     assert set(report.skipped.values()) == {"it classifies whole images"}
@@ -314,7 +314,7 @@ def test_files_as_people_have_them_give_our_and_torchvision_s_network_one_functi
     for body, start in keys.items():
         config = run_config(body, "norm=std", "body.output_stride=32", *start)
         assert (config.init.weights, config.norm.activation) == (str(file), "relu")
-        built = assemble.segmentation_network(config, 3)
+        built = assemble.network_of(config, 3)
         report = initialise(config, built, CLASSES)
         assert {name.partition(".")[0] for name in report.new} == {"head", "cls"} and len(report.matched) == 120
         assert ("not below backbone" in str(report)) == (kind == "a DeepLabV3")
@@ -326,7 +326,7 @@ def test_files_as_people_have_them_give_our_and_torchvision_s_network_one_functi
 def test_published_weights_are_downloaded_once_or_the_message_says_what_to_fetch(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     config = run_config("body=torchvision", "body.network=resnet18", "body.weights=published", "norm=std")
-    built = assemble.segmentation_network(config, 3)
+    built = assemble.network_of(config, 3)
 
     def fails(url: str, path: str) -> None:
         raise OSError("no network")
@@ -350,13 +350,13 @@ def test_a_classifier_from_any_checkpoint(tmp_path, trained):
     """The same classes take everything, others the body. A segmentation network gives its body, without a prefix."""
     config = classification_config("body=resnext_cifar_small")
     torch.manual_seed(0)
-    source = assemble.classification_network(config, 3)
+    source = assemble.network_of(config, 3)
     state = {"task": "classification", "step": 5, "config": cfg.plain(config), "network": source.state_dict()}
     checkpoint.save(tmp_path / "net.pt", {**state, "classes": list(CLASSES)})
 
     def tuned(path, classes, **options):
         torch.manual_seed(1)
-        made = assemble.classification_network(config, len(classes))
+        made = assemble.network_of(config, len(classes))
         return made, initialise_from(made, path, classes, **options)
 
     same_classes, report = tuned(tmp_path / "net.pt", CLASSES)
@@ -372,7 +372,7 @@ def test_a_classifier_from_any_checkpoint(tmp_path, trained):
 
     write(tmp_path / "seg.pt", trained, "norm=std")
     config = classification_config("body=resnext_tiny")
-    classifier = assemble.classification_network(config, 3)
+    classifier = assemble.network_of(config, 3)
     report = initialise_from(classifier, tmp_path / "seg.pt", CLASSES)
     body = trained.body.state_dict()
     assert all(torch.equal(classifier.state_dict()[name], tensor) for name, tensor in body.items())

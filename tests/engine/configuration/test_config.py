@@ -62,7 +62,7 @@ def reached(config: ClassificationRun) -> dict:
     """Return the values that network, optimiser, schedule and loaders take from the keys of an experiment."""
     schedule = assemble.schedule_of(config, images=1_281_167 if config.data.name == "imagenet" else 50_000)
     with torch.device("meta"):
-        network = assemble.classification_network(config, classes=10)
+        network = assemble.network_of(config, classes=10)
     optimizer = assemble.optimizer(config.optim, network, config.head_modules)
     scheduler = assemble.lr_schedule(config.lr_schedule, optimizer, schedule)
     norms = {(type(m), m.activation, m.eps, m.momentum) for m in network.modules() if isinstance(m, ABN)}
@@ -159,7 +159,7 @@ FULL_NETWORKS = {  # parameters without the classifier, which has 257 for each c
 def parameters_of(name: str) -> int:
     """Count the parameters of an experiment's network without its classifier."""
     with torch.device("meta"):
-        network = assemble.segmentation_network(experiment(name), 1)
+        network = assemble.network_of(experiment(name), 1)
     return sum(p.numel() for p in network.parameters()) - 257
 
 
@@ -199,7 +199,7 @@ def step_on_fake_tensors(config: SegmentationRun | ClassificationRun) -> None:
     segments = isinstance(config, SegmentationRun)
     size = (64, 96) if segments else (config.data.crop_size,) * 2
     with FakeTensorMode():
-        network = (assemble.segmentation_network if segments else assemble.classification_network)(config, classes=10)
+        network = assemble.network_of(config, classes=10)
         forward = assemble.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
         optimizer = assemble.optimizer(config.optim, network, config.head_modules)
         scheduler = assemble.lr_schedule(config.lr_schedule, optimizer, assemble.schedule_of(config, images=1000))
@@ -252,7 +252,7 @@ def test_groups_reach_what_they_build():
         *("loss.fraction=0.5", "optim.momentum=0.7", "optim.nesterov=true", "lr_schedule.power=2"),
     )
     with torch.device("meta"):
-        network = assemble.segmentation_network(config, classes=3)
+        network = assemble.network_of(config, classes=3)
     norm = network.head.red_bn
     assert (norm.variant, norm.activation, norm.activation_param) == ("I", "elu", 0.5)
     assert (norm.gamma_floor, norm.momentum, norm.eps, norm.weight) == (0.01, 0.3, 0.002, None)
@@ -307,7 +307,7 @@ def test_without_the_released_package_its_norm_choice_says_how_to_install_it(mon
     monkeypatch.setitem(sys.modules, "inplace_abn", None)
     released_abn.cache_clear()
     with pytest.raises(ValueError, match="pip install --no-build-isolation inplace-abn"):
-        assemble.segmentation_network(run_config("norm=package", "norm.activation=elu"), classes=3)
+        assemble.network_of(run_config("norm=package", "norm.activation=elu"), classes=3)
 
 
 def test_data_keys_reach_the_loader():
@@ -452,12 +452,12 @@ def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     config.check_shares(processes=3)
     assert config.data.crops_per_minibatch == 6
     schedule = assemble.schedule_of(config, images=100)
-    learner = setup.learner(config, partial(assemble.segmentation_network, config, 3), schedule, World())
+    learner = setup.learner(config, partial(assemble.network_of, config, 3), schedule, World())
     assert {norm.backend for norm in learner.network.modules() if isinstance(norm, ABN)} == {"eager"}
     assert learner.max_gradient_norm == 0.5
     with pytest.raises(ValueError, match="the warm-up takes 80 steps, and the run has 2"):
         no_smoke = replace(config, trainer=replace(config.trainer, smoke=False))
-        setup.learner(no_smoke, partial(assemble.segmentation_network, config, 3), schedule, World())
+        setup.learner(no_smoke, partial(assemble.network_of, config, 3), schedule, World())
 
 
 def test_the_keys_of_one_group_are_read_from_the_checkpoint_of_any_task():

@@ -49,7 +49,7 @@ def test_the_example_in_python_runs(file, tmp_path, monkeypatch):
     state = checkpoint.load(file)
     config = cfg.from_plain(state["config"], SegmentationRun)
     config.norm.backend = "eager"
-    plain = assemble.segmentation_network(config, len(CLASSES))
+    plain = assemble.network_of(config, len(CLASSES))
     plain.load_state_dict(state["network"])
     forward, views = assemble.forward(config, plain, torch.device("cpu")), inference.Views(config.data.base_size)
     expected = inference.predict(forward, torch.from_numpy(image).permute(2, 0, 1)[None], views)[0]
@@ -111,7 +111,7 @@ def test_a_classifier_sees_the_crop_of_an_evaluation_whatever_the_size(size, tmp
     body = ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8")
     config = classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", *body)
     saved(tmp_path / "net.pt", config, ["bee", "cat", "dog"])
-    network = assemble.classification_network(config, 3)
+    network = assemble.network_of(config, 3)
     network.load_state_dict(checkpoint.load(tmp_path / "net.pt")["network"])
     mean, std = (255 * torch.tensor(values)[:, None, None] for values in (config.data.mean, config.data.std))
     trees.picture(tmp_path / "a.png", size)

@@ -48,7 +48,7 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
     sizes = (f"data.crops_per_minibatch={crops}", f"trainer.accumulation_steps={parts}")
     options = (f"norm={norm}", "norm.sync=true", *sizes, *overrides)
     config = run_config(*SHORT, *options)
-    learner = setup.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), world)
+    learner = setup.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), world)
     generator = torch.Generator().manual_seed(0)
     losses, norms = [], []
     for _ in range(2):
@@ -88,7 +88,7 @@ def backward_events(rank: int, compiled: bool) -> str:
     """A backward pass in order: "g" for gradients that leave, "c" for a convolution or a compiled graph that starts."""
     wide = ("body.base_channels=[128,128,256]", "head.hidden_channels=8")  # 76 MiB
     config = run_config(*SHORT, *wide, "head.out_channels=8", f"trainer.compile={compiled}")
-    learner = setup.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), this_world())
+    learner = setup.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), this_world())
     learner.forward.network.register_comm_hook(None, leaving)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     learner.forward(images).mean().backward()

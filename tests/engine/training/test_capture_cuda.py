@@ -37,7 +37,7 @@ EXACT = "trainer.deterministic=true"
 def learner_and_loss(*overrides: str) -> tuple[Learner, nn.Module]:
     config = run_config(*SHORT, *SMALL, *overrides, "trainer.device=cuda")
     arithmetic(config.trainer, fixed_sizes=True)
-    make = partial(assemble.segmentation_network, config, CLASSES)
+    make = partial(assemble.network_of, config, CLASSES)
     learner = setup.learner(config, make, one_epoch(50), World(device=torch.device("cuda")))
     return learner, assemble.loss(config.loss, ignore_index=255).cuda()
 

@@ -17,7 +17,7 @@ def test_weights_for_levels_of_0_to_255_are_doubted(tmp_path, scale, doubted):
     torch.manual_seed(0)
     dataset = camvid(trees.camvid_folders(tmp_path), "train")
     config = run_config("data=camvid", "body=resnet18", "norm=std", "norm.backend=eager", "norm.activation=relu")
-    network = assemble.segmentation_network(config, 11)
+    network = assemble.network_of(config, 11)
     forward = assemble.forward(config, network, torch.device("cpu"))
     images = torch.stack([torch.from_numpy(dataset.read_image(index)) for index in range(6)]).permute(0, 3, 1, 2)
     renew_statistics(network, [forward.normalised(images)])

@@ -131,7 +131,7 @@ def test_wrong_gradients_of_compiled_bfloat16_are_refused(monkeypatch):
     """TorchInductor computes them as PyTorch does."""
     monkeypatch.setattr("engine.training.setup.check_compiler", lambda *_, **__: None)
     config = run_config("body=resnext_small", "body.groups=4", "trainer.compile=true", "trainer.precision=bfloat16")
-    make = functools.partial(assemble.segmentation_network, config, 5)
+    make = functools.partial(assemble.network_of, config, 5)
     with pytest.raises(ValueError, match="wrong gradients of body.mod4.block1.convs.conv2, a dilated"):
         setup.learner(config, make, one_epoch(10), World())
 

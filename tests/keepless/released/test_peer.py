@@ -119,9 +119,7 @@ def assert_same_networks(theirs: nn.Module, ours: nn.Module) -> None:
 @pytest.mark.peer
 def test_the_norm_choice_computes_the_same(released):
     package, ours = (
-        assemble.segmentation_network(
-            run_config(f"norm={norm}", f"norm.eps={EPS}", f"norm.activation_param={SLOPE}"), classes=3
-        )
+        assemble.network_of(run_config(f"norm={norm}", f"norm.eps={EPS}", f"norm.activation_param={SLOPE}"), classes=3)
         for norm in ("package", "inplace")
     )
     assert_same_networks(package, ours)

@@ -184,7 +184,7 @@ def test_every_network_composes_steps_and_evaluates(name, number):
     keys = ("body=torchvision", f"body.network={name}", f"body.output_stride={stride}", "trainer.smoke=true")
     config = run_config(*keys, *f"norm={norm}".split(), f"trainer.recompute={recompute}")
     torch.manual_seed(0)
-    network = assemble.segmentation_network(config, 3)
+    network = assemble.network_of(config, 3)
     stored = copy.deepcopy(network) if recompute in ("blocks", "sqrt") else None
     images, random = torch.randn(2, 3, 64, 64), torch.get_rng_state()
     network(images).square().mean().backward()
@@ -199,7 +199,7 @@ def test_every_network_composes_steps_and_evaluates(name, number):
             torch.testing.assert_close(ours, theirs)
     torch.optim.SGD(network.parameters(), lr=1e-4).step()
     assert network.eval()(torch.randn(1, 3, 67, 45)).shape == (1, 3, 67, 45)
-    again = assemble.segmentation_network(config, 3)
+    again = assemble.network_of(config, 3)
     again.load_state_dict(network.state_dict())
 
 
