@@ -304,6 +304,10 @@ class _Compiler:
             return Take(How.RESULT, number)
         if number in inside:
             return Take(How.INSIDE, number, form=self._inside_form(value, taught))
+        if value.source.function is Tensor.to and taught.row is not None and taught.row.narrow is not None:
+            (kept, wide), source = value.source.arguments, value.source
+            form = Form(torch.Size(), wide, source.stride, source.device, source.autocast, value.readers)
+            return Take(How.NARROW, number, function=kept.source.packed.dtype, form=form)
         if value.source.function in (Tensor.to, Tensor.reshape) and number not in self.seen:
             raise _Unlearnable("a copy of an argument")
         return self._handle(value)

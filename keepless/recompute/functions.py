@@ -52,6 +52,7 @@ class Row(NamedTuple):
     positive: Positive | None = None  # its gradient only needs to know which values of the saved tensor are positive
     result_serves: Question | None = None  # whether a call saves its argument although its result would do
     reads_shape_only: Question | None = None  # whether a call saves its input although the gradient needs no values
+    narrow: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype] | None = None  # for the indices that a call saves
     draws: Question | None = None  # whether a call draws random numbers
     saves_nothing: Question | None = None  # whether a call returns its argument or views of it, and saves nothing
     only_asks: bool = False  # it reads an attribute, such as `grad`, or a number, such as `dim()`: it saves nothing
@@ -169,6 +170,17 @@ def _is_pooled_by_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (args[0] if args else kwargs["input"]).device.type in ("cpu", "cuda")
 
 
+def _indices_in(dimensions: int) -> Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype]:
+    """The smallest type that holds an index into the last dimensions of a call's input."""
+
+    def narrow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+        count = (args[0] if args else kwargs["input"]).shape[-dimensions:].numel()
+        types = (torch.int16, torch.int32)
+        return next((one for one in types if count <= torch.iinfo(one).max), torch.int64)
+
+    return narrow
+
+
 def _named(names: str, *owners: Any) -> list[Function]:
     """The functions with these names that exist."""
     return [getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)]
@@ -231,9 +243,9 @@ _add(_named("is_contiguous is_floating_point is_complex", Tensor), only_asks=Tru
 # Pooling and resampling
 _add_each(rules.made, _named("avg_pool1d avg_pool2d avg_pool3d", F))
 _add_each(rules.made, _named("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", F))
-_add([F.max_pool1d, F.adaptive_max_pool1d], again=rules.max_pool(1))
-_add([F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d], again=rules.max_pool(2))
-_add([F.max_pool3d], again=rules.max_pool(3))
+_add([F.max_pool1d, F.adaptive_max_pool1d], again=rules.max_pool(1), narrow=_indices_in(1))
+_add([F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d], again=rules.max_pool(2), narrow=_indices_in(2))
+_add([F.max_pool3d], again=rules.max_pool(3), narrow=_indices_in(3))
 _add(_named("avg_pool2d avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d", F), reads_shape_only=_is_pooled_by_shape)
 _add(_named("max_pool2d max_pool3d adaptive_max_pool2d", F), reads_shape_only=_is_pooled_by_shape)
 _add([torch.max_pool2d], reads_shape_only=_is_pooled_by_shape)

@@ -167,6 +167,8 @@ class Handles:
             return ShapeOnly(tensor) if asks is not None and tensor.requires_grad and asks(args, kwargs) else None
         if how == How.SIGNS:
             return self._signs(take, tensor)
+        if how == How.NARROW:
+            return self._narrowed(packing, take, tensor)
         if how == How.INSIDE:
             if take.form is None or not take.form.is_of(tensor):
                 return None
@@ -188,6 +190,15 @@ class Handles:
         self.found[take.number] = ref(tensor), tensor._version, slot
         self.saved[id(tensor)] = ref(tensor)
         return slot
+
+    def _narrowed(self, packing: "Packing", take: Take, indices: Tensor) -> Slot | None:
+        narrow = packing.act.row.narrow
+        if narrow is None or narrow(packing.args, packing.kwargs) is not take.function:
+            return None
+        form = take.form
+        if form is None or indices.dtype is not form.dtype or indices.stride() != form.stride:
+            return None
+        return self.slot(form, Tensor.to, Keep(indices.to(take.function)), form.dtype)
 
     def _copied(self, take: Take, tensor: Tensor, argument: Tensor) -> Any:
         """A copy of an argument, made inside the call."""

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Container, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..inputs import tensors_in
@@ -261,12 +262,22 @@ class KnownValues:
             self.log.keep_other(saved, tensor)
         elif call is not None and call.row.reads_shape_only and tensor.requires_grad and call.reads_shape_only():
             saved = ShapeOnly(tensor)
+        elif call is not None and call.row.narrow and tensor.dtype is torch.int64:
+            saved = Saved(self.find(tensor) or self._narrowed(tensor, call), self.memory_of(tensor))
         elif call is not None and self.planned and self._stays_by_plan(tensor, call):
             saved = Kept(tensor, None)
             self.log.keep(saved, tensor)
         else:
             saved = self._saved(tensor, call)
         return saved
+
+    def _narrowed(self, indices: Tensor, call: Call) -> Value:
+        """The value of the indices that a call saves, which are kept in a smaller type."""
+        assert call.row.narrow is not None
+        small = indices.to(call.row.narrow(call.args, call.kwargs))
+        kept = Value(Kept(small, self.outer), address(small.untyped_storage()), small.nbytes)
+        self.log.keep(kept, small)
+        return self.remember(indices, Value(Recipe(Again(Tensor.to, (kept, torch.int64)), indices)))
 
     def pack_observed(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """`pack`, while the step is observed."""

@@ -210,7 +210,8 @@ class How:
     SIGNS = 7  # only the signs are needed
     COPIED = 8  # a copy of an argument, made inside the call
     INSIDE = 9  # made inside the call, and computed again with its result
-    RESULT = 10  # the result, or an argument in whose place the result will do
+    NARROW = 10  # indices, which are kept in a smaller type
+    RESULT = 11  # the result, or an argument in whose place the result will do
 
 
 class Take(NamedTuple):

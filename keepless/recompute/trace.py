@@ -305,6 +305,8 @@ class Trace:
             return
         is_form = call is not None and tensor.requires_grad and call.asks("reads_shape_only")
         value = self.known.add(Kind.FOLLOWS, tensor) if is_form else self._value_of(tensor)  # made empty for its reader
+        if value < 0 and call is not None and call.row.narrow and not tensor.is_floating_point():
+            value = self.known.narrowed(tensor, call.row.narrow(call.args, call.kwargs).itemsize)
         if value < 0:
             value = self._keep_with_base(tensor)
         save = Save(value, 0, self.memory(tensor), -1 if call is None else len(self.calls))

@@ -99,9 +99,16 @@ class TracedValues:
                 return True
         return False
 
+    def narrowed(self, indices: Tensor, size: int) -> int:
+        """Indices are kept in a type of `size` bytes."""
+        return self.remember(indices, self.add(Kind.FOLLOWS, indices, (self._own(size * indices.numel()),)))
+
     def own_copy(self, tensor: Tensor) -> int:
         """A recipe keeps a copy of a small tensor, which may change."""
-        size = min(tensor.untyped_storage().nbytes(), tensor.nbytes)
+        return self._own(min(tensor.untyped_storage().nbytes(), tensor.nbytes))
+
+    def _own(self, size: int) -> int:
+        """A value that is kept in memory of its own."""
         self.memories.append(size)
         self.values.append(StepValue(Kind.KEPT, len(self.memories) - 1, size, (), -1, -1))
         self.readers.append(0)

@@ -282,17 +282,17 @@ def test_nothing_is_kept_for_something_smaller(name, written_over):
 
 
 POOLS = {
-    "max": (lambda x: F.max_pool2d(x, 2), 8),
-    "adaptive max": (lambda x: F.adaptive_max_pool2d(x, 4), 8),
+    "max": (lambda x: F.max_pool2d(x, 2), 2),
+    "adaptive max": (lambda x: F.adaptive_max_pool2d(x, 4), 2),
     "average": (lambda x: F.avg_pool2d(x, 2), 0),
     "adaptive average": (lambda x: F.adaptive_avg_pool2d(x, 4), 0),
-    "max in volumes": (lambda x: F.max_pool3d(x, (1, 2, 2)), 8),
+    "max in volumes": (lambda x: F.max_pool3d(x, (1, 2, 2)), 2),
     "average in volumes": (lambda x: F.avg_pool3d(x, (1, 2, 2)), 0),
 }
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_a_pooling_keeps_of_its_input_only_the_shape(name):
+def test_a_pooling_keeps_of_its_input_only_the_shape_and_narrow_indices(name):
     """So that ReLU before it keeps one bit per value. A gradient penalty needs second derivatives."""
     pool, indices = POOLS[name]
     plain = nn.Sequential(nn.Conv2d(3, C, 1), nn.ReLU(), Pooled(pool), nn.Conv2d(C, 2, 1)).double()

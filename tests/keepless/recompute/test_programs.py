@@ -174,7 +174,7 @@ ACTIVATIONS = {
 # Also their masks and indices (a truth value is an eighth of a number), or the result of a function without a rule.
 KEEPS_MORE = dict.fromkeys(["leaky_relu beside", "dropout"], [392])
 KEEPS_MORE["alpha_dropout"] = [392, 392]
-KEEPS_MORE |= {name: [392] for name in ACTIVATIONS if "max-pooling" in name} | {"where": [49, 49], "masked": [49]}
+KEEPS_MORE |= {name: [98] for name in ACTIVATIONS if "max-pooling" in name} | {"where": [49, 49], "masked": [49]}
 # They differ in what they save, and in what is needed to compute them again.
 CHANGED = ["relu_", "relu6", "leaky_relu", "elu", "silu_", "tanh_", "square", "squeeze and excitation", "dropout"]
 CHANGED += ["max-pooling", "upsampling", "concatenation", "stack"]
