@@ -79,7 +79,7 @@ def upsampled(logits: Tensor, size: Sequence[int], stride: int | None) -> Tensor
 def _padded(images: Tensor, stride: int) -> Tensor:
     """Images (N, 3, H, W) up to multiples of `stride`: their last rows and columns are repeated.
 
-    They scored higher than zeros or no padding (docs/results/camvid.md, "Images of any size"). Without padding,
+    Zeros score the same within the noise of a training (docs/results/camvid.md, "Images of any size"). Without padding,
     networks that pad like TensorFlow shift: their padding depends on the size.
     """
     height, width = images.shape[2:]
