@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,12 +14,17 @@ from ..recompute.rehearsal import Loss, differentiable
 from ..torch_internals import OpOverload
 
 
-class Counted(MadeTensors):
-    """Context that counts the bytes and seconds of operators. `peak`: the most bytes at any moment."""
+class Count(NamedTuple):
+    """A forward and a backward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = 0.0
+    peak: int  # the most bytes at any moment
+    seconds: float  # estimated
+
+
+class _Timed(MadeTensors):
+    """Also adds up the seconds of operators."""
+
+    seconds = 0.0
 
     def __torch_dispatch__(
         self, function: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -31,13 +36,13 @@ class Counted(MadeTensors):
         return result
 
 
-def counted(forward: Callable[[], object]) -> Counted:
+def counted(forward: Callable[[], object]) -> Count:
     """Count a forward and a backward pass. ValueError: no output needs a gradient."""
-    with Counted() as count:
+    with _Timed() as made:
         outputs = differentiable(forward())
         loss = Loss.apply(*outputs)
         loss.backward(torch.empty_like(loss))
-    return count
+    return Count(made.peak, made.seconds)
 
 
 def repeated_blocks(network: nn.Module) -> list[nn.Module]:

@@ -1,9 +1,6 @@
 """Steps of a network on fake tensors, in several ways and for several sizes of the example."""
 
 import logging
-import math
-from bisect import bisect_left
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from operator import attrgetter
@@ -15,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..inputs import tensors_in
 from ..made_tensors import bytes_of_tensors
-from ..recompute.recipes import ByPlan
 from ..recompute.recording import Recording
 from ..recompute.rehearsal import counted_step
-from ..recompute.search import Choice, frontier
-from .counted import Counted, counted, repeated_blocks
+from ..recompute.search import frontier
+from .counted import Count, counted, repeated_blocks
 from .device import optimizer_bytes
 from .sizes import Growth, largest, shape_of
 
@@ -42,13 +38,6 @@ def size_of(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-class _Plans(NamedTuple):
-    """The plans of a step within the time limit, and a function that counts the step with one of them."""
-
-    run: Callable[[Choice], Counted]
-    choices: list[Choice]  # by decreasing peak
-
-
 class Steps:
     """The steps of a network on fake tensors. A `Growth.value` stands for an example of that size.
 
@@ -69,8 +58,7 @@ class Steps:
         values = sum(parameter.numel() for parameter in trained)
         self.states, self.temporary = optimizer_bytes(optimizer, values, self.gradients)
         self.blocks = repeated_blocks(network)
-        self.way, self.count = cache(self._way), cache(self._count)
-        self.plans, self.least = cache(self._plans), cache(self._least)
+        self.way, self.count, self.choices = cache(self._way), cache(self._count), cache(self._choices)
 
     def ways(self) -> list[Way]:
         """Each way with the largest example that fits, or else the smallest that was tried; logs each."""
@@ -98,7 +86,7 @@ class Steps:
         def peak(value: int) -> int:
             if name == PLANNED:  # the fastest plan uses all that is available, so look at the lowest peak
                 logger.info("%s: trying %s", name, size_of(self.shape(value)))  # many seconds each
-                return self.held(value) + max(self.least(value).peak, self.temporary)
+                return self.held(value) + max(min(self.choices(value)).peak, self.temporary)
             return self.way(name, value).peak
 
         return largest(peak, self.available, value, *growing[1:3], most=growing.most) or value
@@ -115,7 +103,7 @@ class Steps:
         example = bytes_of_tensors(tensors_in(self.growing.resized(value)))
         return self.weights + self.gradients + self.states + example
 
-    def _count(self, name: str, value: int) -> Counted:
+    def _count(self, name: str, value: int) -> Count:
         if name == PLANNED:
             return self._planned(value)
         if name == RECOMPUTED:
@@ -131,7 +119,7 @@ class Steps:
             for block in self.blocks:
                 del vars(block)["forward"]
 
-    def _run(self, value: int, context: AbstractContextManager[object] | None = None) -> Counted:
+    def _run(self, value: int, context: AbstractContextManager[object] | None = None) -> Count:
         args, kwargs = self.growing.resized(value)
 
         def forward() -> object:
@@ -145,37 +133,18 @@ class Steps:
                 raise
             raise ValueError(f"the network does not run on {size_of(self.shape(value))}: {error}") from error
 
-    def _planned(self, value: int) -> Counted:
-        """The step with the fastest plan that fits, or with none if faster; if none fits, with the lowest peak."""
-        limit, without = self.available - self.held(value), self._without_plan(value)
-        if without[0].peak <= limit:
-            return without[0]
-        run, choices = self.plans(value)
-        first = bisect_left(choices, True, key=lambda choice: run(choice).peak <= limit)
-        counts = [*without, *map(run, choices[first : first + 1])]
-        return min(
-            (count for count in counts if count.peak <= limit), key=attrgetter("seconds"), default=self.least(value)
-        )
+    def _planned(self, value: int) -> Count:
+        """The fastest step that fits, with a plan or without; if none fits, the one with the lowest peak."""
+        limit, plain = self.available - self.held(value), self.count(PLAIN, value)
+        if plain.peak <= limit:
+            return plain
+        choices = self.choices(value)
+        fitting = [choice for choice in choices if choice.peak <= limit]
+        return min(fitting, key=attrgetter("seconds")) if fitting else min(choices)
 
-    def _without_plan(self, value: int) -> list[Counted]:
-        """The plain step, and the recomputed one if it is within the time limit."""
-        plain, recomputed = self.count(PLAIN, value), self.count(RECOMPUTED, value)
-        return [plain, recomputed] if recomputed.seconds <= self.time * plain.seconds else [plain]
-
-    def _least(self, value: int) -> Counted:
-        """The step with the lowest peak within the time limit."""
-        run, choices = self.plans(value)
-        return min([*self._without_plan(value), *map(run, choices[-1:])], key=attrgetter("peak"))
-
-    def _plans(self, value: int) -> _Plans:
-        plain, example = self.count(PLAIN, value), self.growing.resized(value)
-        step = counted_step(self.network, *example)
-        longest = self.time * plain.seconds
-
-        @cache
-        def run(choice: Choice) -> Counted:
-            return self._run(value, Recording(ByPlan([choice.plan(step)]), inputs=tensors_in(example)))
-
-        choices = frontier(step)  # by increasing time, as estimated
-        late = bisect_left(choices, True, key=lambda choice: longest < math.inf and run(choice).seconds > longest)
-        return _Plans(run, choices[:late])
+    def _choices(self, value: int) -> list[Count]:
+        """The plain step; and the recomputed one, and those with a plan, if they are within the time limit."""
+        plain, step = self.count(PLAIN, value), counted_step(self.network, *self.growing.resized(value))
+        planned = [Count(choice.peak, plain.seconds + choice.seconds) for choice in frontier(step)]
+        counts = [self.count(RECOMPUTED, value), *planned]
+        return [plain, *(count for count in counts if count.seconds <= self.time * plain.seconds)]
