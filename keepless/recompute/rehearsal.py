@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import pairwise
-from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +43,6 @@ T = TypeVar("T")
 _one_at_a_time = threading.RLock()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LruCache: type[Any] = type(cache(len))
-_NOT_SEARCHED = {"torch", "numpy", "keepless"} | sys.stdlib_module_names  # packages that cache no tensors of a network
 
 
 class LeftBehind(RuntimeError):
@@ -105,7 +103,7 @@ def on_fakes(run: Callable[[Network, Any, Any], T], network: Network, args: Any,
         copied.clear()
         if isinstance(mode, _Rehearsal):
             mode.has_ended = True
-            watch.forget(network)
+            watch.forget()
 
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -160,19 +158,26 @@ class _Watch(TorchDispatchMode):
         if any(one is other for one in tensors_in(written) for other in real):
             raise RuntimeError(f"{function} writes over a tensor outside the network")
 
-    def forget(self, network: nn.Module) -> None:
+    def forget(self) -> None:
         """Remove fake tensors from caches outside the network that its code may have filled."""
-        if self._left():
-            torch.clear_autocast_cache()
-            gc.collect()
-        if left := self._left():
-            ids = set(map(id, left))
-            for cache in _caches(network):
-                if isinstance(cache, _LruCache):
-                    _forget_in(cache, ids)
-                elif not any(isinstance(key, str) for key in cache) and _holds_tensors(cache):
-                    for key in [key for key, value in cache.items() if _holds(value, ids)]:
-                        del cache[key]
+        if not self._left():
+            return
+        torch.clear_autocast_cache()
+        gc.collect()
+        left = self._left()
+        ids, holders = set(map(id, left)), list(left)
+        if frozen := gc.get_freeze_count():
+            gc.unfreeze()  # frozen objects are not searched
+        for _ in range(3):  # caches may be of collections of tensors
+            holders += gc.get_referrers(*(one for one in holders if isinstance(one, (Tensor, tuple, list, dict))))
+        if frozen:
+            gc.freeze()
+        for holder in holders:
+            if isinstance(holder, _LruCache):
+                _forget_in(holder, ids)
+            elif type(holder) is dict and not any(isinstance(key, str) for key in holder) and _holds_tensors(holder):
+                for key in [key for key, value in holder.items() if _holds(value, ids)]:
+                    del holder[key]
 
     def _left(self) -> list[Tensor]:
         return [tensor for reference in self.made if (tensor := reference()) is not None]
@@ -196,43 +201,6 @@ def _holds(value: object, ids: set[int]) -> bool:
     """Whether a value is one of these tensors, or a collection with one."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else (value,)
     return any(id(part) in ids for part in parts)
-
-
-def _caches(network: nn.Module) -> Iterator[Any]:
-    """The dictionaries and `functools.lru_cache`s that a network's code can reach by name, not the whole heap."""
-    pending: list[Any] = [one for module in network.modules() for one in (type(module), *vars(module).values())]
-    pending += [hook for module in network.modules() for name in _HOOKS for hook in getattr(module, name).values()]
-    seen: set[int] = set()
-    while pending:
-        one = pending.pop()
-        if id(one) in seen or isinstance(one, (Tensor, nn.Module)):
-            continue
-        seen.add(id(one))
-        if type(one) is dict or isinstance(one, _LruCache):
-            yield one
-        if isinstance(one, (_LruCache, MethodType, staticmethod, classmethod)):
-            pending.append(one.__func__ if isinstance(one, MethodType) else one.__wrapped__)
-        elif (
-            str(one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "builtins")).partition(".")[
-                0
-            ]
-            in _NOT_SEARCHED
-        ):
-            continue
-        elif isinstance(one, FunctionType):
-            pending += one.__globals__.values()
-            pending += [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
-        else:
-            pending += getattr(one, "__dict__", {}).values()
-            pending += one.__mro__ if isinstance(one, type) else (type(one),)
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _holds_tensors(values: dict[Any, Any]) -> bool:
