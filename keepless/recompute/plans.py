@@ -25,6 +25,7 @@ from .values import autocast_of
 
 _MOST = 16  # planned sizes for one kind of inputs; also observed steps of one size, as there may be several paths
 _LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes
+_NEAR = 1.02  # a budget is searched again without the outputs if the lowest peak is at most this many times its bytes
 _BLOCK = 512  # bytes: CUDA's allocator rounds to it, so exceeding a budget by less is not reported
 _PAUSE = 2.0  # seconds of planning after which a message explains the pause
 _log = logging.getLogger(__name__)
@@ -188,12 +189,13 @@ def _rehearsed(step: Step, limit: int) -> tuple[Step, Choice]:
     """A rehearsed step and its best choice.
 
     A rehearsal holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be
-    met with them, they are left out.
+    met with them, they are left out; if it is out of reach without them too, the choice with the lowest peak stays.
     """
     if (choice := _best(step, limit)).peak <= limit:
         return step, choice
     dropped = step.without_outputs()
-    return dropped, _best(dropped, limit)
+    least = simulate(dropped, choice.kept).peak
+    return dropped, choice._replace(peak=least) if least > _NEAR * limit else _best(dropped, limit)
 
 
 def _best(step: Step, limit: int) -> Choice:
