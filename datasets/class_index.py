@@ -5,7 +5,7 @@ Class-uniform sampling draws from it. Building it takes one pass over the labels
 
 import os
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import cv2
@@ -83,7 +83,12 @@ def index_classes(
     if found is None:
         try:
             kept.mkdir(parents=True, exist_ok=True)  # before the labels are read
-            labels = list(every(dataset, partial(_indexed, dataset, positions), workers, progress))
+
+            def indexed(image: int) -> tuple[np.ndarray, np.ndarray]:  # every image has its own random stream
+                rng = np.random.default_rng([_SEED, image])
+                return index_label(dataset.read_label(image), len(dataset.classes), positions, rng)
+
+            labels = list(every(dataset, indexed, workers, progress))
             found = [np.stack([counts for counts, _ in labels]), np.concatenate([places for _, places in labels])]
             write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
         except TimeoutError:  # of a label
@@ -125,9 +130,3 @@ def index_label(
     places = np.concatenate(found) if found else np.empty(0, np.int64)
     kind = np.uint16 if max(label.shape) <= 1 << 16 else np.uint32
     return counts, np.stack(np.divmod(places, label.shape[1]), axis=1).astype(kind)
-
-
-def _indexed(dataset: SegmentationDataset, positions: int, image: int) -> tuple[np.ndarray, np.ndarray]:
-    """`index_label` of an image's label. Every image has its own random stream."""
-    label = dataset.read_label(image)
-    return index_label(label, len(dataset.classes), positions, np.random.default_rng([_SEED, image]))

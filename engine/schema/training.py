@@ -154,7 +154,13 @@ class TrainingRun:
                 f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks, sqrt and budget are for "
                 f"bodies that are not reversible; give trainer.recompute=none or activations"
             )
-        self._check_budget()
+        if trainer.recompute == "budget" and self.memory.budget is None and self.memory.activations is None:
+            raise ValueError(
+                "trainer.recompute=budget needs a device's memory: give memory.budget=…, such as 12GiB, or "
+                "memory.activations=…, the part of it that is left for activations"
+            )
+        if trainer.recompute != "budget" and self.memory.activations is not None:
+            raise ValueError(f"memory.activations={self.memory.activations} needs trainer.recompute=budget")
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
 
@@ -191,16 +197,6 @@ class TrainingRun:
                 f"norm.activation={norm.activation} with body={body.name}: expected one of "
                 f"{', '.join(LIBRARY_ACTIVATIONS)}, in place of its ReLUs"
             )
-
-    def _check_budget(self) -> None:
-        memory, recompute = self.memory, self.trainer.recompute
-        if recompute == "budget" and memory.budget is None and memory.activations is None:
-            raise ValueError(
-                "trainer.recompute=budget needs a device's memory: give memory.budget=…, such as 12GiB, or "
-                "memory.activations=…, the part of it that is left for activations"
-            )
-        if recompute != "budget" and memory.activations is not None:
-            raise ValueError(f"memory.activations={memory.activations} needs trainer.recompute=budget")
 
     def compiles_norms(self, device_type: str) -> bool:
         """Whether norms may compile code for their first inputs. (On CUDA their kernels take a second.)"""
