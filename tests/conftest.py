@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import signal
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
 for name in ("FORCE_COLOR", "NO_COLOR", "HYDRA_FULL_ERROR", "GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):
     os.environ.pop(name, None)
+# Many containers set it: then each of a run's processes would compile every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

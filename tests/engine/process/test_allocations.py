@@ -44,6 +44,7 @@ def test_every_kind_of_a_failed_allocation_is_known(error):
         raise RuntimeError("another one")
 
 
+@pytest.mark.slow
 def test_the_peak_does_not_count_the_process_that_started_this_one():
     """The system hands a process the peak of its parent on: a notebook of 10 GiB would make every run's 10 GiB."""
     code = "import torch; from engine.process.allocations import *; print(peak_memory_mib(torch.device('cpu')))"
