@@ -17,9 +17,21 @@ from omegaconf import DictConfig
 
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
-from scripts import plan_memory
 from scripts.compare_runs import Group, compared, report
-from scripts.evidence import check, counted, fit, layers, loader, loss, networks, ranks, reversible, tables, training
+from scripts.evidence import (
+    check,
+    counted,
+    fit,
+    layers,
+    loader,
+    loss,
+    memory_plan,
+    networks,
+    ranks,
+    reversible,
+    tables,
+    training,
+)
 from scripts.evidence.counted import Cells
 from scripts.reports import papers
 from scripts.reports.frame import BLOCK, RESULTS, Benchmark, calls_text, rows_of, with_blocks
@@ -27,7 +39,7 @@ from scripts.reports.markdown import GIB, mib
 
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/training")]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
-BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, networks, plan_memory, reversible, training)]
+BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, memory_plan, networks, reversible, training)]
 OF_A_GPU = [module.BENCHMARK for module in (check, fit, ranks)]  # their records are in docs/results/gpu
 FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}
 COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}  # of runs in a folder of docs/results

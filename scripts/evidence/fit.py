@@ -25,8 +25,8 @@ from engine.process.distributed import World
 from engine.training import loop, planner, setup
 from keepless.fit.sizes import largest
 from keepless.units import bytes_of
+from scripts.evidence.memory_plan import CLAIMS
 from scripts.evidence.training import ENDLESS
-from scripts.plan_memory import CLAIMS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, MIB, Rows
 

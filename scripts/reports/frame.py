@@ -75,7 +75,6 @@ class Benchmark(NamedTuple):
     sections: Callable[[dict, str], Iterable[str]] = lambda call, _: listed(without_reasons(rows_of(call)))
     picture: Callable[[dict], Figure | None] = lambda call: None
     apart: bool = False  # each item runs in its own process
-    program: str = ""  # empty: scripts.evidence.NAME
 
 
 def command(benchmark: Benchmark, about: str | None) -> tuple[Callable[[DictConfig], str], Callable[[], None]]:
@@ -247,7 +246,7 @@ def chosen_of(items: Iterable[str], only: Iterable[str]) -> list[str]:
 
 def command_line(benchmark: Benchmark, arguments: Any, only: list[str]) -> str:
     """The command that measures the same again."""
-    words, default = [f"python -m {benchmark.program or f'scripts.evidence.{benchmark.name}'}"], benchmark.schema()
+    words, default = [f"python -m scripts.evidence.{benchmark.name}"], benchmark.schema()
     for argument, value in {**vars(arguments), "only": only, "measure": True, "minutes": None, "out": MISSING}.items():
         if value != getattr(default, argument):
             text = PLACES.get(argument) or json.dumps(value, separators=(",", ":"))

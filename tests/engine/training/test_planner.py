@@ -14,6 +14,7 @@ from engine.training import planner
 from keepless.recompute import costs
 from keepless.saved import size_text
 from scripts import plan_memory
+from scripts.evidence import memory_plan
 from tests import runs, trees
 from tests.datasets import classification_trees
 
@@ -183,7 +184,7 @@ def test_a_plan_leaves_out_norms_that_a_network_of_torchvision_cannot_have(capsy
 def test_a_reversible_body_takes_the_place_of_another_at_its_stride(monkeypatch):
     monkeypatch.setattr(planner, "step_memory", lambda *_: SimpleNamespace(parameters=2**40))
     config = runs.classification_config("run_dir=unused", "body=resnext101")
-    found = plan_memory.combinations(config)["in-place norms, body=revnet104, float32"].body
+    found = memory_plan.combinations(config)["in-place norms, body=revnet104, float32"].body
     assert (found.name, found.output_stride) == ("revnet", config.body.output_stride) == ("revnet", 32)
 
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from engine.schema.memory import Memory
 from models.pooling import MaxPool2d
-from scripts import plan_memory
-from scripts.evidence import counted, loss, reversible
+from scripts.evidence import counted, loss, memory_plan, reversible
 from scripts.evidence.counted import STRATEGIES
 from scripts.evidence.loss import BOOTSTRAPPED, COMPILED, CROSS_ENTROPY, PLAIN, TILES
 from scripts.reports import papers
@@ -59,7 +58,7 @@ def test_the_plan_is_what_a_new_trace_gives(names, tmp_path, monkeypatch):
     for name in names:
         if papers.configured_as(name).body.name == "timm" and find_spec("timm") is None:
             continue
-        assert {"part": "experiments", **plan_memory.planned(name)} == PLANNED[name]
+        assert {"part": "experiments", **memory_plan.planned(name)} == PLANNED[name]
 
 
 def test_the_planner_is_calibrated_on_table_3():
@@ -68,7 +67,7 @@ def test_the_planner_is_calibrated_on_table_3():
     rows = {(row["column"], row["fit"], row["norm"]): row for row in recorded("memory_plan", "fits")}
     assert len(rows) == 16
     for (column, fit, norm), row in rows.items():
-        assert PLANNED[plan_memory.experiment_of(column, fit, norm)]["peak"] <= available, (column, fit, norm)
+        assert PLANNED[memory_plan.experiment_of(column, fit, norm)]["peak"] <= available, (column, fit, norm)
         pixels = row["crops"] * row["crop_size"] ** 2
         standard = rows[column, fit, "std"]
         assert norm == "std" or pixels > 1.35 * standard["crops"] * standard["crop_size"] ** 2
@@ -78,7 +77,7 @@ def test_the_planner_is_calibrated_on_table_3():
 def test_a_table_is_planned_with_what_is_particular_to_it():
     parts = {}
     for table in ("cifar10", "table2", "revnet"):
-        parts[table] = {item.split("/")[0] for item in plan_memory.items(plan_memory.PlanArguments(table=table))}
+        parts[table] = {item.split("/")[0] for item in memory_plan.items(memory_plan.PlanArguments(table=table))}
     own = {"table2": "limits", "revnet": "claims"}
     assert parts == {"cifar10": {"experiments"}} | {table: {"experiments", part} for table, part in own.items()}
 
