@@ -257,7 +257,7 @@ class Following(Recording):
             last = self.entries[self.next - 1]
             policy.catch_up([one for one, _ in script.plan.calls[: last.calls + 1]], last.total)
         self._start_recorder(policy)
-        _tell(self.known, found, served, {one.number for entry in self.entries[: self.next] for one in _packs(entry)})
+        _tell(self.known, found, served, {one.number: one.how for e in self.entries[: self.next] for one in _packs(e)})
 
     def _start_recorder(self, policy: ByPlan | None) -> None:
         self.script, self.policy = None, policy
@@ -287,8 +287,8 @@ def _packs(entry: Entry) -> list[Take]:
     return [one for one in packs if one is not None and not one.is_elsewhere]
 
 
-def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: set[int]) -> None:
-    """Tell the recorder the values that a script knows. `saved`: numbers of values that autograd may hold.
+def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: dict[int, int]) -> None:
+    """Tell the recorder the values that a script knows. `saved`: how autograd holds values, by their numbers.
 
     `served`: see `Handles`.
     """
@@ -298,7 +298,7 @@ def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: set[int
         slot.memory = None if tensor is None or not is_ordinary(tensor) else known.memory_of(tensor)
     living: dict[int, Tensor] = {}  # by id of the handle
     kept: dict[int, Value] = {}
-    for reference, version, handle in found.values():
+    for number, (reference, version, handle) in found.items():
         tensor = reference()
         if tensor is None or not is_ordinary(tensor):
             continue
@@ -307,7 +307,7 @@ def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: set[int
             continue
         if type(handle) is Keep:
             kept[id(handle)] = known.find(tensor) or known.keep(tensor)
-        elif known.find(tensor) is None:
+        elif known.find(tensor) is None and saved.get(number) != How.SIGNS:  # signs are no values
             known.remember(tensor, Value(Recipe(Again(handle.look, ()), tensor)))
     for number, (_, _, handle) in found.items():
         if number in saved and type(handle) is Slot:

@@ -1,7 +1,10 @@
 """A script keeps, and computes again, exactly what the recorded pass does from which it was learned."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import resnet
 
@@ -35,3 +38,27 @@ def test_a_step_by_a_script_has_the_peak_of_a_recorded_one(budget, monkeypatch):
         recorded = peak_bytes(step, "cpu")
     step()  # learns the script
     assert peak_bytes(step, "cpu") <= recorded
+
+
+class Auxiliary(nn.Module):
+    """Another layer reads the activation in some steps. Without it, only signs of the activation are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.is_on = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first(x))
+        return y.mean() + (self.second(y).square().sum() if self.is_on else 0.0)
+
+
+def test_a_new_reader_of_an_activation_gets_its_values_where_the_script_has_kept_signs():
+    plain = Auxiliary()
+    prepared, x = recompute_activations(copy.deepcopy(plain)), torch.randn(2, 3, 5, 5)
+    for is_on in (False, False, True):
+        plain.is_on = prepared.is_on = is_on
+        prepared.zero_grad()
+        prepared(x).backward()
+    plain(x).backward()
+    for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
