@@ -64,7 +64,8 @@ def fit(
     larger than this machine's memory. Call it under autocast to count a step under autocast.
 
     Bytes are exact: weights, gradients, optimiser states, the example, and all tensors of the forward and backward
-    pass. Backward starts from the loss if the network returns one; otherwise the gradients of the outputs count.
+    pass; within a budget they are the plan's. Backward starts from the loss if the network returns one; otherwise the
+    gradients of the outputs count.
     Operators run as on the network's device (on the CPU for meta tensors). Their temporary memory is covered only by
     the allowance for convolutions. Times are estimated for this machine's CUDA device, or for recent GPUs.
 

@@ -1,4 +1,4 @@
-"""The search: how many simulations it takes, what it finds, and what is said. 250 calls may take 3 s of a core."""
+"""The search: how many simulations it takes, what it finds, and what is said."""
 
 import copy
 import random
