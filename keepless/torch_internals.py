@@ -74,6 +74,8 @@ try:
     at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
     # The number of the running backward pass; -1 outside of one.
     backward_number: Callable[[], int] = torch._C._current_graph_task_id
+    # What `torch.no_grad` and the like call with a truth value. Function modes see it.
+    set_gradients: Callable[[bool], None] = torch._C._set_grad_enabled
     _disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
     _hooks_of_torch = torch._C._autograd
     # Set and remove saved-tensor hooks: pack and unpack.

@@ -83,8 +83,13 @@ class Following(Recording):
 
     @property
     def has_followed(self) -> bool:
-        """Whether the pass has made all calls of the script, and no other one."""
-        return self.script is not None and all(one.asks or one is END for one in self.entries[self.next :])
+        """Whether the pass has made all calls of the script, and no other one, and as many nodes.
+
+        Calls in which nothing is dropped are not compared. They may need gradients now, or drop values: another kind.
+        """
+        if self.script is None or next_node_number() - self.start != self.script.nodes:
+            return False
+        return all(one.asks or one is END for one in self.entries[self.next :])
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -97,7 +102,11 @@ class Following(Recording):
             if known is function or known == function:  # getters such as that of `Tensor.shape` are made for each call
                 self.next += 1
                 act = entry[1]
-                if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs or {})):
+                if (
+                    act is None
+                    or (act is WRITES and self.handles.may_write(function, args, kwargs or {}))
+                    or (act.only is not None and act.only == args)
+                ):
                     return function(*args, **kwargs) if kwargs else function(*args)
                 return self._acted(act, function, types, args, kwargs or {})
             return self._other(function, types, args, kwargs or {})
@@ -142,7 +151,7 @@ class Following(Recording):
 
     def _acted(self, act: Act, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in which something is dropped."""
-        ours, is_free = self.handles, transform_level() is None and act is not WRITES
+        ours, is_free = self.handles, transform_level() is None and act is not WRITES and act.only is None
         if is_free and act.stream >= 0:
             is_free = self.stream == _stream(act.stream)
         handles: Any = self._handles(act, args, kwargs) if is_free and act.makes else _NONE

@@ -33,6 +33,7 @@ class Taught:
         self.function = function
         self.row: Row | None = None
         self.opened = self.asks = self.written = self.given = self.writes = False
+        self.only: tuple[Any, ...] | None = None
         self.calls, self.total = -1, 0
         # What autograd holds for each saved tensor; the storage's address; the argument that it is; whether it is the
         # result; the argument of which it is a copy.

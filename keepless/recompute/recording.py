@@ -60,6 +60,7 @@ from ..torch_internals import (
     Hooks,
     current_function_mode,
     current_hooks,
+    set_gradients,
     subclasses_are_asked,
     transform_level,
     unpack,
@@ -184,6 +185,7 @@ class Recording(TorchFunctionMode):
         lesson = self.lesson
         taught = lesson.begins(function)
         taught.asks = row.only_asks
+        taught.only = args if function is set_gradients else None
         taught.opened = row.is_opened
         taught.writes = (row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)
         if function == _SETS_DATA or not PLAIN.issuperset(types) or any(issubclass(kind, FakeTensor) for kind in types):

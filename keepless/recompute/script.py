@@ -276,6 +276,7 @@ class Act:
         self.is_saved = False  # autograd may hold the result's slot, or the slot of a view of it
         self.autocast: tuple[bool, torch.dtype | None] = (False, None)
         self.stream = -1  # index of the CUDA device; -1 for others
+        self.only: tuple[Any, ...] | None = None  # the call only runs, but it must have these arguments
 
     def has_own_arguments(self, make: Make) -> bool:
         """Whether a recipe has the arguments of the call itself, in the same places, but handles for its tensors."""
@@ -307,6 +308,7 @@ class Script(NamedTuple):
     functions: list[Any]  # of the entries without the last, `END`
     kept: Sequence[KeptTensor]
     plan: Plan | None  # that the learned pass has followed
+    nodes: int  # that autograd has made in the pass
 
 
 def same(learned: Any, given: Any) -> bool:

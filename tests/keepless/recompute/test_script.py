@@ -62,3 +62,49 @@ def test_a_new_reader_of_an_activation_gets_its_values_where_the_script_has_kept
     plain(x).backward()
     for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
+
+
+class Tuned(nn.Module):
+    """Its layers need gradients, and drop values, from some step on. Both change the arguments of calls alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = ((nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(), nn.Dropout(0.0)) for _ in range(3))
+        self.first, self.last = nn.Sequential(*(one for layer in layers for one in layer)), nn.Conv2d(4, 1, 1)
+        self.is_tuned = True
+        for parameter in self.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.is_tuned):
+            y = self.first(x)
+        return self.last(y).mean()
+
+    def drops(self, share: float) -> None:
+        for dropout in self.first[3::4]:
+            dropout.p = share
+
+
+def a_step(network: nn.Module, x: Tensor) -> None:
+    network.zero_grad(set_to_none=False)
+    network(x).backward()
+
+
+def test_a_pass_is_recorded_at_once_if_gradients_are_enabled_where_they_were_not():
+    network, x = recompute_activations(Tuned()), torch.randn(2, 4, 32, 32)
+    network.is_tuned = False
+    for _ in range(3):
+        a_step(network, x)
+    network.is_tuned = True
+    by_script = peak_bytes(lambda: a_step(network, x), "cpu")
+    assert by_script <= peak_bytes(lambda: a_step(recompute_activations(network), x), "cpu")
+
+
+def test_the_pass_after_one_with_more_nodes_is_recorded():
+    network, x = recompute_activations(Tuned()), torch.randn(2, 4, 32, 32)
+    for _ in range(3):
+        a_step(network, x)
+    network.drops(0.5)
+    a_step(network, x)
+    by_script = peak_bytes(lambda: a_step(network, x), "cpu")
+    assert by_script <= peak_bytes(lambda: a_step(recompute_activations(network), x), "cpu")
