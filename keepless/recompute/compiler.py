@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..saved import Kept, view
-from ..torch_internals import address, by_present_backends, next_node_number, saved_as
+from ..torch_internals import address, by_present_backends, saved_as
 from .functions import Row
 from .known_values import KnownValues, checkpointed_output
 from .lesson import Lesson, Source, Taught
@@ -38,14 +38,13 @@ def script_of(
 
     `known`, `kept`: of its recording. `plan`: that it has followed.
     """
-    nodes = next_node_number() - known.start
     outside = [one.value for one in (reference() for reference in known.saved_outside) if one is not None]
     if any(isinstance(value.source, (Recipe, Signs)) for value in outside):
         lesson.why_not = "a tensor saved outside calls"
     if lesson.why_not:
         return None
     try:
-        return _Compiler(lesson.taught).script(kept, plan, nodes)
+        return _Compiler(lesson.taught).script(kept, plan)
     except _Unlearnable as error:
         lesson.why_not = str(error)
         return None
@@ -62,7 +61,7 @@ class _Compiler:
         self.saved: set[int] = set()  # numbers of values that autograd may hold, or of their bases
         self.first = 0  # the first number that the present entry gives
 
-    def script(self, kept: Sequence[KeptTensor], plan: Plan | None, nodes: int) -> Script:
+    def script(self, kept: Sequence[KeptTensor], plan: Plan | None) -> Script:
         entries, fits = [], plan is not None and 0 < plan.plain <= plan.peak  # then PyTorch keeps everything itself
         for number, one in enumerate(self.taught):
             self.first = _MANY * number
@@ -77,7 +76,7 @@ class _Compiler:
         for entry in entries:
             if entry.act is not None:
                 entry.act.is_saved = entry.act.number in self.saved
-        return Script([*entries, END], [one.function or one.opened for one in entries], kept, plan, nodes)
+        return Script([*entries, END], [one.function or one.opened for one in entries], kept, plan)
 
     def _note_saved(self, value: Value | None) -> None:
         """Note that autograd may hold a value, and those in whose memory it may be."""

@@ -308,7 +308,6 @@ class Script(NamedTuple):
     functions: list[Any]  # of the entries without the last, `END`
     kept: Sequence[KeptTensor]
     plan: Plan | None  # that the learned pass has followed
-    nodes: int  # that autograd has made in the pass
 
 
 def same(learned: Any, given: Any) -> bool:

@@ -94,25 +94,3 @@ def test_a_pass_is_recorded_at_once_if_gradients_are_enabled_where_they_were_not
     network.is_tuned = True
     by_script = peak_bytes(lambda: a_step(network, x), "cpu")
     assert by_script <= peak_bytes(lambda: a_step(recompute_activations(network), x), "cpu")
-
-
-class Dropping(nn.Conv2d):
-    """Nothing is dropped while its share is 0."""
-
-    share = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            y = super().forward(x)
-            x = y.square() + F.silu(F.dropout(y, self.share))
-        return x.mean()
-
-
-def test_the_pass_after_one_with_more_nodes_is_recorded():
-    network, x = recompute_activations(Dropping(4, 4, 3, padding=1)), torch.randn(2, 4, 32, 32)
-    for _ in range(3):
-        a_step(network, x)
-    network.share = 0.5
-    a_step(network, x)
-    by_script = peak_bytes(lambda: a_step(network, x), "cpu")
-    assert by_script <= peak_bytes(lambda: a_step(recompute_activations(network), x), "cpu")
