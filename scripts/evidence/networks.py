@@ -190,7 +190,7 @@ def _of_plans(networks: Networks) -> Iterator[str]:
     plans = [row for rows in networks.values() for row in rows.values() if "planned_bytes" in row]
     if not plans:
         return
-    over = max(row["peak_bytes"] / max(row["budget"] or 0, row["planned_bytes"]) - 1 for row in plans)
+    over = max(0.0, *(row["peak_bytes"] / max(row["budget"] or 0, row["planned_bytes"]) - 1 for row in plans))
     most = max(row["deviation"] for row in plans)
     exact = f"measured peaks are at most {over:.1%} above budgets, the largest deviation of a gradient is {most:g}"
     yield f"- {len(plans)} plans: {exact}."
@@ -268,7 +268,7 @@ def picture(call: dict) -> Figure | None:
     title = f"A training step of {DRAWN} on {images} images of {side} x {side}, on {frame.DEVICES[device]}"
     axes.set(title=title, xlabel="peak memory, relative to plain PyTorch", ylabel="time, relative to plain PyTorch")
     axes.axhline(1, color=charts.GREY, linewidth=0.8)
-    axes.set(xlim=(0.2, 1.25), ylim=(0.85, 1.4))
+    axes.set(xlim=(0.2, 1.25), ylim=(0.85, max(1.4, 0.05 + max(_time(rows, method) for method in rows))))
     axes.locator_params(axis="x", nbins=6)
     charts.legend(figure, columns=3)
     return figure
