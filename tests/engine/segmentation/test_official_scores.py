@@ -175,7 +175,7 @@ def test_counts_of_several_processes_add_up(streets):
     "pixels, message",
     [
         (np.zeros((24, 41), np.uint16), "41x24.*40x24"),
-        (np.zeros((24, 40), np.uint8), "1 channel.s. of uint8; expected instances with one 16-bit value"),
+        (np.zeros((24, 40), np.uint8), "PNG of 8 bits .*; expected instances, one 16-bit value"),
         (np.full((24, 40), 34_000, np.uint16), "contains the value 34000; expected 1000 . id . number"),
     ],
 )
