@@ -94,14 +94,10 @@ class Following(Recording):
         if self.script is not None:
             entry = self.entries[self.next]
             known = entry[0]
-            if known is function or known == function:  # getters such as that of `Tensor.shape` are made for each call
+            if known is function or known == function:  # Python makes `Tensor.shape`'s getter anew for each call
                 self.next += 1
                 act = entry[1]
-                if (
-                    act is None
-                    or (act is WRITES and self.handles.may_write(function, args, kwargs or {}))
-                    or (act.only is not None and act.only == args)
-                ):
+                if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs or {})):
                     return function(*args, **kwargs) if kwargs else function(*args)
                 return self._acted(act, function, types, args, kwargs or {})
             return self._other(function, types, args, kwargs or {})
@@ -146,9 +142,10 @@ class Following(Recording):
 
     def _acted(self, act: Act, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in which something is dropped."""
+        if act.only is not None and act.only == args:
+            return function(*args, **kwargs)
         ours, is_free = self.handles, transform_level() is None and act is not WRITES and act.only is None
-        if is_free and act.stream >= 0:
-            is_free = self.stream == _stream(act.stream)
+        is_free = is_free and (act.stream < 0 or self.stream == _stream(act.stream))
         handles: Any = self._handles(act, args, kwargs) if is_free and act.makes else _NONE
         if handles is None or (act.packs is not None and current_hooks() is not None):
             is_free = False

@@ -240,7 +240,7 @@ class Make(NamedTuple):
     given: Sequence[tuple[int, Path]]  # positions of constants that are this call's own
     saved: Sequence[tuple[int, Callable[[Any], Any]]]  # positions of tensors that the result's node tells
     packed: Sequence[tuple[int, int]]  # positions of tensors that the call has saved, and their numbers
-    outputs: Sequence[int]  # numbers of the values; the result's alone, or those of a group
+    outputs: Sequence[int]  # numbers of the values that it computes: one, or several if it is a group
     is_group: bool
     draws: bool = False
     refreshed: Callable[[], Callable[..., Any]] | None = None  # makes the function anew for each call

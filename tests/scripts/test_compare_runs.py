@@ -82,7 +82,7 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
 
 
 def test_seeds_share_a_column_named_by_their_folders(tmp_path):
-    """As a sweep names them, or with dates. What has not ended is listed; numbers are in their order."""
+    """Folders are named by a sweep, or by dates. Runs that have not ended are listed; columns are sorted by number."""
     folder, scores = tmp_path / "runs", {}
     for number, (lr, seed) in enumerate(((0.25, 0), (0.25, 1), (0.5, 1), (0.5, 0), (0.5, 2))):
         scores[lr, seed] = score = 0.8 + number**2 / 100

@@ -48,7 +48,7 @@ def test_accumulation_gives_the_step_of_the_whole_minibatch():
 
 
 def test_logits_are_freed_before_the_backward_pass_reaches_the_network():
-    """With the paper's classes and crops the logits take hundreds of MB; this loss does not keep them."""
+    """They take hundreds of MB with the paper's classes and crops. The mean, as a loss, does not need them."""
     freed = []
 
     def loss(logits, labels):

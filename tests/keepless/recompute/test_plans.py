@@ -135,7 +135,7 @@ def over_views() -> nn.Module:
 
 
 def over_views_in_float64() -> nn.Module:
-    """In float64 the convolution takes several times its result while it runs again."""
+    """While a float64 convolution runs, it needs temporary memory of several times its result."""
     return nn.Sequential(over_views().double(), nn.Flatten())
 
 

@@ -163,7 +163,7 @@ class Shortcut(nn.Module):
 
 @torch.no_grad()
 def test_sizes_that_a_network_itself_cannot_take_are_padded():
-    """In timm's dla34, a block's shortcut rounds down and its convolution up."""
+    """As in timm's dla34: for odd sizes the shortcut rounds down, the convolution rounds up, and their sum fails."""
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "block": Shortcut()}
     body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
     assert body(torch.zeros(1, 3, 65, 62)).shape[2:] == (17, 16)
