@@ -72,6 +72,12 @@ def test_float32_is_no_farther_from_float64_than_the_plain_way(fraction, scale):
     assert ours <= theirs
 
 
+def test_the_number_of_hardest_pixels_is_not_that_of_rounding():
+    """0.07 * 100 is a little above 7."""
+    value, shares = losses.mean_of_largest(torch.arange(100.0)[None], 0.07)
+    assert value == 96 and shares[0].nonzero().flatten().tolist() == [*range(93, 100)]
+
+
 def test_tied_pixels_get_the_gradient_in_their_order_whatever_the_tiles_are(monkeypatch):
     """Equal logits everywhere: all pixels tie."""
     logits, labels = torch.zeros(2, 3, 4, 4), torch.zeros(2, 32, 32, dtype=torch.uint8)
