@@ -36,13 +36,3 @@ def test_instances_are_numbered_by_train_id_and_groups_are_none(cityscapes_root)
     ]
     assert instances.dtype == np.int32 and instances.flatten().tolist() == expected
     assert np.array_equal(sample.label, dataset[0].label) and sample.name == dataset[0].name
-
-
-def test_reads_the_official_layout(cityscapes_root):
-    train = cityscapes(cityscapes_root, "train")
-    names = [f"{city}_{index:06d}_000019" for city in ("aachen", "bochum") for index in (0, 1)]
-    assert [sample.name for sample in train] == names
-    raw = cv2.imread(str(train.files[0].label), cv2.IMREAD_UNCHANGED)
-    expected = np.vectorize(lambda value: official_labels_by_id[value].trainId)(raw)
-    assert np.array_equal(train[0].label, expected) and train[0].label.dtype == np.uint8
-    assert len(cityscapes(cityscapes_root, "val")) == 2

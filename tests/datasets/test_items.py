@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, cityscapes, imagenet
+from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, imagenet
 from datasets.classification import mean_image
 from datasets.image_transforms import PaddedCrop, fixed_crops, random_crops
 from datasets.items import (
@@ -17,7 +16,6 @@ from datasets.items import (
     EvaluatedImages,
     ImagesInMemory,
     TrainingCrops,
-    WholeImages,
     collated,
 )
 from datasets.samplers import ShuffledMinibatches
@@ -116,16 +114,6 @@ def test_a_crop_decodes_what_it_needs_of_the_image_and_gives_what_the_whole_give
             assert (label == class_id).any()
             assert np.array_equal(crop["image"].permute(1, 2, 0).numpy(), image)
             assert np.array_equal(crop["label"].numpy(), label)
-
-
-def test_whole_images_are_the_samples(camvid_folders, cityscapes_root):
-    dataset = camvid(camvid_folders, "val")
-    item = WholeImages(dataset)[1]
-    assert np.array_equal(item["image"].permute(1, 2, 0).numpy(), dataset[1].image)
-    assert np.array_equal(item["label"].numpy(), dataset[1].label)
-    assert item["name"] == "0001TP_000001" and "instances" not in item
-    unlabelled = list(DataLoader(WholeImages(cityscapes(cityscapes_root, "test")), batch_size=1))
-    assert len(unlabelled) == 2 and all("label" not in item for item in unlabelled)
 
 
 @pytest.mark.parametrize("dataset", ["files", "memory"], indirect=True)
