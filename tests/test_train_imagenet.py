@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import nn
 from torchvision.transforms import CenterCrop, Resize, TenCrop
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -123,7 +122,8 @@ REVERSIBLE = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[8,8
 def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
     """Four steps of revnet/cifar10_resnet32, over both steps of the rate, beside a loop of its own from the paper.
 
-    The rate is lower, so that other processors' rounding does not grow, and the decay so high that it shows.
+    The network is ours, which tests/models/bodies/test_revnet.py compares with the paper's. The rate is lower, so that
+    other processors' rounding does not grow, and the decay so high that it shows.
     """
     root = classification_trees.cifar_zip(tmp_path / "cifar.zip")
     options = ("experiment=revnet/cifar10_resnet32", f"data.root={root}", "data.crops_per_minibatch=10")
@@ -135,11 +135,10 @@ def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
     options += (f"init.weights={tmp_path / 'initial.pt'}", "init.format=standard_bn", f"run_dir={tmp_path / 'run'}")
     train(composed("train_imagenet", *options))
 
-    plain = PlainResNet32().to(memory_format=torch.channels_last)  # in float32, which rounds gradients by 0.1 %
-    initial = [value.clone() for value in network.state_dict().values()]
-    plain.load_state_dict(dict(zip(plain.state_dict(), initial, strict=True)))
+    network.train().to(memory_format=torch.channels_last)  # in float32, which rounds gradients by 0.1 %
+    initial = {name: value.clone() for name, value in network.state_dict().items()}
     groups = [
-        {"params": [p for p in plain.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.2 * decays}
+        {"params": [p for p in network.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.2 * decays}
         for decays in (True, False)
     ]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
@@ -151,42 +150,13 @@ def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
             group["lr"] = rate
         optimizer.zero_grad()
         shown = minibatch["image"].contiguous(memory_format=torch.channels_last)
-        F.cross_entropy(plain(shown), minibatch["label"]).backward()
+        F.cross_entropy(network(shown), minibatch["label"]).backward()
         optimizer.step()
     trained = checkpoint.load(last_of(tmp_path / "run"))
     torch.testing.assert_close(trained["mean_image"], mean)
-    states = zip(initial, trained["network"].values(), plain.state_dict().values(), strict=True)
-    for name, (before, ours, theirs) in zip(trained["network"], states, strict=True):
-        change = (theirs - before).double()
-        assert (ours - theirs).double().norm() <= 0.01 * change.norm(), name  # where written: equal to the bit
-
-
-class PlainUnit(nn.Module):
-    """RevNet's residual unit of two convolutions; the network's first begins without norm and ReLU."""
-
-    def __init__(self, before: int, channels: int, stride: int, first: bool):
-        super().__init__()
-        self.norm1 = nn.Identity() if first else nn.Sequential(nn.BatchNorm2d(before, 1e-3, 0.01), nn.ReLU())
-        self.conv1 = nn.Conv2d(before, channels, 3, stride, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels, 1e-3, 0.01)
-        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
-        self.stride, self.zeros = stride, (channels - before) // 2
-
-    def forward(self, x):
-        kept = F.pad(F.avg_pool2d(x, self.stride), (0, 0, 0, 0, self.zeros, self.zeros))
-        return kept + self.conv2(self.norm2(self.conv1(self.norm1(x))).relu())
-
-
-class PlainResNet32(nn.Sequential):
-    def __init__(self):
-        units, before = [], 16
-        for channels in (16, 32, 64):
-            for number in range(5):
-                units.append(PlainUnit(before, channels, 1 + (number == 0 and channels > 16), not units))
-                before = channels
-        stem = (nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16, 1e-3, 0.01), nn.ReLU())
-        head = (nn.BatchNorm2d(64, 1e-3, 0.01), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-        super().__init__(*stem, *units, *head)
+    for name, theirs in network.state_dict().items():
+        change = (theirs - initial[name]).double()
+        assert (trained["network"][name] - theirs).double().norm() <= 0.01 * change.norm(), name  # here: to the bit
 
 
 def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(tmp_path):

@@ -87,8 +87,6 @@ def test_everything_that_is_promised_can_be_watched(watched):
     run_dir, results, output = watched
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     names = events.Tags()["scalars"]
-    for name in ("loss", "lr", "gradient_norm", "images_per_second", "peak_memory_mib"):
-        assert [event.step for event in events.Scalars(f"train/{name}")] == [2, 4]
     assert {name.partition("/")[0] for name in names} == {"train", "val", "val_iou", "val_layers"}
     assert events.Scalars("val/miou")[-1].value == pytest.approx(100 * results["miou"])
 
@@ -101,13 +99,7 @@ def test_everything_that_is_promised_can_be_watched(watched):
     assert len(pictures) == 2 and all(steps == [2, 4] for steps in pictures.values())
     assert min({*names, *pictures}).startswith("train/")  # TensorBoard sorts by name
 
-    assert "training  4 steps in " in output
-    for line in (
-        f"python eval.py checkpoint={run_dir}/checkpoints/last.pt",
-        f"tensorboard --logdir {run_dir}/tensorboard",
-        f"last.pt, step 4, mIoU {100 * results['miou']:.2f} %",
-    ):
-        assert line in output
+    assert "training  4 steps in " in output and f"last.pt, step 4, mIoU {100 * results['miou']:.2f} %" in output
 
 
 def interrupted(run_dir, step: int, *options: str) -> None:
@@ -123,8 +115,8 @@ def interrupted(run_dir, step: int, *options: str) -> None:
 
 
 def test_resuming_gives_the_same_weights_to_the_bit(streets, tmp_path):
-    """In mid-epoch, with dropout and class-uniform sampling, if blocks and an index elsewhere are recomputed, and if
-    fewer images are evaluated."""
+    """The run is interrupted in mid-epoch, with dropout and class-uniform sampling. It resumes with another
+    recomputation, makes the class index again elsewhere, and evaluates fewer images."""
     options = (*streets[1], *NARROW_A2, "norm=std", "sampler=class_uniform", "sampler.fraction=0.5")
     options += ("trainer.steps=4", "trainer.checkpoint_every_steps=2")
     train_short(tmp_path / "whole", *options)
@@ -158,7 +150,7 @@ def test_a_frozen_body_stays_to_the_bit_also_in_averages(streets, watched, tmp_p
 
 
 def test_bad_files_stop_a_run(streets, tmp_path):
-    """Before its first step, or where the class index reads them. Splits without labels stop it too."""
+    """They stop it before its first step, or where the class index reads them. So do splits without labels."""
     root, data = streets
     bad = cityscapes(root, "train").files[-1].label
     bad.write_bytes(bad.read_bytes()[:100])
