@@ -2,15 +2,12 @@
 
 import os
 import signal
-import time
-from functools import partial
 
 import pytest
 
-from datasets import WholeImages
 from engine.process.stopping import EXIT_CODE
 from tests.faults import runs
-from tests.faults.runs import Run, before_call, killed_after, says, steps_of, survived, waiting_after
+from tests.faults.runs import Run, killed_after, survived, waiting_after
 from tests.runs import NARROW_A2
 
 # A loss scale, dropout and two data workers.
@@ -47,21 +44,6 @@ def test_asked_to_stop(tmp_path, whole_of, entry, number, workers):
     assert run.ends() == EXIT_CODE, run.output
     runs.stopped(run.run_dir, run.output)
     survived(run.run_dir, whole_of(entry), entry=entry)
-
-
-def takes_a_second(*_) -> None:
-    time.sleep(1)
-
-
-@pytest.mark.slow
-def test_asked_to_stop_in_an_evaluation(tmp_path, whole):
-    slow_evaluation = partial(before_call, WholeImages, "__getitem__", None, takes_a_second)
-    run = Run(tmp_path / "run", inject=slow_evaluation).until_step(8)
-    run.send(signal.SIGTERM)
-    assert run.ends() == EXIT_CODE, run.output
-    assert says(run.output, "stopped during an evaluation, which will be repeated")
-    assert steps_of(tmp_path / "run") == list(range(1, 9))
-    survived(tmp_path / "run", whole)
 
 
 def a_reader_that_is_gone() -> None:

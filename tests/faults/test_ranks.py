@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from datasets import synthetic
 from tests.faults import runs
-from tests.faults.runs import STEPS, ends, says, steps_of, stopped, survived, torchrun
+from tests.faults.runs import ends, says, stopped, survived, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -47,18 +46,6 @@ def test_torchrun_restarts_a_classification_that_resumes(tmp_path, whole_of):
     survived(tmp_path / "run", whole_of(entry, processes=2), entry=entry, processes=2)
 
 
-def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path, whole_of_two):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "checkpoints").write_text("a file, where a folder is to be")
-    launched = torchrun(run_dir)
-    root_cause = ends(launched).partition("Root Cause")[2]
-    assert launched.returncode != 0
-    assert "rank      : 0 " in root_cause and f"checkpoint {runs.last_of(run_dir)} of step 1" in root_cause
-    (run_dir / "checkpoints").unlink()
-    survived(run_dir, whole_of_two, processes=2)
-
-
 def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # torchrun's grace period for the stopped rank
     launched, ranks = launched_until(3, tmp_path / "run", "trainer.timeout_seconds=5")
@@ -70,19 +57,6 @@ def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
-def test_all_end_where_the_first_finds_bad_data(tmp_path, whole_of_two):
-    root = tmp_path / "streets"
-    synthetic(root, "val")
-    label = synthetic(root, "train").files[3].label
-    content = label.read_bytes()
-    label.write_bytes(content[:100])
-    launched = torchrun(tmp_path / "run", f"data.root={root}")
-    output = ends(launched)  # a rank that hangs would be killed by torchrun after 30 seconds, and say nothing
-    assert launched.returncode != 0 and label.name in output and "process 1 of the run lost another process" in output
-    label.write_bytes(content)
-    survived(tmp_path / "run", whole_of_two, f"data.root={root}", processes=2)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
     """Each rank has two data workers. tests/faults/test_slurm.py sends SIGUSR1."""
@@ -92,14 +66,3 @@ def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
     assert launched.returncode == 1  # torchrun does not pass on its processes' exit status 75
     stopped(tmp_path / "run", output)
     survived(tmp_path / "run", whole_of_two, processes=2)
-
-
-def test_one_process_continues_a_killed_run_of_two_with_a_notice(tmp_path):
-    run_dir = tmp_path / "run"
-    launched, ranks = launched_until(3, run_dir)
-    for rank in ranks:
-        os.kill(rank, signal.SIGKILL)
-    ends(launched)
-    output = runs.finished(run_dir)
-    assert says(output, "the run was on 2 x cpu and continues on 1 x cpu: at the same step with the same")
-    assert steps_of(run_dir) == list(range(1, STEPS + 1))

@@ -11,8 +11,9 @@ import torch
 from datasets.class_table import UnknownIds
 from engine.checkpoint import files as checkpoint
 from engine.process import stopping
+from engine.process.distributed import World
 from engine.process.output_files import write_file
-from engine.process.stopping import Preempted, StopRequest, errors_for_users
+from engine.process.stopping import Preempted, StopRequest, UntilStopped, errors_for_users
 from models.checkpoints import torch_files
 from tests.engine.checkpoint.test_files import files_of_at_most
 
@@ -56,6 +57,14 @@ def test_before_the_first_step_a_request_is_answered_at_once():
         os.kill(os.getpid(), signal.SIGTERM)
         reached.append("the next line")
     assert stop.requested and not reached
+
+
+def test_an_evaluation_stops_after_the_image_of_the_request():
+    images = UntilStopped(["a", "b", "c"], stop := StopRequest(), World())
+    assert next(seen := iter(images)) == "a"
+    stop.requested = True
+    with pytest.raises(Preempted, match="^stopped during an evaluation, which will be repeated$"):
+        next(seen)
 
 
 def test_a_request_while_a_checkpoint_is_read_says_nothing_of_damage(tmp_path, monkeypatch):
