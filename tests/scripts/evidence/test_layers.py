@@ -3,35 +3,7 @@
 import pytest
 
 from scripts.evidence import layers
-from scripts.evidence.layers import BLOCKS, BUDGET, COMPILED, HOST, INPLACE_2, OURS, STANDARD
-from scripts.reports.markdown import grouped
-from tests.scripts.evidence.records import measured
-
-TINY = ("batch=2", "channels=8", "pixels=[4]", "rounds=2", "sample_ms=0.1", "threads=1")
-
-
-@pytest.mark.slow
-def test_every_strategy_has_a_row_with_its_bytes_and_host_time_has_none(in_process, tmp_path):
-    """A whole run, with a compiler that takes no time."""
-    groups = f"groups=[{','.join((*BLOCKS, *HOST))}]"
-    call, text = measured("layers", tmp_path, groups, "compiler=aot_eager", "backend=eager", *TINY)
-    cells = grouped(layers.frame.rows_of(call), ("group", "layout"), "strategy")
-    assert len(cells) == 6
-    for layout in layers.LAYOUTS:
-        rows = cells[f"bn_act_conv, {layout}"]
-        assert {STANDARD, *OURS.values(), COMPILED, BUDGET} <= rows.keys()
-        kept = {name: round(row["saved_bytes"] / row["input_bytes"]) for name, row in rows.items()}
-        assert kept == dict.fromkeys(kept, 1) | {STANDARD: 2, COMPILED: 3}  # this compiler keeps y as well
-        assert all(row["peak_bytes"] > row["input_bytes"] == 2 * 8 * 4 * 4 * 4 for row in rows.values())
-    rows = cells["bn_act, contiguous"]
-    assert {STANDARD, *OURS.values(), COMPILED} <= rows.keys() and BUDGET not in rows
-    assert rows[INPLACE_2]["backend"] == rows[STANDARD]["backend"] == "eager"
-    assert rows[COMPILED]["backend"] == "aot_eager"
-    for group in HOST:
-        rows = cells[f"{group}, contiguous"]
-        assert rows.keys() == {STANDARD, *OURS.values()}
-        assert all(row["input_bytes"] == 8192 and row["saved_bytes"] is None for row in rows.values())
-    assert text.count(f"| {INPLACE_2} |") == 6 and "record.png" in text
+from scripts.evidence.layers import COMPILED, INPLACE_2, OURS, STANDARD
 
 
 def test_the_page_has_the_overhead_of_the_papers_strategies():
