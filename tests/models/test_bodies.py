@@ -9,7 +9,6 @@ from itertools import cycle
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keepless import ABN, recompute_activations
 from models import bodies
@@ -247,18 +246,6 @@ def test_channels_last_flows_through_every_layer(name):
     if not name.startswith("revnet"):
         stages = [stage for stage, _ in network.named_children() if stage.startswith(("mod", "pool", "tra"))]
         assert sorted(layer for layer, _ in layouts if layer in stages) == sorted(stages)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("-" in name)) for name in SMALL_BODIES if name != "resnext"]
-)
-def test_a_step_under_fake_tensors_and_bfloat16_autocast(name):
-    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
-        network = SMALL_BODIES[name](classes=5)
-        logits = network(torch.randn(2, 3, 64, 64))
-        logits.sum().backward()
-    assert logits.shape == (2, 5) and logits.dtype == torch.bfloat16
-    assert all(p.grad.shape == p.shape for p in network.parameters())
 
 
 def test_a_seed_fixes_the_weights_and_their_scale_is_xavier():

@@ -10,17 +10,9 @@ import pytest
 import torch
 
 from engine.prediction import open_network
-from engine.process.allocations import forget_peak, is_out_of_memory, memory_errors
+from engine.process.allocations import is_out_of_memory, memory_errors
 from tests.checkpoints import saved
 from tests.runs import REPOSITORY, run_config
-
-
-def test_a_peak_is_forgotten_on_cuda_alone(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
-    for device in map(torch.device, ("cpu", "cuda:1")):
-        forget_peak(device)
-    assert asked == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize(

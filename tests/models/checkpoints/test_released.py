@@ -178,14 +178,6 @@ def test_other_files_need_a_scale_or_the_report_says_which_was_taken(tmp_path, f
     load_released(network, counted, "raw")
 
 
-def test_the_table_of_released_files():
-    table = released_files.RELEASED_FILES
-    assert len({entry.md5 for entry in table}) == len(table) == 10
-    assert all(len(entry.md5) == 32 and set(entry.md5) <= set("0123456789abcdef") for entry in table)
-    assert [entry.network for entry in table if entry.scale == "raw"] == ["ResNeXt-101"]
-    assert table[-1].network == "WideResNet-38 (A2) + DeepLabV3"
-
-
 MISFITS = [
     (partial(small_resnext, stem="7x7"), "The file holds resnext(structure=[1, 2, 2, 1], stem_channels="),
     (partial(small_resnext, structure=(1, 2, 3, 1), groups=1), "stem=3x3, groups=2)"),
