@@ -26,19 +26,10 @@ COMMANDS = {
     "plan_memory": SegmentationRun,
 }
 VALUES = (
-    *("anything", "true", "false", "0", "4", "0.9", "16", "bf16", "32", "gpu", "imagenet", "a.pt", "a/b.pt", "x.yaml"),
-    *(
-        "configs/experiment/x.yaml",
-        "a.jpg",
-        "RUN",
-        "RUN/checkpoints/last.pt",
-        "[512,1024]",
-        "512x1024",
-        "checkpointing",
-    ),
-    *("adam", "momentum", "MultiStepLR", "PolyLR", "CosineAnnealingLR", "LinearLR", "VOC2012", "BN", "SyncBN", "iABN"),
-    *("LeakyReLU", "none", "CrossEntropyLoss", "OHEM", "timm/resnet50", "torchvision.resnet50", "8"),
-)
+    "anything true false 0 4 0.9 16 bf16 32 gpu imagenet a.pt a/b.pt x.yaml configs/experiment/x.yaml a.jpg RUN "
+    "RUN/checkpoints/last.pt [512,1024] 512x1024 checkpointing adam momentum MultiStepLR PolyLR CosineAnnealingLR "
+    "LinearLR VOC2012 BN SyncBN iABN LeakyReLU none CrossEntropyLoss OHEM timm/resnet50 torchvision.resnet50 8"
+).split()
 
 
 @pytest.fixture(scope="module")

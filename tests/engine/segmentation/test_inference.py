@@ -21,12 +21,11 @@ from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from engine.segmentation.inference import Views, predict, windows_along
 from keepless import ABN
-from models.bodies import ResNeXt
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
 from tests.engine.learners import forward_of
 
-STRIDE, REACH = 4, 7  # of `SmallBody`: a cell sees pixels that are at most so far away
+STRIDE = 4  # of `SmallBody`
 
 
 class SmallBody(nn.Module):
@@ -80,16 +79,6 @@ def predicted(network, images, base_size: int | None = None, precision: str = "f
     )
 
 
-def far_from_windows(size: int, stride: int, window: int, overlap: float, reach: int) -> torch.Tensor:
-    """bool (size,): pixels of an axis to which no border of a window is nearer than `reach`; the image's own may be."""
-    far = torch.ones(size, dtype=torch.bool)
-    for start, weights in windows_along(math.ceil(size / stride), window // stride, overlap):
-        for border in (start * stride, (start + len(weights)) * stride):
-            if 0 < border < size:
-                far[max(0, border - reach) : border + reach] = False
-    return far
-
-
 class Brightest(nn.Module):
     def forward(self, x):
         self.seen = x
@@ -125,36 +114,6 @@ def test_whole_images_are_seen_at_the_base_size_and_predicted_at_their_own():
     assert torch.equal(predictions, network.seen.argmax(dim=1).repeat_interleave(3, 1).repeat_interleave(3, 2).byte())
     own = predict(forward, images)
     assert torch.equal(own, images.float().argmax(dim=1).to(torch.uint8))
-
-
-def dilated_network() -> SegmentationNetwork:
-    torch.manual_seed(0)
-    return without_head(ResNeXt(ABN, output_stride=8, structure=(1, 1, 1, 1), groups=1, base_channels=(4, 4, 8)))
-
-
-@pytest.mark.parametrize(
-    "make, stride, reach, size, base_size, window, overlap",
-    [
-        (small_network, STRIDE, REACH, (128, 160), None, 64, 0.0),
-        (small_network, STRIDE, REACH, (131, 157), None, 64, 0.25),
-        (small_network, STRIDE, REACH, (150, 60), None, 64, 0.5),
-        (small_network, STRIDE, REACH, (64, 99), 160, 64, 0.5),
-        (dilated_network, 8, 67, (401, 387), None, 256, 0.4),
-    ],
-)
-def test_windows_equal_the_whole_image_away_from_their_borders(make, stride, reach, size, base_size, window, overlap):
-    """Whatever the size: windows start at whole cells of the network, and are interpolated together."""
-    network, images = make(), pictures(*size, count=2)
-    whole = predicted(network, images, base_size)
-    windows = predicted(network, images, base_size, window=window, overlap=overlap)
-    assert windows.shape == whole.shape and windows.dtype == whole.dtype == torch.uint8
-    seen = scaled(size, 1 if base_size is None else base_size / max(size))
-    rows, columns = (far_from_windows(side, stride, window, overlap, reach + stride) for side in seen)
-    far = rows[:, None] & columns
-    far = F.interpolate(far[None, None].float(), size, mode="nearest-exact")[0, 0] > 0
-    assert torch.equal(windows[:, far], whole[:, far])
-    assert far.float().mean() > 0.02 and len(whole[:, far].unique()) > 2
-    assert (windows != whole).any()  # the borders do show
 
 
 @pytest.mark.parametrize("base_size, window", [(None, None), (64, 64), (None, 96)])

@@ -208,34 +208,6 @@ def copies_share_the_group(rank: int) -> bool:
     return {copy.deepcopy(layer).group, AveragedModel(nn.Sequential(layer)).module[0].group} == {layer.group}
 
 
-def small_network(strategy: str, **options) -> nn.Module:
-    torch.manual_seed(0)
-    convolutions = nn.Conv2d(3, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, 4, 3)
-    network = nn.Sequential(convolutions[0], layer_of(strategy, **options), convolutions[1])
-    return recompute_activations(network).double()
-
-
-def step(network: nn.Module, rank: int | None = None) -> list[torch.Tensor]:
-    """Gradients of a minibatch, or of one rank's share of it."""
-    images = torch.randn(2 * WORLD_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    network(images if rank is None else images.chunk(WORLD_SIZE)[rank]).square().mean().backward()
-    return [p.grad for p in network.parameters()]
-
-
-def parallel_steps(rank: int, strategy: str) -> list:
-    """Return the gradients of a network with synchronised layers, and of one that is converted."""
-    networks = small_network(strategy, sync=True), InPlaceABNSync.convert(small_network(strategy))
-    return [[gradient.numpy() for gradient in step(DistributedDataParallel(n), rank)] for n in networks]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_distributed_data_parallel_equals_one_process(ranks, strategy):
-    expected = step(small_network(strategy))
-    for made, converted in ranks.run(parallel_steps, strategy):
-        assert_close([torch.from_numpy(gradient) for gradient in made], expected)
-        assert all((a == b).all() for a, b in zip(made, converted, strict=True))
-
-
 def outside_its_group(rank: int) -> None:
     group = dist.new_group([0])
     layer_of("inplace", sync=True, group=group)(minibatch(2)[0])
