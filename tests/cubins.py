@@ -83,7 +83,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, folder) -> Compiler:
 
 
 class Recorded:
-    """In place of a kernel: notes its launches, for any grid."""
+    """Replaces a kernel, and notes its launches, for any grid."""
 
     def __init__(self, kernel, launches: list):
         self.kernel, self.launches = kernel, launches

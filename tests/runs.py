@@ -71,7 +71,7 @@ def _pickled(name: str, groups: list[str]) -> bytes:
 
 
 def compose(name: str, overrides: Sequence[str] = (), **options: bool) -> DictConfig:
-    """In place of Hydra's, which takes a tenth of a second: each choice of groups is composed once."""
+    """Replaces Hydra's, which takes a tenth of a second: each choice of groups is composed once."""
     if options:
         return _compose(name, list(overrides), **options)
     found = {o: re.match(r"(?!hydra\b)(\w+(?:\.\w+)*)=", o) for o in overrides}
@@ -163,5 +163,5 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def without_counts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without `num_batches_tracked`, which released files lack."""
+    """The tensors without `num_batches_tracked`, which released files lack."""
     return {name: tensor for name, tensor in state.items() if "num_batches" not in name}

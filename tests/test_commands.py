@@ -78,7 +78,7 @@ def checked(words: list[str]) -> object:
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch, tmp_path):
-    """On a machine that has all that commands ask for."""
+    """A folder with the file that commands name, on a machine that has every device."""
     monkeypatch.chdir(tmp_path)
     Path("FILE").touch()
     monkeypatch.setattr(frame, "device_of", lambda name: None)
@@ -104,7 +104,6 @@ def test_every_command_of_the_documents_composes(page):
 
 @pytest.mark.slow
 def test_every_command_of_the_experiments_composes():
-    """With its [optional] keys."""
     for name in papers.all_experiments():
         lines = [line.strip("# ") for line in papers.header(name).splitlines() if COMMAND.match(line.strip("# "))]
         assert lines and list(wrong(lines)) == [], name
@@ -112,7 +111,7 @@ def test_every_command_of_the_experiments_composes():
 
 @pytest.mark.slow
 def test_a_dry_run_lists_every_row_of_a_table(capsys):
-    """Except for rows that another row trains."""
+    """Rows that another row trains are left out."""
     assert run_table.run(composed("run_table", "table=table3", "dry_run=true")) == 0
     listed = re.findall(r"experiment=(\S+)", capsys.readouterr().out)
     assert listed == [name for name in papers.experiments_of("table3") if papers.first_of(name) == name]

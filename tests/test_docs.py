@@ -170,6 +170,6 @@ def headings(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page, most", [("README.md", 100), ("docs/memory.md", 225), ("docs/training.md", 200)])
 def test_long_pages_stay_short(page, most):
-    """Without the marks of their blocks, which readers do not see."""
+    """The marks of blocks do not count: readers do not see them."""
     lines = (REPOSITORY / page).read_text().splitlines()
     assert len([line for line in lines if not line.startswith("<!-- ")]) <= most

@@ -78,7 +78,7 @@ def walk(folder: Path) -> list[tuple[str, list[str], bool]]:
 
 @pytest.mark.slow
 def test_every_command_of_the_tour(tmp_path, capsys):
-    """On CamVid's files under other names: trained and evaluated equal to data=camvid to the digit."""
+    """CamVid's files under other names train and evaluate as data=camvid does, to the digit."""
     camvid, own = trees.camvid_folders(tmp_path / "camvid"), tmp_path / "DIR"
     under_other_names(camvid, own)
     shutil.copytree(own / "test" / "images", tmp_path / "IMAGES")

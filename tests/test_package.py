@@ -174,7 +174,7 @@ print(sum(value.double().sum().item() for value in values).hex(), kept_bytes(net
 
 @pytest.mark.parametrize("package", [pytest.param(name, marks=pytest.mark.slow) for name in AROUND])
 def test_the_recipes_of_its_page_train_the_same_in_less_memory(installed, tmp_path, package):
-    """With the real package: the same weights and gradients to the bit as without the recipe's line."""
+    """Weights and gradients are those without the recipe's line, to the bit, with the real package."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install .[recipes]")
     page = (REPOSITORY / "docs" / "keepless.md").read_text()

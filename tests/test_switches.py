@@ -82,7 +82,7 @@ def in_parts(tmp_path_factory) -> Callable[[str], Weights]:
 
 @pytest.mark.parametrize("norm", ["std", pytest.param("inplace", marks=pytest.mark.slow)])
 def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, in_parts, norm):
-    """Without graph breaks, before and after an evaluation. Traced but not compiled, so it needs no compiler."""
+    """No graph breaks, before and after an evaluation. Dynamo traces but does not compile: no compiler is needed."""
     expected = in_parts(norm)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr("engine.training.setup.check_compiler", lambda *_, **__: None)
@@ -105,7 +105,7 @@ def test_recomputed_activations_of_parts_change_no_bit(tmp_path, in_parts):
     "norm, recompute", [("inplace", "none"), ("std", "none"), ("inplace", "sqrt"), ("checkpoint", "blocks")]
 )
 def test_compiled_by_inductor_it_trains_the_same(tmp_path, double, norm, recompute):
-    """In float64: in float32, rounding becomes visible after a few steps."""
+    """float64, as rounding in float32 becomes visible after a few steps."""
     expected = trained(tmp_path / "eager", f"norm={norm}")["network"]
     state = trained(tmp_path / "compiled", f"norm={norm}", f"trainer.recompute={recompute}", "trainer.compile=true")
     assert state["network"]["cls.weight"].dtype == torch.float64
@@ -114,7 +114,7 @@ def test_compiled_by_inductor_it_trains_the_same(tmp_path, double, norm, recompu
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_deterministic_runs_are_equal_and_evaluated_with_the_arithmetic_of_the_training(tmp_path, plain, device):
-    """On CPUs runs are equal without the switches too; there the test checks that PyTorch gets the settings."""
+    """Runs on CPUs are equal without the switches too; there the test checks that PyTorch gets the settings."""
     options = ("trainer.deterministic=true", "trainer.tf32=true", f"trainer.device={device}")
     try:
         first = trained(tmp_path / "a", *options)["network"]

@@ -89,7 +89,7 @@ def test_a_crop_depends_on_seed_epoch_and_image(dataset):
 
 
 def test_an_image_that_is_drawn_again_is_cropped_anew(camvid_folders):
-    """Without pixel and place, a draw is its epoch and image. Crops are uint8 and channels come first."""
+    """A draw without pixel and place is its epoch and image. Crops are uint8, (3, H, W)."""
     crops = crops_of(camvid(camvid_folders, "train"))
     item = crops[2, 3]
     assert same(item, crops[Draw(epoch=2, image=3)]) and item["name"] == "0001TP_000003"

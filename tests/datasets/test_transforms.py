@@ -76,7 +76,7 @@ def interpolated(image: np.ndarray, axis: int, positions: np.ndarray) -> np.ndar
     seed=st.integers(0, 99),
 )
 def test_an_antialiased_crop_is_cut_out_of_the_whole_averaged_and_resized_image(size, step, crop_size, place, seed):
-    """Whatever the crop: blocks of 0.8 steps start at the image's first pixel. Labels are as without."""
+    """Blocks of 0.8 steps start at the image's first pixel, not at the crop's. Labels are not averaged."""
     rng = np.random.default_rng(seed)
     image, label = rng.integers(0, 256, (*size, 3), dtype=np.uint8), rng.integers(0, 19, size, dtype=np.uint8)
     scaled_size = scaled(size, 1 / step)

@@ -166,7 +166,7 @@ def test_workers_may_open_as_many_files_as_the_system_permits():
 
 
 def test_workers_refuse_a_folder_for_temporary_files_whose_path_is_too_long_for_sockets(tmp_path, monkeypatch):
-    """Otherwise no data comes, and the run waits for data.timeout_seconds."""
+    """No data would come, and the run would wait for data.timeout_seconds."""
     deep = tmp_path / ("t" * 90)
     deep.mkdir()
     config = multiprocessing.current_process()._config

@@ -79,7 +79,7 @@ def test_what_a_node_does_not_show_is_kept(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_many_tensors_move_towards_others_as_each_does(device, dtype):
-    """On a CPU to the bit; by a share of nothing they stay where they are."""
+    """CPUs agree to the bit. A share of 0 moves nothing."""
     torch.manual_seed(0)
     starts, ends = ([torch.randn(n, dtype=dtype, device=device) for n in (1, 7, 1000)] for _ in range(2))
     for share in (0.1, 0.001, 0.0):

@@ -219,7 +219,7 @@ KEEP_INPUTS = [name for name in SMALL_BODIES if not name.startswith(("preact", "
 
 @pytest.mark.parametrize("name, norm", with_norms(KEEP_INPUTS))
 def test_a_saving_norm_saves_exactly_the_inputs_of_the_norms_with_activation(name, norm):
-    """Whatever else the body keeps: shortcuts, pooling indices, sums, concatenations, dropped channels."""
+    """The rest that a body keeps stays the same: shortcuts, pooling indices, sums, concatenations, dropped channels."""
     standard, inputs = standard_values(name)
     saving, _ = kept_values(name, norm)
     assert standard - saving == inputs > 0.15 * standard

@@ -32,7 +32,7 @@ def window_means(x: torch.Tensor, size: tuple[int, int] | None) -> torch.Tensor:
 @given(rows=st.integers(1, 8), columns=st.integers(1, 8), size=st.none() | st.tuples(SIDES, SIDES))
 @settings(max_examples=40)
 def test_sliding_pooling_is_the_mean_in_a_window_around_each_cell(rows, columns, size):
-    """Without a window, or with one that covers the map, it is global."""
+    """It is global without a window, or with one that covers the map."""
     torch.manual_seed(0)
     head = trained(small_head(3, norm_act=InPlaceABN, pooling_size=size))
     x = torch.randn(2, 3, rows, columns, dtype=torch.float64)

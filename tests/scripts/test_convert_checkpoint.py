@@ -140,7 +140,7 @@ def test_a_wide_resnet_of_two_kinds_is_said_to_be_plain(tmp_path):
 
 
 def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path, monkeypatch):
-    """Without what only a training needs; of averaged weights the average."""
+    """They hold the averaged weights if there are any, and nothing that only a training needs."""
     monkeypatch.setitem(IMAGES_OF_SHAPES, "val", 40)
     folders = (f"run_dir={tmp_path}", f"init.weights={tmp_path / 'start.pt'}")
     config = classification_config(*SHORT_SHAPES, *folders, "trainer.ema_decay=0.9", "trainer.steps=2")

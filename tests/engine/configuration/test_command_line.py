@@ -62,7 +62,7 @@ def listed(text: str, title: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name, monkeypatch, capsys):
-    """In lines of 80 columns, with three examples (which tests/test_commands.py checks) if there are keys."""
+    """Lines have 80 columns. A command with keys has three examples, which tests/test_commands.py checks."""
     module = importlib.import_module(COMMANDS[name])
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     monkeypatch.setenv("COLUMNS", "80")

@@ -218,7 +218,7 @@ def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: in
 
 
 def test_all_processes_stop_after_the_same_step_and_resume_to_the_same_weights(ranks, tmp_path):
-    """With dropout, which every rank draws for itself."""
+    """The network has dropout, which every rank draws for itself."""
     options = (*SHORT, *NARROW_A2, "data.crops_per_minibatch=7", "trainer.steps=7", "trainer.ema_decay=0.5")
     ranks.run(run_in_rank, (f"run_dir={tmp_path / 'whole'}", *options))
     stopped = ranks.run(asked_to_stop, (f"run_dir={tmp_path / 'stopped'}", *options), 1, 2)

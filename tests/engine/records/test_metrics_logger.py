@@ -78,7 +78,7 @@ def trained(run_dir, *overrides: str) -> dict:
 
 
 def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
-    """With pictures and layer health after every step, or without; in bfloat16, with dropout and averaged weights."""
+    """One run has pictures and layer health after every step. Both have bfloat16, dropout and averaged weights."""
     options = (*NARROW_A2, "norm=inplace_1", "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
     trained(tmp_path / "watched", *options, "trainer.evaluate_every_steps=1")
     monkeypatch.setattr("engine.training.validation.layer_health", lambda *_, **__: {})
@@ -186,7 +186,7 @@ def test_a_resumed_run_has_every_record_once(tmp_path):
 
 
 def test_a_resumed_run_knows_the_scores_of_before(tmp_path):
-    """Under the name of the task's score; NaN is never the best."""
+    """They have the name of the task's score; NaN is never the best."""
     scores = {2: 0.25, 4: 0.75, 6: math.nan, 8: 0.5}
     for start_step in (0, 6):
         with MetricsLogger(tmp_path, Console(quiet=True), "top1", 10, start_step) as running:

@@ -20,7 +20,7 @@ PATHS = (
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_override_that_is_advised_reads_back_to_the_path(path):
-    """Through a shell and Hydra."""
+    """A shell and Hydra read the word."""
     (word,) = shlex.split(shlex.quote(override("checkpoint", path)))
     assert composed("eval", word).checkpoint == path
 

@@ -103,7 +103,7 @@ def test_antialiased_images_are_seen_as_pillow_resizes_them(size, base_size):
 
 
 def test_whole_images_are_seen_at_the_base_size_and_predicted_at_their_own():
-    """Without antialiasing resized as OpenCV resizes; predictions by their nearest pixel."""
+    """Images are resized as OpenCV does without antialiasing, and predictions take their nearest pixel."""
     images = torch.randint(0, 256, (1, 3, 36, 60), dtype=torch.uint8)
     network = Brightest()
     forward = forward_of(network, mean=0.0, std=1.0)
@@ -263,7 +263,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("views, factor", [({}, None), ({"scales": (0.7, 1.0, 1.2), "flip": True}, 0.9)])
 def test_memory_is_bounded_by_the_window(views, factor, monkeypatch):
-    """With one view or six, no float tensor is larger than the network's features of a window, or all cells' logits."""
+    """No float tensor is larger than the network's features of a window, or all cells' logits, with one view or six."""
     monkeypatch.setattr("engine.segmentation.inference._SCORES_AT_ONCE", 2**14)
     network, (height, width) = small_network(), (800, 100)
     with LargestTensor() as tensors:

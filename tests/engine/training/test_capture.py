@@ -62,7 +62,7 @@ def losses_of(learner: Learner, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_captured_steps_are_the_eager_ones_to_the_bit(precision):
-    """With two micro-batches: static gradients that autograd takes over would count the first one twice."""
+    """Two micro-batches: if autograd took over static gradients, the first would count twice."""
     eager, captured = small_learner(precision=precision), small_learner(True, precision)
     assert losses_of(captured, 8) == losses_of(eager, 8)
     assert captured.captured.replay is not None

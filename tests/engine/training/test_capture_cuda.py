@@ -76,7 +76,6 @@ def assert_equal(*overrides: str) -> None:
 @pytest.mark.parametrize("precision, parts", [("float32", 1), ("float32", 2), ("bfloat16", 2), ("float16", 2)])
 @pytest.mark.parametrize("norm", ["std", "checkpoint", "checkpoint_xhat", "inplace", "inplace_1"])
 def test_ten_steps_are_the_eager_ones_to_the_bit(norm, precision, parts):
-    """With weights' averages, clipping, and running statistics and their counts."""
     more = ("trainer.ema_decay=0.9", "optim.max_gradient_norm=1")
     words = (f"norm={norm}", f"trainer.precision={precision}", f"trainer.accumulation_steps={parts}", EXACT, *more)
     assert_equal(*words)

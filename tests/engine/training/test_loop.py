@@ -33,7 +33,7 @@ def step(learner: Learner) -> tuple[float, float]:
 
 
 def test_accumulation_gives_the_step_of_the_whole_minibatch():
-    """Without norms, whose batch statistics are taken over one part at a time."""
+    """The network has no norms: their batch statistics are of one part at a time."""
     weights = []
     for parts in (1, 2, 3, 4):  # three have 2, 1 and 1 crops
         torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_a_step_on_a_gpu_waits_for_nothing(precision):
 
 
 def test_a_save_waits_for_the_device_once(tmp_path):
-    """To see that all numbers are finite. The copies are waited for by the thread that writes them."""
+    """It must see that all numbers are finite. The thread that writes the copies waits for them."""
     learner, directory = learner_with_everything("float32"), RunDirectory(str(tmp_path))
     step(learner)
     with host_reads() as reads:

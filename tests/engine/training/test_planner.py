@@ -58,7 +58,7 @@ def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys)
 
 @pytest.mark.usefixtures("modelled")
 def test_a_minibatch_is_not_larger_than_a_part_of_cifar(tmp_path):
-    """Whose images the mean image is subtracted from."""
+    """The mean image is subtracted from its images."""
     root = classification_trees.cifar_zip(tmp_path / "cifar.zip")
     data = ("data=cifar10", f"data.root={root}", "data.mean_image=true", "data.mean=[0,0,0]")
     run = ("run_dir=unused", *data, "body=resnet32_cifar", "memory.budget=24GiB", "memory.fit=batch")

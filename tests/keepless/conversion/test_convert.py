@@ -116,7 +116,7 @@ def assert_same_training(network: nn.Module, reference: nn.Module, x: torch.Tens
 
 @pytest.mark.parametrize("norm, build", list(zip(NORMS, cycle(NETWORKS))))
 def test_to_standard_leaves_pytorchs_modules_only(norm, build):
-    """In evaluation equal to the bit in float64; the Parameters stay, under `bn.0.weight` for `bn.weight`."""
+    """Outputs in evaluation are equal to the bit in float64. The Parameters stay: `bn.weight` becomes `bn.0.weight`."""
     torch.manual_seed(0)
     network = trained(build(NORMS[norm])).double().eval()
     reference, (state, _) = copy.deepcopy(network), state_of(network)
@@ -142,7 +142,7 @@ def test_to_standard_leaves_pytorchs_modules_only(norm, build):
 
 @pytest.mark.parametrize("dims", [0, 1, 2, 3])
 def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims):
-    """With every name, activation and parameter; its pickle names nothing of ours."""
+    """Every name, activation and parameter comes back; its pickle names nothing of ours."""
     make = nn.Linear if dims == 0 else partial((nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1], kernel_size=1)
     norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims]
     acts = [nn.LeakyReLU(0.2, inplace=True), nn.ELU(0.7, inplace=True), nn.Sigmoid(), nn.Tanh(), nn.Identity()]

@@ -41,7 +41,7 @@ C = 4
 
 
 def eagerly(network: nn.Module) -> nn.Module:
-    """With layers that need no compiler, which takes longer than these tests."""
+    """The network, with layers that need no compiler, which takes longer than these tests."""
     for module in network.modules():
         if isinstance(module, ABN):
             module.backend = "eager"
@@ -49,7 +49,7 @@ def eagerly(network: nn.Module) -> nn.Module:
 
 
 class LeakyBottleneck(Bottleneck):
-    """With a leaky ReLU after its first two norms, and its ReLU after the sum."""
+    """A bottleneck with a leaky ReLU after its first two norms, and its ReLU after the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.leaky_relu(self.bn1(self.conv1(x)), 0.01)

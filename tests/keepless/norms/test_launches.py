@@ -54,7 +54,7 @@ def test_a_layer_launches_two_or_four_kernels_and_allocates_what_they_write(
 
 
 class Driver:
-    """In place of CUDA's driver: notes what is launched."""
+    """Replaces CUDA's driver, and notes what is launched."""
 
     def __init__(self):
         self.utils, self.launched = self, []

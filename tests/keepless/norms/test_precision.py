@@ -54,7 +54,7 @@ def test_gradients_are_exact_in_the_stated_range(name):
 @pytest.mark.parametrize("name", INVERTIBLE_ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_the_inverse_undoes_the_activation_in_the_invertible_range(name, dtype):
-    """To the rounding of z: an error of half an ulp in z becomes half an ulp / phi'(y) in y."""
+    """The error is the rounding of z: half an ulp in z becomes half an ulp / phi'(y) in y."""
     y = torch.linspace(-3, 3, 601, dtype=torch.float64).to(dtype)
     z = activate_(activation(name), y.clone())
     slope = activation_backward(activation(name), z.double(), torch.ones_like(z, dtype=torch.float64))

@@ -53,7 +53,7 @@ CUDA = pytest.param("cuda", marks=[*NEEDS_CUDA, NOT_INTERPRETED])
 
 @pytest.fixture(params=["cpu", CUDA])
 def device(request, copies, monkeypatch) -> str:
-    """Where a test computes."""
+    """The device on which a test computes."""
     if request.param == "cpu":
         interpret_language(monkeypatch)
     return request.param

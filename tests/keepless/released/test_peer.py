@@ -96,7 +96,7 @@ def test_layers_compute_the_same_with_the_same_state_dict(released, name, option
 
 
 def assert_same_networks(theirs: nn.Module, ours: nn.Module) -> None:
-    """With converted scales; the gradient of a negative one has the other sign."""
+    """Scales are converted; the gradient of a negative one has the other sign."""
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.dim() == 1:

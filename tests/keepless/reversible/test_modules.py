@@ -225,7 +225,7 @@ def twice(network, x):
 
 
 def in_part(network, x):
-    """For some parameters, from half of the output: some steps are never asked for their activations."""
+    """Gradients of some parameters, from half of the output: some steps never restore their activations."""
     wanted = [p for i, p in enumerate(network.parameters()) if i % 5 == 1]
     found = torch.autograd.grad(network(x.detach())[:, :4].square().sum(), wanted, allow_unused=True)
     return [torch.zeros(1) if gradient is None else gradient for gradient in found]
@@ -361,7 +361,7 @@ def test_autocast_keeps_dtypes(coupling, form):
 
 
 def test_a_sequence_computes_in_float32_under_autocast_however_it_runs():
-    """Behind a convolution, before or inside it; also without gradients, with stored activations, and compiled."""
+    """A convolution is before or inside it. It runs without gradients, with stored activations, and compiled too."""
     blocks = [AdditiveCoupling(branch(norm=ABN)) for _ in range(2)]
     convolution, x = nn.Conv2d(8, 8, 1), IMAGES.float()
     network = nn.Sequential(convolution, ReversibleSequence(blocks))

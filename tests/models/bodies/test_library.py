@@ -58,7 +58,7 @@ def library_features(network: nn.Module, name: str, images: torch.Tensor) -> tor
 @pytest.mark.parametrize("name", some_slow(LAST))
 @torch.no_grad()
 def test_features_are_torchvision_s(name):
-    """In float32 and float64, with standard norms; and with in-place ones, of the network with leaky ReLUs."""
+    """Standard norms are compared in float32 and float64, in-place ones with the network with leaky ReLUs."""
     torch.manual_seed(0)
     theirs = trained(torchvision.models.get_model(name, weights=None))
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_features_are_torchvision_s(name):
 
 
 class FirstCell(nn.Module):
-    """In place of global pooling, whose mean over more cells is another one."""
+    """Replaces global pooling, whose mean over more cells is another one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[:, :, :1, :1]
@@ -144,7 +144,7 @@ def test_convolutions_are_dilated_in_whichever_order_they_are_listed():
 
 @torch.no_grad()
 def test_no_pixel_is_dropped_whichever_stride_rounds_down():
-    """In torchvision's DenseNets a later one does, the transitions', and the stem's does not."""
+    """The transitions of torchvision's DenseNets round down, and their stem does not."""
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "transition": nn.AvgPool2d(2)}
     body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
     assert body.output_stride == 4 and body(torch.zeros(1, 3, 66, 63)).shape[2:] == (17, 16)
@@ -163,7 +163,7 @@ class Shortcut(nn.Module):
 
 @torch.no_grad()
 def test_sizes_that_a_network_itself_cannot_take_are_padded():
-    """As in timm's dla34: for odd sizes the shortcut rounds down, the convolution rounds up, and their sum fails."""
+    """timm's dla34 has such blocks: for odd sizes the shortcut rounds down, the convolution up, and their sum fails."""
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "block": Shortcut()}
     body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
     assert body(torch.zeros(1, 3, 65, 62)).shape[2:] == (17, 16)
@@ -178,7 +178,7 @@ NUMBERED = [
 
 @pytest.mark.parametrize("name, number", NUMBERED)
 def test_every_network_composes_steps_and_evaluates(name, number):
-    """With each norm and each way to recompute in turn; recomputed gradients are those of stored activations."""
+    """Norms and ways to recompute take turns; recomputed gradients are those of stored activations."""
     norm, recompute = NORMS[number % len(NORMS)], RECOMPUTE[number % len(RECOMPUTE)]
     stride = 32 if name in UNDILATED else 16
     keys = ("body=torchvision", f"body.network={name}", f"body.output_stride={stride}", "trainer.smoke=true")
@@ -281,7 +281,7 @@ def test_a_body_may_end_early():
 
 @pytest.mark.parametrize("name", ["regnet_x_400mf", *some_slow(["convnext_tiny", "resnet50"])])
 def test_it_can_be_planned_and_classify(name):
-    """Under fake tensors, where RegNet's constructor could not compute its widths."""
+    """RegNet's constructor could not compute its widths under fake tensors."""
     with FakeTensorMode():
         body = torchvision_body(IN_PLACE, classes=7, output_stride=8, network=name)
         logits = body(torch.randn(2, 3, 64, 64))

@@ -23,7 +23,7 @@ RELU = partial(ABN, activation="relu")
 
 
 class Narrow(ResNet):
-    """With an eighth of the channels behind the stem."""
+    """A ResNet with an eighth of the channels behind the stem."""
 
     def _make_layer(self, block, planes, *args, **options):
         return super()._make_layer(block, planes // 8, *args, **options)
@@ -31,7 +31,7 @@ class Narrow(ResNet):
 
 @pytest.mark.parametrize("block, build, channels", [(BasicBlock, resnet34, (8, 8)), (Bottleneck, resnet50, (8, 8, 32))])
 def test_torchvision_s_weights_give_torchvision_s_function(block, build, channels):
-    """In eval and in training mode, with the statistics that the latter leaves and the first convolution's gradient."""
+    """Both modes are compared, the statistics that training leaves, and the first convolution's gradient."""
     torch.manual_seed(0)
     ours = build(RELU, classes=7, structure=(1, 2, 1, 1), base_channels=channels).double().eval()
     theirs = Narrow(block, (1, 2, 1, 1))

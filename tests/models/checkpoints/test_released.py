@@ -121,7 +121,7 @@ def test_the_segmentation_network_with_the_sliding_window(tmp_path):
 
 
 def old(name: str) -> str:
-    """In very old files the tensors of a norm were one level below."""
+    """The name in very old files, where the tensors of a norm were one level below."""
     return re.sub(r"(^|\.)(bn|bn_out|proj_bn|bn[123])\.(?=\w+$)", r"\1\2.bn.", name)
 
 
@@ -242,7 +242,7 @@ def test_weights_that_are_not_finite_are_refused():
 
 
 def test_truncated_files_are_named(file):
-    """In the old format; tests/engine/checkpoint/test_files.py has zip files."""
+    """The file has the old format; tests/engine/checkpoint/test_files.py has zip files."""
     content = file.read_bytes()
     for size in (100, len(content) // 2, len(content) - 100):
         file.write_bytes(content[:size])

@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_measuring_process_ends_with_its_parent(tmp_path):
-    """Even if the parent is killed while the process is busy."""
+    """The parent is killed while the process is busy."""
     os.mkfifo(tmp_path / "pipe")
     command = [sys.executable, "-c", CALLS_A_BUSY_PROCESS, tmp_path / "pipe"]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
