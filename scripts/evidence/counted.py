@@ -5,7 +5,7 @@ keep, and in which ranges activations can be inverted. Networks run on fake tens
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -22,9 +22,8 @@ from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet
 from models.heads import DeepLabV3
 from models.recomputation import RECOMPUTE, choose_recomputation
 from models.segmentation import SegmentationNetwork
+from scripts.reports.markdown import table
 from scripts.reports.measuring import operations_of
-
-Cells = dict[str, Sequence[str | None]]  # of a table: {name of a row: cells after it}; None keeps what is written
 
 # {norm: (letter in Figure 2, title, layer)}
 STRATEGIES: dict[str, tuple[str, str, Callable[..., ABN]]] = {
@@ -98,24 +97,27 @@ def kept(body: str) -> dict[str, int]:
     return {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES}
 
 
-def bodies_cells() -> Cells:
+def bodies_table() -> str:
     of_bodies = list(map(kept, BODIES))
-    return {
-        title: [norm, *(_relative(own[norm], own["std"]) for own in of_bodies)]
+    rows = (
+        [title, norm, *(_relative(own[norm], own["std"]) for own in of_bodies)]
         for norm, (_, title, _) in STRATEGIES.items()
-    }
+    )
+    return table(["strategy", "`norm=`", *BODIES], rows, left=2 + len(BODIES))
 
 
-def recomputation_cells() -> Cells:
+def recomputation_table() -> str:
     """The cost of a ResNeXt-101 with every choice, for two norms."""
-    cells: Cells = {}
+    return table(["`norm=`", "`trainer.recompute=`", "kept", "peak", "operations"], _recomputation_rows(), left=2)
+
+
+def _recomputation_rows() -> Iterator[list[str]]:
     for norm in ("std", "inplace"):
         costs = {recompute: cost(resnext101, STRATEGIES[norm][2], recompute) for recompute in RECOMPUTE}
         stored = costs["none"]
         for name, own in costs.items():
             memory = _relative(own.kept, stored.kept), _relative(own.peak, stored.peak)
-            cells[f"{norm}, {name}"] = [*memory, f"{own.operations / stored.operations:.2f}"]
-    return cells
+            yield [norm, name, *memory, f"{own.operations / stored.operations:.2f}"]
 
 
 def _relative(value: int, stored: int) -> str:
@@ -124,16 +126,15 @@ def _relative(value: int, stored: int) -> str:
     return f"{value:,} ({stored / value:.2f}x less)" if value < stored else f"{value:,} ({value / stored:.2f}x more)"
 
 
-def ranges_cells() -> Cells:
+def ranges_table() -> str:
     """The range of y that each activation's inverse can return."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return {
-        name: [
-            _interval(EXACT_RANGES[name]),
-            *(_interval(invertible_range(Activation(name, 1.0), dtype)) for dtype in dtypes),
-        ]
+    rows = (
+        [name, *map(_interval, (EXACT_RANGES[name], *(invertible_range(Activation(name, 1.0), t) for t in dtypes)))]
         for name in INVERTIBLE_ACTIVATIONS
-    }
+    )
+    exact = "float64 gradients exact to 1e-10"
+    return table(["activation", exact, "y after the clamp: float32", "bfloat16", "float16"], rows, left=5)
 
 
 def _interval(bounds: tuple[float, float]) -> str:

@@ -124,12 +124,6 @@ def picture(call: dict) -> Figure:
     return figure
 
 
-def way_text(record: dict, way: str) -> str:
-    """MiB and ms of one way to compute the bootstrapped loss with the most classes."""
-    rows = md.grouped(frame.rows_of(record["calls"][0]), ["case"], "way")[case_of(182, 8, BOOTSTRAPPED)]
-    return f"{mib(rows[way]['peak_bytes'], 0)}; {md.median_ms(rows[way]):.0f}"
-
-
 BENCHMARK = frame.Benchmark("loss", LossArguments, items, measure, about, sections, picture)
 run, main = frame.command(BENCHMARK, __doc__)
 

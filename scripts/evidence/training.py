@@ -341,11 +341,6 @@ SWITCHES: Columns = [
 ]
 
 
-def measured_with(record: dict, part: str) -> dict[str, Starts]:
-    """The switches of the call that measured this part alone."""
-    return next(switches_of(call) for call in record["calls"] if call["arguments"]["parts"] == [part])
-
-
 BENCHMARK = frame.Benchmark("training", TrainingArguments, items, measure, about, sections)
 run, main = frame.command(BENCHMARK, __doc__)
 
