@@ -19,7 +19,7 @@ from engine.assemble.tasks import TASKS
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.prediction.opening import configuration_in, trained_forward
+from engine.prediction.opening import trained_forward
 from engine.process.console import log_to, make_console
 from engine.process.distributed import World, joined
 from engine.process.output_files import writable_folder
@@ -47,7 +47,7 @@ def evaluate(values: DictConfig) -> dict:
     path = checkpoint.file_of(options.checkpoint)
     options.checkpoint = str(path)
     state = checkpoint.load(path)
-    config = configuration_in(state, f"checkpoint {path}")
+    config = configuration.of_checkpoint(state, f"checkpoint {path}")
     refuse_other_tasks(options, config.task, f"checkpoint {path}")
     steps = state["step"], state.get("total_steps", state["step"])
     results_file = Path(options.results) if options.results else options.default_results_file(config, *steps)

@@ -29,7 +29,6 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint import initial_weights
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.prediction.opening import configuration_in
 from engine.process.console import make_console
 from engine.process.output_files import writable_file
 from engine.schema.classification import ClassificationRun
@@ -102,7 +101,7 @@ def convert(values: DictConfig) -> list[str]:
 
 def _write_weights_alone(state: dict, source: Path, output: Path) -> list[str]:
     """Write the parts of our checkpoint that an evaluation needs. Returns lines that describe the file."""
-    config = configuration_in(state, f"input={source}")
+    config = configuration.of_checkpoint(state, f"input={source}")
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun):
         config.sampler.folder = None

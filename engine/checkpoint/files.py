@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,49 +27,20 @@ OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
 
 
-def _is_list(value: object, is_entry: Callable[[Any], bool]) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(is_entry, value))
-
-
-def _is_level(value: object) -> bool:
-    return type(value) is int and 0 <= value <= 255
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_state_dict(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_name(key) and isinstance(each, Tensor) for key, each in value.items())
-
-
-# What each part may be, and how to say so.
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "task": (_is_name, "a name"),
-    "step": (_is_count, "a number of steps"),
-    "config": (lambda value: isinstance(value, dict), "groups of keys"),
-    "classes": (lambda value: _is_list(value, _is_name) and len(value) > 0, "a list of names"),
-    "network": (_is_state_dict, "tensors by name"),
-    "ema": (_is_state_dict, "tensors by name"),
-    "palette": (lambda value: _is_list(value, lambda c: _is_list(c, _is_level) and len(c) == 3), "a list of colours"),
-    "label_ids": (lambda value: _is_list(value, _is_level) and len({*value}) == len(value), "different ids up to 255"),
-    "mean_image": (lambda value: isinstance(value, Tensor) and value.dim() == 3, "an image"),
-    "total_steps": (_is_count, "a number of steps"),
-    "best": (
-        lambda value: value is None or (_is_list(value, lambda n: type(n) in (int, float)) and len(value) == 2),
-        "a step and its score",
-    ),
-    "data": (
-        lambda value: (
-            isinstance(value, dict)
-            and all(_is_list(hashes, _is_name) and len(hashes) == 3 for hashes in value.values())
-        ),
-        "three hashes of each split",
-    ),
+# What each part is. `best` is None before the first evaluation.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "task": str,
+    "step": int,
+    "config": dict,
+    "classes": (list, tuple),
+    "network": dict,
+    "ema": dict,
+    "palette": (list, tuple),
+    "label_ids": (list, tuple),
+    "mean_image": Tensor,
+    "total_steps": int,
+    "best": (list, tuple, type(None)),
+    "data": dict,
 }
 
 
@@ -207,9 +177,12 @@ def checked(state: object, path: Path) -> dict:
         raise ValueError(
             f"checkpoint {path} has no {missing[0]}: expected {', '.join(NEEDED)}, as training writes them"
         )
-    for part, (is_expected, what) in _EXPECTED.items():
-        if part in state and not is_expected(state[part]):
-            raise ValueError(f"checkpoint {path}: {part} is {reprlib.repr(state[part])}; expected {what}. {RESTORE}")
+    for part, kind in _KINDS.items():
+        if part in state and not isinstance(state[part], kind):
+            expected = getattr(kind, "__name__", "list")
+            raise ValueError(
+                f"checkpoint {path}: {part} is {reprlib.repr(state[part])}; expected {expected}. {RESTORE}"
+            )
     for part in ("palette", "label_ids"):
         if part in state and len(state[part]) != len(state["classes"]):
             counts = f"{len(state[part])} entries for {len(state['classes'])} classes"

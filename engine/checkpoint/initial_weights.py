@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.config import group_from_plain
-from engine.schema.network import BODIES, NORMS, Norm, ReleasedNorm, TorchvisionBody
+from engine.configuration import config as configuration
+from engine.schema.network import Norm, ReleasedNorm, TorchvisionBody
 from engine.schema.training import TrainingRun
 from keepless import from_released
 from models.bodies import LibraryBody
@@ -113,10 +113,8 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
             f"release, init.format=torchvision or timm for a file of these libraries"
         )
     state = checkpoint.checked(content, path)
-    norm = group_from_plain(state["config"], "norm", NORMS, name)
-    body = group_from_plain(state["config"], "body", BODIES, name)
-    averaged, data = "ema" in state, state["config"].get("data")  # other tasks may have other keys
-    colours = [tuple(data.get(key) or ()) for key in Normalisation._fields] if isinstance(data, dict) else []
+    config, averaged = configuration.of_checkpoint(state, name), "ema" in state
+    norm, body = config.norm, config.body
     return Weights(
         state["ema" if averaged else "network"],
         f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
@@ -124,7 +122,7 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
         norm.eps if isinstance(norm, ReleasedNorm) else None,
         norm=norm,
         activation=norm.activation,
-        normalisation=Normalisation(*colours) if all(colours) and colours else None,
+        normalisation=config.data.normalisation(),
         body=f" ({body.network})" if isinstance(body, TorchvisionBody) else f" (a {body.name})",
     )
 

@@ -151,7 +151,9 @@ class RunDirectory:
         if not {*checkpoint.OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
             advice = config.new_run_advice(self.last)
             raise self._error(f" has only a run's weights, which cannot be resumed: {advice}")
-        before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
+        if state["task"] != config.task:
+            raise self._error(f" is for the task {state['task']}: expected {config.task}")
+        before, now = fixed(of_checkpoint(state, f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)

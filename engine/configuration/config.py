@@ -1,8 +1,7 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and dataclasses to plain dictionaries and back."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,12 +9,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from engine.schema.commands import RUNS
 from engine.schema.keys import Keys, alternative, check_values, groups_of, leaves, without_interpolation
 from engine.schema.training import TrainingRun
 from keepless.torch_internals import tree_map
 
 Schema = TypeVar("Schema", bound=Keys)
-Task = TypeVar("Task", bound=TrainingRun)
 
 
 class Known(NamedTuple):
@@ -64,14 +63,11 @@ def _expand_home(config: Keys, *, all_keys: bool) -> None:
             setattr(config, entry.name, tree_map(lambda v: os.path.expanduser(v) if isinstance(v, str) else v, value))
 
 
-def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:
-    """Read the configuration in a checkpoint.
-
-    ValueError: the checkpoint is for another task than the schema's. Names `source`.
-    """
-    if state["task"] != schema.task:
-        raise ValueError(f"{source} is for the task {state['task']}: expected {schema.task}")
-    return from_plain(state["config"], schema, source)
+def of_checkpoint(state: dict, source: str) -> TrainingRun:
+    """The configuration in the content of a checkpoint, of any task. ValueError: see `from_plain`; names `source`."""
+    if state["task"] not in RUNS:
+        raise ValueError(f"{source} is for the task {state['task']}: expected {' or '.join(RUNS)}")
+    return from_plain(state["config"], RUNS[state["task"]], source)
 
 
 def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint") -> Schema:
@@ -79,42 +75,23 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
 
     ValueError: a key, or the type of a value, does not fit the schema. Names `source`.
     """
-    with _misfits_of(source):
+    try:
         merged = OmegaConf.structured(schema)
         for name, alternatives in groups_of(schema).items():
-            merged[name] = OmegaConf.structured(_selected(values, name, alternatives))
-        return _instance(OmegaConf.merge(merged, _literal(values)), schema)
-
-
-def group_from_plain(values: dict, group: str, alternatives: Mapping[str, type[Schema]], source: str) -> Schema:
-    """Read one group of the configuration in a checkpoint for any task. ValueError: see `from_plain`."""
-    with _misfits_of(source):
-        schema = _selected(values, group, alternatives)
-        return _instance(OmegaConf.merge(OmegaConf.structured(schema), _literal(values[group])), schema)
-
-
-def _selected(values: dict, group: str, alternatives: Mapping[str, type[Schema]]) -> type[Schema]:
-    chosen = values.get(group)
-    return alternative(group, alternatives, chosen.get("name") if isinstance(chosen, dict) else None)
-
-
-def _literal(value: Any) -> Any:
-    """Escape interpolations: a checkpoint must not read this machine's environment variables."""
-    return tree_map(lambda leaf: without_interpolation(leaf) if isinstance(leaf, str) else leaf, value)
+            chosen = values.get(name)
+            choice = chosen.get("name") if isinstance(chosen, dict) else None
+            merged[name] = OmegaConf.structured(alternative(name, alternatives, choice))
+        # Without interpolations: a checkpoint must not read this machine's environment variables.
+        literal = tree_map(lambda leaf: without_interpolation(leaf) if isinstance(leaf, str) else leaf, values)
+        return _instance(OmegaConf.merge(merged, literal), schema)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
 
 
 def _instance(values: Any, schema: type[Schema]) -> Schema:
     config = OmegaConf.to_object(values)
     assert isinstance(config, schema), f"composed from {type(config).__name__}: expected {schema.__name__}"
     return config
-
-
-@contextmanager
-def _misfits_of(source: str) -> Iterator[None]:
-    try:
-        yield
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
-        raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
 
 
 def plain(config: Keys) -> dict:

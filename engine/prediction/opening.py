@@ -17,7 +17,6 @@ from engine.process.console import logger
 from engine.process.distributed import device_of
 from engine.process.forward import Forward
 from engine.schema.classification import ImageNetData
-from engine.schema.commands import RUNS
 from engine.schema.evaluation import TEN_CROP, Prediction, TrainedNetwork
 from engine.schema.keys import refuse_other_tasks
 from engine.schema.segmentation import SegmentationRun
@@ -65,7 +64,7 @@ def opened(checkpoint: str | Path, options: Prediction) -> Opened:
     """Like `open_network`, with configuration and checkpoint content. `options` override the configuration."""
     path = files.file_of(str(checkpoint))
     state, source = files.load(path), f"checkpoint {path}"
-    config = configuration_in(state, source)
+    config = of_checkpoint(state, source)
     refuse_other_tasks(options, config.task, source)
     options.apply_to(config)
     config.trainer.recompute = "none"
@@ -78,13 +77,6 @@ def opened(checkpoint: str | Path, options: Prediction) -> Opened:
         return Opened(predictor(config, options, state, forward), config, state)
     except KeyError as error:
         raise ValueError(f"{source} has no {error}, which its task needs. {files.RESTORE}") from error
-
-
-def configuration_in(state: dict, source: str) -> TrainingRun:
-    """The configuration in the content of a checkpoint, of any task. ValueError names `source`."""
-    if state["task"] not in RUNS:
-        raise ValueError(f"{source} is for the task {state['task']}: expected {' or '.join(RUNS)}")
-    return of_checkpoint(state, RUNS[state["task"]], source)
 
 
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:

@@ -116,8 +116,7 @@ def test_the_body_alone(file, trained):
 @pytest.mark.parametrize("part, prefix", [("network", ""), ("body", "body.")])
 def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, part):
     """It has more classes than a segmentation can have, and its own keys; its classifier is skipped."""
-    config = cfg.plain(run_config("norm=std"))
-    config = {"norm": config["norm"], "body": config["body"], "data": {"name": "shapes", "sides": 3}}
+    config = cfg.plain(classification_config("norm=std", "norm.activation=leaky_relu"))
     classifier = {**trained.body.state_dict(), "classifier.fc.weight": torch.zeros(1000, 4)}
     tensors = {f"{prefix}{name}": tensor for name, tensor in classifier.items()}
     more = {"config": config, "network": tensors, "task": "classification"}

@@ -18,7 +18,7 @@ from engine.configuration import config as cfg
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import check_values
-from engine.schema.network import BODIES, NORMS
+from engine.schema.network import BODIES
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.losses import CrossEntropy
 from engine.training import setup
@@ -458,15 +458,6 @@ def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     with pytest.raises(ValueError, match="the warm-up takes 80 steps, and the run has 2"):
         no_smoke = replace(config, trainer=replace(config.trainer, smoke=False))
         setup.learner(no_smoke, partial(assemble.network_of, config, 3), schedule, World())
-
-
-def test_the_keys_of_one_group_are_read_from_the_checkpoint_of_any_task():
-    values = cfg.plain(run_config("norm=inplace_1", "norm.eps=0.25"))
-    norm = cfg.group_from_plain({"norm": values["norm"], "data": "unheard of"}, "norm", NORMS, "checkpoint a.pt")
-    assert type(norm) is NORMS["inplace_1"] and norm == run_config("norm=inplace_1", "norm.eps=0.25").norm
-    for wrong in ({}, {"norm": None}, {"norm": {"name": "batch"}}, {"norm": {**values["norm"], "surprise": 1}}):
-        with pytest.raises(ValueError, match="(?s)^checkpoint a.pt: its configuration does not fit .*"):
-            cfg.group_from_plain(wrong, "norm", NORMS, "checkpoint a.pt")
 
 
 @pytest.mark.parametrize(
