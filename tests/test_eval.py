@@ -121,9 +121,9 @@ def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir,
         ("data.root=/nowhere/at/all", "/nowhere/at/all is not an existing folder"),
         ("data.split=nights", "nights"),
         ("window.size=100", "window.size=100: expected a multiple of the network's output stride 8, such as 104"),
-        ("window.overlap=1", "window.overlap=1.0: expected 0 or more, at most 0.9"),
+        ("window.overlap=1", "window.overlap=1.0: expected a number, 0 or more, at most 0.9"),
         ("window.overlap=0.5", "window.overlap=0.5 needs window.size=PIXELS"),
-        ("tta.scales=[]", "tta.scales=[]: expected a number above 0"),
+        ("tta.scales=[]", "tta.scales=[]: expected a list, each a number above 0"),
     ],
 )
 def test_wrong_values_are_refused(run_dir, override, message):

@@ -15,7 +15,7 @@ import pytest
 
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation, Prediction
-from engine.schema.keys import types_in
+from engine.schema.keys import declared_in
 from engine.schema.segmentation import SegmentationRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -154,7 +154,7 @@ def test_the_schema_is_read_by_few():
 
 
 SCHEMAS = (SegmentationRun, ClassificationRun, Evaluation, Prediction)
-KEYS = {key for schema in SCHEMAS for key in types_in(schema) if "." in key}
+KEYS = {key for schema in SCHEMAS for key in declared_in(schema) if "." in key}
 KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(KEYS)))})(?!\w)")
 GROUPS = {entry.name for entry in (REPOSITORY / "configs").iterdir() if entry.is_dir()} | {"init", "resume"}
 KEY_OR_CHOICE = re.compile(rf"(?<![\w./])(?:{'|'.join(sorted(GROUPS))})(?:\.(?!py\b)[a-z_]+|=\w+)")

@@ -55,14 +55,14 @@ ANSWERS = {
     "train_seg.py -m optim.lr=0.1 0.2": "values have commas between them, without spaces: optim.lr=0.1,0.2",
     "train_seg.py trainer.compile=maybe": "trainer.compile=maybe: expected true or false",
     "train_seg.py head.dilations=12": "expected a list, each a whole number above 0; give head.dilations=[12]",
-    "scripts.export checkpoint=FILE.pt output=n.pt2 size=512": "size=512: expected 2 numbers: height, width in pixels; "
-    "give size=[512,512]",
+    "scripts.export checkpoint=FILE.pt output=n.pt2 size=512": "size=512: expected 2 numbers: height, width in pixels, "
+    "each above 0; give size=[512,512]",
     "eval.py checkpoint=FILE.pt tta.scales=0.5,1": "give tta.scales=[0.5,1]",
     "train_seg.py 'head.dilations=(12,24)'": "quote lists and mappings for the shell",
     "train_seg.py head.dilations=null": "head.dilations=null: expected a list, each a whole number above 0",
     "scripts.verify_data data=camvid splits=train": "expected a list, each a text; give splits=[train]",
     "scripts.run_table table=table9": "expected one of table1, table2, table3, table4, revnet, memcnn, camvid_table3, "
-    "camvid, cifar10",
+    "camvid_table3_trained, camvid, cifar10",
     "train_seg.py data=camvid data.root=/gone/a,b": "data.root=/gone/a,b",
     "scripts.run_table table=table3 overrides=trainer.epochs=3": "overrides=trainer.epochs=3: Hydra cannot read the ",
     "train_seg.py data.root=/my streets": "streets: expected key=value without spaces",
@@ -70,7 +70,7 @@ ANSWERS = {
     # Numbers that nobody needs, which no loop is to count to.
     "train_seg.py memory.budget=100MiB memory.fit=batch trainer.compile=true": "expected more than 0.5GiB for CUDA",
     f"train_seg.py memory.budget={10**28}GiB": "a number and one of KiB, MiB, GiB, kB, MB, GB, such as 12GiB; at most",
-    "train_seg.py body.structure=[1000000,1,1,1]": "expected a number above 0, at most 1000",
+    "train_seg.py body.structure=[1000000,1,1,1]": "expected a list, each a whole number above 0, at most 1000",
     f"train_seg.py head.dilations=[{','.join(2000 * ['1'])}]": "has 2,000 numbers: expected at most 1,000",
     # What must be given.
     "scripts.verify_data splits=[train,foo]": "splits=['train', 'foo']: expected some of train, val",

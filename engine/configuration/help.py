@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig
 
 from engine.configuration.choices import choices, groups_in
 from engine.configuration.config import Known, known_in
-from engine.schema.keys import expected
+from engine.schema.keys import Declared, expected
 
 LONGEST_VALUE = 50
 
@@ -37,11 +37,9 @@ def help_text(about: str, command: str, schema: type, values: DictConfig) -> str
 
 def about_key(known: Known) -> str:
     """The meaning of a key and its allowed values."""
-    allowed = expected(known.entry.metadata)
-    if allowed is None and "bool" in str(get_type_hints(known.owner)[known.entry.name]):
-        allowed = "true or false"
+    allowed = expected(Declared(get_type_hints(known.owner)[known.entry.name], known.entry.metadata))
     said = sentences(known.owner).get(known.entry.name, "")
-    return f"{said} ({allowed})" if said and allowed else said or allowed or ""
+    return said if said and allowed.endswith("a text") else f"{said} ({allowed})" if said else allowed
 
 
 @cache

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from engine.configuration import words as words_of_others
 from engine.configuration.choices import choices, groups_in, no_such_choice
 from engine.schema.commands import RUNS
-from engine.schema.keys import Keys, declared_in, expected_of, groups_of, types_in
+from engine.schema.keys import Keys, declared_in, expected, groups_of
 
 OF_TORCHRUN = re.compile(r"--(nproc|nnodes|node[-_]rank|rdzv|master|standalone|max[-_]restarts)")
 QUOTE = "quote lists and mappings for the shell, as in 'key=[a, b]'"
@@ -24,7 +24,7 @@ def explained(command: str, schema: type[Keys], words: Sequence[str]) -> Iterato
     groups = groups_in(command)
     for word in words:  # values that fail late, or with a message about something else
         name, _, value = word.partition("=")
-        keys = {*types_in(schema), *groups}
+        keys = {*declared_in(schema), *groups}
         if name in keys and (meant := words_of_others.meant(name, _unquoted(value), keys)):
             raise ValueError(f"{name}={_unquoted(value)}: {meant[1]}{_needed(meant[0], words, schema)}")
     try:
@@ -42,7 +42,7 @@ def refuse_options(words: Sequence[str], schema: type[Keys]) -> None:
             name, equals, value = word.lstrip("-").partition("=")
             value = value if equals or following.startswith("-") or "=" in following else following
             such = "".join(f", such as {each}={value or '…'}" for each in _nearest(name, schema)[:1])
-            meant = words_of_others.meant(name, value, {*types_in(schema)})
+            meant = words_of_others.meant(name, value, {*declared_in(schema)})
             raise ValueError(f"{word}: keys have no dashes; {meant[1] if meant else f'give key=value{such}'}")
         if word.startswith(("hydra.", "hydra/")):
             raise ValueError(f"{word}: options of Hydra have no effect here; leave it out")
@@ -54,7 +54,7 @@ def _explanation(error: Exception, groups: list[str], words: Sequence[str], sche
         if word.startswith("~"):
             return f"{word}: leave {word[1:]} out to keep its default"
         if not equals or name != name.strip() or not name:
-            if meant := words_of_others.meant(words_of_others.ALONE, word, {*types_in(schema), *groups}):
+            if meant := words_of_others.meant(words_of_others.ALONE, word, {*declared_in(schema), *groups}):
                 return f"{word}: expected key=value; {meant[1]}"
             spaces = "expected key=value without spaces; --help lists the keys"
             return f"{word or 'an empty argument'}: {QUOTE if word.endswith((',', ']', '}')) else spaces}"
@@ -76,9 +76,9 @@ def _explanation(error: Exception, groups: list[str], words: Sequence[str], sche
     given = dict(word.lstrip("+").partition("=")[::2] for word in words)
     if unknown or re.match("Key '.+' (?:is )?not in", about):
         return _unknown(unknown[1] if unknown and unknown[1] not in groups else key, given, groups, schema)
-    if below := [each for each in types_in(schema) if each.startswith(f"{key}.")]:
+    if below := [each for each in declared_in(schema) if each.startswith(f"{key}.")]:
         return f"{key}: expected one of the keys {', '.join(below[:5])}"
-    if isinstance(reason, ValidationError) and key in given and key in types_in(schema):
+    if isinstance(reason, ValidationError) and key in given and key in declared_in(schema):
         return _about_value(key, _unquoted(given[key]), schema)
     _, of_resolver, own = about.partition("ValueError raised while resolving interpolation: ")
     # A resolver, such as ${per_process:…}, counts processes: the key is not to blame.
@@ -96,15 +96,15 @@ def _about_value(key: str, value: str, schema: type[Keys]) -> str:
         listed = f"; give {key}=[{','.join([value] * entries)}]"
     else:
         listed = "; with -m the command runs once for each of several" if several else ""
-    return f"{key}={value}: expected {expected_of(declared)}{listed}"
+    return f"{key}={value}: expected {expected(declared)}{listed}"
 
 
 def _unknown(name: str, given: dict[str, str], groups: list[str], schema: type[Keys]) -> str:
     """The message for a key that the command does not have, and for all like it if the fix is known for each."""
-    keys = {*types_in(schema), *groups}
+    keys = {*declared_in(schema), *groups}
     if name in keys:
         group = name.partition(".")[0]
-        having = [each for each, own in groups_of(schema)[group].items() if name in types_in(own, f"{group}.")]
+        having = [each for each, own in groups_of(schema)[group].items() if name in declared_in(own, f"{group}.")]
         return f"{name} is for {' and '.join(f'{group}={each}' for each in having)}; another {group} is chosen"
     words = [f"{key}={value}" for key, value in given.items()]
     unknown = {key: given[key] for key in given if key not in keys and not any(k.startswith(f"{key}.") for k in keys)}
@@ -125,7 +125,7 @@ def _needed(give: str | None, words: Sequence[str], schema: type[Keys]) -> str:
     for key in words_of_others.keys_of(give or ""):
         group, _, own = key.partition(".")
         alternatives = groups_of(schema).get(group, {}) if own else {}
-        having = [each for each, keys in alternatives.items() if key in types_in(keys, f"{group}.")]
+        having = [each for each, keys in alternatives.items() if key in declared_in(keys, f"{group}.")]
         chosen = {f"{group}={each}" for each in having} & {*words, *(give or "").split()}
         if having and len(having) < len(alternatives) and not chosen:
             return f", with {' or '.join(f'{group}={each}' for each in having)}"
@@ -139,7 +139,7 @@ def _unquoted(value: str) -> str:
 
 def _nearest(name: str, schema: type[Keys]) -> list[str]:
     """Keys with this last part; else the most similar, first in its group."""
-    known = [key for key in types_in(schema) if not key.endswith(".name")]
+    known = [key for key in declared_in(schema) if not key.endswith(".name")]
     group, _, last = name.replace("-", "_").rpartition(".")
     if same := [key for key in known if key.rpartition(".")[2] == last]:
         return same

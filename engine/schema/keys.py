@@ -122,11 +122,6 @@ def declared_in(schema: type[Keys], prefix: str = "") -> dict[str, Declared]:
     return found
 
 
-def types_in(schema: type[Keys], prefix: str = "") -> dict[str, Any]:
-    """{key: its type}, see `declared_in`."""
-    return {name: declared.kind for name, declared in declared_in(schema, prefix).items()}
-
-
 def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any) -> type[T]:
     """The dataclass selected by `name`. ValueError for an unknown name."""
     if name not in alternatives:
@@ -141,6 +136,7 @@ def check_values(config: Keys, prefix: str = "") -> None:
 
     ValueError: names the key, its value and the expected values.
     """
+    hints = get_type_hints(type(config))
     for entry in fields(config):
         value, name = getattr(config, entry.name), prefix + entry.name
         if str(value).lower() == "false" and "false" in (entry.metadata.get("one_of") or ()):
@@ -152,71 +148,58 @@ def check_values(config: Keys, prefix: str = "") -> None:
         if isinstance(value, Keys):
             check_values(value, f"{name}.")
         elif value is not None or entry.metadata.get("names") or entry.metadata.get("word"):
-            _check_bounds(name, value, entry.metadata)
+            _check_bounds(name, value, Declared(hints[entry.name], entry.metadata))
     if (check := getattr(config, "check", None)) is not None:
         check()
 
 
-def expected(bounds: Mapping[str, Any]) -> str | None:
-    """The values that the metadata of a key allow, in words; None if they allow all of its type."""
-    above, least, most, one_of = map(bounds.get, ("above", "least", "most", "one_of"))
-    if one_of is not None:
-        return f"one of {', '.join(map(str, one_of))}"
-    if above is None and least is None:
-        return None
-    low = f"a number above {above}" if least is None else f"{least} or more"
-    low = low if bounds.get("word") is None else f"{bounds['word']}, or {low}"
-    return low if most is None else f"{low}, at most {most}"
-
-
-def expected_of(declared: Declared) -> str:
+def expected(declared: Declared) -> str:
     """The type of a key and the values that it allows, in words: a whole number above 0."""
     kind, bounds = declared
-    if word := bounds.get("word"):
-        return f"{word}, or {expected_of(Declared(int, {**bounds, 'word': None}))}"
-    (kind,) = [each for each in get_args(kind) if each is not NoneType] if isinstance(kind, UnionType) else [kind]
-    one, several = "", 0
-    while get_origin(kind) is list:
-        (kind,), several = get_args(kind), several + 1
-    if kind is bool:
-        return "true or false"
-    allowed = expected(bounds)
-    if kind in (int, float):
-        one = "a whole number" if kind is int else "a number"
-        for start in ("a number", ""):
-            if allowed is not None and allowed.startswith(start):
-                allowed = f"{one}{'' if start else ', '}{allowed.removeprefix(start)}"
-                break
-    one = allowed or one or ("a text or a list" if kind is Any else "a text")
-    if entries := bounds.get("entries"):
-        return f"{len(entries)} numbers: {', '.join(entries)}"
-    return f"{'a list of lists' if several > 1 else 'a list'}, each {one}" if several else one
-
-
-def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
-    given = value if isinstance(value, list) else [value]
-    if one_of is not None and (not given or any(each not in one_of for each in given)):
-        raise ValueError(f"{name}={value}: expected {expected(bounds)}")
-    if bounds.get("names") and not as_list(value):
-        raise ValueError(f"{name}={value}: expected a name or a list of different names, such as [A,B]")
-    if entries is not None and len(value) != len(entries):
-        raise ValueError(f"{name}={value}: expected {len(entries)} numbers: {', '.join(entries)}")
-    if (above is None and least is None) or value == bounds.get("word", math.nan):
-        return
-    if bounds.get("word") and type(value) is not int:
-        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected_of(Declared(int, bounds))}")
-    numbers, highest = tree_leaves(value), math.inf if most is None else most  # NaN and empty lists must fail
-    if len(numbers) > MOST_NUMBERS:
-        raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")
-    if not numbers or not all(
-        number < math.inf
-        and number <= highest
-        and (above is None or number > above)
-        and (least is None or number >= least)
-        for number in numbers
-    ):
-        raise ValueError(f"{name}={value}: expected {expected(bounds)}")
+    if word := bounds.get("word"):
+        return f"{word}, or {expected(Declared(int, {**bounds, 'word': None}))}"
+    if bounds.get("names"):
+        return "a name or a list of different names, such as [A,B]"
+    (kind,) = [each for each in get_args(kind) if each is not NoneType] if isinstance(kind, UnionType) else [kind]
+    lists = 0
+    while get_origin(kind) is list:
+        (kind,), lists = get_args(kind), lists + 1
+    names = {bool: "true or false", int: "a whole number", float: "a number", Any: "a text or a list"}
+    one = names.get(kind, "a text") if one_of is None else f"one of {', '.join(map(str, one_of))}"
+    limits = {"above {}": above, "{} or more": least, "at most {}": most}
+    within = ", ".join(text.format(limit) for text, limit in limits.items() if limit is not None)
+    if entries is not None:
+        return f"{len(entries)} numbers: {', '.join(entries)}" + f", each {within}" * bool(within)
+    one += f"{'' if above is not None else ','} {within}" * bool(within)
+    return ("", "a list, each ", "a list of lists, each ")[lists] + one
+
+
+def _check_bounds(name: str, value: Any, declared: Declared) -> None:
+    bounds = declared.metadata
+    above, least, most, one_of, entries, word = map(bounds.get, ("above", "least", "most", "one_of", "entries", "word"))
+    fits = True
+    if one_of is not None:
+        given = value if isinstance(value, list) else [value]
+        fits = bool(given) and all(each in one_of for each in given)
+    elif bounds.get("names"):
+        fits = bool(as_list(value))
+    elif (above is not None or least is not None) and (word is None or value != word):
+        numbers, highest = tree_leaves(value), math.inf if most is None else most
+        if len(numbers) > MOST_NUMBERS:
+            raise ValueError(f"{name} has {len(numbers):,} numbers: expected at most {MOST_NUMBERS:,}")
+        fits = (
+            bool(numbers) and (word is None or type(value) is int) and (entries is None or len(value) == len(entries))
+        )
+        fits = fits and all(  # NaN is not
+            number < math.inf
+            and number <= highest
+            and (above is None or number > above)
+            and (least is None or number >= least)
+            for number in numbers
+        )
+    if not fits:
+        raise ValueError(f"{name}={'null' if value is None else value}: expected {expected(declared)}")
 
 
 def as_list(value: Any) -> list[str]:

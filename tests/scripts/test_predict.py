@@ -204,7 +204,7 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
     for override, message in (
         ("input=/nowhere/at/all.png", "input=/nowhere/at/all.png does not exist"),
         (f"input={tmp_path / 'empty'}", "empty holds no image, such as .png"),
-        ("tta.scales=[-1]", "tta.scales=[-1.0]: expected a number above 0"),
+        ("tta.scales=[-1]", "tta.scales=[-1.0]: expected a list, each a number above 0"),
         (f"output={tmp_path / 'data/images'}", f"lies in {tmp_path / 'data/images'}, the images of a dataset"),
         (f"output={tmp_path / 'data/images/new'}", f"lies in {tmp_path / 'data/images'}, the images of a dataset"),
     ):

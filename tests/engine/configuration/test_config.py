@@ -395,7 +395,10 @@ def test_what_hydra_lets_pass_is_refused(override, message):
             "trainer.recompute=sqrt with body=revnet: .* for bodies that are not reversible",
         ),
         ("resume=auto", "resume=auto needs run_dir"),
-        ("seed=99999999999999999999", "seed=99999999999999999999: expected 0 or more, at most 9223372036854775807"),
+        (
+            "seed=99999999999999999999",
+            "seed=99999999999999999999: expected a whole number, 0 or more, at most 9223372036854775807",
+        ),
         ("init.format=standard_bn", "init.format=standard_bn needs init.weights=FILE"),
         ("init.format=caffe init.weights=a.pt", "=caffe: expected one of standard_bn, released, torchvision, timm"),
         ("init.scale=raw init.weights=a.pt", "init.scale=raw needs init.format=released"),
