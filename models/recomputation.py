@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, recompute_activations
-from keepless.reversible.state import statistics_kept
+from keepless.norms.statistics import statistics_kept
 from keepless.torch_internals import is_capturing
 
 BLOCKS = ("none", "blocks", "sqrt")

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..inputs import tensors_in
 from ..norms.abn import ABN
+from ..norms.statistics import with_attributes
 from ..torch_internals import BatchNormBase, StorageWeakRef, tree_map, without_function_modes
 from .activated import METADATA, is_customised
 
@@ -96,26 +97,22 @@ def calls_on_example(network: nn.Module, example: Example) -> dict[nn.Module, li
 @contextmanager
 def _unchanged(network: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
     """Context in which the modules have copies of their attributes and buffers; the copies are dropped at the end."""
-    states = {module: vars(module) for module in network.modules()}
     buffers = {buffer: buffer.detach().clone() for buffer in network.buffers()}
+    attributes = {}
+    for module in network.modules():
+        copied = {
+            name: copy.copy(value) if type(value) in (dict, OrderedDict, list, set) else value
+            for name, value in vars(module).items()
+        }
+        own = {name: None if value is None else buffers[value] for name, value in module._buffers.items()}
+        attributes[module] = {**copied, "_buffers": own}
     devices = {x.device for x in tensors_in((args, list(network.parameters()))) if x.is_cuda}
     python_state = random.getstate()
     try:
-        with torch.random.fork_rng(list(devices)):
-            for module, state in states.items():
-                copied = {
-                    name: copy.copy(value) if type(value) in (dict, OrderedDict, list, set) else value
-                    for name, value in state.items()
-                }
-                copied["_buffers"] = {
-                    name: None if value is None else buffers[value] for name, value in module._buffers.items()
-                }
-                object.__setattr__(module, "__dict__", copied)
+        with torch.random.fork_rng(list(devices)), with_attributes(attributes):
             yield
     finally:
         random.setstate(python_state)
-        for module, state in states.items():
-            object.__setattr__(module, "__dict__", state)
 
 
 class _Observer(TorchFunctionMode):

@@ -1,6 +1,7 @@
-"""Recompute the running statistics of norms."""
+"""Recompute the running statistics of norms, or keep them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -71,3 +72,27 @@ def renew_statistics(
 def has_running_statistics(module: object) -> bool:
     """Whether a module is a norm with running statistics, ours or PyTorch's."""
     return getattr(module, "running_mean", None) is not None and hasattr(module, "momentum")  # a frozen norm has none
+
+
+@contextmanager
+def statistics_kept(*modules: nn.Module) -> Iterator[None]:
+    """Context in which forward passes of some modules do not change the running statistics of their norms."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    norms = [part for part in parts if part.training and has_running_statistics(part)]
+    buffers = {buffer: buffer.clone() for norm in norms for buffer in norm._buffers.values() if buffer is not None}
+    copied = [{name: None if one is None else buffers[one] for name, one in norm._buffers.items()} for norm in norms]
+    with with_attributes({norm: {**vars(norm), "_buffers": own} for norm, own in zip(norms, copied, strict=True)}):
+        yield
+
+
+@contextmanager
+def with_attributes(attributes: Mapping[nn.Module, dict[str, Any]]) -> Iterator[None]:
+    """Context in which modules have other attributes, buffers among them; they get their own back at the end."""
+    own = {module: vars(module) for module in attributes}
+    try:
+        for module, others in attributes.items():
+            object.__setattr__(module, "__dict__", others)
+        yield
+    finally:
+        for module, others in own.items():
+            object.__setattr__(module, "__dict__", others)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import check_module
+from ..norms.statistics import statistics_kept
 from ..torch_internals import call_at_compilation, warn
 from .chain import Pass
 from .couplings import has_hooks, in_halves, is_low_under_autocast, widened
-from .state import statistics_kept
 from .steps import as_tuple
 
 Block = nn.Module | tuple[nn.Module, ...]

@@ -1,6 +1,6 @@
 """The state of modules before a forward pass, from which its repetition starts: buffers and attributes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from types import NoneType
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..norms.inplace_abn import OWN_LAYERS
-from ..norms.statistics import BATCH_NORMS, has_running_statistics
+from ..norms.statistics import BATCH_NORMS, has_running_statistics, with_attributes
 from ..saved import check_version
 from ..torch_internals import FakeTensor, is_capturing
 
@@ -123,7 +123,17 @@ class State:
         RuntimeError if it writes a parameter.
         """
         before = [parameter.detach().clone() for _, _, parameter in self.watched]
-        with _attributes_swapped(self.attributes), _buffers_swapped(self.buffers):
+        attributes: dict[nn.Module, dict[str, Any]] = {}
+        for part, values in self.attributes.items():
+            others = {name: value for name, value in vars(part).items() if not _is_own(name, value)}
+            attributes[part] = {**others, **values, "_buffers": {**part._buffers}}
+        copies: dict[int, Tensor] = {}  # a single copy of a tensor that is a buffer of several modules
+        for one in self.buffers:
+            start = one.owner._buffers[one.name] if one.start is None and one.values is not None else one.start
+            if start is not None:
+                start = copies.setdefault(id(one.values), start.clone())
+            attributes[one.owner]["_buffers"][one.name] = start
+        with with_attributes(attributes):
             yield
         for (part, name, parameter), values in zip(self.watched, before, strict=True):
             if part._parameters.get(name) is not parameter or not (
@@ -140,24 +150,15 @@ def _initialises(name: str) -> RuntimeError:
     )
 
 
-@contextmanager
-def statistics_kept(*modules: nn.Module) -> Iterator[None]:
-    """Context in which forward passes of some modules do not change the running statistics of their norms."""
-    parts = [part for module in modules for part in module.modules()]
-    norms = [part for part in parts if part.training and has_running_statistics(part)]
-    with _buffers_swapped([buffer for norm in norms for buffer in _buffers(norm)]):
-        yield
-
-
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """A module's plain values."""
-    own = vars(module)
-    return {name: own[name] for name in own.keys() - _PYTORCHS_ATTRIBUTES if _is_plain(own[name])}
+    return {name: value for name, value in vars(module).items() if _is_own(name, value)}
 
 
-def _is_plain(value: object) -> bool:
-    """Whether a value is plain: no container, and no tensor with a graph, which is a result and needs memory."""
-    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not value.requires_grad)
+def _is_own(name: str, value: object) -> bool:
+    """Whether an attribute is plain: no container, and no tensor with a graph, which is a result and needs memory."""
+    is_plain = isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not value.requires_grad)
+    return is_plain and name not in _PYTORCHS_ATTRIBUTES
 
 
 def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -190,41 +191,6 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
         for name, values in module._buffers.items()
         if values is None or not is_lazy(values)
     ]
-
-
-@contextmanager
-def _attributes_swapped(attributes: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
-    """Context in which modules have these plain values. Afterwards all their attributes are restored."""
-    present = {part: dict(vars(part)) for part in attributes}
-    try:
-        for part, values in attributes.items():
-            for name in present[part].keys() - values.keys() - _PYTORCHS_ATTRIBUTES:
-                if _is_plain(present[part][name]):
-                    delattr(part, name)
-            vars(part).update(values)
-        yield
-    finally:
-        for part, before in present.items():
-            for name in vars(part).keys() - before.keys():
-                delattr(part, name)
-            vars(part).update(before)
-
-
-@contextmanager
-def _buffers_swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
-    """Context in which buffers are replaced by copies of their initial values."""
-    present = [buffer.owner._buffers[buffer.name] for buffer in buffers]
-    copies: dict[int, Tensor] = {}  # a single copy of a tensor that is a buffer of several modules
-    try:
-        for buffer, values in zip(buffers, present, strict=True):
-            start = values if buffer.start is None and buffer.values is not None else buffer.start
-            if start is not None:
-                start = copies.setdefault(id(buffer.values), start.clone())
-            buffer.owner._buffers[buffer.name] = start
-        yield
-    finally:
-        for buffer, values in reversed(list(zip(buffers, present, strict=True))):
-            buffer.owner._buffers[buffer.name] = values
 
 
 def is_unknown(tensor: Tensor) -> bool:
