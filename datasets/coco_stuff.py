@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 from datasets.class_table import ClassTable, distinct_colours
-from datasets.layout import Layout, list_files, read_list
+from datasets.file_list import list_files
+from datasets.layout import Layout, read_list
 from datasets.segmentation import Files, SegmentationDataset
 
 LISTS = ("challenge", "full")  # of images

@@ -1,10 +1,10 @@
-"""The files of a dataset: names, sizes and times, kept compactly, and the listing of class folders."""
+"""The files of a dataset: names, sizes and times, kept compactly, and the listing of folders."""
 
 import hashlib
 import json
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,13 +70,54 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(found, key=composed))
 
 
+def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
+    """{name: path} of the files in `folder` with one of `suffixes`, which are not part of the names; sorted.
+
+    Names are `composed`, so images and labels pair however their disk stores accents. `deep`: also files in its
+    folders; their names are paths below `folder`. Hidden files and folders do not count, nor links to a folder above.
+    ValueError if two files have the same name, or a folder has one of the suffixes.
+    """
+    found: dict[str, Path] = {}
+    for name, entry in _entries(folder, suffixes, deep):
+        path = Path(entry.path)
+        if (other := found.setdefault(name, path)) != path:
+            one, two = (ascii(str(file.relative_to(folder))) for file in (other, path))  # it shows how accents differ
+            raise ValueError(f"{folder} holds both {one} and {two}: expected one file per name. Remove one.")
+    return dict(sorted(found.items()))
+
+
+def _entries(
+    folder: Path, suffixes: Sequence[str], deep: bool = False, above: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, os.DirEntry]]:
+    """Each file of `list_files`, and its name there."""
+    if deep and (real := os.path.realpath(folder)) not in above:
+        above |= {real}
+    elif deep:  # a circle of links
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
+            if is_hidden(entry.name):
+                continue
+            if suffix is not None and entry.is_dir():
+                raise ValueError(f"{folder / entry.name} is a folder with an image's name: rename it")
+            if deep and entry.is_dir():
+                inside = _entries(folder / entry.name, suffixes, deep, above)
+                yield from ((f"{composed(entry.name)}/{name}", file) for name, file in inside)
+            elif suffix is not None:
+                yield composed(entry.name[: -len(suffix)]), entry
+
+
 def list_classes(folder: Path, classes: Sequence[str], suffixes: tuple[str, ...]) -> tuple[FileList, np.ndarray]:
     """The files in `folder`/CLASS for each of `classes`, sorted by class and name, and their classes, int64 (n,).
 
     Only files whose names end with one of `suffixes`, in lower or upper case, count. Hidden files do not. ImageNet's
     1.3 million files take about ten seconds on a local disk.
     """
-    found = [_files(folder, name, suffixes) for name in classes]
+    found = [
+        sorted((f"{name}/{entry.name}", _size_and_time(entry)) for _, entry in _entries(folder / name, suffixes))
+        for name in classes
+    ]
     files = _file_list(folder, [entry for entries in found for entry in entries])
     return files, np.repeat(np.arange(len(classes)), [len(entries) for entries in found])
 
@@ -86,15 +127,6 @@ def _file_list(root: Path, found: Sequence[tuple[str, tuple[int, int]]]) -> File
     names = np.array([os.fsencode(name) for name, _ in found], np.bytes_)
     states = np.array([state for _, state in found], np.int64).reshape(-1, 2)
     return FileList(root, names, sizes=states[:, 0].copy(), times=states[:, 1].copy())
-
-
-def _files(folder: Path, name: str, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[int, int]]]:
-    """(path below `folder`, (size, time)) of each file in the class folder `name`, sorted."""
-    with os.scandir(folder / name) as entries:
-        chosen = [e for e in entries if e.name.lower().endswith(suffixes) and not is_hidden(e.name)]
-        if folders := [entry.path for entry in chosen if entry.is_dir()]:
-            raise ValueError(f"{folders[0]} is a folder with an image's name: rename it")
-        return sorted((f"{name}/{entry.name}", _size_and_time(entry)) for entry in chosen)
 
 
 def _size_and_time(file: Path | os.DirEntry) -> tuple[int, int]:

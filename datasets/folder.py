@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
-from datasets.file_list import composed, is_hidden
-from datasets.layout import PHOTOGRAPHS, Layout, list_files, read_json, read_list
+from datasets.file_list import composed, is_hidden, list_files
+from datasets.layout import PHOTOGRAPHS, Layout, read_json, read_list
 from datasets.reading import Stored, Window, decode_mask, label_palette
 from datasets.segmentation import Files, SegmentationDataset
 

@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets.file_list import composed, is_hidden
+from datasets.file_list import list_files
 from datasets.segmentation import Files
 
 # Suffixes of the user's own images. Reading refuses HEIF by name; a file with another suffix is not an image.
@@ -99,42 +99,6 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_text("utf-8-sig"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
-    """{name: path} of the files in `folder` with one of `suffixes`, which are not part of the names; sorted.
-
-    Names are `composed`, so images and labels pair however their disk stores accents. `deep`: also files in its
-    folders; their names are paths below `folder`. Hidden files and folders do not count, nor links to a folder above.
-    ValueError if two files have the same name, or a folder has one of the suffixes.
-    """
-    found: dict[str, Path] = {}
-    for name, path in _named(folder, suffixes, deep):
-        if (other := found.setdefault(name, path)) != path:
-            one, two = (ascii(str(file.relative_to(folder))) for file in (other, path))  # it shows how accents differ
-            raise ValueError(f"{folder} holds both {one} and {two}: expected one file per name. Remove one.")
-    return dict(sorted(found.items()))
-
-
-def _named(
-    folder: Path, suffixes: Sequence[str], deep: bool, above: frozenset[str] = frozenset()
-) -> Iterator[tuple[str, Path]]:
-    if deep and (real := os.path.realpath(folder)) not in above:
-        above |= {real}
-    elif deep:  # a circle of links
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
-            if is_hidden(entry.name):
-                continue
-            if suffix is not None and entry.is_dir():
-                raise ValueError(f"{folder / entry.name} is a folder with an image's name: rename it")
-            if deep and entry.is_dir():
-                inside = _named(folder / entry.name, suffixes, deep, above)
-                yield from ((f"{composed(entry.name)}/{name}", path) for name, path in inside)
-            elif suffix is not None:
-                yield composed(entry.name[: -len(suffix)]), folder / entry.name
 
 
 def read_list(file: Path, of: str) -> list[str]:

@@ -9,22 +9,15 @@ or less is first averaged over blocks of pixels, which start at the image's firs
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import cv2
 import numpy as np
 import torch
 
 from datasets.image_transforms import Transform, seeded
+from datasets.segmentation import Undecoded
 
-
-class Pixels(Protocol):
-    """An array, or a file that decodes only the slice that is read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, window: tuple[slice, slice], /) -> np.ndarray: ...
+Pixels = np.ndarray | Undecoded
 
 
 @dataclass
