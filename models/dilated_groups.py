@@ -64,6 +64,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of input and weight, each only if it is needed."""
         stride, padding, dilation, groups = ctx.geometry
 
         def gradients(*tensors: Tensor, of: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless import AdditiveCoupling
@@ -109,29 +108,17 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
 
 
 def shortcut(in_channels: int, channels: Sequence[int], stride: int) -> nn.Module:
-    """Identity if nothing changes; otherwise a 1x1 convolution in a bottleneck, or `PooledShortcut` (section 5.1)."""
+    """Identity if nothing changes; otherwise a 1x1 convolution in a bottleneck.
+
+    Two 3x3 convolutions have a shortcut without parameters: it average-pools by the stride and adds channels of zeros,
+    half of them on each side (section 5.1). ValueError: they have fewer channels than the input.
+    """
     if stride == 1 and in_channels == channels[-1]:
         return nn.Identity()
     if len(channels) == 3:
         return nn.Conv2d(in_channels, channels[-1], 1, stride=stride, bias=False)
-    return PooledShortcut(channels[-1] - in_channels, stride)
-
-
-class PooledShortcut(nn.Module):
-    """Average-pools by the stride and adds channels of zeros, half of them on each side."""
-
-    def __init__(self, added_channels: int, stride: int):
-        super().__init__()
-        if added_channels < 0:
-            raise ValueError(
-                f"a stage has {-added_channels} channels less than the one before: expected at least as many"
-            )
-        self.added_channels = added_channels
-        self.stride = stride
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, C + added_channels, ceil(H / stride), ceil(W / stride))."""
-        if self.stride > 1:
-            x = F.avg_pool2d(x, self.stride, ceil_mode=True)
-        before = self.added_channels // 2
-        return F.pad(x, (0, 0, 0, 0, before, self.added_channels - before))
+    added = channels[-1] - in_channels
+    if added < 0:
+        raise ValueError(f"a stage has {-added} channels less than the one before: expected at least as many")
+    zeros = nn.ConstantPad3d((0, 0, 0, 0, added // 2, added - added // 2), 0.0)
+    return zeros if stride == 1 else nn.Sequential(nn.AvgPool2d(stride, ceil_mode=True), zeros)

@@ -7,7 +7,6 @@ import zipfile
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 SAFETENSORS = ".safetensors"
 
@@ -24,8 +23,14 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
         raise ValueError(f"{name} {instead}: expected {expected}")
     try:
         if path.suffix == SAFETENSORS:
-            return _read_safetensors(path)
-        if has_checksums(path):
+            try:
+                from safetensors.torch import load_file
+            except ImportError as error:
+                raise ValueError("it needs the package safetensors: pip install safetensors") from error
+            return load_file(path)
+        with open(path, "rb") as file:
+            has_checksums = file.read(2) == b"PK"
+        if has_checksums:
             _check_bytes(path)
         with torch.serialization.safe_globals([argparse.Namespace]):  # torchvision's and timm's scripts save theirs
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -43,20 +48,6 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
         raise ValueError(
             f"{name} is damaged, or no file of torch.save ({reason}): expected {expected}; {if_damaged}"
         ) from error
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise ValueError("it needs the package safetensors: pip install safetensors") from error
-    return load_file(path)
-
-
-def has_checksums(path: Path) -> bool:
-    """Whether a file of torch.save is in the format that has checksums."""
-    with open(path, "rb") as file:
-        return file.read(2) == b"PK"
 
 
 def _check_bytes(path: Path) -> None:
