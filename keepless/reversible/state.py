@@ -124,9 +124,9 @@ class State:
         """
         before = [parameter.detach().clone() for _, _, parameter in self.watched]
         attributes: dict[nn.Module, dict[str, Any]] = {}
-        for part, values in self.attributes.items():
+        for part, plain in self.attributes.items():
             others = {name: value for name, value in vars(part).items() if not _is_own(name, value)}
-            attributes[part] = {**others, **values, "_buffers": {**part._buffers}}
+            attributes[part] = {**others, **plain, "_buffers": {**part._buffers}}
         copies: dict[int, Tensor] = {}  # a single copy of a tensor that is a buffer of several modules
         for one in self.buffers:
             start = one.owner._buffers[one.name] if one.start is None and one.values is not None else one.start
