@@ -19,7 +19,7 @@ from engine.process.transfers import HostCopy
 from engine.training import loop
 from keepless import InPlaceABN, recompute_activations
 from scripts.predict import predict
-from tests.cuda import FSDP2_ON_CPUS, NEEDS_CUDA
+from tests.cuda import NEEDS_CUDA
 from tests.runs import SHORT, composed
 from train_seg import train
 
@@ -137,13 +137,12 @@ def sharded_gradients(rank: int, wrapper: str, device: str, backend: str) -> lis
 @pytest.mark.parametrize(
     "wrapper, device, backend",
     [
-        pytest.param("ddp", "cpu", "gloo", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "cpu", "gloo", marks=[pytest.mark.slow, FSDP2_ON_CPUS]),
         pytest.param("ddp", "cuda", "gloo", marks=NEEDS_CUDA),
         *(pytest.param(wrapper, "cuda", "nccl", marks=[*NEEDS_CUDA, TWO_GPUS]) for wrapper in ("ddp", "fsdp2")),
     ],
 )
 def test_recomputed_gradients_are_those_of_the_plain_network_in_a_group(ranks, wrapper, device, backend):
+    """tests/keepless/norms/test_synchronisation.py has groups of CPUs."""
     answers = ranks.run(sharded_gradients, wrapper, device, backend)
     assert not [found for found in answers if isinstance(found, Exception)], answers
     for plain, *others in answers:

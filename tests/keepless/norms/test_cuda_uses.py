@@ -35,13 +35,10 @@ def test_unaligned_views_have_the_gradients_of_aligned_copies(device, offset):
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
 
 
-def _rank(rank: int, device_type: str, store: str, results) -> None:
+def _rank(rank: int, store: str, results) -> None:
     """A rank's half of a batch: z and the gradients of x; the parameters' gradients are its share."""
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    torch.cuda.set_device(device := torch.device("cuda", rank))
+    dist.init_process_group("nccl", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     x, dz = batch()
     layer = InPlaceABNSync(8).to(device)
     half = x[2 * rank : 2 * rank + 2].to(device).requires_grad_()
@@ -55,18 +52,13 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 4, 8, 5, 5, generator=torch.Generator().manual_seed(0)).unbind()
 
 
-NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-
-
-REHEARSED = pytest.param("cpu", marks=pytest.mark.slow)  # two processes that import torch
-
-
-@pytest.mark.parametrize("device", [REHEARSED, pytest.param("cuda", marks=[*NEEDS_CUDA, NEEDS_TWO])])
-def test_two_ranks_equal_one_with_the_whole_batch(device, tmp_path):
-    """Two devices use nccl; the rehearsal uses gloo."""
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_ranks_equal_one_with_the_whole_batch(tmp_path):
+    """They use nccl. tests/keepless/norms/test_synchronisation.py has ranks on a CPU."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    arguments = (device, str(tmp_path / "store"), results)
+    arguments = (str(tmp_path / "store"), results)
     processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()

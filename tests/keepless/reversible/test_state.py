@@ -16,9 +16,9 @@ from tests.keepless.reversible.test_modules import IMAGES, assert_same, step
 class ActNorm(nn.Module):
     """(x + shift) * scale, of zero mean and unit variance in the first minibatch."""
 
-    def __init__(self, values="parameters", flag="bool", write="copy"):
+    def __init__(self, values="parameters", flag="buffer", new=False):
         super().__init__()
-        self.write = write
+        self.new = new
         for name, start in (("shift", torch.zeros(1)), ("scale", torch.ones(1))):
             if values == "parameters":
                 self.register_parameter(name, nn.Parameter(start))
@@ -27,13 +27,11 @@ class ActNorm(nn.Module):
         if flag == "attribute":
             self.ready = False
         else:
-            self.register_buffer("ready", torch.zeros((), dtype=getattr(torch, flag)))
+            self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
 
     def set(self, name, value):
-        if self.write == "new":
+        if self.new:
             setattr(self, name, nn.Parameter(value))
-        elif self.write == "data":
-            getattr(self, name).data.copy_(value)
         else:
             getattr(self, name).copy_(value)
 
@@ -97,29 +95,9 @@ class Moving(nn.Module):
         return y
 
 
-class Codebook(nn.Module):
-    """Vector quantisation: the first minibatch fills the codes, and each one moves them after it has used them."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("ready", torch.tensor(False))
-        self.register_buffer("codes", torch.zeros(5))
-
-    def forward(self, x):
-        values = x.detach().flatten()
-        if not self.ready:
-            self.codes.copy_(values[:5])
-            self.ready.fill_(True)
-        nearest = (values[:, None] - self.codes).abs().argmin(1)
-        y = x * self.codes[nearest].view_as(x)
-        self.codes.index_add_(0, nearest, values / len(values))
-        return y
-
-
 KINDS = {
     "initialised, attribute": lambda: ActNorm("buffers", "attribute"),
-    "initialised, bool flag": lambda: ActNorm("buffers"),
-    "initialised, byte flag": lambda: ActNorm("buffers", "uint8", "data"),
+    "initialised, buffer": lambda: ActNorm("buffers"),
     "each time": Standardised,
     "used before it moves": Moving,
     "used before it moves, data": lambda: Moving("data"),
@@ -127,7 +105,6 @@ KINDS = {
     "used before it moves, toggle": lambda: Moving("toggle"),
     "used before it moves, calls": lambda: Moving("calls"),
     "used before it moves, cache": lambda: Moving("cache"),
-    "codebook": Codebook,
 }
 
 
@@ -151,7 +128,7 @@ FORMS = {
     "kept inputs": lambda blocks: nn.Sequential(*(InvertibleModuleWrapper(block, keep_input=True) for block in blocks)),
 }
 CASES = {*product(KINDS, ["F"], ["sequence"]), *product(KINDS, ["between couplings"], ["kept inputs"])}
-CASES |= {*product(["initialised, bool flag"], ["F", "G", "F and G", "inside a chain"], FORMS)}
+CASES |= {*product(["initialised, buffer"], ["F", "G", "F and G", "inside a chain"], FORMS)}
 
 
 @pytest.mark.parametrize("kind, place, form", sorted(CASES))
@@ -170,7 +147,7 @@ def test_gradients_and_values_are_those_of_stored_activations(kind, place, form)
 
 TO_INITIALISE = {
     "parameters": (ActNorm, "F", r"writes ActNorm.shift, .* under torch.no_grad\(\)"),
-    "new parameters": (lambda: ActNorm(write="new"), "G", r"writes ActNorm.shift, .* under torch.no_grad\(\)"),
+    "new parameters": (lambda: ActNorm(new=True), "G", r"writes ActNorm.shift, .* under torch.no_grad\(\)"),
     "sizes": (partial(nn.LazyConv2d, 4, 1), "inside F", r"writes the sizes of LazyConv2d, .* under torch.no_grad\(\)"),
     "with an inverse": (lambda: ActNorm("buffers"), "between couplings", r"ActNorm .*changes its .* torch.no_grad\(\)"),
 }

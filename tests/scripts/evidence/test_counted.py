@@ -74,14 +74,6 @@ def test_the_planner_is_calibrated_on_table_3():
         assert pixels < 1.43 * row["paper_crops"] * row["paper_crop_size"] ** 2, (column, fit, norm)
 
 
-def test_a_table_is_planned_with_what_is_particular_to_it():
-    parts = {}
-    for table in ("cifar10", "table2", "revnet"):
-        parts[table] = {item.split("/")[0] for item in memory_plan.items(memory_plan.PlanArguments(table=table))}
-    own = {"table2": "limits", "revnet": "claims"}
-    assert parts == {"cifar10": {"experiments"}} | {table: {"experiments", part} for table, part in own.items()}
-
-
 def test_a_tiny_run_compares_every_way_of_the_loss(in_process, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # which takes a minute
     call, text = measured("loss", tmp_path, "classes=[5]", "strides=[8]", "crop_size=32", "rounds=2")

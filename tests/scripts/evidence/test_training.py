@@ -4,7 +4,6 @@ import pytest
 
 from scripts.evidence import training
 from scripts.evidence.training import DEFAULT, GROUPS, PLAIN, Switch, TrainingArguments
-from scripts.gpu_evidence import PARTS
 from scripts.reports.papers import configured_as
 from tests.scripts.evidence.records import measured
 
@@ -49,14 +48,3 @@ def test_every_switch_changes_the_training_that_it_is_compared_with():
     for override in own:  # the arms have a recipe of their own
         assert configured_as(None, *shared, override) != default, override
     assert all(switch.overrides or switch.name == DEFAULT or not switch.freed_memory_kept for switch in SWITCHES)
-
-
-def test_a_gpu_measures_a_network_of_table_3_by_norm_and_what_compiles_alone():
-    """Its memory would not hold them all."""
-    for own in PARTS["steps"].calls:
-        assert own["recipe"].startswith("table3/") and own["crop_size"] == 512
-        found = training.items(TrainingArguments(**own))
-        assert list(found) == ["start1/in-place", "start1/standard", "start1/compiled"]
-        assert {len(switches) for _, switches in found.values()} == {6, 4, 1}
-    ((_, switches), *_) = training.items(TrainingArguments(parts=["norms"])).values()
-    assert len(switches) == 4
