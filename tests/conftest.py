@@ -101,6 +101,16 @@ def ranks(request, tmp_path_factory):
     started.stop()
 
 
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory) -> Path:
+    """Drawn streets in the layout of Cityscapes: 12 to train on, 3 to evaluate."""
+    from datasets.synthetic import write_streets  # here, because the layers' tests may have no OpenCV
+
+    folder = tmp_path_factory.mktemp("drawn") / "streets"
+    write_streets(folder, {"train": 12, "val": 3}, seed=0)
+    return folder
+
+
 @pytest.fixture
 def double():
     """New tensors are in float64."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from datasets import cityscapes
-from datasets.synthetic import write_streets
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
@@ -28,22 +27,14 @@ from train_seg import train
 
 
 @pytest.fixture(scope="module")
-def streets(tmp_path_factory) -> Path:
-    """Drawn streets: 8 to train on, 3 to evaluate."""
-    root = tmp_path_factory.mktemp("data") / "streets"
-    write_streets(root, {"train": 8, "val": 3}, seed=0)
-    return root
-
-
-@pytest.fixture(scope="module")
-def run_dir(streets, tmp_path_factory) -> Path:
+def run_dir(drawn, tmp_path_factory) -> Path:
     """A short training of a network that predicts many classes: it starts from a random classifier."""
     path, start = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("start") / "net.pt"
     torch.manual_seed(0)
     network = assemble.network_of(run_config(), 19)
     torch.nn.init.normal_(network.cls.weight)
     torch.save(network.state_dict(), start)
-    options = ("data=cityscapes", f"data.root={streets}", "trainer.steps=2", "optim.lr=1e-3")
+    options = ("data=cityscapes", f"data.root={drawn}", "trainer.steps=2", "optim.lr=1e-3")
     options += (f"init.weights={start}", "init.format=standard_bn", "trainer.evaluate_images=null")
     train(composed("train_seg", f"run_dir={path}", *SHORT, *options))
     return path
@@ -131,9 +122,9 @@ def test_wrong_values_are_refused(run_dir, override, message):
         evaluate_run(run_dir, override)
 
 
-def test_the_images_of_a_dataset_are_no_place_for_pictures(run_dir, streets):
+def test_the_images_of_a_dataset_are_no_place_for_pictures(run_dir, drawn):
     """The next training would find images without labels. Where labels are called like images, they would be gone."""
-    images, labels = (path.parent for path in cityscapes(streets, "val").files[0][1:3])
+    images, labels = (path.parent for path in cityscapes(drawn, "val").files[0][1:3])
     for key in ("overlays", "predictions"):
         with pytest.raises(ValueError, match=f"{key}=.* lies in {images}, the images of a dataset"):
             evaluate_run(run_dir, f"{key}={images / 'new'}")
@@ -142,8 +133,8 @@ def test_the_images_of_a_dataset_are_no_place_for_pictures(run_dir, streets):
     assert not (images / "new").exists()
 
 
-def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, streets, tmp_path):
-    root = shutil.copytree(streets, tmp_path / "streets")
+def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, drawn, tmp_path):
+    root = shutil.copytree(drawn, tmp_path / "streets")
     image = cityscapes(root, "val").files[-1].image
     image.write_bytes(image.read_bytes()[:200])
     with pytest.raises(ValueError, match=image.name):
@@ -151,9 +142,9 @@ def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, streets, tmp_
     assert not (tmp_path / "predictions").exists()
 
 
-def test_predictions_are_official_and_score_the_same_in_the_official_script(run_dir, streets, tmp_path, monkeypatch):
+def test_predictions_are_official_and_score_the_same_in_the_official_script(run_dir, drawn, tmp_path, monkeypatch):
     """Scores agree to 1e-12 on the files that eval.py wrote, for labels with instances. Overlays show three images."""
-    root = shutil.copytree(streets, tmp_path / "streets")
+    root = shutil.copytree(drawn, tmp_path / "streets")
     for entry in cityscapes(root, "val").files:
         label = cv2.imread(str(entry.label), cv2.IMREAD_UNCHANGED)
         trees.write(entry.label.with_name(f"{entry.name}_gtFine_instanceIds.png"), trees.instance_ids(label))

@@ -12,7 +12,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datasets import cityscapes
-from datasets.synthetic import write_streets
 from engine.checkpoint import files as checkpoint
 from engine.records.metrics_logger import MetricsLogger
 from tests.faults.runs import before_call
@@ -22,14 +21,6 @@ from train_seg import train
 
 def train_short(run_dir: Path, *overrides: str) -> dict:
     return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, *overrides))
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Path:
-    """Streets: 12 to train on, 2 to evaluate."""
-    folder = tmp_path_factory.mktemp("drawn") / "streets"
-    write_streets(folder, {"train": 12, "val": 2}, seed=0)
-    return folder
 
 
 @pytest.fixture

@@ -104,11 +104,15 @@ def test_classes_of_own_images_that_are_not_read_or_empty_are_named(root):
         image_folder(root, "train")
 
 
-def test_own_images_without_a_split_are_named(root):
+def test_own_images_beside_class_folders_or_without_a_split_are_named(root):
     assert own_splits(root) == ["train", "val"]
     fix = "Fix: move each image into the folder of its class, in DIR/train and DIR/val "
     with pytest.raises(ValueError, match=f"image_folder: the folder {root}/test is missing[^$]*{fix}"):
         image_folder(root, "test")
+    for file in (root / "train").glob("*/*"):
+        file.rename(root / "train" / file.name)
+    with pytest.raises(ValueError, match=f"{root}/train holds 6 images beside class folders[^$]*{fix}"):
+        image_folder(root, "train")
 
 
 def adobe_cmyk(black: int) -> bytes:

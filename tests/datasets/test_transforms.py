@@ -8,7 +8,7 @@ from torchvision.transforms import v2
 
 from datasets import TrainingTransform
 from datasets.image_transforms import seeded
-from datasets.transforms import at_scale, base_scale, scale_and_crop, scaled
+from datasets.transforms import base_scale, scale_and_crop, scaled
 
 FILL, IGNORE = (10, 20, 30), 255
 
@@ -209,13 +209,6 @@ def test_the_pixel_lies_anywhere_in_the_crop_and_the_crop_in_the_image():
     for _ in range(20):
         _, crop = transform(image, label, rng, pixel=(0, 59))
         assert crop[0, 15] == 1 and (crop != IGNORE).all()
-
-
-def test_the_pixels_place_after_scaling_is_that_of_its_centre():
-    assert [at_scale(pixel, 4, 8) for pixel in range(4)] == [1, 3, 5, 7]
-    assert [at_scale(pixel, 4, 2) for pixel in range(4)] == [0, 0, 1, 1]
-    assert all(at_scale(pixel, 97, 97) == pixel for pixel in range(97))
-    assert at_scale(5631, 5632, 11264) == 11263
 
 
 def test_a_pixel_changes_neither_flip_nor_scale():

@@ -4,13 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from keepless.norms.backends.activations import ACTIVATIONS, Activation, activate_
 from models.blocks import IdentityResidualBlock, ResidualBlock
-from models.bodies.stem import dilate_strides
 from tests.bodies import kept_maps
 
 
@@ -73,13 +70,3 @@ def test_the_activation_of_the_norms_follows_the_sum_and_not_the_last_norm(activ
     x = torch.randn(3, 8, 7, 6, dtype=torch.float64)
     expected = activate_(Activation(activation, 0.3), block.convs(x) + x)
     torch.testing.assert_close(block(x), expected, rtol=1e-12, atol=1e-12)
-
-
-@given(st.permutations([1, 1, 2, 2, 2]), st.sampled_from([8, 16, 32]))
-def test_stride_times_dilation_is_what_the_strides_ask_for(strides, output_stride):
-    plan = dilate_strides(strides, stem_stride=4, output_stride=output_stride)
-    wanted, reached = 4, 4
-    for stride, (used, dilation) in zip(strides, plan, strict=True):
-        wanted, reached = wanted * stride, reached * used
-        assert reached * dilation == wanted
-    assert reached == output_stride
