@@ -11,10 +11,6 @@ SWITCHES = list(dict.fromkeys(switch for group in GROUPS.values() for switch in 
 TINY = TrainingArguments(recipe=None, crop_size=48)
 
 
-def tiny(*overrides: str) -> tuple[str, ...]:
-    return (*TINY.words(), "norm.backend=eager", *overrides)
-
-
 @pytest.mark.slow
 def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_process, monkeypatch, tmp_path):
     """A whole run on tiny crops: three switches that run, and one that cannot work."""
