@@ -96,7 +96,9 @@ def test_classes_are_what_the_values_mean_and_what_is_odd_is_said(what, tmp_path
     assert apart.min() >= 8  # whatever the labels' colours are
 
 
-def test_a_reading_of_gray_is_refused_without_gray(tmp_path):
+def test_a_reading_of_gray_is_refused_without_gray_and_so_is_a_single_class(tmp_path):
+    with pytest.raises(ValueError, match="number of classes in the labels is 1; expected 2 to 253"):
+        made(tmp_path, np.dstack([0 * IDS, 0 * IDS, 0 * IDS + 9]))
     with pytest.raises(ValueError, match="gray=ids: no label is in RGB with three equal channels; leave it out"):
         made(tmp_path, IDS, "gray=ids")
 
