@@ -86,21 +86,6 @@ def test_results_are_few_pages_and_small():
     assert not [name for name in records if '"rehearsal": true' in (RESULTS / f"{name}.json").read_text()]
 
 
-@pytest.mark.parametrize("name", ["jpeg_quality", "jpeg_originals"])
-def test_numbers_of_an_answered_question_are_in_its_record(name):
-    """No script makes its tables again."""
-    record = json.loads((RESULTS / "cifar" / f"{name}.json").read_text())
-    rows = [row for rows in record.values() if isinstance(rows, list) for row in rows]
-    values = [value for row in rows for value in row.values() if isinstance(value, (int, float))]
-    known = {f"{factor * value:.{digits}f}" for value in values for factor in (1, 100) for digits in (0, 1, 2)}
-    known |= {str(quality) for quality in record["arguments"]["qualities"]}
-    section = (RESULTS / "cifar.md").read_text().split("\n## What JPEG copies cost\n")[1]
-    own = section.split("\n### ")[1 + (name == "jpeg_originals")]
-    cells = [cell for line in own.splitlines() if re.match(r"\| [\w]", line) for cell in line.split("|")]
-    numbers = [number for cell in cells if "±" not in cell for number in re.findall(r"(?<!\w)[\d.]+(?=%? *$)", cell)]
-    assert len(numbers) >= 6 and set(numbers) <= known
-
-
 def test_angles_of_restored_gradients_are_in_their_record():
     rows = json.loads((RESULTS / "reversible" / "restored.json").read_text())["rows"]
     for precision in ("float32", "bfloat16"):

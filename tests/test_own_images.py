@@ -127,17 +127,14 @@ def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):
     classes = [*trees.FOLDER["classes"], {"name": "knot"}]
     (root / "classes.json").write_text(json.dumps({**trees.FOLDER, "classes": classes}))
     keys = ("data=folder", f"data.root={root}", "data.train_split=[train,val]", "loss.class_weights=frequency", *SMALL)
-    keys += ("sampler=class_uniform", "trainer.ema_decay=0.5")
+    keys += ("sampler=class_uniform",)
     weighted = train(composed("train_seg", f"run_dir={tmp_path / 'weighted'}", *keys))
     log = (tmp_path / "weighted" / "log.txt").read_text()
-    assert "data.val_split=val is trained on" in log and "no training image shows knot" in log
+    assert "no training image shows knot" in log
     assert log.count("1 of 4 classes have no pixel in the training split and are not drawn: knot") == 1
     assert weighted["config"]["data"]["train_split"] == ["train", "val"]
     plain = train(composed("train_seg", f"run_dir={tmp_path / 'plain'}", *keys, "loss.class_weights=none"))
     assert weighted["confusion_matrix"] != plain["confusion_matrix"]
-    last = f"checkpoint={tmp_path / 'weighted' / 'checkpoints' / 'last.pt'}"
-    again = evaluate(composed("eval", last, "device=cpu", "workers=0"))
-    assert again["confusion_matrix"] == weighted["confusion_matrix"]
 
 
 def test_own_images_are_planned_from_their_files(tmp_path):
