@@ -165,7 +165,7 @@ for entry, task, name, root in (argument.split("=") for argument in sys.argv[1:]
 
 @pytest.mark.slow
 def test_a_dataset_is_one_file_one_row_and_its_defaults(tmp_path):
-    """The recipe of CONTRIBUTING.md, followed in a copy: no other file needs to name a dataset."""
+    """The recipe of docs/extending.md is followed in a copy: no other file needs to name a dataset."""
     for room in ("configs", "datasets", "engine", "keepless", "models", "scripts"):
         shutil.copytree(REPOSITORY / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     for entry in REPOSITORY.glob("*.py"):

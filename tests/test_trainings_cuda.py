@@ -60,7 +60,7 @@ def no_memory(*_: object) -> None:
 
 @each_device
 def test_a_host_copy_holds_the_values_of_its_moment(device):
-    """Though the step after it writes over them, and another thread waits for it."""
+    """The next step writes over the weights, and another thread waits for the copy."""
     state = {"weights": [torch.full((64, 2**16), float(number), device=device) for number in range(4)], "step": 7}
     copied = HostCopy(state)
     for weight in state["weights"]:
@@ -93,7 +93,7 @@ def test_a_compiled_training_moves_the_weights_as_the_eager_one(tmp_path, device
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_a_network_predicts_the_same_on_every_device(tmp_path, device):
-    """Classes of nearly all pixels: where two are as likely, rounding decides."""
+    """Nearly all pixels have the same class: where two are as likely, rounding decides."""
     trained(tmp_path / "run", device)
     images = tmp_path / "images"
     images.mkdir()

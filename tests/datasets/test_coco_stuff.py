@@ -50,7 +50,7 @@ def test_both_label_archives_give_the_same_labels(tmp_path, other_class):
 
 
 def test_labels_of_one_archive_in_the_place_of_the_other_are_refused(coco_root):
-    """Read with the other table, every class would shift by one."""
+    """The other table would shift every class by one."""
     pixel_maps = coco_root / "annotations" / "stuff_val2017_pixelmaps"
     stuffthingmaps = coco_root / "stuffthingmaps" / "val2017"
     pixel_maps.rename(coco_root / "aside")

@@ -126,7 +126,7 @@ def test_what_lies_below_a_window_is_not_decoded(suffix, tmp_path, capfd):
     ],
 )
 def test_files_that_are_no_image_are_named(content, complaint, tmp_path):
-    """Such a file may be no part of a dataset: advice about its archive comes from there (test_segmentation.py)."""
+    """Such a file may be no part of a dataset: advice about its archive comes from there (test_checks.py)."""
     path = tmp_path / "x.png"
     if content is not None:
         path.write_bytes(content)
@@ -241,7 +241,7 @@ def test_only_bytes_up_to_the_end_mark_count(kind, tmp_path, capfd):
 
 @pytest.mark.parametrize("kind, at_end", [(b"zTXt", False), (b"iCCP", False), (b"iCCP", True)])
 def test_chunks_that_are_too_large_for_pillow_are_left_out(kind, at_end, tmp_path):
-    """Compressed texts and colour profiles."""
+    """Such chunks hold compressed texts or colour profiles."""
     added = chunk(kind, b"comment\0\0" + zlib.compress(bytes(2_000_000)))
 
     def enlarged(name: str, image: Image.Image) -> Path:

@@ -56,7 +56,7 @@ def test_a_job_that_is_warned_goes_back_into_the_queue(job, tmp_path):
 
 
 def test_a_job_that_ends_or_fails_by_itself_does_not(job, tmp_path):
-    """Nor does one that is refused because its folder is not fixed."""
+    """A job that is refused because its folder is not fixed does not either."""
     start, queue = job
     for status in (0, 3):
         process = start(f"run_dir={tmp_path}", STATUS=str(status), NAPS="1")

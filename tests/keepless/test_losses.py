@@ -100,7 +100,7 @@ def test_16_bit_logits_are_interpolated_in_float32_also_under_autocast(dtype):
 
 
 def test_on_cuda_its_products_are_in_full_float32_and_the_settings_are_put_back():
-    """Whichever of PyTorch's switches allows TF32; it raises an error if it reads one that disagrees with the other."""
+    """Each switch for TF32 is tried. PyTorch raises an error if it reads one that disagrees with another."""
     matmul, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
     def settings() -> list[str]:

@@ -156,7 +156,7 @@ def test_one_more_block_keeps_its_input_whatever_the_norm(name, norm):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_dense_layer_keeps_its_output(norm):
-    """And no concatenation, so that bytes grow in proportion to the layers."""
+    """It keeps no concatenation, so bytes grow in proportion to the layers."""
     for recompute in ("blocks", "sqrt"):
         module = DenseModule(8, 9, growth=4, norm_act=NORMS[norm])
         with MadeTensors() as made:

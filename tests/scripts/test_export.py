@@ -49,7 +49,7 @@ assert not ours, ours
 
 @pytest.mark.parametrize("task", [pytest.param("segmentation", marks=pytest.mark.slow), "classification"])
 def test_it_runs_in_a_fresh_process_with_torch_alone(checkpoints, tmp_path, task):
-    """At other sizes than they were exported with; the metadata comes with them."""
+    """Images have other sizes than the export's example; the metadata comes with the file."""
     about = run(checkpoints / f"{task}.pt", tmp_path / "net.pt2")
     network = open_network(checkpoints / f"{task}.pt")
     images = [255 * torch.rand(size) for size in ((1, 3, 57, 81), (3, 3, 40, 96))]

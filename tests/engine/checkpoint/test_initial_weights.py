@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused_and_named(file, overrides, message):
 
 
 def test_scales_of_the_released_package_become_ours(tmp_path):
-    """|w| + eps; its layers have no counters. The package loads its own scales unchanged, but cannot load ours."""
+    """Ours are |w| + eps. The package's layers have no counters; it loads its own scales, but cannot load ours."""
     options = ("norm=package", "norm.eps=0.25", "norm.activation=leaky_relu")
     trained = network(seed=1)
     state = without_counts(trained.state_dict())
@@ -235,7 +235,7 @@ SMALL_RESNEXT = (
 
 @pytest.mark.parametrize("scale", ["released", "raw"])
 def test_a_released_file_in_one_step(tmp_path, scale):
-    """The same weights as from `load_released`, for both tasks; the scale is not guessed."""
+    """Both tasks get the weights of `load_released`; the scale is not guessed."""
     path, released = released_files.small_resnext(tmp_path / "net.pth.tar")
     by_hand = resnext101(classes=3, structure=(1, 2, 2, 1), base_channels=(4, 4, 8), groups=2, stem_channels=4)
     load_released(by_hand, path, scale)

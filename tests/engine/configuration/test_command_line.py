@@ -22,7 +22,7 @@ from tests.runs import REPOSITORY, _compose
 
 
 def test_choices_that_refer_to_others_are_followed(tmp_path):
-    """Relative to their folder, as Hydra does; what cannot be found is left to Hydra's message."""
+    """Choices are relative to their folder, as in Hydra, whose message names what cannot be found."""
 
     def write(name: str, *defaults: str) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -107,7 +107,7 @@ def test_images_that_cannot_be_levels_are_refused(file):
 @torch.no_grad()
 @pytest.mark.parametrize("size", [(64, 90), (200, 48), (20, 30)])
 def test_a_classifier_sees_the_crop_of_an_evaluation_whatever_the_size(size, tmp_path):
-    """Computed here in float64."""
+    """The expected probabilities are computed in float64."""
     body = ("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8")
     config = classification_config("data=image_folder", "data.crop_size=48", "data.resize=64", *body)
     saved(tmp_path / "net.pt", config, ["bee", "cat", "dog"])

@@ -27,7 +27,7 @@ def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
 
 
 def test_without_a_terminal_the_log_says_how_many_images_are_done_and_the_time_left(monkeypatch, caplog):
-    """After a first image that took long, and then every half a minute; not after the last."""
+    """It does so after a first image that took long, then every half a minute, but not after the last."""
     monkeypatch.setattr(console, "logger", logging.getLogger("of this test"))
     caplog.set_level(logging.INFO)
     for seconds_each, said in ((0.1, []), (12.0, ["1 of 5 images, 0:00:48 left", "4 of 5 images, 0:00:12 left"])):

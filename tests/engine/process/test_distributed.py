@@ -102,7 +102,7 @@ def backward_events(rank: int, compiled: bool) -> str:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
-    """Compiled too, although DDP wraps the compiled network: PyTorch splits its graph at DDP's buckets."""
+    """DDP wraps the compiled network, and PyTorch splits its graph at DDP's buckets."""
     for events in ranks.run(backward_events, compiled):
         assert events.count("g") == 3 and "gc" in events, events
 
@@ -181,7 +181,7 @@ def evaluated_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
 
 
 def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
-    """Same counts, predictions and overlays as in one process; averaged weights are evaluated if present."""
+    """Counts, predictions and overlays are those of one process; averaged weights are evaluated if present."""
     options = (*SHORT, "trainer.steps=2", "trainer.ema_decay=0.9", "data.base_size=128")
     train(composed("train_seg", f"run_dir={tmp_path}", *options))
     checkpoint_file = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"

@@ -58,7 +58,7 @@ def test_it_is_normalisation_autocast_and_network_to_the_bit(precision, channels
 
 @pytest.mark.parametrize("antialias", [True, False])
 def test_images_are_resized_only_if_that_changes_their_size(antialias):
-    """Bilinearly, after normalisation."""
+    """They are resized bilinearly, after normalisation."""
     net = network()
     forward, pixels = forward_of(net), images(12, 20)
     at_own_size = forward(pixels, at=(12, 20))

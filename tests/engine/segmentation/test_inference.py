@@ -118,7 +118,7 @@ def test_whole_images_are_seen_at_the_base_size_and_predicted_at_their_own():
 
 @pytest.mark.parametrize("base_size, window", [(None, None), (64, 64), (None, 96)])
 def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
-    """Equal to the bit to predictions from the network's own logits. Averaged in float32, bfloat16 logits tie less."""
+    """Predictions are those of the network's own logits, to the bit: an average in float32 would have fewer ties."""
     torch.manual_seed(0)
     network = SegmentationNetwork(SmallBody(), DeepLabV3(16, 8, (2,), ABN, out_channels=8), classes=5)
     images = pictures(61, 64) if base_size is None else pictures(90, 128)
@@ -204,7 +204,7 @@ def upsampled(network: nn.Module, seen: torch.Tensor, size: tuple[int, int], ups
     ],
 )
 def test_views_are_averaged_after_the_softmax(flip, antialias, base_size, window, upsampling):
-    """Scales of the base size, mirrored and mirrored back; within a view, windows see what it sees."""
+    """Views are scales of the base size, mirrored and mirrored back; windows of a view see what it sees."""
     network, images = small_network(), pictures(77, 110)
     scales = (0.7, 1.0, 1.2) if window is None else (0.3, 0.5)  # of which every one fits the window
     options = dict(scales=scales, flip=flip, antialias=antialias, upsampling=upsampling)

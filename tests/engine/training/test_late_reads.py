@@ -140,7 +140,7 @@ def calls_per_step(size: int, **options: object) -> Counter[str]:
 
 
 def test_a_step_calls_half_as_many_of_our_functions_as_it_did():
-    """Twice as many without the loss, too; and not more with larger crops, as the loss did for each row."""
+    """The same holds without the loss. Larger crops need no more calls: the loss called for each row."""
     small, large = calls_per_step(64), calls_per_step(128)
     assert 2 * sum(small.values()) <= CALLS_BEFORE, small
     of_loss = sum(count for name, count in small.items() if name.startswith("losses.py"))
@@ -174,6 +174,6 @@ def stopped(rank: int) -> tuple[str, list, int, int]:
 
 
 def test_all_ranks_stop_after_the_same_step_without_a_collective_of_their_own(ranks):
-    """One for the question before the first step, and one for each step's loss."""
+    """There is one collective for the question before the first step, and one for each step's loss."""
     expected = ("stopped after step 4 of 7", [("save", 4)], 4, 1 + 4)
     assert ranks.run(stopped) == [expected, expected]

@@ -120,7 +120,7 @@ def test_memory_inside_operators_is_under_a_tenth(norm):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("strategy", IN_PLACE)
 def test_a_plan_of_fused_norms_has_no_tensor_in_between(strategy, frozen):
-    """Forward one new buffer, backward another (and vectors): as the Triton kernels allocate."""
+    """The forward pass makes one new buffer, the backward pass another (and vectors), as the Triton kernels do."""
     with FakeTensors():
         layer = STRATEGIES[strategy](64, backend="compiled").train(not frozen)
         x = torch.empty((2, 64, 96, 96), requires_grad=True)

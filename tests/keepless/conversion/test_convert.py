@@ -182,7 +182,7 @@ def test_pytorchs_functions_for_its_own_norms_work_on_the_standard_network():
 
 
 def test_what_only_ours_computes_stays_ours():
-    """Fused layers, and where the number of dimensions is unknown."""
+    """Fused layers stay, and layers whose number of dimensions is unknown."""
     fused = InPlaceABN(C, backend="compiled")
     for layers in (
         [nn.Conv2d(C, C, 1), fused],

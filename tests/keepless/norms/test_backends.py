@@ -22,7 +22,7 @@ LARGE, SMALL = (2, 64, 96, 96), (2, 8, 8, 8)
 
 
 def test_auto_takes_compiled_loops_for_large_tensors_where_there_is_a_compiler(monkeypatch):
-    """But not where tools look at operations."""
+    """Layers compute eagerly where tools look at operations."""
     monkeypatch.setattr(backends, "compiler_available", lambda device_type: True)
     assert isinstance(backend_for("auto", torch.empty(LARGE)), CompiledBackend)
     assert isinstance(backend_for("auto", torch.empty(SMALL)), EagerBackend)

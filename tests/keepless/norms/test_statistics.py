@@ -1,4 +1,4 @@
-"""Recomputed running statistics. For several processes see tests/engine/test_distributed.py."""
+"""Recomputed running statistics. test_synchronisation.py has several processes."""
 
 import math
 

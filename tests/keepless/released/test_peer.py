@@ -51,7 +51,7 @@ def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]
 
 @pytest.mark.parametrize("activation, training", CALLS)
 def test_functions_compute_what_the_released_package_has_computed(activation, training):
-    """The gradient of a weight that is 0 too, which lets it grow."""
+    """A weight of 0 has a gradient too, which lets it grow."""
     assert_close(results(inplace_abn, activation, training), json.loads(RECORD.read_text())[f"{activation} {training}"])
 
 

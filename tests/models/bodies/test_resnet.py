@@ -75,7 +75,7 @@ def test_torchvision_s_names_and_shapes_become_ours(name):
 
 @torch.no_grad()
 def test_densenet_and_resnext_compute_what_torchvision_s_do():
-    """Narrow ones, in both modes; a DenseNet's file may have the names under which it was published."""
+    """Narrow networks are compared in both modes; a DenseNet's file may have the names under which it was published."""
     torch.manual_seed(0)
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     grouped = dict(structure=(1, 1, 1, 1), base_channels=(16, 16, 32), groups=4)

@@ -7,7 +7,6 @@ from scripts.evidence.layers import COMPILED, INPLACE_2, OURS, STANDARD
 
 
 def test_the_page_has_the_overhead_of_the_papers_strategies():
-    """Medians within rounds."""
     known = {"group": "bn_act_conv", "shape": "CONV1", "layout": "contiguous", "dtype": "float32", "saved_bytes": 100}
     times = {STANDARD: 1.0, **dict.fromkeys(OURS.values(), 1.01)}
     cell = {name: {**known, "times_ms": [ms, 2 * ms, 4 * ms]} for name, ms in times.items()}
