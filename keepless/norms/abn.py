@@ -6,23 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..inputs import is_number
 from ..torch_internals import FakeTensor, NormBase, backward_runs, without_function_modes
 from .backends import backend_for, check_backend
-from .backends.activations import Activation, activate_, check_activation
-from .backends.eager import EagerBackend
-from .backends.interface import floored
-from .bn_act import (
-    NormArguments,
-    Strategy,
-    check_momentum,
-    is_misread,
-    norm_and_activation,
-    statistics_dtype,
-)
+from .backends.activations import Activation, check_activation
+from .bn_act import NormArguments, Strategy, check_momentum, norm_and_activation, statistics_dtype
 from .load_warning import warn_if_released
 from .synchronisation import check_group, refuse_jointly, synchronised_group
 
@@ -137,24 +127,28 @@ class ABN(NormBase):
             if group is not None:
                 refuse_jointly(self.num_features, x.device, group)
             raise
-        if not use_batch:
-            return self._bn_act(x, own, False, 0.0, None)
+        momentum, counts = 0.0, False
+        fresh: tuple[Tensor, Tensor] | None = None  # takes the statistics of this minibatch alone
         tracked = self.track_running_stats and (group is not None or x.numel())  # an empty minibatch has no statistics
-        if not tracked or running_mean is None or running_var is None:
-            return self._bn_act(x, own._replace(running_mean=None, running_var=None), True, 0.0, group)
-        if self.momentum is not None and not _is_recomputation():
-            z = self._bn_act(x, own, True, self.momentum, group)
-            if minibatches is not None:
-                minibatches.add_(1)
-            return z
-        mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
-        z = self._bn_act(x, own._replace(running_mean=mean, running_var=var), True, 1.0, group)
-        if minibatches is not None and not _is_recomputation():
-            # Cumulative average: the new minibatch has weight 1 / count, a tensor to avoid waiting for the device.
+        if use_batch and (not tracked or running_mean is None or running_var is None):
+            running_mean = running_var = None
+        elif use_batch and running_mean is not None and running_var is not None:
+            counts = not _is_recomputation()
+            if counts and self.momentum is not None:
+                momentum = self.momentum
+            else:
+                fresh, momentum = (torch.zeros_like(running_mean), torch.zeros_like(running_var)), 1.0
+        activation = Activation(self.activation, self.activation_param)
+        arguments = NormArguments(use_batch, momentum, self.eps, activation, group)
+        mean, var = fresh or (running_mean, running_var)
+        z = norm_and_activation(x, own.weight, own.bias, mean, var, arguments, self.strategy())
+        if counts and minibatches is not None:
             minibatches.add_(1)
-            weight = minibatches.to(mean.dtype).reciprocal()
-            running_mean.lerp_(mean, weight)
-            running_var.lerp_(var, weight)
+            if fresh is not None and running_mean is not None and running_var is not None:
+                # Cumulative average: the new minibatch has weight 1 / count, a tensor to avoid waiting for the device.
+                weight = minibatches.to(running_mean.dtype).reciprocal()
+                running_mean.lerp_(fresh[0], weight)
+                running_var.lerp_(fresh[1], weight)
         return z
 
     def _own(self) -> tuple[Own, Tensor | None]:
@@ -169,28 +163,9 @@ class ABN(NormBase):
         except KeyError:  # e.g. a parametrised weight
             return Own(self.weight, self.bias, self.running_mean, self.running_var), self.num_batches_tracked
 
-    def _bn_act(self, x: Tensor, own: Own, use_batch: bool, momentum: float, group: dist.ProcessGroup | None) -> Tensor:
-        """Compute z; update the running statistics, or use them if not `use_batch`."""
-        strategy = self.strategy()
-        activation = Activation(self.activation, self.activation_param)
-        weight, bias, running_mean, running_var = own
-        # A recorded graph cannot hold our node: gradients would be lost, and the sizes by which kernels read x fixed.
-        recorded = torch.jit.is_tracing() or torch.compiler.is_exporting()
-        if group is None and (
-            strategy is None or not x.numel() or recorded or (not use_batch and _is_inference(strategy, x))
-        ):
-            if use_batch and strategy is not None and strategy.gamma_floor and weight is not None:
-                weight = weight + (floored(weight, strategy.gamma_floor) - weight).detach()  # dL/dweight = dL/dgamma
-            x = x.contiguous() if is_misread(x) else x
-            y = F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, momentum, self.eps)
-            return activate_(activation, y)
-        arguments = NormArguments(use_batch, momentum, self.eps, activation, group)
-        strategy = strategy or Strategy(keep="x", backend=self.backend)
-        return norm_and_activation(x, weight, bias, running_mean, running_var, arguments, strategy)
-
-    def strategy(self) -> Strategy | None:
-        """How to compute z; None for PyTorch's batch normalisation and activation, which are two autograd nodes."""
-        return None if self.backend in ("auto", "eager") else Strategy(keep="x", backend=self.backend)
+    def strategy(self) -> Strategy:
+        """How to compute z."""
+        return Strategy(keep="x", backend=self.backend)
 
     def _check_input(self, x: Tensor, own: Own, alone: bool) -> None:
         """Raise the ValueErrors of `forward`. `alone`: minibatch statistics come from this process only."""
@@ -239,13 +214,6 @@ class ABN(NormBase):
         activation = f"activation={self.activation}({self.activation_param})"
         own = f"learn_scale={self.learn_scale}, sync={self.sync}, backend={self.backend}"
         return f"{super().extra_repr()}, {activation}, {own}"
-
-
-def _is_inference(strategy: Strategy, x: Tensor) -> bool:
-    """Whether nothing has to be kept and the backend is eager: PyTorch's operators then need no node of ours."""
-    if torch.is_grad_enabled() or strategy.overwrite_input or torch.compiler.is_compiling():
-        return False
-    return isinstance(backend_for(strategy.backend, x), EagerBackend)
 
 
 def _is_recomputation() -> bool:

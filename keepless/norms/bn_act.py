@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -11,7 +12,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from ..inputs import is_number
 from ..torch_internals import node_class
 from .backends import backend_for
-from .backends.activations import Activation
+from .backends.activations import Activation, activate_
+from .backends.eager import EagerBackend
 from .backends.interface import Affine, BackwardInputs, Running, floored
 from .synchronisation import check_total, gathered_moments, joint_sums
 
@@ -153,19 +155,32 @@ def check_momentum(momentum: Any, other: str = "") -> None:
         raise ValueError(f"momentum={momentum!r}: expected 0 to 1, the weight of the newest minibatch{other}")
 
 
-def norm_and_activation(*arguments: Any) -> Tensor:
-    """Make a node, from the arguments of `BatchNormActivation.forward`.
+def norm_and_activation(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    arguments: NormArguments,
+    strategy: Strategy,
+) -> Tensor:
+    """Make a node, or compute z by PyTorch's operators if that serves as well.
 
-    Function modes, such as recordings, see one call, unless it exchanges statistics or writes over x. RuntimeError if
-    it writes over an x that autograd does not allow to change.
+    Function modes, such as recordings, see a node as one call, unless it exchanges statistics or writes over x.
+    RuntimeError if it writes over an x that autograd does not allow to change.
     """
-    x, *_, of_norm, strategy = arguments
-    if has_torch_function_unary(x) and of_norm.group is None and not strategy.overwrite_input:
-        return handle_torch_function(norm_and_activation, (x,), *arguments)
+    tensors = (x, weight, bias, running_mean, running_var)
+    if arguments.group is None and _is_pytorchs(x, arguments, strategy):
+        if arguments.use_batch_statistics and strategy.gamma_floor and weight is not None:
+            weight = weight + (floored(weight, strategy.gamma_floor) - weight).detach()  # dL/dweight = dL/dgamma
+        x, (training, momentum, eps, activation, _) = x.contiguous() if is_misread(x) else x, arguments
+        return activate_(activation, F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps))
+    if has_torch_function_unary(x) and arguments.group is None and not strategy.overwrite_input:
+        return handle_torch_function(norm_and_activation, (x,), *tensors, arguments, strategy)
     if not strategy.overwrite_input or torch.compiler.is_compiling():
-        return BatchNormActivation.apply(*arguments)
+        return BatchNormActivation.apply(*tensors, arguments, strategy)
     try:
-        return BatchNormActivation.apply(*arguments)
+        return BatchNormActivation.apply(*tensors, arguments, strategy)
     except RuntimeError as error:
         message = str(error).lower().replace("-", "")
         if "inplace" not in message and "writtento" not in message:
@@ -174,6 +189,19 @@ def norm_and_activation(*arguments: Any) -> Tensor:
             f"overwrite_input=True cannot write over this input: leave it out in layers whose input is a leaf, a part "
             f"made by chunk, split or unbind, expanded, or made in inference mode. {error}"
         ) from error
+
+
+def _is_pytorchs(x: Tensor, arguments: NormArguments, strategy: Strategy) -> bool:
+    """Whether PyTorch's batch normalisation and activation, which are two nodes, keep as little as a node of ours."""
+    is_eager = strategy.backend in ("auto", "eager")
+    if not x.numel() or (strategy.keep == "x" and not strategy.recompute_output and is_eager):
+        return True
+    # A recorded graph cannot hold our node: gradients would be lost, and the sizes by which kernels read x fixed.
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return True
+    if arguments.use_batch_statistics or torch.is_grad_enabled() or strategy.overwrite_input:
+        return False
+    return not torch.compiler.is_compiling() and isinstance(backend_for(strategy.backend, x), EagerBackend)
 
 
 def _saved_tensors(node: BatchNormActivationBackward) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
 from ..norms.backends.eager import normalised
-from ..norms.bn_act import norm_and_activation
+from ..norms.bn_act import BatchNormActivation
 from ..saved import Kept
 from ..torch_internals import (
     FakeTensor,
@@ -310,7 +310,7 @@ def layer(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Ten
 
 def _layer_again(*given: Any) -> Tensor:
     ready: Any = [one.get() if isinstance(one, ShapeOnly) else one for one in given]
-    return norm_and_activation(*ready)
+    return BatchNormActivation.apply(*ready)
 
 
 def joined(function: Function) -> Rule:

@@ -75,9 +75,9 @@ class InPlaceABN(in_place.InPlaceABN, ABN):
     def training_scale(self, weight: Tensor) -> Tensor:
         return released_scale(weight, self.eps)
 
-    def _bn_act(self, x: Tensor, own: Own, *args: Any) -> Tensor:
-        scaled = own if own.weight is None else own._replace(weight=self.training_scale(own.weight))
-        return super()._bn_act(x, scaled, *args)
+    def _own(self) -> tuple[Own, Tensor | None]:
+        own, minibatches = super()._own()
+        return own if own.weight is None else own._replace(weight=self.training_scale(own.weight)), minibatches
 
 
 class InPlaceABNSync(in_place.InPlaceABNSync, InPlaceABN):
