@@ -14,6 +14,7 @@ from .losses import upsampled_cross_entropy
 from .norms.abn import ABN
 from .norms.checkpointed_abn import CheckpointedABN
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
+from .norms.released_weights import from_released
 from .norms.statistics import renew_statistics
 from .recompute.plans import plan
 from .recompute_activations import (
@@ -24,7 +25,6 @@ from .recompute_activations import (
     undo,
 )
 from .released.functional import inplace_abn, inplace_abn_sync
-from .released.scale import from_released
 from .released.stand_in import stand_in_for_inplace_abn
 from .reversible.checks import checking_repetitions
 from .reversible.couplings import (

@@ -13,7 +13,7 @@ from ..torch_internals import FakeTensor, NormBase, backward_runs, without_funct
 from .backends import backend_for, check_backend
 from .backends.activations import Activation, check_activation
 from .bn_act import NormArguments, Strategy, check_momentum, norm_and_activation, statistics_dtype
-from .load_warning import warn_if_released
+from .released_weights import warn_if_released
 from .synchronisation import check_group, refuse_jointly, synchronised_group
 
 

@@ -13,8 +13,8 @@ from ..norms import abn
 from ..norms import inplace_abn as in_place
 from ..norms.abn import Own
 from ..norms.bn_act import Strategy
+from ..norms.released_weights import CONVERTED
 from .functional import inplace_abn, inplace_abn_sync, released_scale
-from .scale import CONVERTED
 
 _NAME = "inplace_abn"
 

@@ -10,8 +10,7 @@ from torch.nn import Parameter
 from ...torch_internals import FakeTensor, dispatch_modes_on, warn
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
-from .fused_shapes import FusedShapes
-from .interface import Backend
+from .interface import Backend, FusedShapes
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 
