@@ -252,9 +252,7 @@ def test_images_without_a_finite_score_are_counted_and_end_the_evaluation():
     def scores(*values: float) -> dict:
         minibatches = [{"image": torch.tensor(values).view(-1, 3, 1, 1), "label": torch.zeros(len(values) // 3).long()}]
         with progress_bar(make_console()) as progress:
-            return evaluate_split(
-                forward, dataset, minibatches, world=World(), progress=progress, memory_advice=""
-            ).scores
+            return evaluate_split(forward, dataset, minibatches, world=World(), progress=progress).scores
 
     assert scores(3, 2, 1, -math.inf, 0, 0) == {"top1": 0.5, "top5": 1}
     with pytest.raises(FloatingPointError, match="^2 of 3 images have no finite score; give float32$"):

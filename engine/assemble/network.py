@@ -71,7 +71,8 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     cached = not config.trainer.capture
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32, cache_enabled=cached)
     network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]  # torch's hints lack it
-    return Forward(network, mean, std, memory_format, autocast, config.trainer.overflow_advice())
+    advice = config.trainer.overflow_advice(), config.evaluation_memory_advice
+    return Forward(network, mean, std, memory_format, autocast, *advice)
 
 
 def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:

@@ -27,7 +27,7 @@ from engine.schema.evaluation import Evaluation
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
-from engine.segmentation.predictions import write_predictions
+from engine.segmentation.pictures import write_predictions
 from models.freezing import freeze
 from models.heads import DeepLabV3
 from models.recomputation import choose_recomputation
@@ -52,7 +52,6 @@ def segment(
             views=replace(views(options, config.data), upsampling=options.upsampling),
             world=world,
             progress=progress,
-            memory_advice=config.evaluation_memory_advice,
             on_prediction=partial(write_predictions, dataset, *folders),
         )
 
@@ -74,14 +73,7 @@ def classify(
         ten=options.view == "ten_crop",
     )
     with progress_bar(console) as progress:
-        evaluated = classification.evaluate_split(
-            forward,
-            dataset,
-            images,
-            world=world,
-            progress=progress,
-            memory_advice=config.evaluation_memory_advice,
-        )
+        evaluated = classification.evaluate_split(forward, dataset, images, world=world, progress=progress)
     return replace(evaluated, details={**evaluated.details, "view": options.view})
 
 

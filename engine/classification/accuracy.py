@@ -36,7 +36,6 @@ def evaluate_split(
     *,
     world: World,
     progress: Progress,
-    memory_advice: str,
 ) -> Evaluated:
     """Evaluate a split: the share of images whose class has the highest logit (top1), or one of the five highest.
 
@@ -45,7 +44,6 @@ def evaluate_split(
 
     Args:
         images: this rank's share of `dataset`. Scores cover the images of all ranks.
-        memory_advice: appended to the message of a MemoryError.
 
     MemoryError: the device does not have enough memory. FloatingPointError: some images have no finite score.
     """
@@ -55,7 +53,10 @@ def evaluate_split(
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}", kind="minibatches")
     for minibatch in prefetched(loaded, world.device):
         size = "x".join(map(str, minibatch["image"].shape))
-        with memory_errors(f"while images of shape {size} were evaluated. {memory_advice}"), torch.inference_mode():
+        with (
+            memory_errors(f"while images of shape {size} were evaluated. {forward.memory_advice}"),
+            torch.inference_mode(),
+        ):
             logits = class_logits(forward, minibatch["image"])
             counts.add(logits, minibatch["label"].to(world.device, non_blocking=True))
     *found, unscored = world.sum_(torch.cat([counts.of_classes.view(-1), counts.unscored])).tolist()

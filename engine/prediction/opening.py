@@ -81,14 +81,14 @@ def opened(checkpoint: str | Path, options: Prediction) -> Opened:
 
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:
     """A predictor that gives the network images as an evaluation does. `state`: content of its checkpoint."""
-    classes, advice = state["classes"], config.evaluation_memory_advice
+    classes = state["classes"]
     if isinstance(config, SegmentationRun):
         ids = state.get("label_ids", range(len(classes)))  # converted files have no label ids
-        return Segmenter(forward, classes, advice, state["palette"], ids, assemble.views(options, config.data))
+        return Segmenter(forward, classes, state["palette"], ids, assemble.views(options, config.data))
     data = config.data
     if isinstance(data, ImageNetData):
         view = fixed_crops(data.resize, data.crop_size, ten=options.view == TEN_CROP)
-        return Classifier(forward, classes, advice, view)
+        return Classifier(forward, classes, view)
     if getattr(data, "mean_image", False):
         forward = replace(forward, mean=forward.mean + state["mean_image"].to(forward.mean)[None])
-    return Classifier(forward, classes, advice, fixed_crops(data.crop_size, data.crop_size))
+    return Classifier(forward, classes, fixed_crops(data.crop_size, data.crop_size))

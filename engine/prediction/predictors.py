@@ -31,11 +31,10 @@ class Predictor(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, forward: Forward, classes: Sequence[str], memory_advice: str):
+    def __init__(self, forward: Forward, classes: Sequence[str]):
         super().__init__()
         self.network = forward.network
         self.classes = tuple(classes)
-        self.memory_advice = memory_advice
         self.register_buffer("mean", forward.mean, persistent=False)
         self.register_buffer("std", forward.std, persistent=False)
         self._made = forward
@@ -69,12 +68,11 @@ class Segmenter(Predictor):
         self,
         forward: Forward,
         classes: Sequence[str],
-        memory_advice: str,
         palette: Sequence[Sequence[int]],
         label_ids: Sequence[int],
         views: inference.Views,
     ):
-        super().__init__(forward, classes, memory_advice)
+        super().__init__(forward, classes)
         self.palette = np.array(palette, np.uint8)
         self.label_ids = np.array(label_ids, np.uint8)
         self.views = views
@@ -93,11 +91,9 @@ class Segmenter(Predictor):
         return self._shown(image, progress, probabilities=True)
 
     def _shown(self, image: Picture, progress: Progress, probabilities: bool) -> np.ndarray:
-        shown, views, advice = _planes(pixels_of(image))[None], self.views, self.memory_advice
-        passes, unscored = self.passes, torch.zeros(2, dtype=torch.int64, device=self.mean.device)
-        found = inference.predict(
-            passes, shown, views, advice, progress, probabilities=probabilities, unscored=unscored
-        )
+        shown, unscored = _planes(pixels_of(image))[None], torch.zeros(2, dtype=torch.int64, device=self.mean.device)
+        passes = self.passes
+        found = inference.predict(passes, shown, self.views, progress, probabilities=probabilities, unscored=unscored)
         without, total = unscored.tolist()
         passes.check_scores(without, total, "pixels")
         if shown.shape != self._last_size:
@@ -110,14 +106,8 @@ class Segmenter(Predictor):
 class Classifier(Predictor):
     """Classifies whole images: logits (N, classes). `view`: an image -> the crop that the network sees, or ten."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        classes: Sequence[str],
-        memory_advice: str,
-        view: Callable[[Tensor], Tensor],
-    ):
-        super().__init__(forward, classes, memory_advice)
+    def __init__(self, forward: Forward, classes: Sequence[str], view: Callable[[Tensor], Tensor]):
+        super().__init__(forward, classes)
         self.view = view
 
     def predict(self, image: Picture) -> int:
@@ -127,7 +117,7 @@ class Classifier(Predictor):
     def probabilities(self, image: Picture) -> np.ndarray:
         """The probability of every class, float32 (classes,), from the crops' mean logits."""
         shown = self.view(_planes(pixels_of(image)))[None]  # (1, 3, h, w) or (1, 10, 3, h, w)
-        with memory_errors(f"while an image was classified. {self.memory_advice}"), torch.inference_mode():
+        with memory_errors(f"while an image was classified. {self.passes.memory_advice}"), torch.inference_mode():
             logits = class_logits(self.passes, shown)[0]
             self.passes.check_scores(int(not logits.max().isfinite()), 1, "images")
             return logits.softmax(dim=0).cpu().numpy()

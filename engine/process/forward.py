@@ -20,6 +20,7 @@ class Forward:
     memory_format: torch.memory_format  # of the normalised images
     autocast: Callable[[], AbstractContextManager]  # makes a fresh context for each pass
     overflow_advice: str = ""  # the end of a message about scores that are not finite
+    memory_advice: str = ""  # the end of a message about an evaluation that needs too much memory
 
     def __call__(
         self, images: Tensor, at: tuple[int, int] | None = None, antialias: bool = True, **options: Any

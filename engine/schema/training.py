@@ -112,7 +112,7 @@ class TrainingRun:
     score_label: ClassVar[str]  # the score's name in messages
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
-    evaluation_memory_advice: ClassVar[str]  # for messages
+    evaluation_memory_advice: ClassVar[str] = ""  # for messages
 
     # null: runs/DATASET-NORM/OVERRIDES/DATE. With -m, the folder of all jobs' run directories.
     run_dir: str | None = key(None, free_on_resume=True)

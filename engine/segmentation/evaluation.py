@@ -29,7 +29,6 @@ def evaluate_split(
     views: Views,
     world: World,
     progress: Progress,
-    memory_advice: str,
     on_prediction: Callable[[dict, Tensor], None],
 ) -> Evaluated:
     """Evaluate a split with `all_scores`. Details: the views, and the confusion matrix (K, K) of the K trained classes.
@@ -39,7 +38,6 @@ def evaluate_split(
     Args:
         images: this rank's share of `dataset`, one per minibatch, of any size. Scores cover the images of all ranks.
             Images without labels are predicted but not counted.
-        memory_advice: see `predict`.
         on_prediction: called with every minibatch and its predictions, uint8 (N, H, W), both on the device. If it
             reads an image there, the host waits.
 
@@ -49,7 +47,7 @@ def evaluate_split(
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
     with counting(progress, "windows") as windows:
         for minibatch in prefetched(loaded, world.device):
-            predictions = predict(forward, minibatch["image"], views, memory_advice, windows, unscored=counts.unscored)
+            predictions = predict(forward, minibatch["image"], views, windows, unscored=counts.unscored)
             if "label" in minibatch:
                 counts.add(predictions, minibatch)
             predicted += len(predictions)

@@ -74,7 +74,6 @@ def predict(
     forward: Forward,
     images: Tensor,
     views: Views = WHOLE_IMAGE,
-    memory_advice: str = "",
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     probabilities: bool = False,
@@ -86,7 +85,6 @@ def predict(
 
     Args:
         forward: of a `models.segmentation.SegmentationNetwork`, which is put into eval mode.
-        memory_advice: appended to the message of a MemoryError.
         progress: called as progress(done, total) after each forward pass of several: windows of all views.
         probabilities: return the probability of every class at every pixel instead, float32 (N, classes, H, W).
         unscored: int64 (2,) on the network's device; the number of pixels (of the sizes that the network sees) without
@@ -115,7 +113,7 @@ def predict(
     size, (classes, stride) = views.size((height, width)), _resolution(forward)
     values = count * classes * math.prod(math.ceil(side / stride) * stride for side in size)
     what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
-    where = f"while {what} of {height}x{width} pixels {was} evaluated. {memory_advice}"
+    where = f"while {what} of {height}x{width} pixels {was} evaluated. {forward.memory_advice}"
     with memory_errors(where), torch.inference_mode():
         if views.at_once(size) and values < _MOST_AT_ONCE:
             predictions = kept(forward(images, at=size, antialias=views.antialias, **views.options()))

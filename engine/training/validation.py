@@ -14,7 +14,7 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import evaluation as segmentation
 from engine.segmentation.inference import Views
-from engine.segmentation.predictions import PictureCollector
+from engine.segmentation.pictures import PictureCollector
 from engine.training.run import Run
 from keepless import Extreme, layer_health
 
@@ -38,7 +38,6 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         views=Views(data.base_size, data.antialias),
         world=world,
         progress=run.metrics.progress,
-        memory_advice=run.config.evaluation_memory_advice,
         on_prediction=collector,
     )
     shown = {
@@ -59,7 +58,6 @@ def classify_in_run(run: Run[ClassificationRun, ClassificationDataset], loader: 
         UntilStopped(loader, run.stop, world),
         world=world,
         progress=run.metrics.progress,
-        memory_advice=run.config.evaluation_memory_advice,
     )
     images = torch.stack([loader.dataset[number]["image"] for number in (0, min(1, evaluated.images - 1))])
     return replace(evaluated, layers=_health(run, images))

@@ -23,7 +23,7 @@ from engine.process.stopping import StopRequest, UntilStopped
 from engine.records.evaluated import Evaluated
 from engine.segmentation.evaluation import corner_crops, evaluate_split, iou_table
 from engine.segmentation.inference import WHOLE_IMAGE, Views
-from engine.segmentation.predictions import PictureCollector, write_predictions
+from engine.segmentation.pictures import PictureCollector, write_predictions
 from tests import trees
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import forward_of
@@ -51,7 +51,6 @@ def evaluated(
         views=views,
         world=world,
         progress=progress_bar(make_console()),
-        memory_advice="",
         on_prediction=on_prediction,
     )
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import Mock
 
 import cv2
@@ -74,9 +75,8 @@ def pictures(height: int, width: int, count: int = 1) -> torch.Tensor:
 
 
 def predicted(network, images, base_size: int | None = None, precision: str = "float32", **views) -> torch.Tensor:
-    return predict(
-        forward_of(network, precision), images, Views(base_size, **views), SegmentationRun.evaluation_memory_advice
-    )
+    forward = replace(forward_of(network, precision), memory_advice=SegmentationRun.evaluation_memory_advice)
+    return predict(forward, images, Views(base_size, **views))
 
 
 class Brightest(nn.Module):
