@@ -57,8 +57,8 @@ def file_of(given: str) -> Path:
 def save(path: Path, state: dict, previous: Path | None = None) -> None:
     """Write `state` to `path`. If `previous`, a file in the same folder, is given, the old checkpoint moves there.
 
-    Killing the process at any time leaves a complete checkpoint at `path` if one was ever written; without hard links
-    it may be at `previous`. The next call removes partial files. Only one process may write to a folder.
+    Killing the process at any time leaves a complete checkpoint at `path`, or for a moment only at `previous`, if one
+    was ever written. The next call removes partial files. Only one process may write to a folder.
 
     OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
@@ -109,18 +109,10 @@ def _write(path: Path, content: dict) -> None:
 
 
 def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
-    """Rename a complete file to `path`. `previous` is replaced last: until then it may be the only good file."""
-    link = None
+    """Rename a complete file to `path`, and the one that was there to `previous`."""
     if previous is not None and path.exists():
-        link = previous.with_name(previous.name + ".partial")
-        try:
-            os.link(path, link)
-        except OSError:  # no hard links: for a moment only `previous` exists
-            os.replace(path, previous)
-            link = None
+        os.replace(path, previous)
     os.replace(unfinished, path)
-    if link is not None and previous is not None:
-        os.replace(link, previous)
     folder = os.open(path.parent, os.O_RDONLY)  # flush the renames too
     try:
         os.fsync(folder)

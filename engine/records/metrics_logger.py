@@ -103,13 +103,15 @@ class MetricsLogger:
         """For checkpoints: step and score of the best evaluation, if any."""
         return None if self.best_step is None else [self.best_step, self.best_score]
 
-    def step(self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0) -> None:
-        """Count one training step, timed from the last call of `step` or `pause_ended`.
+    def waited(self, seconds: float) -> None:
+        """Count time that this rank waited for data, since the last call of `step` or `pause_ended`."""
+        for sums in (self.recent, self.all):
+            sums["data_s"] += seconds  # type: ignore[assignment]  # seconds are no whole numbers
 
-        `data_s`: seconds that this rank waited for its minibatch.
-        """
+    def step(self, loss: float, gradient_norm: float, images: int) -> None:
+        """Count one training step, timed from the last call of `step` or `pause_ended`."""
         now = time.perf_counter()
-        step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images, data_s=data_s)
+        step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images)
         step["seconds"] = now - self.step_started
         self.recent.update(step)
         self.all.update(step)

@@ -55,7 +55,7 @@ def train(
             raise Preempted(f"stopped before step {run.start_step + 1}")
         before, ended_s = None, time.perf_counter()
         for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
-            waited_s = time.perf_counter() - ended_s
+            metrics.waited(time.perf_counter() - ended_s)
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr = learner.optimizer.param_groups[0]["lr"]
             first = step <= run.start_step + CHECKED_STEPS
@@ -73,7 +73,7 @@ def train(
                     learner.captured.begin()
             # The host reads a step's numbers while the device takes the next one.
             asked = (before is not None and _read(before, run)) or (world.size == 1 and run.stop.requested)
-            before = Taken(step, outcome, lr, minibatch["name"], waited_s)
+            before = Taken(step, outcome, lr, minibatch["name"])
             if asked or schedule.checkpoints(step):
                 asked, before = _read(before, run) or asked, None
                 run.save(step)
@@ -95,7 +95,6 @@ class Taken(NamedTuple):
     outcome: Outcome
     lr: float
     names: list[str]  # of its images
-    waited_s: float  # for its minibatch
 
 
 def _read(taken: Taken, run: Run[Config, Split]) -> bool:
@@ -105,7 +104,7 @@ def _read(taken: Taken, run: Run[Config, Split]) -> bool:
         loss, gradient_norm, asked, loss_scale = run.learner.read(taken.outcome)
     except FloatingPointError as error:
         raise FloatingPointError(f"step {step}: {error} (images {', '.join(taken.names)})") from error
-    metrics.step(loss, gradient_norm, run.config.data.crops_per_minibatch, taken.waited_s)
+    metrics.step(loss, gradient_norm, run.config.data.crops_per_minibatch)
     if run.schedule.logs(step):
         waits_s = run.world.gather(metrics.data_wait_s())
         memory_mib = peak_memory_mib(run.world.device)

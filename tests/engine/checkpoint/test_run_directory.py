@@ -98,17 +98,16 @@ def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool
 
 
 @pytest.mark.parametrize(
-    "held, old, links, every",
+    "held, old, every",
     [
-        ("last and previous", 2, True, 4),
-        pytest.param("nothing", None, True, 1, marks=pytest.mark.slow),
-        pytest.param("last", 2, False, 1, marks=pytest.mark.slow),
-        pytest.param("last and previous", 2, True, 1, marks=pytest.mark.slow),
-        pytest.param("last and previous", 2, False, 1, marks=pytest.mark.slow),
-        pytest.param("damaged last and previous", 1, True, 1, marks=pytest.mark.slow),
+        ("last and previous", 2, 4),
+        pytest.param("nothing", None, 1, marks=pytest.mark.slow),
+        pytest.param("last", 2, 1, marks=pytest.mark.slow),
+        pytest.param("last and previous", 2, 1, marks=pytest.mark.slow),
+        pytest.param("damaged last and previous", 1, 1, marks=pytest.mark.slow),
     ],
 )
-def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monkeypatch, held, old, links, every):
+def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monkeypatch, held, old, every):
     """It continues from the step before (`old`) or the saved one (3), and its next save works normally.
 
     `every`: 4 for every fourth line.
@@ -116,8 +115,6 @@ def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monk
     monkeypatch.setattr(os, "fsync", lambda _: None)  # only a power failure would need it, and it is slow
     # The configuration is not tested here, and reading it a hundred times is slow.
     monkeypatch.setattr("engine.checkpoint.run_directory.of_checkpoint", lambda *_: config)
-    if not links:
-        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     start = run_in(tmp_path / "start", config, *{"nothing": (), "last": (2,)}.get(held, (1, 2)))
     if held.startswith("damaged"):
         damage(start.last)

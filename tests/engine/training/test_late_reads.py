@@ -1,9 +1,11 @@
 """The loop reads a step's numbers one step later, and before whatever depends on them; and it repeats little."""
 
+import itertools
 import math
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +91,27 @@ def test_a_step_is_read_after_the_next_is_launched_and_before_checkpoints_evalua
         *("take 6", "read 6", "save 6", "take 7", "read 7", "save 7", "evaluate 7"),
     ]
     assert noted.metrics.all["steps"] == STEPS
+
+
+def test_steps_do_not_wait_for_longer_than_they_take(noted, monkeypatch):
+    """A minibatch takes five seconds, and each look at the clock a millisecond; steps 5 and 7 are read with others."""
+    now, counted = itertools.count(), []
+
+    def slowly():
+        for each in minibatches(STEPS):
+            [next(now) for _ in range(5000)]
+            yield each
+
+    def training(*_: object) -> None:
+        counted.append(dict(noted.metrics.recent))
+        noted.metrics.recent.clear()
+
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now) / 1000)
+    monkeypatch.setattr(noted.metrics, "training", training)
+    noted.schedule = Schedule(STEPS, STEPS, evaluate_every=5, checkpoint_every=STEPS, log_every=1)
+    loop.train(noted, slowly(), CrossEntropy(), lambda: None)
+    assert len(counted) == STEPS and all(each.get("data_s", 0) <= each["seconds"] for each in counted)
+    assert 35 < sum(each.get("data_s", 0) for each in counted) < 36
 
 
 def test_a_stop_loses_no_step(noted):
