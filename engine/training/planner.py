@@ -2,7 +2,7 @@
 
 import os
 import re
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,9 +73,12 @@ def classes_of(data: Data) -> int:
 
 
 def training_images(data: Data) -> int:
-    """Number of training images of a dataset; reads files only for the user's own images."""
-    if official_classes(data) is None:
+    """Number of training images in data.root, or of a published dataset that is not there."""
+    try:
         return len(_train_split(data))
+    except (ValueError, OSError):
+        if official_classes(data) is None:
+            raise
     images = official_images(data)
     return sum(images.get(split) or 0 for split in as_list(data.train_split))
 
@@ -183,10 +186,9 @@ def share_of(config: TrainingRun, devices: int) -> int:
     return -(-config.data.crops_per_minibatch // devices)
 
 
-def fitting(config: Config, devices: int, images: int | None = None) -> Config:
+def fitting(config: Config, devices: int) -> Config:
     """A copy with the minibatch or crop size that `memory.fit` chooses for `memory.budget`.
 
-    `images`: of the training split, which a minibatch must not exceed; None: the published number.
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
     memory, fewest = config.memory, config.fewest_on_each(devices) * config.trainer.accumulation_steps
@@ -198,7 +200,7 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
         return needed(config, crops, side, devices)
 
     if memory.fit == "batch":
-        smallest, most = (fewest, size), (images or training_images(config.data)) // devices
+        smallest, most = (fewest, size), training_images(config.data) // devices
         found = largest(lambda crops: peak(crops, size), available, fewest, step=1, power=1, most=most)
     else:
         smallest = share, _SMALLEST_CROP
@@ -221,7 +223,7 @@ def all_images(config: TrainingRun, devices: int) -> str:
     """For messages: says so if the training images, and not memory, limit a minibatch that was fitted. Else empty."""
     if config.memory.fit != "batch":
         return ""
-    images = _images(config) or training_images(config.data)
+    images = training_images(config.data)
     is_limited = images - config.data.crops_per_minibatch < devices
     return f"; a minibatch has no more than the {images} training images" if is_limited else ""
 
@@ -244,7 +246,7 @@ def fitted(config: Config) -> Config:
     log_to(make_console(rank), None, rank)
     chosen = deepcopy(config)
     if memory.fit:
-        chosen = _begun(config) or fitting(config, processes, _images(config))
+        chosen = _begun(config) or fitting(config, processes)
     data, share = chosen.data, share_of(chosen, processes)
     if config.trainer.recompute == "budget":
         chosen.memory, peak, about = within_budget(chosen, processes)
@@ -264,13 +266,6 @@ def fitted(config: Config) -> Config:
         f"data.crop_size={data.crop_size}, as {step} of {about}" + ("; on a CPU nothing enforces it" if on_cpu else "")
     )
     return chosen
-
-
-def _images(config: TrainingRun) -> int | None:
-    """Number of training images in `data.root`; None if they cannot be found: the run then reports it."""
-    with suppress(ValueError, OSError):
-        return len(_train_split(config.data))
-    return None
 
 
 def _begun(config: Config) -> Config | None:
