@@ -3,8 +3,8 @@
 import os
 import reprlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -62,13 +62,17 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
 
     OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
-    unfinished = path.with_name(path.name + ".partial")
-    with _disk_errors(unfinished, lambda reason: _not_written(path, state, previous, reason)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in path.parent.glob("*.pt.partial"):
-            leftover.unlink()
-        _write(unfinished, {"format": FORMAT, **state})
-        _put_in_place(unfinished, path, previous)
+    for leftover in path.parent.glob("*.pt.partial"):
+        leftover.unlink()
+
+    def not_written(reason: OSError) -> str:
+        size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
+        return (
+            f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. It needs "
+            f"{size:,} bytes, and {what_is_left(path.parent, *map(path.with_name, RESUMED), path, previous)}"
+        )
+
+    _replace(path, {"format": FORMAT, **state}, path.with_name(path.name + ".partial"), not_written, previous)
 
 
 def write_alone(path: Path, content: dict) -> None:
@@ -77,55 +81,39 @@ def write_alone(path: Path, content: dict) -> None:
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
     unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
-    with _disk_errors(unfinished, lambda reason: f"{path} cannot be written: {reason.strerror or reason}"):
-        _write(unfinished, content)
-        _put_in_place(unfinished, path, None)
+    _replace(path, content, unfinished, lambda reason: f"{path} cannot be written: {reason.strerror or reason}")
 
 
-@contextmanager
-def _disk_errors(unfinished: Path, message: Callable[[OSError], str]) -> Iterator[None]:
-    """Context that turns an error of the disk into an OSError with `message`; no unfinished file is left."""
+def _replace(
+    path: Path, content: dict, unfinished: Path, message: Callable[[OSError], str], previous: Path | None = None
+) -> None:
+    """Write to `unfinished` and rename it to `path`; the file that was there becomes `previous`.
+
+    OSError, with `message`: the disk is full or not writable; no unfinished file is left.
+    """
     try:
-        yield
-    except (OSError, RuntimeError) as error:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(unfinished, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if previous is not None and path.exists():
+            os.replace(path, previous)
+        os.replace(unfinished, path)
+        folder = os.open(path.parent, os.O_RDONLY)  # flush the renames too
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException as error:
+        with suppress(OSError):  # before the message counts free bytes
+            unfinished.unlink(missing_ok=True)
         reason: BaseException | None = error  # torch.save may report an unexpected file position instead
         while reason is not None and not isinstance(reason, OSError):
             reason = reason.__cause__ or reason.__context__
-        if reason is None:
+        if reason is None or not isinstance(error, (OSError, RuntimeError)):
             raise
-        with suppress(OSError):  # before the message counts free bytes
-            unfinished.unlink(missing_ok=True)
         raise OSError(message(reason)) from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-
-
-def _write(path: Path, content: dict) -> None:
-    with open(path, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
-    """Rename a complete file to `path`, and the one that was there to `previous`."""
-    if previous is not None and path.exists():
-        os.replace(path, previous)
-    os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # flush the renames too
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError) -> str:
-    size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
-    return (
-        f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. It needs "
-        f"{size:,} bytes, and {what_is_left(path.parent, *map(path.with_name, RESUMED), path, previous)}"
-    )
 
 
 def what_is_left(folder: Path, *checkpoints: Path | None) -> str:

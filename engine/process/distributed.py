@@ -44,11 +44,16 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def check_equal(self, value: object, advice: str) -> None:
+    def check_equal(self, value: dict[str, object], advice: str) -> None:
         """Raise ValueError with `advice` on every rank unless the (picklable) values of all ranks are equal."""
         values = self.gather(value)
-        if any(other != values[0] for other in values):
-            raise ValueError(f"the processes of this run differ: {_differences(values)}; {advice}")
+        differing = sorted(
+            key for key in set().union(*values) if any(other.get(key) != value.get(key) for other in values)
+        )
+        if differing:
+            said = (", ".join(f"{key}={other.get(key)}" for key in differing) for other in values)
+            differences = "; ".join(f"process {rank} has {each}" for rank, each in enumerate(said))
+            raise ValueError(f"the processes of this run differ: {differences}; {advice}")
 
     @contextmanager
     def first_goes_ahead(self) -> Iterator[bool]:
@@ -96,15 +101,6 @@ def data_parallel(network: nn.Module, device: torch.device, fixed_buckets: bool 
         find_unused_parameters=kept_order,
         **no_exchange,
     )
-
-
-def _differences(values: list) -> str:
-    """List the values by process; dictionaries are reduced to the entries that differ."""
-    if isinstance(values[0], dict):
-        every = set().union(*values)
-        keys = {key for key in every if any(value.get(key) != values[0].get(key) for value in values)}
-        values = [", ".join(f"{key}={value.get(key)}" for key in sorted(keys)) for value in values]
-    return "; ".join(f"process {rank} has {value}" for rank, value in enumerate(values))
 
 
 def launched() -> bool:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 
-def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterable[dict]:
+def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[dict]:
     """The minibatches with their tensors on `device`; on CUDA the next copy overlaps with the current minibatch."""
-    return _prefetched(minibatches, device) if device.type == "cuda" else minibatches
-
-
-def _prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[dict]:
+    if device.type != "cuda":
+        yield from minibatches
+        return
     stream, under_way = _copying_stream(device), None
     for minibatch in minibatches:
         with torch.cuda.stream(stream):

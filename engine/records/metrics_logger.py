@@ -88,20 +88,11 @@ class MetricsLogger:
                 self.tensorboard.close()
 
     @property
-    def best_step(self) -> int | None:
-        """The step of the best evaluation, the earliest if several tie; None if there is none yet, or all are NaN."""
-        known = [step for step, score in self.scores.items() if not math.isnan(score)]
-        return max(known, key=self.scores.__getitem__, default=None)
-
-    @property
-    def best_score(self) -> float:
-        """The best of all evaluations; minus infinity if `best_step` is None."""
-        return -math.inf if self.best_step is None else self.scores[self.best_step]
-
-    @property
     def best(self) -> list | None:
-        """For checkpoints: step and score of the best evaluation, if any."""
-        return None if self.best_step is None else [self.best_step, self.best_score]
+        """Step and score of the best evaluation, the earliest if several tie; None if there is none, or all are NaN."""
+        known = [step for step, score in self.scores.items() if not math.isnan(score)]
+        step = max(known, key=self.scores.__getitem__, default=None)
+        return None if step is None else [step, self.scores[step]]
 
     def waited(self, seconds: float) -> None:
         """Count time that this rank waited for data, since the last call of `step` or `pause_ended`."""
@@ -226,14 +217,13 @@ class MetricsLogger:
             speed = f", {self.all['images'] / seconds:.1f} images/s, {waited:.0f} % of it waiting for data"
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
         took = f"{self.all['steps']} steps in {timedelta(seconds=round(seconds))}{speed}{memory}"
-        last = max(self.scores)
-        best = self.best_step
+        last, best = max(self.scores), self.best
         run_dir, gone = last_file.parents[1], "" if best_file.is_file() else " (gone)"
         lines = {
             "run": str(run_dir),
             "training": took,
             "last": f"{last_file}, step {last}, {score_text(self.scores[last])}",
-            "best": f"{best_file}{gone}, step {best}, {score_text(self.best_score)}" if best is not None else "none",
+            "best": f"{best_file}{gone}, step {best[0]}, {score_text(best[1])}" if best else "none",
             "evaluate": evaluate,
             "curves": shlex.join(["tensorboard", "--logdir", str(run_dir / "tensorboard")]),
         }

@@ -1,5 +1,6 @@
 """A training run of any task on one rank, from its configuration to its results."""
 
+import math
 import reprlib
 import shlex
 from collections.abc import Callable, Iterator
@@ -177,7 +178,8 @@ class Run(Generic[Config, Split]):
         with varying_sizes():
             evaluated = evaluate()
         forget_peak(self.world.device)  # an evaluation may need more than training
-        if evaluated.scores[self.config.score] > self.metrics.best_score:
+        score, best = evaluated.scores[self.config.score], self.metrics.best
+        if score > (-math.inf if best is None else best[1]):
             self.save(step, best=True)
             self.directory.saved()  # before the record: if killed in between, the run evaluates again
         self.metrics.evaluation(step, self.schedule.epoch(step), evaluated)
@@ -260,12 +262,13 @@ def _agree(
     splits = {"training": train_set, "validation": val_set}
     files = {split: [*data.names_and_sizes(), data.numbering] for split, data in splits.items()}
     resumed = directory.checkpoint_to_resume(config, schedule.total_steps, files)
-    done = f"{resumed['step']} of them done" if resumed else f"no checkpoint in {directory.path}"
-    found = f"{len(train_set)} training and {len(val_set)} validation images, {schedule.total_steps} steps to train"
-    world.check_equal(
-        f"{found}, {done}; files {', '.join(digest[:8] for split in files.values() for digest in split)}",
-        "every machine needs the same data, and all must share the folder run_dir",
-    )
+    found = {
+        **{f"{split} images": len(data) for split, data in splits.items()},
+        "steps": schedule.total_steps,
+        "steps in the checkpoint": 0 if resumed is None else resumed["step"],
+        "files": " ".join(digest[:8] for split in files.values() for digest in split),
+    }
+    world.check_equal(found, f"every machine needs the same data, and all must share the folder {directory.path}")
     console, start_step = make_console(world.rank), resumed["step"] if resumed else 0
     return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
 

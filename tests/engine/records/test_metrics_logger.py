@@ -101,7 +101,7 @@ def test_the_summary_says_what_is_there(tmp_path, monkeypatch):
     directory = RunDirectory(str(tmp_path))
     with logger(tmp_path) as running:
         running.evaluation(5, 0.0, evaluated(miou=math.nan))
-        assert "best      none" in summary_of(running, directory) and running.best_score == -math.inf
+        assert "best      none" in summary_of(running, directory) and running.best is None
         for step, miou in ((6, -0.25), (7, 0.75), (8, 0.75), (10, 0.5)):
             running.evaluation(step, 0.0, evaluated(miou=miou))
     lines = summary_of(running, directory)
@@ -197,7 +197,7 @@ def test_a_resumed_run_knows_the_scores_of_before(tmp_path):
             for step, score in scores.items():
                 if step > start_step:
                     running.evaluation(step, 0.0, Evaluated({"top1": score, "miou": 1.0}, summary="", images=2))
-            assert running.best_score == 0.75 and list(running.scores) == list(scores)
+            assert running.best[1] == 0.75 and list(running.scores) == list(scores)
             assert math.isnan(running.scores[6])
 
 
@@ -208,7 +208,7 @@ def test_the_best_score_is_known_without_the_file(tmp_path):
     assert running.best == [2, 0.7]
     (tmp_path / "metrics.jsonl").unlink()
     resumed = MetricsLogger(tmp_path, Console(quiet=True), "miou", 10, 6, best=running.best)
-    assert (resumed.best_step, resumed.best_score) == (2, 0.7)
+    assert resumed.best == [2, 0.7]
 
 
 def test_curves_layers_and_pictures_have_the_names_of_the_evaluation(tmp_path):
