@@ -23,6 +23,7 @@ from engine.schema.schedule import Schedule
 from engine.segmentation.losses import CrossEntropy
 from engine.training import loop
 from engine.training.learner import Learner
+from keepless.reversible import checks
 from tests.engine.learners import learner_of
 from tests.runs import REPOSITORY
 
@@ -138,6 +139,13 @@ def test_a_step_that_is_not_finite_is_named_one_step_later(noted):
     with pytest.raises(FloatingPointError, match=rf"^step 2: the loss is inf; {largest} \(images crop 2\)$"):
         loop.train(noted, minibatches(STEPS), loss, lambda: None)
     assert noted.events == [("take", 1), ("take", 2), ("read", 1), ("take", 3), ("read", 2)]
+
+
+def test_repetitions_of_reversible_branches_are_checked_in_the_first_two_steps(noted, monkeypatch):
+    take, checked = loop.train_step, []
+    monkeypatch.setattr(loop, "train_step", lambda *own: checked.append(checks._enabled.get()) or take(*own))
+    loop.train(noted, minibatches(STEPS), CrossEntropy(), lambda: None)
+    assert checked == [True, True, *[False] * (STEPS - 2)]
 
 
 def calls_per_step(size: int, **options: object) -> Counter[str]:
