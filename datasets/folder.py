@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import islice, product, takewhile
 from operator import methodcaller
@@ -163,8 +162,17 @@ def folder(
         what = "a link that leads nowhere" if classes.is_symlink() else "missing"
         fix = f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold"
         raise _LAYOUT.error(f"folder: {classes} is {what}", root, fix)
-    dataset = _labelled(root, split, files)
-    return dataset if palettes == "any" else replace(dataset, palette_fix=palette_fix(keys))
+    fix = (
+        f"Labels hold ids, as PNGs or TIFFs of mode L or P, or the colours of {classes} as RGB, and are as large as "
+        f"viewers show their images. Export them again as PNG from your labelling tool, without smoothed edges, resize "
+        f"them with nearest neighbour, or correct the classes."
+    )
+    table = folder_classes(classes)
+    levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
+    colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
+    decode = partial(_decode, colours, np.array(levels, np.uint8))
+    different = None if palettes == "any" else palette_fix(keys)
+    return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix, palette_fix=different)
 
 
 class LabelNames(NamedTuple):
@@ -214,20 +222,6 @@ class LabelNames(NamedTuple):
         given = {"label_folder": (place, self.folder), "label_suffix": (suffix, self.suffix)}
         options = " ".join(f"{self.keys}{key}={new}" for key, (new, old) in given.items() if new != old)
         return f"{above / place} holds labels such as {wanted[0]}{suffix}: give {options}" if options else None
-
-
-def _labelled(root: Path, split: str, files: list[Files]) -> SegmentationDataset:
-    """The dataset of paired files, with the classes of `root`."""
-    fix = (
-        f"Labels hold ids, as PNGs or TIFFs of mode L or P, or the colours of {root / CLASSES} as RGB, and are as "
-        f"large as viewers show their images. Export them again as PNG from your labelling tool, without smoothed "
-        f"edges, resize them with nearest neighbour, or correct the classes."
-    )
-    table = folder_classes(root / CLASSES)
-    levels = [id if id in table.label_ids else table.label_colours.get(0x010101 * id, id) for id in range(256)]
-    colours = table.label_colours or {0x010101 * id: id for id in table.label_ids}  # or ids in three equal channels
-    decode = partial(_decode, colours, np.array(levels, np.uint8))
-    return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
 
 
 def palette_fix(keys: str = "") -> str:

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, composed, list_classes
@@ -77,42 +76,32 @@ def _in_folders(
     if not folder.is_dir():
         raise layout.error(f"{layout.name}: the folder {folder} is missing", root)
     classes = class_folders(folder)
-    _check_flat(layout, root, folder, bool(classes), suffixes)
-    for other in layout.splits:
-        if other != split and (root / other).is_dir():
-            _check_classes(layout, root, {split: classes, other: class_folders(root / other)})
-    files, labels = list_classes(folder, classes, suffixes)
-    if not len(files):
-        looked_for = f"{folder}/*/*{{{','.join(suffixes)}}}"
-        raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
-    return ClassificationDataset(layout.name, split, tuple(map(composed, classes)), labels, files)
-
-
-def _check_flat(layout: Layout, root: Path, folder: Path, has_classes: bool, suffixes: tuple[str, ...]) -> None:
-    """ValueError if images lie in the split's folder itself."""
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.name.lower().endswith(suffixes) and entry.is_file()]
-    if names:
-        beside = "beside" if has_classes else "without"
+        flat = [entry.name for entry in entries if entry.name.lower().endswith(suffixes) and entry.is_file()]
+    if flat:
+        beside = "beside" if classes else "without"
         raise layout.error(
-            f"{layout.name}: {folder} holds {len(names)} images {beside} class folders, such as {min(names)}; expected "
+            f"{layout.name}: {folder} holds {len(flat)} images {beside} class folders, such as {min(flat)}; expected "
             "images only in class folders",
             root,
             fix=_SORT_FLAT if layout is _LAYOUT else None,
         )
-
-
-def _check_classes(layout: Layout, root: Path, classes: dict[str, tuple[str, ...]]) -> None:
-    """ValueError if two splits have different classes, unless one has none."""
-    (split, own), (other, others) = ((split, [*map(composed, names)]) for split, names in classes.items())
-    differences = [
-        f"{len(alone)} only in {where} ({first_of(alone)})"
-        for where, alone in ((split, sorted({*own} - {*others})), (other, sorted({*others} - {*own})))
-        if alone
-    ]
-    if others and differences:
-        raise layout.error(
-            f"{layout.name}: the splits have different classes: {' and '.join(differences)}; expected the same",
-            root,
-            fix="complete the splits; a class without images needs an empty folder",
-        )
+    names = tuple(map(composed, classes))
+    for other in layout.splits:
+        others = [*map(composed, class_folders(root / other))] if (root / other).is_dir() else []
+        differences = [
+            f"{len(alone)} only in {where} ({first_of(alone)})"
+            for where, alone in ((split, sorted({*names} - {*others})), (other, sorted({*others} - {*names})))
+            if alone
+        ]
+        if others and differences:  # a split may have no classes
+            raise layout.error(
+                f"{layout.name}: the splits have different classes: {' and '.join(differences)}; expected the same",
+                root,
+                fix="complete the splits; a class without images needs an empty folder",
+            )
+    files, labels = list_classes(folder, classes, suffixes)
+    if not len(files):
+        looked_for = f"{folder}/*/*{{{','.join(suffixes)}}}"
+        raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
+    return ClassificationDataset(layout.name, split, names, labels, files)

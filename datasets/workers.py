@@ -72,8 +72,15 @@ class Loader(DataLoader):
     """
 
     def __init__(self, source: Dataset | Sequence, workers: int, **options: Any):
-        if workers:
-            _check_sockets()
+        if workers:  # they hand over tensors by sockets; without one, no data would come
+            try:
+                Listener(family="AF_UNIX").close()
+            except OSError as error:
+                raise ValueError(
+                    f"processes that read data cannot open sockets in {util.get_temp_dir()} ({error}): set TMPDIR to a "
+                    f"folder with a short path, such as /tmp (sockets allow 107 bytes), or read without processes, "
+                    f"with workers=0"
+                ) from None
         super().__init__(
             source,  # type: ignore[arg-type]  # any sequence will do
             num_workers=workers,
@@ -110,18 +117,6 @@ class Loader(DataLoader):
             # would not learn that they should stop, and PyTorch would wait five seconds for each.
             if self.num_workers and items is not None:
                 items._shutdown_workers()
-
-
-def _check_sockets() -> None:
-    """ValueError unless workers can open sockets, by which they hand over tensors. Without one, no data would come."""
-    try:
-        Listener(family="AF_UNIX").close()
-    except OSError as error:
-        folder = util.get_temp_dir()
-        raise ValueError(
-            f"processes that read data cannot open sockets in {folder} ({error}): set TMPDIR to a folder with a short "
-            f"path, such as /tmp (sockets allow 107 bytes), or read without processes, with workers=0"
-        ) from None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`Kept` holds a saved tensor as autograd would. `SavedTensors` collects the saved tensors of a graph."""
+"""`Kept` holds a saved tensor as autograd would. `saved_for_backward` finds those of a graph."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -217,41 +217,27 @@ class _Packed:
         self.tensor = tensor.detach()  # with its graph, an operation's own output would keep itself alive
 
 
-class SavedTensors(saved_tensors_hooks):
-    """Context that records what autograd saves for the backward pass. Tensors may be fake."""
-
-    def __init__(self) -> None:
-        self.packed: list[weakref.ref[_Packed]] = []
-        super().__init__(self._pack, attrgetter("tensor"))
-
-    def __enter__(self) -> "SavedTensors":  # type: ignore[override]  # torch's returns nothing
-        super().__enter__()
-        return self
-
-    def _pack(self, tensor: Tensor) -> _Packed:
-        packed = _Packed(tensor)
-        self.packed.append(weakref.ref(packed))
-        return packed
-
-    def kept(self, without: Iterable[Tensor] = ()) -> list[Tensor]:
-        """One tensor for each storage that the graphs made in this context still keep.
-
-        The storages of the tensors `without`, e.g. parameters, are left out; so is what autograd has already dropped,
-        e.g. between two reversible modules.
-        """
-        left_out = {address(tensor.untyped_storage()) for tensor in without}
-        found: dict[int, Tensor] = {}
-        for packed in (reference() for reference in self.packed):
-            if packed is not None and (storage := address(packed.tensor.untyped_storage())) not in left_out:
-                found.setdefault(storage, packed.tensor)
-        return list(found.values())
-
-
 def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:
-    """Run a forward pass; return its result, which must hold the graph, and `SavedTensors.kept`."""
-    with SavedTensors() as saved:
+    """Run a forward pass; return its result, which must hold the graph, and a tensor for each storage that it keeps.
+
+    Tensors may be fake. The storages of the tensors `without`, e.g. parameters, are left out; so is what autograd has
+    already dropped, e.g. between two reversible modules.
+    """
+    packed: list[weakref.ref[_Packed]] = []
+
+    def pack(tensor: Tensor) -> _Packed:
+        one = _Packed(tensor)
+        packed.append(weakref.ref(one))
+        return one
+
+    with saved_tensors_hooks(pack, attrgetter("tensor")):
         result = forward()
-    return result, saved.kept(without)
+    left_out = {address(tensor.untyped_storage()) for tensor in without}
+    found: dict[int, Tensor] = {}
+    for one in (reference() for reference in packed):
+        if one is not None and (storage := address(one.tensor.untyped_storage())) not in left_out:
+            found.setdefault(storage, one.tensor)
+    return result, list(found.values())
 
 
 def kept_bytes(network: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:

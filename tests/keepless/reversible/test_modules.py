@@ -31,7 +31,7 @@ from keepless import (
     recompute_activations,
 )
 from keepless.reversible import checks
-from keepless.saved import SavedTensors, kept_bytes
+from keepless.saved import kept_bytes, saved_for_backward
 
 NORMS = {
     "std": ABN,
@@ -410,9 +410,8 @@ def test_saved_bytes_do_not_depend_on_the_depth(make, depth):
 
 
 def test_what_a_row_of_wrappers_drops_again_is_not_counted():
-    with SavedTensors() as saved:
-        result = twins("wrappers", additive, count=6)[0](IMAGES * 1)
-    assert [tensor.nbytes for tensor in saved.kept()] == [result.nbytes]
+    result, kept = saved_for_backward(lambda: twins("wrappers", additive, count=6)[0](IMAGES * 1))
+    assert [tensor.nbytes for tensor in kept] == [result.nbytes]
 
 
 @pytest.mark.parametrize("form", ["sequence", "wrappers"])
