@@ -68,7 +68,11 @@ def batch_norm_to_inplace(layer: BatchNormBase, calls: list[NormCall], relu_slop
     if not calls:
         raise ValueError("it was not called on the example")
     own = own_activation(layer)
-    _check_batch_norm(layer, with_activation=own is not None)
+    check_plain(layer, BATCH_NORMS, with_activation=own is not None)
+    dtypes = {values.dtype for name in TENSORS[:4] if (values := getattr(layer, name)) is not None}
+    if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
+        listed = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"it holds {listed}: an in-place layer needs float32 parameters; use .float() and autocast")
     if own is not None and type(own) not in (*ACTIVATIONS, nn.Identity):
         raise ValueError(f"it includes {type(own).__name__}, an activation that an in-place layer does not compute")
     merged: tuple[nn.Module, ...] = ()
@@ -231,15 +235,6 @@ def check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...], with_act
     known = {*TENSORS, "drop", "act"} if with_activation else {*TENSORS}
     if {*layer._parameters, *layer._buffers, *layer._modules} != known:
         raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
-
-
-def _check_batch_norm(layer: BatchNormBase, with_activation: bool) -> None:
-    """Raise ValueError if an in-place layer cannot replace a batch normalisation, regardless of what follows it."""
-    check_plain(layer, BATCH_NORMS, with_activation)
-    dtypes = {values.dtype for name in TENSORS[:4] if (values := getattr(layer, name)) is not None}
-    if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
-        listed = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"it holds {listed}: an in-place layer needs float32 parameters; use .float() and autocast")
 
 
 def _inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[str, float]:

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..inputs import is_number
@@ -39,24 +38,12 @@ class NormArguments(NamedTuple):
     group: dist.ProcessGroup | None = None  # ranks that share minibatch statistics
 
 
-class BatchNormActivationBackward(FunctionCtx):
-    """The node of a `BatchNormActivation`, only for type checkers: PyTorch makes the class of this name itself."""
-
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-    arguments: NormArguments
-    strategy: Strategy
-    count: Tensor  # (), values per channel over all ranks; only set with a group
-    kept: BackwardInputs | None  # includes z, from its recomputation until this node's backward pass
-    output_version: int  # version of z; only set if z can be recomputed
-
-
 class BatchNormActivation(torch.autograd.Function):
     """z = phi(gamma * (x - mean) / sqrt(var + eps) + beta)."""
 
     @staticmethod
     def forward(  # over 60 lines: a dozen arguments, and Algorithm 1 for every strategy
-        ctx: BatchNormActivationBackward,
+        ctx: Any,
         x: Tensor,  # (N, C, *spatial)
         weight: Tensor | None,  # (C,), as are the other vectors
         bias: Tensor | None,
@@ -109,13 +96,14 @@ class BatchNormActivation(torch.autograd.Function):
                 z = z if overwrite else x.copy_(z)
                 ctx.mark_dirty(z)
             ctx.save_for_backward(z, gamma, beta, invstd)
+        # `kept` includes z from its recomputation until this node's backward pass.
         ctx.arguments, ctx.strategy, ctx.kept = arguments, strategy, None
         if strategy.recompute_output and not torch.compiler.is_compiling() and not z.is_inference():
             ctx.output_version = z._version
         return z
 
     @staticmethod
-    def backward(ctx: BatchNormActivationBackward, dz: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Raised now: not every second backward pass would reach an error placed in the graph of the gradient.
@@ -204,7 +192,7 @@ def _is_pytorchs(x: Tensor, arguments: NormArguments, strategy: Strategy) -> boo
     return not torch.compiler.is_compiling() and isinstance(backend_for(strategy.backend, x), EagerBackend)
 
 
-def _saved_tensors(node: BatchNormActivationBackward) -> tuple[Tensor, ...]:
+def _saved_tensors(node: Any) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return node.saved_tensors
     try:
@@ -218,12 +206,12 @@ def _saved_tensors(node: BatchNormActivationBackward) -> tuple[Tensor, ...]:
         ) from error
 
 
-def is_node(value: object) -> TypeGuard[BatchNormActivationBackward]:
+def is_node(value: object) -> TypeGuard[Any]:
     """Whether a value is a `BatchNormActivation` node."""
     return isinstance(value, node_class(BatchNormActivation))
 
 
-def kept_by(node: BatchNormActivationBackward) -> BackwardInputs:
+def kept_by(node: Any) -> BackwardInputs:
     """The tensors that a node keeps, in the form that backends take."""
     values, gamma, beta, invstd, *rest = _saved_tensors(node)
     if not is_packed(values):  # z, written over an x with gaps
@@ -244,7 +232,7 @@ def kept_by(node: BatchNormActivationBackward) -> BackwardInputs:
     return BackwardInputs(values, strategy.keep == "z", *vectors, *of_strategy)
 
 
-def recompute_output(node: BatchNormActivationBackward) -> Tensor:
+def recompute_output(node: Any) -> Tensor:
     """Recompute z from a node that kept x or x_hat, once for all operations that need it."""
     kept = node.kept or kept_by(node)
     if kept.output is not None:

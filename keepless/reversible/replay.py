@@ -73,8 +73,12 @@ class Section:
         self.cuda = [device for device in devices if device.type == "cuda"]
         if self.cuda and is_capturing():  # the state of its generator cannot be read
             self.cuda = []
-            if preserve_rng_state:
-                _refuse_random(parts)
+            for part in parts if preserve_rng_state else ():
+                if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1.0) > 0:
+                    raise RuntimeError(
+                        f"a CUDA graph captures a reversible module that contains {part}: a captured repetition draws "
+                        f"other random numbers, so gradients would be wrong; move it out of the branches, or set p=0"
+                    )
         self.random = self._random() if preserve_rng_state else None
         self.state = State(parts)
 
@@ -106,8 +110,9 @@ class Section:
                 yield
         finally:
             ended = True
-        if self.random is not None and all(map(_equal, self.random, self._random())):
-            self.random = None  # no numbers were drawn; the state has 5 KB
+        with without_dispatch_modes():  # the states are real under fake tensors too
+            if self.random is not None and all(map(torch.equal, self.random, self._random())):
+                self.random = None  # no numbers were drawn; the state has 5 KB
         self.state.forward_pass_ended(inverts)
 
     @contextmanager
@@ -168,18 +173,3 @@ class Section:
 
 def _metadata(tensor: Tensor) -> tuple:
     return tuple(tensor.shape), tensor.dtype, tensor.device
-
-
-def _refuse_random(parts: Iterable[nn.Module]) -> None:
-    """RuntimeError if a module draws random numbers."""
-    for part in parts:
-        if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1.0) > 0:
-            raise RuntimeError(
-                f"a CUDA graph captures a reversible module that contains {part}: a captured repetition draws other "
-                f"random numbers, so gradients would be wrong; move it out of the branches, or set p=0"
-            )
-
-
-def _equal(state: Tensor, other: Tensor) -> bool:
-    with without_dispatch_modes():  # the states are real under fake tensors too
-        return torch.equal(state, other)

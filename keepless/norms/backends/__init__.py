@@ -41,8 +41,11 @@ def backend_for(name: str, x: Tensor) -> Backend:
         return FusedShapes()
     if name == "eager" or is_watched or x.numel() == 0:
         return EagerBackend()
+    if name == "auto" and x.device.type == "cuda":
+        launches = _has_kernels_for(x) and triton_launches(x.device)
+        return _triton().TritonBackend() if launches else EagerBackend()
     if name == "auto":
-        return _fastest(x)
+        return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
     if name == "compiled":
         return CompiledBackend()
     assert name == "triton", name
@@ -54,13 +57,6 @@ def backend_for(name: str, x: Tensor) -> Backend:
             f"{'the CPU, because TRITON_INTERPRET is set' if kernels.INTERPRETED else 'CUDA'}; choose backend='auto'"
         )
     return kernels.TritonBackend()
-
-
-def _fastest(x: Tensor) -> Backend:
-    if x.device.type == "cuda":
-        launches = _has_kernels_for(x) and triton_launches(x.device)
-        return _triton().TritonBackend() if launches else EagerBackend()
-    return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
 
 
 def _has_kernels_for(x: Tensor) -> bool:
