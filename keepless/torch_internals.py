@@ -66,6 +66,8 @@ try:
     # The level of functorch's transforms, such as `torch.vmap`, where functions see wrapped tensors; None outside.
     transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
     _is_wrapped, _unwrapped = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.get_unwrapped
+    # Whether autocast is enabled for any type of device.
+    is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
     # Autograd numbers each thread's nodes in the order in which they are made.
     next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
     # Whether the running backward pass keeps its graph (retain_graph=True).
@@ -171,9 +173,12 @@ def packed_by(node: Any, name: str) -> Any:
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
-def saved_as(name: str) -> Callable[[Any], Any]:
-    """A function that returns what a node has saved under this name: what hooks have packed, else the tensor."""
-    return attrgetter(f"_raw_saved_{name}.data")
+def saved_as(name: str, without_hooks: bool) -> Callable[[Any], Any]:
+    """A function that returns what a node has saved under this name: what hooks have packed, else the tensor.
+
+    `without_hooks`: the tensor has no gradient, and was saved without hooks.
+    """
+    return attrgetter(f"_saved_{name}" if without_hooks else f"_raw_saved_{name}.data")
 
 
 def is_synchronised_norm(node: Any) -> bool:

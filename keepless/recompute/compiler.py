@@ -114,6 +114,9 @@ class _Compiler:
             act.packs = packs
         if act.packs is None and not makes:
             return None
+        for number, make in enumerate(makes):
+            found = [(position, saved_as(name, act.packs is None and name != "other")) for position, name in make.saved]
+            makes[number] = make._replace(saved=found)
         self.seen |= inside
         if taught.base is not None and (base := taught.base()) is not None and own is not None:
             is_new = isinstance(base.source, Recipe) and base.readers and self._number(base) not in self.seen
@@ -144,10 +147,9 @@ class _Compiler:
             (make,) = act.makes
             serves = any(pack is not None and pack.how == How.RESULT and pack.more for pack in act.packs or ())
             is_own = act.has_own_arguments(make) and not any(type(one) is list for _, one in taught.consts)
-            if not (serves or make.packed or make.is_group or make.draws or make.refreshed) and is_own >= bool(
-                make.given
-            ):
-                act.simple, act.saved, act.blank = make.function, make.saved, None if is_own else make.arguments
+            if not (serves or make.packed or make.is_group or make.draws or make.refreshed):
+                act.simple, act.saved, act.given = make.function, make.saved, () if is_own else make.given
+                act.blank = None if is_own else make.arguments
                 act.takes = [(*act.takes[take][:2], position) for position, take in make.taken]
 
     def _form_of(self, value: Value, form: Form) -> Form:
@@ -211,7 +213,7 @@ class _Compiler:
                 number, name = source.what
                 is_dropped = isinstance(argument, Value) and not isinstance(argument.source, Kept)
                 if name is not None and not is_dropped:
-                    saved.append((position, saved_as(name)))
+                    saved.append((position, name))
                 elif number is not None:
                     packed.append((position, number))
                 else:

@@ -13,6 +13,7 @@ from ..torch_internals import (
     address,
     current_hooks,
     hooks_are_allowed,
+    is_any_autocast_enabled as _is_any_autocast_enabled,
     next_node_number,
     pop_hooks,
     push_hooks,
@@ -28,7 +29,8 @@ from .recording import Recording, is_running
 from .script import END, HANDLES, WRITES, Act, Entry, How, Keep, Script, Slot, Take, at, same
 from .values import Again, Recipe, Value
 
-_is_compiling, _is_autocast_enabled = torch.compiler.is_dynamo_compiling, torch.is_autocast_enabled
+_is_compiling, _HOLD = torch.compiler.is_dynamo_compiling, How.HOLD
+_is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _enter: Any = TorchFunctionMode.__enter__
 _leave: Any = TorchFunctionMode.__exit__
 
@@ -142,70 +144,91 @@ class Following(Recording):
 
     def _acted(self, act: Act, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in which something is dropped."""
-        if act.only is not None and act.only == args:
-            return function(*args, **kwargs)
-        ours, is_free = self.handles, transform_level() is None and act is not WRITES and act.only is None
-        is_free = is_free and (act.stream < 0 or self.stream == _stream(act.stream))
-        handles: Any = self._handles(act, args, kwargs) if is_free and act.makes else _NONE
-        if handles is None or (act.packs is not None and current_hooks() is not None):
-            is_free = False
-        if not is_free or (act.guards and not ours.may_write(function, args, kwargs)):
-            self.next -= 1
-            self.hand_over()
-            return super().__torch_function__(function, types, args, kwargs)
-        form, own, states = act.form, None, None
+        ours = self.handles
+        if act.only is not None:
+            if act.only == args:
+                return function(*args, **kwargs)
+            return self._differs(function, types, args, kwargs)
+        if (
+            act is WRITES
+            or transform_level() is not None
+            or (act.stream >= 0 and self.stream != _stream(act.stream))
+            or (act.packs is not None and current_hooks() is not None)
+        ):
+            return self._differs(function, types, args, kwargs)
+        handles: Any = self._handles(act, args, kwargs) if act.makes else _NONE
+        if handles is None or (act.guards and not ours.may_write(function, args, kwargs)):
+            return self._differs(function, types, args, kwargs)
+        form, own, states, packing = act.form, None, None, None
         if form is not None:
             own = Slot(form, ours.passed)
         if act.draws:
             states = [random_state(args[0]) if make.draws else None for make in act.makes]
         version = args[0]._version if act.written else 0
         if act.packs is None:
-            result = function(*args, **kwargs)
+            result = function(*args, **kwargs) if kwargs else function(*args)
         else:
             ours.packing = packing = Packing()
             packing.act, packing.args, packing.kwargs, packing.slot = act, args, kwargs, own
+            packing.takes = iter(act.packs)
             if act.reads_packed:
                 packing.packed = []
             try:
                 push_hooks(ours.hook, unpack)  # inside the try, because Ctrl-C may come right after it
-                result = function(*args, **kwargs)
+                result = function(*args, **kwargs) if kwargs else function(*args)
             finally:
                 pop_hooks()
                 ours.packing = None
-        if form is not None and (
+            if packing.has_failed or (packing.own is not None and packing.own is not result):
+                return self._surprised(packing, result)
+        if form is None:
+            if act.makes:
+                ours.drop(act, args, kwargs, result, own, handles, packing, states)
+            return result
+        assert own is not None
+        if (
             type(result) is not Tensor
             or result.shape != form.shape
             or result.dtype is not form.dtype
             or result.stride() != form.stride
             or not result.requires_grad
-            or (result is args[0] and result._version == version + 1 if args else False) is not act.written
+            or (bool(args) and result is args[0] and result._version == version + 1) is not act.written
         ):
-            is_expected = False
-        else:
-            is_expected = act.packs is None or not (
-                packing.has_failed or (packing.own is not None and packing.own is not result)
-            )
-        if not is_expected:
-            if act.packs is not None:
-                packing.keep_all()
-            self.hand_over()
-        elif act.simple is not None and own is not None:  # the result alone, by a function and arguments of this call
+            return self._surprised(packing, result)
+        if act.simple is None:
+            ours.drop(act, args, kwargs, result, own, handles, packing, states)
+            return result
+        # The result alone is dropped, and is computed by a function and arguments of this call.
+        if act.saved:
+            node = result.grad_fn
             for position, saved_by in act.saved:
-                handles[position] = saved_by(result.grad_fn)
-            own.function, own.arguments = act.simple, handles
-            reference = ref(result)
-            ours.found[act.number] = reference, result._version, own
-            if act.is_saved:
-                ours.saved[id(result)] = reference
-        elif own is not None or act.makes:
-            ours.drop(act, args, kwargs, result, own, handles, None if act.packs is None else packing, states)
+                handles[position] = saved_by(node)
+        own.function, own.arguments = act.simple, handles
+        reference = ref(result)
+        ours.found[act.number] = reference, result._version, own
+        if act.is_saved:
+            ours.saved[id(result)] = reference
+        return result
+
+    def _differs(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that differs from the script, before it has run."""
+        self.next -= 1
+        self.hand_over()
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def _surprised(self, packing: Packing | None, result: Any) -> Any:
+        """A call has not done what the script expects."""
+        if packing is not None:
+            packing.keep_all()
+        self.hand_over()
         return result
 
     def _handles(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The handles of the arguments that recipes read. None: something differs."""
         is_on, dtype = act.autocast
-        if _is_autocast_enabled(act.device) is not is_on or (is_on and dtype != torch.get_autocast_dtype(act.device)):
-            return None
+        if is_on or _is_any_autocast_enabled():
+            if _is_autocast_enabled(act.device) is not is_on or (is_on and dtype != _autocast_dtype(act.device)):
+                return None
         if len(args) != act.count or (kwargs or act.names) and tuple(kwargs) != act.names:
             return None
         for path, one in act.consts:
@@ -224,6 +247,9 @@ class Following(Recording):
             handles = [*args]
         else:
             handles = [*act.blank]
+            for position, path in act.given:
+                given = args[path] if type(path) is int else kwargs[path]
+                handles[position] = tuple(given) if type(given) is list else given
         known = ours.found
         tensor: Any
         for path, take, position in act.takes:
@@ -234,7 +260,7 @@ class Following(Recording):
                 reference, version, handle = known[number]
                 if version != tensor._version or reference() is not tensor:
                     return None
-            elif take[0] == How.HOLD and type(tensor) in PLAIN:
+            elif take[0] == _HOLD and type(tensor) in PLAIN:
                 handle = Keep(tensor)
             elif (handle := ours.take(take, tensor)) is None:
                 return None

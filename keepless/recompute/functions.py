@@ -8,8 +8,8 @@ A question about a call takes its arguments and keyword arguments. None in a row
 """
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
-from types import FunctionType
+from functools import cache, lru_cache
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -115,14 +115,25 @@ def body(function: FunctionType) -> FunctionType:
 
     Only for arguments without their own `__torch_function__`.
     """
-    names = function.__globals__ | dict.fromkeys(_CHECKS, _no)
+    known = function.__globals__  # it may change, and is large
+    names = {name: known[name] for name in _names_in(function.__code__) if name in known} | _UNCHECKED
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     opened.__kwdefaults__ = function.__kwdefaults__
     return opened
 
 
+@cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    """The names that a function and those inside it may look up."""
+    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(["__builtins__", *code.co_names]).union(*inner)
+
+
 def _no(*_: object) -> bool:
     return False
+
+
+_UNCHECKED = dict.fromkeys(_CHECKS, _no)
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """The handles of the tensors that a pass by a script drops or keeps, and what autograd gets for saved tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -24,7 +24,7 @@ class Packing:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     slot: Slot | None  # of the result
-    count = 0  # tensors saved so far
+    takes: Iterator[Take | None]  # for the tensors that are still to be saved
     packed: list[Any] | None = None  # what autograd gets for them, if recipes read it
     has_failed = False
     own: Tensor | None = None  # the saved result
@@ -44,6 +44,9 @@ class Packing:
         for slot, tensor in given:
             kept = Keep(tensor if tensor.is_leaf else tensor.detach())
             slot.function, slot.arguments, slot.reads = kept.get, (), ()
+
+
+_FIRST = (0,)
 
 
 def itself(tensor: Tensor) -> Tensor:
@@ -70,13 +73,12 @@ class Handles:
     def pack(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that the running call saves."""
         packing = self.packing
-        try:
-            take, packing.count = packing.act.packs[packing.count], packing.count + 1
-        except IndexError:  # the call saves more than when the script was learned
-            take = None
-        handle: Any = None
-        if take is not None:
+        take = next(packing.takes, None)  # None as well if the call saves more than when the script was learned
+        if take is None:
+            handle: Any = Keep(tensor if tensor.is_leaf else tensor.detach())
+        else:
             how, number = take[0], take[1]
+            handle = None
             if how == How.RESULT and not take.more:
                 packing.own, handle = tensor, packing.slot
             elif how > How.COPY:
@@ -89,8 +91,7 @@ class Handles:
                     handle = found
             if handle is None:
                 packing.has_failed = True
-        if handle is None:
-            handle = Keep(tensor if tensor.is_leaf else tensor.detach())
+                handle = Keep(tensor if tensor.is_leaf else tensor.detach())
         if packing.packed is not None:
             packing.packed.append(handle)
         return handle
@@ -121,7 +122,7 @@ class Handles:
         assert form is not None
         slot = Slot(form, self.passed)
         slot.function, slot.arguments = function, arguments
-        slot.reads = (0,) if arguments and type(arguments[0]) in HANDLES else ()
+        slot.reads = _FIRST if arguments and type(arguments[0]) in HANDLES else ()
         return slot
 
     def _view(self, take: Take, tensor: Tensor) -> Slot | None:
@@ -136,7 +137,9 @@ class Handles:
             return None
         if tensor.storage_offset() - base.storage_offset() != offset:
             return None
-        return self.slot(form, view, found[2], *take.more)
+        slot = Slot(form, self.passed)
+        slot.function, slot.arguments, slot.reads = view, (found[2], *take.more), _FIRST
+        return slot
 
     def _norm(self, take: Take, tensor: Tensor) -> Slot | None:
         """The output of one of our norms that can compute it."""

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from .values import autocast_of
 
 _MOST = 16  # kinds of inputs whose scripts are kept; also branches of a kind, and passes from which one is learned
 _SIMPLE = (bool, str, type(None))
+_needs_gradient = attrgetter("requires_grad")
 
 
 class Kind:
@@ -65,7 +67,7 @@ class Kinds:
         """Which parameters need gradients. They are not looked for again while they exist."""
         if self._parameters:
             try:
-                return tuple([reference().requires_grad for reference in self._parameters])
+                return tuple(map(_needs_gradient, [reference() for reference in self._parameters]))
             except AttributeError:  # None: one has been replaced
                 pass
         self._parameters = [weakref.ref(one) for one in module.parameters()]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
 from ..norms.backends.eager import normalised
@@ -27,6 +26,8 @@ from ..torch_internals import (
     dropped_share,
     is_capturing,
     packed_by,
+    pop_hooks,
+    push_hooks,
     without_dispatch_modes,
     without_function_modes,
     written_arguments,
@@ -145,8 +146,12 @@ def product(function: Function) -> Rule:
 def with_gradients(function: Function, needed: list[bool], *arguments: Any) -> Tensor:
     """`needed`: which arguments needed gradients in the forward pass."""
     given = [one.detach().requires_grad_() if need else one for one, need in zip(arguments, needed, strict=True)]
-    with torch.enable_grad(), saved_tensors_hooks(id, Tensor.detach):  # these hooks keep no tensors
-        return function(*given).detach()
+    with torch.enable_grad():
+        push_hooks(id, Tensor.detach)  # they keep no tensors
+        try:
+            return function(*given).detach()
+        finally:
+            pop_hooks()
 
 
 def unless(function: Function, position: int, name: str) -> Rule:

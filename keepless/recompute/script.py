@@ -238,7 +238,7 @@ class Make(NamedTuple):
     arguments: list[Any]  # constants, and None for the others
     taken: Sequence[tuple[int, int]]  # positions of arguments whose handles are taken, and the number of the `Take`
     given: Sequence[tuple[int, Path]]  # positions of constants that are this call's own
-    saved: Sequence[tuple[int, Callable[[Any], Any]]]  # positions of tensors that the result's node tells
+    saved: Sequence[tuple[int, Any]]  # positions of tensors that the result's node tells, and how it is asked
     packed: Sequence[tuple[int, int]]  # positions of tensors that the call has saved, and their numbers
     outputs: Sequence[int]  # numbers of the values that it computes: one, or several if it is a group
     is_group: bool
@@ -269,6 +269,7 @@ class Act:
         # If only the result is dropped, and all arguments of its recipe are taken, constant or saved: its function.
         # `blank` are its arguments then.
         self.simple: Any = None
+        self.given: Sequence[tuple[int, Path]] = ()  # positions in `blank` of constants that are this call's own
         self.saved: Sequence[tuple[int, Callable[[Any], Any]]] = ()
         self.base: tuple[int, Form] | None = None  # the number and form of the result's base
         self.written = False  # the result is the first argument
