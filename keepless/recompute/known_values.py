@@ -19,6 +19,7 @@ from ..torch_internals import (
     next_node_number,
     node_number,
     packed_by_function,
+    without_function_modes,
 )
 from .calls import argument_copied_by
 from .functions import Call, Inside
@@ -234,11 +235,14 @@ class KnownValues:
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""
-        saved = self._packed(tensor)
         if self.call is None:
+            with without_function_modes():  # the recording sees no calls of ours
+                saved = self._packed(tensor)
             if isinstance(saved, Saved):
                 self.saved_outside.append(weakref.ref(saved))
-        elif self.call.notes is not None:
+            return saved
+        saved = self._packed(tensor)
+        if self.call.notes is not None:
             self.call.notes.packed.append((tensor, saved))
         return saved
 

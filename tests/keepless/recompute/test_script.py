@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet
 
 from keepless import recompute_activations
 from keepless.recompute.costs import peak_bytes
+from keepless.recompute.following import Following
 from keepless.recompute.kinds import Kind
 
 
@@ -94,3 +96,41 @@ def test_a_pass_is_recorded_at_once_if_gradients_are_enabled_where_they_were_not
     network.is_tuned = True
     by_script = peak_bytes(lambda: a_step(network, x), "cpu")
     assert by_script <= peak_bytes(lambda: a_step(recompute_activations(network), x), "cpu")
+
+
+class Checkpointed(nn.Sequential):
+    """Its middle block is checkpointed. The checkpoint saves its input outside of calls that a script can see."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Conv2d(n, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for n in (3, 4, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](checkpoint(self[1], self[0](x), use_reentrant=False)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:no plan keeps", "ignore:the network runs a part of its forward pass")
+def test_a_network_with_a_checkpoint_inside_follows_its_script(monkeypatch):
+    plain = Checkpointed()
+    prepared, x = recompute_activations(copy.deepcopy(plain), budget=0.6), torch.randn(2, 3, 12, 12)
+    left: list[Following] = []
+    hand_over = Following.hand_over
+    monkeypatch.setattr(Following, "hand_over", lambda following: (left.append(following), hand_over(following)))
+    for _ in range(3):
+        a_step(prepared, x)
+        a_step(plain, x)
+    assert not left
+    for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_output_may_be_overwritten_where_the_activation_is_computed_again(inplace):
+    """Here the plain network raises an error, because ReLU saves its result. The product's gradients are the same."""
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace))
+    prepared, x = recompute_activations(copy.deepcopy(plain)), torch.randn(2, 3, 9, 9)
+    for _ in range(3):  # recorded, and twice by the script
+        prepared.zero_grad()
+        prepared(x).mul_(2).square().mean().backward()
+    (plain(x) * 2).square().mean().backward()
+    for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
