@@ -13,7 +13,7 @@ from ..torch_internals import (
     address,
     current_hooks,
     hooks_are_allowed,
-    is_any_autocast_enabled as _is_any_autocast_enabled,
+    is_any_autocast_enabled,
     next_node_number,
     pop_hooks,
     push_hooks,
@@ -226,7 +226,7 @@ class Following(Recording):
     def _handles(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The handles of the arguments that recipes read. None: something differs."""
         is_on, dtype = act.autocast
-        if is_on or _is_any_autocast_enabled():
+        if is_on or is_any_autocast_enabled():
             if _is_autocast_enabled(act.device) is not is_on or (is_on and dtype != _autocast_dtype(act.device)):
                 return None
         if len(args) != act.count or (kwargs or act.names) and tuple(kwargs) != act.names:
