@@ -29,7 +29,7 @@ from .recording import Recording, is_running
 from .script import END, HANDLES, WRITES, Act, Entry, How, Keep, Script, Slot, Take, at, same
 from .values import Again, Recipe, Value
 
-_is_compiling, _HOLD = torch.compiler.is_dynamo_compiling, How.HOLD
+_is_compiling, _KEEPS = torch.compiler.is_dynamo_compiling, (How.HOLD, How.FIRST)
 _is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _enter: Any = TorchFunctionMode.__enter__
 _leave: Any = TorchFunctionMode.__exit__
@@ -168,17 +168,7 @@ class Following(Recording):
         if act.packs is None:
             result = function(*args, **kwargs) if kwargs else function(*args)
         else:
-            ours.packing = packing = Packing()
-            packing.act, packing.args, packing.kwargs, packing.slot = act, args, kwargs, own
-            packing.takes = iter(act.packs)
-            if act.reads_packed:
-                packing.packed = []
-            try:
-                push_hooks(ours.hook, unpack)  # inside the try, because Ctrl-C may come right after it
-                result = function(*args, **kwargs) if kwargs else function(*args)
-            finally:
-                pop_hooks()
-                ours.packing = None
+            result, packing = self._with_hooks(act, function, args, kwargs, own)
             if packing.has_failed or (packing.own is not None and packing.own is not result):
                 return self._surprised(packing, result)
         if form is None:
@@ -209,6 +199,23 @@ class Following(Recording):
         if act.is_saved:
             ours.saved[id(result)] = reference
         return result
+
+    def _with_hooks(
+        self, act: Act, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Slot | None
+    ) -> tuple[Any, Packing]:
+        """Run a call that saves what is dropped."""
+        ours = self.handles
+        ours.packing = packing = Packing()
+        packing.act, packing.args, packing.kwargs, packing.slot = act, args, kwargs, own
+        packing.takes = iter(act.packs or ())
+        if act.reads_packed:
+            packing.packed = []
+        try:
+            push_hooks(ours.hook, unpack)  # inside the try, because Ctrl-C may come right after it
+            return function(*args, **kwargs) if kwargs else function(*args), packing
+        finally:
+            pop_hooks()
+            ours.packing = None
 
     def _differs(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that differs from the script, before it has run."""
@@ -260,8 +267,10 @@ class Following(Recording):
                 reference, version, handle = known[number]
                 if version != tensor._version or reference() is not tensor:
                     return None
-            elif take[0] == _HOLD and type(tensor) in PLAIN:
+            elif take[0] in _KEEPS and type(tensor) in PLAIN:
                 handle = Keep(tensor)
+                if take[0] == How.FIRST:
+                    known[number] = ref(tensor), handle.version, handle
             elif (handle := ours.take(take, tensor)) is None:
                 return None
             handles[position] = handle
