@@ -16,16 +16,14 @@ from omegaconf import DictConfig
 from datasets import reading_errors
 from engine import assemble
 from engine.assemble.tasks import TASKS
-from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.prediction.opening import trained_forward
+from engine.prediction.opening import read, trained_forward
 from engine.process.console import log_to, make_console
 from engine.process.distributed import World, joined
 from engine.process.output_files import writable_folder
 from engine.records.evaluated import print_results, write_results
 from engine.schema.evaluation import Evaluation
-from engine.schema.keys import refuse_other_tasks
 from engine.schema.training import TrainingRun
 from engine.training.run import verify_with_progress
 
@@ -44,11 +42,7 @@ def evaluate(values: DictConfig) -> dict:
         OSError: reading images timed out, or a data worker or another process was lost.
     """
     options = configuration.typed(values, Evaluation)
-    path = checkpoint.file_of(options.checkpoint)
-    options.checkpoint = str(path)
-    state = checkpoint.load(path)
-    config = configuration.of_checkpoint(state, f"checkpoint {path}")
-    refuse_other_tasks(options, config.task, f"checkpoint {path}")
+    path, state, config = read(options)
     steps = state["step"], state.get("total_steps", state["step"])
     results_file = Path(options.results) if options.results else options.default_results_file(config, *steps)
     options.apply_to(config)

@@ -146,14 +146,14 @@ import importlib, sys
 from engine.training import planner
 from engine.configuration import config
 from engine.configuration.command_line import composed
-from engine.assemble.tasks import TASKS
+from engine.schema.commands import RUNS
 from scripts.verify_data import verify_data
 
 for entry, task, name, root in (argument.split("=") for argument in sys.argv[1:]):
     train = importlib.import_module(entry).train
     data = (f"data={name}", f"data.root={root}")
     values = composed(entry, *data, f"run_dir=runs/{name}", "debug=smoke", "trainer.device=cpu")
-    planned = config.typed(values, TASKS[task].schema)
+    planned = config.typed(values, RUNS[task])
     planned.data.root = None  # a plan needs no files
     assert planner.training_images(planned.data) == 6
     assert planner.step_memory(planned, crops=2, crop_size=32).peak > 0

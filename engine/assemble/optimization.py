@@ -18,7 +18,14 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
 
     head: top-level modules whose learning rate is `head_lr_factor` times the body's.
     """
-    groups = _parameter_groups(config, network, head)
+    by_rate: dict[tuple[float, float], list] = {}  # parameters, by factor of the learning rate and weight decay
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            factor = config.head_lr_factor if name.startswith(tuple(f"{part}." for part in head)) else 1.0
+            decays = config.decay == "all" or parameter.ndim > 1
+            by_rate.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))
+    body_first = sorted(by_rate.items(), key=lambda group: group[0][0] != 1.0)
+    groups = [{"params": own, "lr": config.lr * factor, "weight_decay": w} for (factor, w), own in body_first]
     common: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay, fused=config.fused)
     if isinstance(config, schema.AdamW):
         first, second = config.betas
@@ -30,21 +37,6 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
             if parameter.requires_grad:  # uninitialised if a fused optimiser skips its first step
                 made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return made
-
-
-def _parameter_groups(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> list[dict]:
-    """Parameters with the same learning rate and weight decay, the body's first."""
-    groups: dict[tuple[float, float], list] = {}
-    for name, parameter in network.named_parameters():
-        if not parameter.requires_grad:  # frozen
-            continue
-        factor = config.head_lr_factor if name.startswith(tuple(f"{part}." for part in head)) else 1.0
-        decays = config.decay == "all" or parameter.ndim > 1
-        groups.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))
-    return [
-        {"params": parameters, "lr": config.lr * factor, "weight_decay": decay}
-        for (factor, decay), parameters in sorted(groups.items(), key=lambda group: group[0][0] != 1.0)
-    ]
 
 
 def lr_schedule(

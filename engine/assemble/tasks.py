@@ -10,12 +10,11 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from datasets import ClassificationDataset, SegmentationDataset, WholeImages
+from datasets import ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
 from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
 from engine.assemble.data import dataset as segmentation_dataset
 from engine.assemble.data import evaluation_loader
 from engine.assemble.network import body, norm_act, options_of
-from engine.assemble.segmentation import loss, views
 from engine.classification import accuracy as classification
 from engine.process.console import progress_bar
 from engine.process.distributed import World
@@ -23,15 +22,42 @@ from engine.process.forward import Forward
 from engine.process.output_files import check_outside, writable_folder
 from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
-from engine.schema.evaluation import Evaluation
-from engine.schema.segmentation import SegmentationRun
+from engine.schema.data import SegmentationData
+from engine.schema.evaluation import Evaluation, TrainedNetwork
+from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
+from engine.segmentation.inference import Views
+from engine.segmentation.losses import CrossEntropy, inverse_frequencies
 from engine.segmentation.pictures import write_predictions
 from models.freezing import freeze
 from models.heads import DeepLabV3
 from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
+
+
+def loss(
+    config: Loss, ignore_index: int, index: ClassIndex | None = None, *, network: nn.Module | None = None
+) -> nn.Module:
+    """Build the loss: logits (N, K, h, w), labels (N, H, W) -> scalar.
+
+    Args:
+        index: of the training split, for class weights; None: equal weights.
+        network: the network to train, which says how many pixels a cell covers; None: sizes of crops are multiples.
+    """
+    weights = None
+    if index is not None and config.class_weights == "frequency":
+        weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
+    fraction = config.fraction if isinstance(config, BootstrappedLoss) else None
+    stride = network.stride if isinstance(network, SegmentationNetwork) else None
+    return CrossEntropy(ignore_index, weights, fraction=fraction, tiles=config.tiles == "auto", stride=stride)
+
+
+def views(options: TrainedNetwork, data: SegmentationData) -> Views:
+    """The views of each image; `data`: the training's, perhaps changed by the command."""
+    window, tta = options.window, options.tta
+    scales = tuple(tta.scales)
+    return Views(data.base_size, data.antialias, window.size, window.overlap, scales, tta.flip)
 
 
 def segment(
@@ -109,8 +135,6 @@ def network_of(config: TrainingRun, classes: int) -> nn.Module:
 class Task(NamedTuple):
     """A task."""
 
-    entry: str  # the command that trains it
-    schema: type[TrainingRun]  # its configuration
     dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
     evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
     labels: Callable[[int, tuple[int, int]], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
@@ -119,16 +143,12 @@ class Task(NamedTuple):
 
 TASKS = {
     SegmentationRun.task: Task(
-        "train_seg",
-        SegmentationRun,
         lambda data, split, _: segmentation_dataset(data, split),
         segment,
         lambda crops, size: torch.zeros(crops, *size, dtype=torch.uint8),
         lambda config, network: loss(config.loss, ignore_index=255, network=network),
     ),
     ClassificationRun.task: Task(
-        "train_imagenet",
-        ClassificationRun,
         evaluated_split,
         classify,
         lambda crops, _: torch.zeros(crops, dtype=torch.int64),

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -44,7 +44,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
     config = _instance(values, schema)
-    unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
+    unknown = flat(OmegaConf.to_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --help lists them all")
     # In a training, ~ is kept in keys that ranks and resumed runs compare: home folders differ between machines.
@@ -96,13 +96,7 @@ def _instance(values: Any, schema: type[Schema]) -> Schema:
 
 def plain(config: Keys) -> dict:
     """A schema's instance as nested dictionaries, lists, strings and numbers."""
-    return _container(OmegaConf.structured(config))
-
-
-def _container(values: DictConfig) -> dict:
-    plain_values = OmegaConf.to_container(values)
-    assert isinstance(plain_values, dict)
-    return plain_values
+    return cast(dict, OmegaConf.to_container(OmegaConf.structured(config)))
 
 
 def yaml(config: Keys) -> str:
@@ -122,7 +116,7 @@ def known_in(values: DictConfig, prefix: str = "") -> Iterator[Known]:
             yield Known(prefix + entry.name, value, entry, owner)
 
 
-def flat(values: dict, prefix: str = "") -> dict:
+def flat(values: Any, prefix: str = "") -> dict:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}"""
     leaves: dict = {}
     for key, value in values.items():

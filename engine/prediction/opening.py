@@ -39,6 +39,18 @@ def trained_forward(
     return assemble.forward(config, network.eval(), device)
 
 
+def read(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
+    """The file, the content and the configuration of `options.checkpoint`, which becomes the file.
+
+    ValueError: the file cannot be read, or options are for another task.
+    """
+    path = files.file_of(options.checkpoint)
+    state, options.checkpoint = files.load(path), str(path)
+    config = of_checkpoint(state, f"checkpoint {path}")
+    refuse_other_tasks(options, config.task, f"checkpoint {path}")
+    return path, state, config
+
+
 class Opened(NamedTuple):
     """A network, the configuration that it was trained with, and its checkpoint's content."""
 
@@ -62,10 +74,8 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
 
 def opened(checkpoint: str | Path, options: Prediction) -> Opened:
     """Like `open_network`, with configuration and checkpoint content. `options` override the configuration."""
-    path = files.file_of(str(checkpoint))
-    state, source = files.load(path), f"checkpoint {path}"
-    config = of_checkpoint(state, source)
-    refuse_other_tasks(options, config.task, source)
+    options = replace(options, checkpoint=str(checkpoint))
+    path, state, config = read(options)
     options.apply_to(config)
     config.trainer.recompute = "none"
     part = "ema" if options.averaged and "ema" in state else "network"
@@ -76,7 +86,7 @@ def opened(checkpoint: str | Path, options: Prediction) -> Opened:
     try:
         return Opened(predictor(config, options, state, forward), config, state)
     except KeyError as error:
-        raise ValueError(f"{source} has no {error}, which its task needs. {files.RESTORE}") from error
+        raise ValueError(f"checkpoint {path} has no {error}, which its task needs. {files.RESTORE}") from error
 
 
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:

@@ -62,6 +62,7 @@ class ClassificationRun(TrainingRun):
     """One run of train_imagenet.py."""
 
     task: ClassVar[str] = CLASSIFICATION
+    entry: ClassVar[str] = "train_imagenet"
     score: ClassVar[str] = "top1"
     score_label: ClassVar[str] = "top-1"
     head_modules: ClassVar[tuple[str, ...]] = ("classifier",)

@@ -38,6 +38,7 @@ class SegmentationRun(TrainingRun):
     """One run of train_seg.py."""
 
     task: ClassVar[str] = SEGMENTATION
+    entry: ClassVar[str] = "train_seg"
     score: ClassVar[str] = "miou"
     score_label: ClassVar[str] = "mIoU"
     head_modules: ClassVar[tuple[str, ...]] = ("head", "cls")

@@ -108,6 +108,7 @@ class TrainingRun:
     """One training run. Each task sets the class attributes."""
 
     task: ClassVar[str]  # its name in checkpoints
+    entry: ClassVar[str]  # the command that trains it
     score: ClassVar[str]  # name of the score that selects best.pt; higher is better
     score_label: ClassVar[str]  # the score's name in messages
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor

@@ -54,24 +54,15 @@ def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor
 
 
 def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, prediction: Tensor) -> np.ndarray:
-    """The `comparison`, uint8 (H, 3 W, 3), of what `_compared` returns."""
-    shown = None
+    """Image | ground truth | prediction of what `_compared` returns, uint8 (H, 3 W, 3) RGB; without a label (H, 2 W, 3).
+
+    The last two are blended over the image. Ignored pixels show the plain image.
+    """
+    pixels, parts = image.permute(1, 2, 0).cpu().numpy(), [prediction.cpu().numpy()]
     if label is not None:  # classes that only the benchmark scores are shown as ignored
         train_ids = label.cpu().numpy()
-        shown = np.where(train_ids < len(dataset.classes), train_ids, dataset.ignore_index).astype(np.uint8)
-    return comparison(image.permute(1, 2, 0).cpu().numpy(), shown, prediction.cpu().numpy(), dataset)
-
-
-def comparison(
-    image: np.ndarray, label: np.ndarray | None, prediction: np.ndarray, dataset: SegmentationDataset
-) -> np.ndarray:
-    """Put image | ground truth | prediction side by side, the last two blended over the image.
-
-    `image`: uint8 (H, W, 3) RGB. `label`, which may be None, and `prediction`: train ids, uint8 (H, W); ignored pixels
-    show the plain image. Returns uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3) without a label.
-    """
-    blended = [labelled(image, train_ids, dataset) for train_ids in (label, prediction) if train_ids is not None]
-    return np.concatenate([image, *blended], axis=1)
+        parts.insert(0, np.where(train_ids < len(dataset.classes), train_ids, dataset.ignore_index).astype(np.uint8))
+    return np.concatenate([pixels, *(labelled(pixels, part, dataset) for part in parts)], axis=1)
 
 
 def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationDataset) -> np.ndarray:

@@ -68,9 +68,15 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
     changes, parameters = made.changes, bytes_of_tensors(network.parameters())
     if in_buckets and learner.accumulation_steps == 1:  # otherwise they are copied only with the last micro-batch
         changes = _copied_at_once(changes, gradients)  # the forward pass makes none
-    at_peak, place = _at_peak(resident, changes, forward_ends, gradients)
-    at_peak["gradients"] += bytes_of_tensors(trained) if in_buckets else 0
-    return Trace(at_peak, place, kept, parameters)
+    totals = list(accumulate(change.bytes for change in changes))
+    moment = totals.index(max(totals))
+    held = bytes_of_tensors(trained) if in_buckets else 0
+    at_peak = resident | {"gradients": held, "activations": 0, "temporary": 0}
+    after_forward = _alive(changes[:forward_ends])
+    for number, change in _alive(changes[: moment + 1]).items():
+        kind = "gradients" if number in gradients else "activations" if number in after_forward else "temporary"
+        at_peak[kind] += change.bytes
+    return Trace(at_peak, changes[moment].place, kept, parameters)
 
 
 def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
@@ -87,20 +93,6 @@ def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
         "momentum": bytes_of_tensors([value for state in learner.optimizer.state.values() for value in state.values()]),
         "images": bytes_of_tensors([minibatch["image"], minibatch["label"]]),
     }
-
-
-def _at_peak(
-    resident: dict[str, int], changes: list[Change], forward_ends: int, gradients: Set[int | None]
-) -> tuple[dict[str, int], str]:
-    """`Trace.at_peak` and `Trace.place`."""
-    totals = list(accumulate(change.bytes for change in changes))
-    moment = totals.index(max(totals))
-    at_peak = resident | {"gradients": 0, "activations": 0, "temporary": 0}
-    after_forward = _alive(changes[:forward_ends])
-    for number, change in _alive(changes[: moment + 1]).items():
-        kind = "gradients" if number in gradients else "activations" if number in after_forward else "temporary"
-        at_peak[kind] += change.bytes
-    return at_peak, changes[moment].place
 
 
 def _copied_at_once(changes: list[Change], gradients: Set[int | None]) -> list[Change]:

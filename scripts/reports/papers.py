@@ -6,17 +6,17 @@ from copy import deepcopy
 from functools import cache
 from typing import NamedTuple
 
-from engine.assemble.tasks import TASKS
 from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS, choices, settings_of
 from engine.configuration.command_line import composed
 from engine.configuration.help import as_text
 from engine.configuration.messages import explained
+from engine.schema.commands import RUNS
 from engine.schema.keys import Keys, declared_in, leaves
 from engine.schema.training import TrainingRun
 
 REPOSITORY = CONFIGS.parent
-SCHEMAS = {task.entry: task.schema for task in TASKS.values()}
+SCHEMAS = {run.entry: run for run in RUNS.values()}
 TABLES = {  # folders of configs/experiment
     "table1": "In-Place ABN, Table 1: ImageNet with exchanged activations",
     "table2": "In-Place ABN, Table 2: ImageNet",

@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.assemble.tasks import TASKS
 from engine.configuration import config as configuration
 from engine.process.console import printable
 from engine.process.output_files import write_file
+from engine.schema.commands import RUNS
 from engine.schema.keys import named_after
 
 _FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys with paths on one machine
@@ -81,9 +81,9 @@ class Run:
         self.training = self.results["training"]
         self.records = thinned(self.records, self.scores.best)
         self.metrics = "".join(f"{json.dumps(record)}\n" for record in self.records)
-        (task,) = (task for task in TASKS.values() if task.schema.score == self.scores.best)
-        self.entry = task.entry
-        self.typed = configuration.from_plain(self.results["config"], task.schema, f"{folder}")
+        (schema,) = (run for run in RUNS.values() if run.score == self.scores.best)
+        self.entry = schema.entry
+        self.typed = configuration.from_plain(self.results["config"], schema, f"{folder}")
         shared = configuration.shared(self.typed).items()
         left_out = (*OF_A_RUN, *(OF_CUDA if self.config.split()[3] == "cpu" else ()))
         self.keys = {name: value for name, value in shared if name not in left_out}
