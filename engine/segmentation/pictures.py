@@ -54,7 +54,7 @@ def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor
 
 
 def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, prediction: Tensor) -> np.ndarray:
-    """Image | ground truth | prediction of what `_compared` returns, uint8 (H, 3 W, 3) RGB; without a label (H, 2 W, 3).
+    """Image | ground truth | prediction of what `_compared` returns, uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3).
 
     The last two are blended over the image. Ignored pixels show the plain image.
     """

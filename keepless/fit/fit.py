@@ -59,7 +59,7 @@ def fit(
     """Count the memory of a training step, and find the largest step that fits on a device.
 
     Four ways are compared: the plain network; `recompute_activations(network)`; the same with all the memory that the
-    device has left as budget; and PyTorch's checkpoints of repeated blocks (`keepless.fit.counted.repeated_blocks`). A
+    device has left as budget; and PyTorch's checkpoints of repeated blocks (`keepless.fit.steps.repeated_blocks`). A
     copy runs on fake tensors: nothing is computed or changed, and a network made under `torch.device("meta")` may be
     larger than this machine's memory. Call it under autocast to count a step under autocast.
 

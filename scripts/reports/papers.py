@@ -133,10 +133,12 @@ def published(experiment: str) -> list[Published]:
 
 def training_of(config: TrainingRun) -> dict[str, object]:
     """The keys, with values, that have an effect and distinguish one training, or its score, from another."""
-    without_effect = {"data.antialias"} if getattr(config.data, "never_shrinks", False) else set()
-    every = {name: value for name, value, _ in leaves(config)}
-    keys = {**configuration.fixed(config), **{name: every[name] for name in KEPT_ON_RESUMING}}
-    return {name: value for name, value in keys.items() if name not in {*FREE, *without_effect}}
+    left_out = {*FREE, *(["data.antialias"] if getattr(config.data, "never_shrinks", False) else [])}
+    return {
+        name: value
+        for name, value, entry in leaves(config)
+        if name not in left_out and (name in KEPT_ON_RESUMING or not entry.metadata.get("free_on_resume"))
+    }
 
 
 def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[str]:

@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import keepless
 from keepless import recompute_activations
 from keepless.fit import __main__ as command
-from keepless.fit.counted import repeated_blocks
 from keepless.fit.device import CONTEXT, FRAGMENTATION, OPTIMIZERS, WORKSPACE, bytes_for_tensors, optimizer_bytes
 from keepless.fit.fit import Fit, fit
 from keepless.fit.sizes import growth
-from keepless.fit.steps import Way, size_of
+from keepless.fit.steps import Way, repeated_blocks, size_of
 from keepless.made_tensors import MadeTensors, bytes_of_tensors
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.rehearsal import Loss
