@@ -41,11 +41,8 @@ def backend_for(name: str, x: Tensor) -> Backend:
         return FusedShapes()
     if name == "eager" or is_watched or x.numel() == 0:
         return EagerBackend()
-    if name == "auto" and x.device.type == "cuda":
-        launches = _has_kernels_for(x) and triton_launches(x.device)
-        return _triton().TritonBackend() if launches else EagerBackend()
     if name == "auto":
-        return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
+        return _fastest(x)
     if name == "compiled":
         return CompiledBackend()
     assert name == "triton", name
@@ -57,6 +54,13 @@ def backend_for(name: str, x: Tensor) -> Backend:
             f"{'the CPU, because TRITON_INTERPRET is set' if kernels.INTERPRETED else 'CUDA'}; choose backend='auto'"
         )
     return kernels.TritonBackend()
+
+
+def _fastest(x: Tensor) -> Backend:
+    if x.device.type == "cuda":
+        launches = _has_kernels_for(x) and triton_launches(x.device)
+        return _triton().TritonBackend() if launches else EagerBackend()
+    return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
 
 
 def _has_kernels_for(x: Tensor) -> bool:
