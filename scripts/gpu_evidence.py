@@ -60,7 +60,7 @@ EXACT: dict[str, Any] = {
 STEPS = CUDA | {"crop_size": 512, "parts": ["card"], "starts": 1, "rounds": 20, "warm_up": 4}
 TINY_STEPS: dict[str, Any] = {
     **{"recipe": None, "crop_size": 48, "crops": 2, "starts": 1, "rounds": 1, "parts": ["card"], "threads": 1},
-    **{"compiler": "aot_eager", "overrides": ["body.base_channels=[8,8,16]", "norm.backend=eager"]},
+    "overrides": ["body.base_channels=[8,8,16]", "norm.backend=eager"],
 }
 BODIES: dict[str, dict[str, Any]] = {  # crops: of the first rows of Table 3, on each of four devices
     "resnext101": {"crops": 4},

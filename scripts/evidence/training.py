@@ -2,9 +2,9 @@
 
     python -m scripts.evidence.training [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json
-    python -m scripts.evidence.training parts=[memory] device=cuda out=FILE.json
+    python -m scripts.evidence.training parts=[recompute] device=cuda out=FILE.json
 
-`parts` chooses groups of switches; memory and memory_bfloat16 have every way to save memory.
+`parts` chooses groups of switches.
 """
 
 import itertools
@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from datasets import synthetic
 from engine import assemble
@@ -28,20 +27,17 @@ from engine.schema.keys import key
 from engine.schema.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 from engine.training import loop, setup
-from keepless import recompute_activations
 from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
 from scripts.reports import frame, papers
 from scripts.reports.markdown import Columns, Rows, columns, mib, ratio_of, section, without_reasons
-from scripts.reports.measuring import Elsewhere, compiled, interleaved
+from scripts.reports.measuring import Elsewhere, interleaved
 
 
 class Switch(NamedTuple):
     overrides: tuple[str, ...]  # of train_seg.py
     freed_memory_kept: bool = True  # on the CPU, by engine.process.allocations.keep_freed_memory
     title: str | None = None
-    budget: float | None = None  # share of the plain peak that it may take
-    compiled_budget: float | None = None  # share of the activations that a compiled step may keep
 
     @property
     def name(self) -> str:
@@ -98,19 +94,6 @@ GROUPS = {
         Switch(("data.crop_size=352", "norm=inplace", "norm.activation=leaky_relu")),
         Switch(("data.crop_size=376", RECOMPUTE[0])),
     ),
-    **{  # every way to save memory, and standard norms; the compiled ones take minutes to compile
-        group: tuple(
-            switch._replace(overrides=(*switch.overrides, *precision), title=" ".join((switch.name, *precision)))
-            for switch in (
-                PLAIN,
-                Switch((STANDARD,)),
-                *(Switch((STANDARD, choice)) for choice in RECOMPUTE[:2]),
-                Switch((STANDARD,), budget=0.5, title=f"{STANDARD}, budget 0.5"),
-                Switch((STANDARD,), compiled_budget=0.5, title=f"{STANDARD}, compiled, budget 0.5"),
-            )
-        )
-        for group, precision in (("memory", ()), ("memory_bfloat16", (BFLOAT16,)))
-    },
 }
 
 
@@ -125,10 +108,9 @@ class Training:
         common: overrides of train_seg.py that hold for every switch.
         switch: what is different here.
         threads: of PyTorch on the CPU.
-        compiler: of the switch that compiles with a budget.
     """
 
-    def __init__(self, common: tuple[str, ...], switch: Switch, threads: int, compiler: str = "inductor"):
+    def __init__(self, common: tuple[str, ...], switch: Switch, threads: int):
         torch.set_num_threads(threads)
         self.config = papers.configured_as(None, *common, *switch.overrides)
         assert isinstance(self.config, SegmentationRun)
@@ -140,11 +122,6 @@ class Training:
         self.dataset = synthetic(None, "train")
         make = partial(assemble.network_of, self.config, len(self.dataset.classes))
         self.learner = setup.learner(self.config, make, ENDLESS, self.world)
-        if switch.compiled_budget:
-            network = compiled(self.learner.network, compiler, switch.compiled_budget)
-            self.learner.forward = self.learner.forward.through(cast(nn.Module, network))
-        elif switch.budget:
-            recompute_activations(self.learner.network, budget=switch.budget)
         self.loss = assemble.loss(self.config.loss, self.dataset.ignore_index, network=self.learner.network)
         self.in_memory = list(assemble.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
         self.minibatches = iter(
@@ -207,7 +184,6 @@ class TrainingArguments(frame.TimedArguments):
     starts: int = key(2, above=0)  # of all processes; their memory is laid out differently each time
     rounds: int = key(10, above=0)  # of each start
     warm_up: int = key(3, above=0)  # steps
-    compiler: str = "inductor"  # of steps with a compiler's budget
     parts: list[str] = key(["switches", "allocation"], one_of=tuple(GROUPS))  # what is measured
     overrides: list[str] = field(default_factory=list)  # further ones of train_seg.py, for everything
 
@@ -226,8 +202,8 @@ def items(arguments: TrainingArguments) -> dict[str, tuple]:
     switches = {switch.name: switch for part in arguments.parts for switch in GROUPS[part]}
     for start in range(1, 1 + arguments.starts):
         for switch in switches.values():
-            compiles = COMPILE in switch.overrides or switch.compiled_budget
-            share = "compiled" if compiles else "standard" if STANDARD in switch.overrides else "in-place"
+            share = "standard" if STANDARD in switch.overrides else "in-place"
+            share = "compiled" if COMPILE in switch.overrides else share
             item = f"start{start}/{share}" if arguments.device == "cuda" else f"start{start}"
             found[item] = (start, (*found.get(item, (start, ()))[1], switch))
     return found
@@ -243,8 +219,7 @@ def measure(arguments: TrainingArguments, start: int, switches: tuple[Switch, ..
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         running = {
-            each.name: stack.enter_context(Elsewhere(Training, common, each, arguments.threads, arguments.compiler))
-            for each in switches
+            each.name: stack.enter_context(Elsewhere(Training, common, each, arguments.threads)) for each in switches
         }
 
         def ask(name: str, method: str, *given: object) -> Any:
@@ -287,16 +262,9 @@ def switches_of(call: dict) -> dict[str, Starts]:
     return found
 
 
-def default_of(found: dict[str, Starts], name: str) -> str:
-    """What a switch is compared with: the default, in the switch's precision if the group has one."""
-    return next((own for own in found if own.startswith(f"{DEFAULT} ") and own.split()[1] in name), DEFAULT)
-
-
 def sections(call: dict, _: str) -> Iterator[str]:
     if found := switches_of(call):
-        rows = [
-            {"name": name, "own": own, "default": found.get(default_of(found, name))} for name, own in found.items()
-        ]
+        rows = [{"name": name, "own": own, "default": found.get(DEFAULT)} for name, own in found.items()]
         yield section("Switches", columns(rows, SWITCHES))
 
 

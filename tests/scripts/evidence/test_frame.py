@@ -102,7 +102,7 @@ IMPOSSIBLE = [  # (command, options, message)
     (layers, "backend=cuda", "expected one of auto"),
     (layers, "out=page.md", "ends in .json"),
     (layers, "measure=false", "does not exist"),
-    (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, arms, memory"),
+    (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, arms"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[all]", "only=all: there is no such item"),
     (gpu_evidence, "part=all", "part=all: expected one of check, steps, fit, abn"),

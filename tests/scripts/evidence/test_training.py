@@ -15,7 +15,7 @@ TINY = TrainingArguments(recipe=None, crop_size=48)
 def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_process, monkeypatch, tmp_path):
     """A whole run on tiny crops: three switches that run, and one that cannot work."""
     options = ["recipe=null", "threads=1", "crop_size=48", "crops=4", "starts=1", "rounds=2", "parts=[switches]"]
-    names = ("trainer.accumulation_steps=2", "norm=std, budget 0.5")
+    names = ("trainer.accumulation_steps=2", "optim.fused=false")
     some = [switch for switch in SWITCHES if switch.name in names]
     monkeypatch.setitem(training.GROUPS, "switches", (PLAIN, *some, Switch(("optim.lr=1e30",))))
     call, text = measured("training", tmp_path, *options, 'overrides=["norm.backend=eager"]')
@@ -26,7 +26,6 @@ def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_pr
         assert row["peak_bytes"] > row["saved_bytes"] > 0 and row["process_mib"] > 100
     # Half of the crops at a time, beside what does not depend on them.
     assert 0.5 <= rows[names[0]]["saved_bytes"] / rows[DEFAULT]["saved_bytes"] < 0.6
-    assert rows[names[1]]["peak_bytes"] < rows[DEFAULT]["peak_bytes"] * 1.2
     assert rows["optim.lr=1e30"]["reason"].startswith("failed: FloatingPointError: the loss is nan")
     assert "- optim.lr=1e30, 1: failed: FloatingPointError: the loss is nan" in text
 
