@@ -11,7 +11,7 @@ RevNet, its claims. Steps of tables have the paper's loss, with full-resolution 
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -65,18 +65,11 @@ def items(arguments: PlanArguments) -> dict[str, tuple]:
 
 
 def measure(arguments: PlanArguments, part: str, *what: str) -> Rows:
-    planners: dict[str, Callable[..., Iterable[dict]]] = {
-        "experiments": lambda name: [planned(name)],
-        "fits": lambda column, fit, norm: [fit_of(column, fit, norm)],
-        "one_device": on_one_device,
-        "limits": lambda network: [limit_of(network)],
-        "claims": lambda network: [claim_of(network)],
-    }
     with times_of("meta"):  # the same on every machine
-        return [{"part": part, **row} for row in planners[part](*what)]
+        return [{"part": part, **row} for row in PARTS[part](*what)]
 
 
-def planned(experiment: str) -> dict:
+def planned(experiment: str) -> Iterator[dict]:
     """Memory of a training step of an experiment, on each of its devices."""
     tiled, devices = papers.configured_as(experiment), papers.devices_of(experiment)
     config, share, size = in_full(tiled), planner.share_of(tiled, devices), tiled.data.crop_size
@@ -84,7 +77,7 @@ def planned(experiment: str) -> dict:
     crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
     memory = {"peak": trace.peak, "kept": trace.kept, "place": trace.place}
     by_tiles = None if config is tiled else planner.step_memory(tiled, share, size, devices).peak
-    return {"experiment": experiment, "devices": devices, **crops, **memory, "by_tiles": by_tiles}
+    yield {"experiment": experiment, "devices": devices, **crops, **memory, "by_tiles": by_tiles}
 
 
 def in_full(config: TrainingRun) -> TrainingRun:
@@ -94,13 +87,13 @@ def in_full(config: TrainingRun) -> TrainingRun:
     return config
 
 
-def fit_of(column: str, fit: str, norm: str) -> dict:
+def fit_of(column: str, fit: str, norm: str) -> Iterator[dict]:
     """The planner's choice for Table 3, and the paper's."""
     memory = (f"memory.budget={BUDGET}", f"memory.gpus={DEVICES}", f"memory.fit={fit}")
     config = papers.configured_as(f"table3/{column}_std", f"norm={norm}", *memory)
     chosen = planner.fitting(in_full(config), DEVICES).data
     paper = papers.configured_as(experiment_of(column, fit, norm)).data
-    return {
+    yield {
         **{"column": column, "fit": fit, "norm": norm},
         **{"crops": chosen.crops_per_minibatch, "crop_size": chosen.crop_size},
         **{"paper_crops": paper.crops_per_minibatch, "paper_crop_size": paper.crop_size},
@@ -121,18 +114,18 @@ def on_one_device(name: str, network: str) -> Iterator[dict]:
         yield {"network": network, "crops": crops, "crop_size": size, "combination": combination, "device": needed}
 
 
-def limit_of(network: str) -> dict:
+def limit_of(network: str) -> Iterator[dict]:
     """Bytes of a step with standard norms on each device, and what a device has left for tensors."""
     config = papers.configured_as(LIMITS[network], "norm=std", f"memory.budget={BUDGET}")
     share, size = planner.share_of(config, DEVICES), config.data.crop_size
     peak, left = planner.step_memory(config, share, size, DEVICES).peak, config.memory.available(DEVICES)
-    return {"network": network, "share": share, "crop_size": size, "peak": peak, "left": left}
+    yield {"network": network, "share": share, "crop_size": size, "peak": peak, "left": left}
 
 
-def claim_of(network: str) -> dict:
+def claim_of(network: str) -> Iterator[dict]:
     config = papers.configured_as(*CLAIMS[network], f"memory.budget={BUDGET}", "memory.fit=batch")
     assert isinstance(config, ClassificationRun)
-    return {"network": network, "images": planner.fitting(config, devices=1).data.crops_per_minibatch}
+    yield {"network": network, "images": planner.fitting(config, devices=1).data.crops_per_minibatch}
 
 
 def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
@@ -163,6 +156,13 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
     return found
 
 
+PARTS: dict[str, Callable[..., Iterator[dict]]] = {
+    "experiments": planned,
+    "fits": fit_of,
+    "one_device": on_one_device,
+    "limits": limit_of,
+    "claims": claim_of,
+}
 TITLES = {
     "cityscapes_resnext101": "Cityscapes, ResNeXt-101",
     "coco_stuff_resnext101": "COCO-Stuff, ResNeXt-101",

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,6 @@ from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section
 from scripts.reports.measuring import compiled, operations_of, timed
 
-PARTS = ("activations", "depths", "budget")
 STANDARD = "ResNet-110, std"
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
 DEPTHS = (4, 16, 64, 256)  # units
@@ -46,7 +46,6 @@ PUBLISHED = {  # MB, MemCNN's README
     "RevNet-110": 85.7,
     "RevNet-164": 432.7,
 }
-Run = Callable[[Sequence[nn.Module], Tensor], Tensor]
 
 
 @dataclass
@@ -61,13 +60,8 @@ def items(arguments: ReversibleArguments) -> dict[str, tuple]:
     return {"/".join(map(str, item)): item for item in chosen}
 
 
-def measure(arguments: ReversibleArguments, part: str, *what: str | int) -> Rows:
-    measured: dict[str, Callable[..., Iterable[dict]]] = {
-        "activations": lambda _, title: [activations_of(title)],
-        "depths": lambda _, count: chain_of(count),
-        "budget": budget,
-    }
-    return [{"part": part, **row} for row in measured[part](arguments, *what)]
+def measure(arguments: ReversibleArguments, part: str, *what: Any) -> Rows:
+    return [{"part": part, **row} for row in PARTS[part](arguments, *what)]
 
 
 def loss_of(forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
@@ -81,7 +75,7 @@ def step_of(network: nn.Module, forward: Callable[[Tensor], Tensor], images: Ten
     loss.backward()
 
 
-def activations_of(title: str) -> dict:
+def activations(arguments: ReversibleArguments, title: str) -> Iterator[dict]:
     """Megabytes (10^6 bytes) that a step on 100 CIFAR images keeps, such as of "ResNet-32"."""
     build = getattr(bodies, f"{title.lower().replace('-', '')}_cifar")
     row: dict = {"network": title}
@@ -91,7 +85,7 @@ def activations_of(title: str) -> dict:
             images, labels = torch.empty(100, 3, 32, 32), torch.empty(100, dtype=torch.long)
             kept = kept_bytes(network, partial(loss_of, network, images, labels), [images])
             row |= {norm: kept / 1e6, "parameters": sum(parameter.numel() for parameter in network.parameters())}
-    return row
+    yield row
 
 
 def _plain(units: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -115,25 +109,22 @@ def _recursive(units: Sequence[nn.Module], x: Tensor) -> Tensor:
     return checkpoint(_recursive, units[middle:], x, use_reentrant=False)
 
 
-METHODS: dict[str, Callable[[int], Run]] = {
-    "naive": lambda count: _plain,
-    "blocks": lambda count: partial(_segments, 1),
-    "sqrt": lambda count: partial(_segments, round(math.sqrt(count))),
-    "recursive": lambda count: _recursive,
-    "reversible": lambda count: run_reversibly,
+METHODS: dict[str, Callable[[Sequence[nn.Module], Tensor], Tensor]] = {
+    "naive": _plain,
+    "blocks": partial(_segments, 1),
+    "sqrt": lambda units, x: _segments(round(math.sqrt(len(units))), units, x),
+    "recursive": _recursive,
+    "reversible": run_reversibly,
 }
 
 
-def chain_of(count: int) -> Iterator[dict]:
+def chain(arguments: ReversibleArguments, count: int) -> Iterator[dict]:
     """RevNet's Table 1: every method on a chain of units, in float32 with standard norms."""
     torch.manual_seed(0)
     units = nn.ModuleList(ReversibleUnit(CHANNELS, (CHANNELS, CHANNELS), norm_act=NORMS["std"]) for _ in range(count))
     x = torch.randn(IMAGES, CHANNELS, SIDE, SIDE, requires_grad=True)
-    for method, run_of in METHODS.items():
-        run = partial(run_of(count), list(units))
-
-        def forward(run: Callable[[Tensor], Tensor] = run) -> Tensor:
-            return run(x * 1)
+    for method, run in METHODS.items():
+        forward = partial(lambda run: run(list(units), x * 1), run)
 
         def step(forward: Callable[[], Tensor] = forward) -> None:
             forward().sum().backward()
@@ -145,7 +136,7 @@ def chain_of(count: int) -> Iterator[dict]:
         yield {**row, "flops": operations}
 
 
-def budget(arguments: ReversibleArguments) -> list[dict]:
+def budget(arguments: ReversibleArguments) -> Rows:
     """Steps of ResNet-110 and RevNet-110 on CIFAR images in float32: time, bytes kept, peak."""
     images = torch.randn(arguments.images, 3, 32, 32, device=arguments.device)
     labels = torch.randint(10, (arguments.images,), device=arguments.device)
@@ -177,15 +168,18 @@ def candidates(device: str) -> dict[str, tuple[nn.Module, Callable[[Tensor], Ten
     return found
 
 
+PARTS: dict[str, Callable[..., Iterable[dict]]] = {"activations": activations, "depths": chain, "budget": budget}
+
+
 def about(arguments: dict) -> tuple[str, str]:
     title = f"Memory and time, on {frame.DEVICES[arguments['device']]}"
     return title, f"{arguments['rounds']} rounds; {arguments['images']} images of 32x32"
 
 
 def sections(call: dict, _: str) -> Iterator[str]:
-    activations, depths, budgets = (frame.rows_of(call, part) for part in PARTS)
-    if activations:
-        yield section("Activations kept of a step on 100 CIFAR images", md.columns(activations, ACTIVATIONS))
+    kept, depths, budgets = (frame.rows_of(call, part) for part in PARTS)
+    if kept:
+        yield section("Activations kept of a step on 100 CIFAR images", md.columns(kept, ACTIVATIONS))
     if depths:
         yield section("RevNet's Table 1, measured", md.columns(beside(depths, "units"), DEPTH, left=2))
     if budgets:

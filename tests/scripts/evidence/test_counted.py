@@ -58,7 +58,7 @@ def test_the_plan_is_what_a_new_trace_gives(names, tmp_path, monkeypatch):
     for name in names:
         if papers.configured_as(name).body.name == "timm" and find_spec("timm") is None:
             continue
-        assert {"part": "experiments", **memory_plan.planned(name)} == PLANNED[name]
+        assert memory_plan.measure(memory_plan.PlanArguments(), "experiments", name) == [PLANNED[name]]
 
 
 def test_the_planner_is_calibrated_on_table_3():
@@ -112,4 +112,5 @@ def test_revnets_table_1_counts_what_theory_says_and_the_page_shows_it(in_proces
 def test_kept_bytes_of_reversible_networks_are_those_of_the_record(networks):
     """MemCNN's published table, counted again from the code as it is."""
     for title in networks:
-        assert {"part": "activations", **reversible.activations_of(title)} in recorded("reversible", "activations")
+        (row,) = reversible.measure(reversible.ReversibleArguments(), "activations", title)
+        assert row in recorded("reversible", "activations")
