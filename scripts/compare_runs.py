@@ -26,10 +26,10 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from engine.records.confusion_picture import with_literal_texts
-from engine.schema.keys import as_list, key
+from engine.schema.keys import as_list, key, named_after
 from scripts.reports import charts
 from scripts.reports.markdown import conditions, table
-from scripts.reports.runs import DATE, Run, by_configuration, folder_name, found_runs, titles_of
+from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, titles_of
 
 
 @dataclass
@@ -71,12 +71,12 @@ class Group(NamedTuple):
 
 def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:
     runs = [run for group in groups for run in group.runs]
-    scores = runs[0].scores
+    best = TITLES[runs[0].scores.best]
     known = dict.fromkeys(key for run in runs for key, share in run.percent.items() if share is not None)
-    rows = [[f"**{scores.best_title} %, last checkpoint**", *(f"**{g.cell(scores.best_title)}**" for g in groups)]]
+    rows = [[f"**{best} %, last checkpoint**", *(f"**{g.cell(best)}**" for g in groups)]]
     for score, of_class in known:
         in_all = all((score, of_class) in run.percent for run in runs)
-        if score != scores.best_title and (in_all or of_class):
+        if score != best and (in_all or of_class):
             about, _, view = score.partition(", ")
             name = of_class or f"{about} %" + (f", {view}" if view else "")
             rows.append([name, *(group.cell(score, of_class) for group in groups)])
@@ -89,7 +89,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         ["peak memory of the process, MiB", *(f"{group.training('peak_memory_mib'):,.0f}" for group in groups)],
         ["training, minutes", *(f"{group.training('minutes'):.1f}" for group in groups)],
     ]
-    folders = ",".join(f"OUT/{folder_name(run.name)}" for run in runs)
+    folders = ",".join(f"OUT/{named_after([run.name])}" for run in runs)
     again = f'python -m scripts.compare_runs runs=[{folders}] out=OUT "title={title}"'
     lines = [f"# {title}", "", "```", *(run.launched() for run in runs), again, "```", ""]
     lines.append(table(["", *(group.title for group in groups)], rows))
@@ -102,15 +102,15 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     if left_out:
         lines += ["", "Not in the table:"]
         lines += [f"- {'/'.join(path.resolve().parts[-2:])}: {reason}" for path, reason in left_out.items()]
-    lines += ["", f"![training loss and validation {scores.best_title} over steps]({picture})", ""]
+    lines += ["", f"![training loss and validation {best} over steps]({picture})", ""]
     lines += [f"- {run.name}: {conditions(run.results['environment'])}" for run in runs]
     return "\n".join(lines) + "\n"
 
 
 def curves(groups: list[Group]) -> Figure:
-    scores = groups[0].runs[0].scores
+    score = groups[0].runs[0].scores.best
     figure, panels = charts.panels(1, 2, (10, 3.6))
-    best = ("val", scores.best, f"validation {scores.best_title} %", "o-", 100)
+    best = ("val", score, f"validation {TITLES[score]} %", "o-", 100)
     for axes, (kind, value, label, style, factor) in zip(
         panels, (("train", "loss", "training loss", "-", 1), best), strict=True
     ):
@@ -150,7 +150,7 @@ def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
     if len({run.scores for run in runs}) > 1:
         raise ValueError(f"runs={folders}: expected runs of one task")
     groups = named_groups(runs)
-    if len({folder_name(run.name) for run in runs}) < len(runs):
+    if len({named_after([run.name]) for run in runs}) < len(runs):
         raise ValueError(f"runs={folders}: expected different runs, in folders of different names")
     return groups, left_out
 
@@ -160,7 +160,7 @@ def compare(values: DictConfig) -> Path:
     config = configuration.typed(values, Comparison)
     out = Path(config.out)
     groups, left_out = compared(as_list(config.runs))
-    folders = {(out / folder_name(run.name)).resolve(): run for group in groups for run in group.runs}
+    folders = {(out / named_after([run.name])).resolve(): run for group in groups for run in group.runs}
     if any(run.folder.resolve() in folders for run in folders.values() if not run.is_copy):
         raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
     for folder, run in folders.items():

@@ -29,9 +29,8 @@ from engine.process.output_files import write_file
 from engine.schema.keys import as_list, key
 from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, MIB, table
-from scripts.reports.runs import Run, found_runs
+from scripts.reports.runs import TITLES, Run, found_runs
 
-SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
 LEFT_OUT = "left_out"  # name of the block of run directories that are in no table
 
 
@@ -141,7 +140,7 @@ def as_markdown(rows: list[Row], out: Path) -> str:
         parts.append("Runs that changed keys of their experiment, and so are not rows of it:")
         lines = []
         for run, changed in others:
-            score = f"{SCORE_TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
+            score = f"{TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
             lines.append(f"- {_link(run, out)}, with `{' '.join(changed)}`: {score}")
         parts.append("\n".join(lines))
     return "\n\n".join(filter(None, parts))
@@ -154,7 +153,7 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
     for number, (file, source) in enumerate(evaluations):
         entries = [entry for entry in published if (entry.file, entry.source) == (file, source)]
         found = [entry.score for entry in entries] or [papers.SCHEMAS[papers.all_experiments()[row.experiment]].score]
-        about = " / ".join(SCORE_TITLES[score] for score in found) + _view(file) + (f", {source}" if source else "")
+        about = " / ".join(TITLES[score] for score in found) + _view(file) + (f", {source}" if source else "")
         ours, differences = [], []
         for speed, runs in row.runs.items():
             values = [_values(runs, file, score) for score in found]

@@ -1,7 +1,6 @@
 """The frame of all benchmarks: items that are measured one by one and resumed, their record, and its text."""
 
 import difflib
-import importlib
 import json
 import os
 import re
@@ -64,12 +63,12 @@ class TimedArguments(DeviceArguments):
 
 
 class Benchmark(NamedTuple):
-    """A question to measure. The module of `measure` has it as BENCHMARK; docs/results/NAME.md has the answer."""
+    """A question to measure. docs/results/NAME.md has the answer."""
 
     name: str
     schema: type[Any]  # of its arguments
     items: Callable[[Any], Mapping[str, tuple]]  # arguments -> {name: what `measure` takes after them}
-    measure: Callable[..., Rows]  # a row with "reason" says what could not be measured
+    measure: Callable[..., Rows]  # in another process; a row with "reason" says what could not be measured
     about: Callable[[dict], tuple[str, str]]  # arguments -> title of the part, and the conditions in words
     # (call, name of its picture) -> sections of its part of the page; by default a table of its rows.
     sections: Callable[[dict, str], Iterable[str]] = lambda call, _: listed(without_reasons(rows_of(call)))
@@ -189,9 +188,9 @@ def measured(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, call
             seconds = 60 * arguments.minutes - (time.monotonic() - started_s) if arguments.minutes else None
             if seconds is not None and seconds <= 0:
                 break
-            process = process or stack.enter_context(Elsewhere(Worker, benchmark.measure.__module__, arguments))
+            process = process or stack.enter_context(Elsewhere(Worker, benchmark.measure, arguments))
             try:
-                done[name] = process.call("measure", name, seconds)
+                done[name] = process.call("rows", items[name], seconds)
                 del left[name]
             except Exception as error:  # the other items can still be measured
                 left[name] = "stopped" if isinstance(error, BrokenProcessPool) else reason(error)
@@ -211,22 +210,21 @@ def _identity(call: dict) -> tuple:
 
 
 class Worker:
-    """The object in the process that measures (see `Elsewhere`). `module` has the BENCHMARK."""
+    """The object in the process that measures (see `Elsewhere`)."""
 
-    def __init__(self, module: str, arguments: Any):
-        self.benchmark, self.arguments = importlib.import_module(module).BENCHMARK, arguments
-        self.items = self.benchmark.items(arguments)
+    def __init__(self, measure: Callable[..., Rows], arguments: Any):
+        self.measure, self.arguments = measure, arguments
         torch.set_num_threads(getattr(arguments, "threads", 1))
         if getattr(arguments, "device", "cpu") == "cpu":
             keep_freed_memory()
 
-    def measure(self, item: str, seconds: float | None) -> Rows:
+    def rows(self, item: tuple, seconds: float | None) -> Rows:
         """The rows of an item. The process ends if they take longer."""
         alarm = threading.Timer(seconds or threading.TIMEOUT_MAX, os._exit, [1])
         alarm.daemon = True
         alarm.start()
         try:
-            return self.benchmark.measure(self.arguments, *self.items[item])
+            return self.measure(self.arguments, *item)
         finally:
             alarm.cancel()
             torch.compiler.reset()  # frees compiled code

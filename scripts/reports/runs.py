@@ -14,7 +14,6 @@ from engine.configuration import config as configuration
 from engine.process.console import printable
 from engine.process.output_files import write_file
 from engine.schema.commands import RUNS
-from engine.schema.keys import named_after
 
 _FOLDERS = ("body.weights", "data.root", "init.weights", "sampler.folder")  # keys with paths on one machine
 
@@ -25,21 +24,21 @@ OF_A_RUN = ("run_dir", "resume", "seed")  # keys in which runs of one configurat
 OF_CUDA = ("trainer.tf32", "trainer.capture")  # keys without effect on a CPU
 
 
+TITLES = {
+    **{"miou": "mIoU", "pixel_accuracy": "pixel accuracy", "iou": "IoU"},
+    **{"top1": "top-1", "top5": "top-5", "accuracy": "accuracy"},
+}
+
+
 class Scores(NamedTuple):
-    """The names of a task's scores in results.json, and their titles."""
+    """The names of a task's scores in results.json."""
 
     best: str
-    best_title: str
     second: str
-    second_title: str
     of_classes: str
-    class_title: str
 
 
-SCORES = (
-    Scores("miou", "mIoU", "pixel_accuracy", "pixel accuracy", "iou", "IoU"),
-    Scores("top1", "top-1", "top5", "top-5", "accuracy", "accuracy"),
-)
+SCORES = (Scores("miou", "pixel_accuracy", "iou"), Scores("top1", "top5", "accuracy"))
 
 
 class Run:
@@ -58,7 +57,10 @@ class Run:
     def __init__(self, folder: Path):
         self.folder, self.name = folder, folder.resolve().name
         self.results = _content(folder / "results.json")
-        self.scores = _scores_of(self.results)
+        known = [scores for scores in SCORES if scores.best in self.results]
+        if not known:
+            raise ValueError("it has neither miou nor top1 in its results.json: expected a run of this project")
+        (self.scores,) = known
         header, self.config = (folder / "config.yaml").read_text("utf-8").split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
         self.processes = int(self.config.split()[1])  # "# 2 x cpu"
@@ -120,11 +122,10 @@ class Run:
     def percent(self) -> dict[tuple[str, str], float | None]:
         """{(score, class): percent}; the class is "" for scores of all classes, the value None where there is none."""
         scores = self.scores
-        found: dict[tuple[str, str], float | None] = {(scores.best_title, ""): self.results[scores.best]}
-        found[scores.second_title, ""] = self.results[scores.second]
+        found: dict[tuple[str, str], float | None] = {(TITLES[name], ""): self.results[name] for name in scores[:2]}
         for name, results in self.others.items():
-            found[f"{scores.best_title}, eval.py: {name.replace('_', ', ')}", ""] = results[scores.best]
-        found |= {(scores.class_title, name): share for name, share in self.results[scores.of_classes].items()}
+            found[f"{TITLES[scores.best]}, eval.py: {name.replace('_', ', ')}", ""] = results[scores.best]
+        found |= {(TITLES[scores.of_classes], name): share for name, share in self.results[scores.of_classes].items()}
         return {key: None if share is None else 100 * share for key, share in found.items()}
 
     def write(self, folder: Path) -> None:
@@ -147,15 +148,6 @@ def thinned(records: list[dict], best: str) -> list[dict]:
 
 def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def _scores_of(results: dict) -> Scores:
-    """The names of the scores in a file of results. ValueError: no run of this project wrote it."""
-    for scores in SCORES:
-        if scores.best in results:
-            return scores
-    bests = " or ".join(scores.best for scores in SCORES)
-    raise ValueError(f"it has no {bests} in its results.json: expected a run of this project")
 
 
 def _content(file: Path) -> dict:
@@ -245,8 +237,3 @@ def _without_seed(folder: Path) -> str:
     """The name of a run's folder without its seed; if it is only a seed or a date, the name of the folder above."""
     left = re.sub(r"(^|,)seed=\d+|(^|[_-])seed[_-]?\d+$", "", DATE.sub("", folder.name)).lstrip(",")
     return left or folder.parent.name
-
-
-def folder_name(title: str) -> str:
-    """A folder's name for runs of this title."""
-    return named_after([title])

@@ -135,7 +135,6 @@ def faked(in_process, monkeypatch) -> list[str]:
             raise KeyboardInterrupt
         return [{"what": what}]
 
-    measure.__module__ = "scripts.evidence.loss"
     own = {"items": lambda arguments: ITEMS, "measure": measure, "picture": lambda call: None}
     fake = loss.BENCHMARK._replace(**own, sections=lambda call, picture: [str(frame.rows_of(call))])
     monkeypatch.setattr(loss, "BENCHMARK", fake)
