@@ -97,8 +97,8 @@ def test_the_command_line_says_what_is_not_the_default(benchmark, options, only)
 
 IMPOSSIBLE = [  # (command, options, message)
     (layers, "device=cuda", "PyTorch sees no CUDA device"),
-    (layers, "dtypes=[float16]", "expected one of float32, bfloat16"),
-    (layers, "groups=[]", "expected one of bn_act, bn_act_conv, host"),
+    (layers, "dtypes=[float16]", "each one of float32, bfloat16"),
+    (layers, "groups=[]", "each one of bn_act, bn_act_conv, host"),
     (layers, "backend=cuda", "expected one of auto"),
     (layers, "out=page.md", "ends in .json"),
     (layers, "measure=false", "does not exist"),
