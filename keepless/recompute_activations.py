@@ -59,14 +59,15 @@ def recompute_activations(
             the plain network's peak, such as 0.3. What existed before the step does not count. Parameter gradients are
             assumed to exist: if `zero_grad` has freed them, the step needs their memory in addition. With a budget,
             convolutions, matrix products, attention and the like are recomputed too, where that costs the least time.
-            The first pass with a shape is planned on fake tensors and a copy of the network, in about a second per 100
-            calls. If no plan is within the budget, the one with the lowest peak is used, and a warning gives that peak.
+            The first pass with a shape is planned on a copy of the network with fake tensors, in about a second per 100
+            calls (with real ones if it reads values). If no plan is within the budget, the one with the lowest peak is
+            used, and a warning gives that peak.
         example: an input, as `plan` takes it. Inputs of this shape are planned now instead of in their first pass.
 
     Raises:
         ValueError: the network's own forward pass is never called, e.g. it is an `nn.ModuleList`; the budget is not
             valid, or is given with `checkpointed_only`; an example is given without a budget, or the network does not
-            run on fake tensors like it.
+            run on it.
     """
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
@@ -162,10 +163,6 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), _Hooks)
 
 
-_UNSEEN_OUTPUTS = (
-    "the network returns no tensor with a graph (in lists, tuples, dictionaries or dataclasses): its backward pass "
-    "cannot be planned, and may exceed the budget; return the outputs in one of these"
-)
 _PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
 
 
@@ -270,7 +267,7 @@ class _Hooks:
             inputs=inputs,
             frame=frame,
         )
-        if kind is not None and (policy is None or policy.observer is None):
+        if kind is not None:
             if kind.now is not None and policy is not None:  # its plan has been corrected
                 kind.learns = True
             if kind.learns:
@@ -289,15 +286,10 @@ class _Hooks:
                 has_followed = isinstance(recording, Following) and recording.has_followed
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
+                if self.plans is not None and output is not None:  # None: it has raised an error
+                    self.plans.pass_has_ended()
                 if recording.kind is not None:
                     _conclude(recording, recording.kind, has_followed, output)
-                observer = None if recording.policy is None else recording.policy.observer
-                if observer is not None:
-                    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-                    raised = output is None and sys.exc_info()[0] is not None
-                    if not outputs and observer.saved and not raised:
-                        warn(_UNSEEN_OUTPUTS)
-                    observer.forward_ends(outputs)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
@@ -318,7 +310,7 @@ def _conclude(recording: Recording, kind: Kind, has_followed: bool, output: obje
             kind.now = recording.script or kind.now
         else:
             kind.left()
-    elif recording.lesson is not None and output is not None:  # None: it raised an error
+    elif recording.lesson is not None and output is not None:
         policy, plan = recording.policy, None
         if policy is not None:
             plan = policy.plans[0] if policy.plans and not policy.strayed else None

@@ -207,6 +207,27 @@ def written_arguments(operator: OpOverload) -> list[tuple[int, str]]:
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+def communicated_alone(operator: OpOverload, args: tuple[Any, ...]) -> Any:
+    """The result of a collective operator, as if all other processes had the same tensors. Nothing is sent.
+
+    RuntimeError for others than reductions over all, gathering by all, broadcasts and barriers.
+    """
+    from torch._C._distributed_c10d import FakeWork
+
+    done, name = FakeWork().boxed(), operator.overloadpacket.__name__
+    if name == "_allgather_base_":
+        args[0].view(-1, *args[1].shape).copy_(args[1])
+    elif name == "allgather_":
+        for outputs, own in zip(args[0], args[1], strict=True):
+            for output in outputs:
+                output.copy_(own)
+    elif name == "barrier":
+        return done
+    elif name not in ("allreduce_", "broadcast_"):
+        raise RuntimeError(f"{operator} communicates with other processes: it cannot be rehearsed in one process")
+    return args[0], done
+
+
 def node_class(function: type[torch.autograd.Function]) -> type:
     """The class of the nodes that an autograd function makes."""
     return function._backward_cls

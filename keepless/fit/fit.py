@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..inputs import check_has_forward, check_module
+from ..recompute.copied import on_copy
 from ..recompute.costs import times_of
 from ..recompute.plans import arguments_of
-from ..recompute.rehearsal import on_fakes
 from ..saved import size_text
 from ..torch_internals import ASKS_FOR_VALUES
 from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors
@@ -97,7 +97,7 @@ def fit(
 
     try:
         with times_of("cuda"):
-            return on_fakes(counted, network, *arguments_of(example))
+            return on_copy(counted, network, *arguments_of(example))
     except ASKS_FOR_VALUES as error:
         raise ValueError(
             f"the network asks for values of tensors ({error}), which a step on fake tensors does not have: remove "

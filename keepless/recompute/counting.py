@@ -58,18 +58,19 @@ class _Ran(NamedTuple):
 
 
 class _Packed(Kept):
-    """What autograd holds in a counted step: the form of a fake tensor, or a copy of a real one.
+    """What autograd holds in a counted step: the form of a fake tensor, or a copy of a real one in the CPU's memory.
 
     So the step's own tensors exist as long as the program holds them.
     """
 
-    __slots__ = ("like",)
+    __slots__ = ("device", "like")
 
     def __init__(self, tensor: Tensor):
-        self.like = spec_of(tensor) if isinstance(tensor, FakeTensor) else copied(tensor)
+        self.device = tensor.device
+        self.like = spec_of(tensor) if isinstance(tensor, FakeTensor) else copied(tensor).cpu()
 
     def get(self) -> Tensor:
-        return self.like if isinstance(self.like, Tensor) else self.like.empty()
+        return self.like.to(self.device) if isinstance(self.like, Tensor) else self.like.empty()
 
 
 class Counting(Trace):

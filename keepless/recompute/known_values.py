@@ -23,7 +23,6 @@ from ..torch_internals import (
 )
 from .calls import argument_copied_by
 from .functions import Call, Inside
-from .live import Live
 from .report import Log
 from .signs import ShapeOnly
 from .values import Again, Memory, Recipe, Saved, Value, saved_value, unread_bytes
@@ -56,7 +55,6 @@ class KnownValues:
         copy_parameters: recipes get copies of parameters, because FSDP frees gathered parameters after each use.
         planned: numbers of the nodes whose results a plan keeps; they get a value once something reads them. None:
             there is no plan (rule 13).
-        observer: sees what is saved.
     """
 
     def __init__(
@@ -65,11 +63,10 @@ class KnownValues:
         outer: Hooks | None,
         copy_parameters: bool,
         planned: Container[int] | None,
-        observer: Live | None,
     ):
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
-        self.outer, self.copy_parameters, self.observer = outer, copy_parameters, observer
+        self.outer, self.copy_parameters = outer, copy_parameters
         self.by_plan = planned is not None
         self.planned: Container[int] = () if planned is None else planned
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
@@ -98,7 +95,7 @@ class KnownValues:
                     value.source.spoil()
         for found in (self.entries, self.memories, self.dead, self.signs, self.gone, self.made):
             found.clear()
-        self.outer = self.observer = None
+        self.outer = None
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
@@ -283,17 +280,10 @@ class KnownValues:
         self.log.keep(kept, small)
         return self.remember(indices, Value(Recipe(Again(Tensor.to, (kept, torch.int64)), indices)))
 
-    def pack_observed(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
-        """`pack`, while the step is observed."""
-        assert self.observer is not None
-        saved = self.pack(tensor)
-        self.observer.saves(saved, tensor)
-        return saved
-
     def _stays_by_plan(self, tensor: Tensor, call: Call) -> bool:
         """Whether a plan keeps a tensor that nothing has read yet, and the call needs all of it."""
         needs_all = call.row.positive is None and call.row.result_serves is None and self.outer is None
-        return needs_all and self.observer is None and self.is_kept_by_plan(tensor) and self.find(tensor) is None
+        return needs_all and self.is_kept_by_plan(tensor) and self.find(tensor) is None
 
     def _saved(self, tensor: Tensor, call: Call | None) -> Saved:
         """Autograd saves the value of a tensor."""

@@ -15,15 +15,14 @@ from ..inputs import check_module, tensors_in
 from ..saved import is_ordinary, size_text
 from ..torch_internals import is_capturing, profiler_runs, tree_map, warn
 from ..units import UNITS, bytes_of
-from .live import Live, Progress
 from .recipes import ByPlan, Guard
-from .rehearsal import counted_step, rehearsed_step
+from .rehearsal import rehearsed_step
 from .search import Choice, frontier
 from .simulation import on_real_tensors, plain_peak, simulate
 from .step import Plan, Step
 from .values import autocast_of
 
-_MOST = 16  # planned sizes for one kind of inputs; also observed steps of one size, as there may be several paths
+_MOST = 16  # planned sizes for one kind of inputs; also rehearsals of one size, as there may be several paths
 _LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes
 _NEAR = 1.02  # a budget is searched again without the outputs if the lowest peak is at most this many times its bytes
 _BLOCK = 512  # bytes: CUDA's allocator rounds to it, so exceeding a budget by less is not reported
@@ -50,17 +49,18 @@ class Plans:
     """The plans of a prepared network.
 
     A pass follows the plan of the smallest planned size that has at least its bytes of inputs. If there is none, or it
-    is more than 1.5 times as large, the pass is rehearsed on fake tensors, and follows the resulting plan at once. If
-    that is impossible, or the network takes a path that was not rehearsed, a later step is observed and planned.
+    is more than 1.5 times as large, the pass is rehearsed on a copy, and follows the resulting plan at once. If the
+    network takes a path that was not rehearsed, the next passes are, until that path has a plan.
     """
 
     def __init__(self, budget: float | int):
         self.budget = budget
         self._kinds: dict[Hashable, list[Size]] = {}  # by what inputs of different sizes have in common
-        self._observed: list[Size] = []  # sizes whose last step is being observed
         self.last: Size | None = None  # the size whose plan the last pass followed
         self._waits = False  # a warning has said that planning waits for a profiler or a capture to end
         self._was_missed = False  # a warning has said that the budget cannot be met
+        self._error: Exception | None = None  # of the last rehearsal
+        self._cannot_rehearse = False
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
         """The policy of the next forward pass."""
@@ -73,40 +73,38 @@ class Plans:
                 self._waits = True
                 cure = "a CUDA graph is captured without a plan: run three steps before the capture"
                 warn(cure if captures else "a PyTorch profiler is running: the budget is planned once it has ended")
-            return ByPlan([] if size is None else size.plans, guard=Guard())
+            return ByPlan([] if size is None else size.plans, Guard())
         if size is None:
             size = self._added(kind, given)
+        if given == size.given and size.is_unsettled and not self._cannot_rehearse:
             self._rehearse(size, module, args, kwargs)
-        for other in list(self._observed):
-            assert other.observer is not None, "only sizes whose step is observed are listed"
-            if (progress := other.observer.progress()) != Progress.RUNS:
-                self._observed.remove(other)
-                if (step := other.observed(progress)) is not None:
-                    self._add_plan(other, step)
-        policy, self.last = size.next_pass(given, tensors_in((args, kwargs))), size
-        if policy.observer is not None:
-            self._observed.append(size)
-        return policy
+        size.passes += 1
+        return self.resumed(size, given)
 
     def are_settled(self, size: "Size", plan: Plan | None) -> bool:
-        """Whether a pass may follow a script of this plan, because no step is to be observed."""
-        if self._observed or not any(one is plan for one in size.plans):
-            return False
-        return size.observations >= _MOST or not size.strays
+        """Whether a pass may follow a script of this plan, because none is to be rehearsed."""
+        return any(one is plan for one in size.plans) and not size.is_unsettled
 
     def resumed(self, size: "Size", given: "_Given") -> ByPlan:
-        """The policy of a pass that has left its script."""
-        policy, self.last = ByPlan(size.plans, None, Guard()), size
+        """The policy of a pass that no script follows, or that has left its script."""
+        policy, self.last = ByPlan(size.plans, Guard()), size
         size.last = policy, given
         return policy
 
+    def pass_has_ended(self) -> None:
+        """The network itself has raised no error; if its rehearsal did, warn and make no more plans."""
+        error, self._error = self._error, None
+        if error is not None:
+            self._cannot_rehearse = True
+            warn(f"no plan can be made, so a step may exceed the budget: {type(error).__name__}: {error}")
+
     def plan_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the plan for a size before its first pass. ValueError if it cannot be rehearsed."""
-        size = self._added(*_described(module, args, kwargs))
-        if (error := self._rehearse(size, module, args, kwargs)) is not None:
+        self._rehearse(self._added(*_described(module, args, kwargs)), module, args, kwargs)
+        if (error := self._error) is not None:
             raise ValueError(
-                f"a step on fake tensors like the example raises {type(error).__name__}: {error}; give an example that "
-                f"the network can be trained on, or none if the network reads values of tensors"
+                f"a step on a copy of the network with the example raises {type(error).__name__}: {error}; give an "
+                f"example that the network can be trained on"
             ) from error
 
     def share(self) -> None:
@@ -136,28 +134,23 @@ class Plans:
         sizes = self._kinds.setdefault(kind, [])
         if len(sizes) == _MOST:
             sizes.remove(min(sizes, key=lambda size: size.passes))
-        sizes.append(Size(given, is_first=not sizes))
+        sizes.append(Size(given))
         return sizes[-1]
 
     @_pauses_are_explained()
-    def _rehearse(
-        self, size: "Size", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Exception | None:
-        """Plan a size from a rehearsal. Returns the error if that is impossible."""
+    def _rehearse(self, size: "Size", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan the next pass with inputs of a size, unless there is a plan for its calls."""
+        size.rehearsals, self._error = size.rehearsals + 1, None
+        if not any(one.requires_grad for one in [*module.parameters(), *tensors_in((args, kwargs))]):
+            return
         try:
             step = rehearsed_step(module, args, kwargs)
         except Exception as error:  # a network may raise anything
-            _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
-            return error
-        size.plans = [self._planned(*_rehearsed(step, self._limit(step)))]
-        return None
-
-    @_pauses_are_explained()
-    def _add_plan(self, size: "Size", step: Step) -> None:
-        """Add a plan for the calls of an observed step, unless there is one."""
+            self._error = error
+            return
         if all(plan.calls != step.calls for plan in size.plans):
             size.strays = False
-            size.plans.append(self._planned(step, _best(step, self._limit(step))))
+            size.plans.append(self._planned(*_rehearsed(step, self._limit(step))))
             size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough comes first
 
     def _limit(self, step: Step) -> int:
@@ -222,37 +215,21 @@ def _described(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class Size:
-    """The plans for inputs of one size, also used for smaller inputs. `is_first`: the first size of its kind."""
+    """The plans for inputs of one size, also used for smaller inputs."""
 
-    def __init__(self, given: _Given, is_first: bool) -> None:
+    def __init__(self, given: _Given) -> None:
         self.given = given
         self.serves = sum(given[1])  # the most bytes of inputs that use these plans
-        self.waits = is_first  # the very first pass warms up, and is not observed
         self.passes = 0
         self.plans: list[Plan] = []
-        self.observer: Live | None = None
-        self.observations = 0  # so far, including passes without a backward pass
+        self.rehearsals = 0
         self.last: tuple[ByPlan, _Given] | None = None
         self.strays = False  # the network takes paths that have no plan
 
-    def observed(self, progress: Progress) -> Step | None:
-        """The step whose observation has ended; None if it was dropped."""
-        observer, self.observer = self.observer, None
-        self.observations += 1
-        return None if observer is None or progress == Progress.DROPPED else observer.step()
-
-    def next_pass(self, given: _Given, inputs: list[Tensor]) -> ByPlan:
-        """The policy of the next pass: follows a plan if there is one, and observes the step if needed."""
-        self.passes += 1
-        is_wanted = given == self.given and (self.strays or not self.plans) and self.observations < _MOST
-        if is_wanted and not self.waits and self.observer is None:
-            self.observer = observer = Live(inputs)
-        else:
-            observer = None
-        self.waits = False
-        policy = ByPlan(self.plans, observer, Guard())
-        self.last = policy, given
-        return policy
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether the next pass is to be rehearsed."""
+        return (self.strays or not self.plans) and self.rehearsals < _MOST
 
     def note_last(self) -> None:
         """Note whether the last pass left its plans, and forget it."""
@@ -322,10 +299,9 @@ class Frontier(NamedTuple):
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = None) -> Frontier:
     """Memory and time of a training step under different budgets, from one step on an example.
 
-    The step runs on fake tensors and a copy of the network; if that is impossible, on the network itself. The mean
-    square of the outputs is its loss. Gradients, buffers and the random state are restored. For a network that does not
-    fit in memory, call this under `FakeTensorMode`: times are estimated, and the temporary memory of operators and of
-    the loss is left out.
+    The step runs on a copy of the network, on fake tensors if it reads no values. The mean square of the outputs is its
+    loss. The random state is restored. For a network that does not fit in memory, call this under `FakeTensorMode`:
+    times are estimated, and the temporary memory of operators and of the loss is left out.
 
     Args:
         network: in training mode, prepared by `recompute_activations` or not.
@@ -340,7 +316,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
     check_module(network, "plan")
     asked = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
     args, kwargs = tree_map(_apart, arguments_of(example))
-    step = _counted(network, args, kwargs)
+    step = rehearsed_step(network, args, kwargs)
     choices, plain = frontier(step), plain_peak(step)
     if budgets is None:
         asked = [share for share in asked if share * plain >= choices[-1].peak] or [choices[-1].peak]
@@ -360,15 +336,6 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
         least = size_text(choices[-1].peak)
         raise ValueError(f"budgets={budgets}: expected one of at least {least}, the lowest peak of all plans")
     return Frontier(plain, choices[-1].peak, rows)
-
-
-def _counted(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-    """A step on fake tensors, or on the network itself if that is impossible."""
-    try:
-        return rehearsed_step(network, args, kwargs)
-    except Exception as error:  # a network may raise anything
-        _log.info("the step cannot be rehearsed: %s: %s", type(error).__name__, error)
-        return counted_step(network, args, kwargs)
 
 
 def _apart(leaf: Any) -> Any:

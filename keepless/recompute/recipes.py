@@ -12,7 +12,6 @@ from ..saved import Kept, copied, is_ordinary
 from ..torch_internals import address, node_number
 from .functions import Call
 from .known_values import KnownValues, is_parameter
-from .live import Live
 from .rerun import Rerun
 from .rules import NotFollowed, Rule
 from .step import Flag, Plan
@@ -204,18 +203,11 @@ class ByPlan:
 
     Args:
         plans: one for each known sequence of calls of the network.
-        observer: sees the step, if it is to be planned.
         guard: None to keep every result where no plan matches the calls.
     """
 
-    def __init__(
-        self,
-        plans: Sequence[Plan] = (),
-        observer: Live | None = None,
-        guard: "Guard | None" = None,
-    ) -> None:
+    def __init__(self, plans: Sequence[Plan] = (), guard: "Guard | None" = None) -> None:
         self.plans = list(plans)  # the plans that match the calls of this forward pass so far
-        self.observer: Live | None = observer
         self.strayed = False  # no plan matches any more
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far

@@ -112,8 +112,8 @@ class Recording(TorchFunctionMode):
 
     def __enter__(self) -> "Recording":
         policy = self.policy
-        planned, observer = (None, None) if policy is None else (policy.planned, policy.observer)
-        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned, observer)
+        planned = None if policy is None else policy.planned
+        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned)
         self.inputs = ()
         self._start_hooks()
         if self.sees_calls:
@@ -121,11 +121,7 @@ class Recording(TorchFunctionMode):
         return self
 
     def _start_hooks(self) -> None:
-        pack, unpack_saved = (self.known.pack if self.sees_calls else self._pack_unless_abandoned), unpack
-        if (observer := self.known.observer) is not None:
-            observer.copy_parameters = self.copy_parameters
-            pack, unpack_saved = self.known.pack_observed, observer.unpack
-        self.hooks = saved_tensors_hooks(pack, unpack_saved)
+        self.hooks = saved_tensors_hooks(self.known.pack if self.sees_calls else self._pack_unless_abandoned, unpack)
         self.hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -202,7 +198,7 @@ class Recording(TorchFunctionMode):
     def _seen(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         are_plain = PLAIN.issuperset(types)
         if are_plain:
-            nothing = row.saves_nothing if self.known.observer is None else None
+            nothing = row.saves_nothing
             if row.only_asks or (nothing is not None and torch.is_grad_enabled() and nothing(args, kwargs)):
                 return function(*args, **kwargs)
         is_abandoned = self.abandoned or (self.frame is not None and not is_running(self.frame))
@@ -214,7 +210,7 @@ class Recording(TorchFunctionMode):
             return self._asked(function, types, args, kwargs)
         if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
-        if row.writes and self.known.observer is None and self._only_counts(args, kwargs):
+        if row.writes and self._only_counts(args, kwargs):
             return function(*args, **kwargs)
         call = Call(function, row, args, kwargs)
         if self.lesson is not None:
@@ -259,15 +255,13 @@ class Recording(TorchFunctionMode):
 
     def _run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""
-        known, function, observer = self.known, call.function, self.known.observer
+        known, function = self.known, call.function
         # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
         needs_grad, is_wrapped, hooks = torch.is_grad_enabled(), transform_level() is not None, current_hooks()
         is_ours = hooks is not None and self.hooks is not None and hooks[0] is self.hooks.pack_hook
         if not (needs_grad and is_ours) or is_wrapped:
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
-            if observer is not None:
-                observer.passes(call.arguments, result, needs_grad, is_wrapped)
         else:
             target, version = None, 0
             if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
@@ -278,10 +272,7 @@ class Recording(TorchFunctionMode):
                 call.note_random()
             known.call = call
             try:
-                if observer is None:
-                    result = function(*call.args, **call.kwargs)
-                else:
-                    result = observer.run(function, call.row, call.args, call.kwargs)
+                result = function(*call.args, **call.kwargs)
                 self._conclude(call, result, target, version)
             finally:
                 known.call = known.log.function = None

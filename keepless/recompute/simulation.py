@@ -44,7 +44,7 @@ def plain_peak(step: Step) -> int:
     for event, what in step.events:
         if event == Event.BUSY:
             peak = max(peak, level + what)
-        elif event not in (Event.READ, Event.DONE, Event.PASS):
+        elif event not in (Event.READ, Event.PASS):
             memory = what if event in (Event.HOLD, Event.LET) else step.saved[what].memory
             change = 1 if event in (Event.HOLD, Event.SAVE) else -1
             holders[memory] += change
@@ -69,8 +69,7 @@ class Simulation:
         self.readers = [0] * count  # operations
         self.born, self.dead = [self.end] * count, [-1] * count
         self.first, self.last = [self.end] * count, [-1] * count
-        # Event, number of the save, its value, and whether it is a read. Value -1: an operation that read the save has
-        # run, and the graph still keeps it; save -1: a backward pass ends.
+        # Event, number of the save, its value, and whether it is a read. Save -1: the backward pass ends.
         self.actions: list[tuple[int, int, int, bool]] = []
         self.inputs = [value.inputs for value in step.values]
         self.together: dict[int, list[int]] = {}  # leader -> all values that its recipe computes
@@ -91,8 +90,6 @@ class Simulation:
     def _note_events(self) -> None:
         step, holders, since = self.step, [0] * len(self.step.memories), [0] * len(self.step.memories)
         open_saves: dict[int, int] = {}
-        reading: list[int] = []  # saves that the running operation has read
-        read: list[tuple[int, int]] = []  # (event, save): an operation ended, and its save was not released
         for now, (event, what) in enumerate(step.events):
             if event == Event.HOLD:
                 holders[what] += 1
@@ -104,21 +101,14 @@ class Simulation:
                     self.spans[what].append((since[what], now))
             elif event == Event.BUSY:
                 self.highest.add(now, what)
-            elif event == Event.DONE:
-                read += [(now, save) for save in reading]
-                reading = []
             elif event == Event.PASS:
                 self.actions.append((now, -1, -1, False))
-                read = []
             elif (value := step.saved[what].value) >= 0:
                 if event == Event.SAVE:
                     self.readers[value] += 1
                     self.born[value] = min(self.born[value], now)
                     open_saves[what] = value
                 elif event == Event.READ:
-                    self.actions += [(done, save, -1, False) for done, save in read if save in open_saves]
-                    read = []
-                    reading.append(what)
                     self.first[value], self.last[value] = min(self.first[value], now), now
                     self.actions.append((now, what, value, True))
                 else:
@@ -237,9 +227,6 @@ class _Run:
             self.now, self.level, self.most = now, 0, 0
             if number < 0:
                 self._pass_ends()
-            elif value < 0:
-                if number in self.using:
-                    self._leave(self.using.pop(number))
             elif kept[value]:
                 self._expand(value, is_read)
             elif is_read:

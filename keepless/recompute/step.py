@@ -28,7 +28,7 @@ class Kind(IntEnum):
 class Event(IntEnum):
     """What happens in a step. Events carry a number.
 
-    It is a memory's for HOLD and LET, a `Save`'s for SAVE, READ and RELEASE, bytes for BUSY, and 0 for DONE and PASS.
+    It is a memory's for HOLD and LET, a `Save`'s for SAVE, READ and RELEASE, bytes for BUSY, and 0 for PASS.
     """
 
     HOLD = 0  # the program, or the backward pass, gets a tensor
@@ -37,8 +37,7 @@ class Event(IntEnum):
     READ = 3  # the backward pass reads it
     RELEASE = 4  # autograd drops it
     BUSY = 5  # an operator needs this many temporary bytes while it runs, besides arguments and results
-    DONE = 6  # an operation of the backward pass has run, and drops what it has read
-    PASS = 7  # a backward pass ends, and drops what it has recomputed
+    PASS = 6  # the backward pass ends, and drops what it has recomputed
 
 
 class StepValue(NamedTuple):

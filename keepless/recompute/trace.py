@@ -1,7 +1,7 @@
 """The calls of a forward pass, the values that autograd saves in them, and what could be recomputed."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from .functions import Row
 from .rules import NotFollowed, Rule, is_mask_alike, may_overwrite
 from .signs import unpacking_bytes
 from .step import Event, Flag, Kind, Save, Step, busy, in_order
-from .sums import nodes_of
 from .traced_values import TracedValues
 from .values import Again
 
@@ -50,8 +49,6 @@ class Trace:
         inputs: the network's inputs.
     """
 
-    copy_parameters = False  # recipes get copies of parameters, because FSDP frees gathered parameters after each use
-
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
@@ -64,7 +61,7 @@ class Trace:
         self.total = 0  # bytes of all results so far
         self.unseen = ""
         self.forward = -1  # number of events in the forward pass, once it has ended
-        self.in_pass = False  # a backward pass is running, or was aborted by an error
+        self.in_pass = False  # a backward pass is running
         self.costly: list[tuple[int, Ran]] = []  # values, and the calls that compute them
         self.call: RunningCall | None = None
         self._packed: dict[int, int] = {}  # id of what autograd holds -> number of the save
@@ -76,7 +73,7 @@ class Trace:
 
     def operators_so_far(self) -> int:
         """The number of operators that have run."""
-        return 0
+        raise NotImplementedError
 
     def begins(self, function: Callable[..., Any], row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins that a recorder would record."""
@@ -176,8 +173,6 @@ class Trace:
             nonlocal alone
             is_small = MUCH * tensor.untyped_storage().nbytes() <= room if is_ordinary(tensor) else False
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                if not is_small and self.copy_parameters:
-                    raise NotFollowed
                 return _Read(self.known.own_copy(tensor)) if is_small else tensor
             value = self._available(call, tensor, result, room)
             if value >= 0:
@@ -266,7 +261,7 @@ class Trace:
 
     def _values_of(self, packed: Iterable[Any]) -> tuple[int, ...]:
         """The values of what autograd holds."""
-        saves = [self._packed[_key(one)] for one in packed if _key(one) in self._packed]
+        saves = [self._packed[id(one)] for one in packed if id(one) in self._packed]
         return tuple(self.saved[save].value for save in saves if self.saved[save].value >= 0)
 
     def _of_copied_argument(self, tensor: Tensor, node: Any, call: RunningCall) -> int:
@@ -319,7 +314,7 @@ class Trace:
     def _save(self, packed: Any, tensor: Tensor, save: Save) -> None:
         number = len(self.saved)
         self.saved.append(save)
-        self._packed[_key(packed)] = number
+        self._packed[id(packed)] = number
         if save.value >= 0:
             self.known.sign_readers[save.value] += bool(save.signs)
             self.known.count_reader(save.value, 1)
@@ -354,17 +349,14 @@ class Trace:
 
     def reads(self, packed: Any) -> None:
         """The backward pass reads what autograd holds."""
-        number = self._packed.get(_key(packed))
+        number = self._packed.get(id(packed))
         if number is not None and backward_runs():
-            self.backward_begins()
+            if not self.in_pass:
+                self.in_pass = True
+                at_end_of_backward(self._backward_ends)
             self.events.append((Event.READ, number))
 
-    def backward_begins(self) -> None:
-        if not self.in_pass:
-            self.in_pass = True
-            at_end_of_backward(self.backward_ends)  # not called after an error
-
-    def backward_ends(self) -> None:
+    def _backward_ends(self) -> None:
         self.in_pass = False
         self.events.append((Event.PASS, 0))
 
@@ -372,7 +364,7 @@ class Trace:
         """The forward pass has ended with these outputs."""
         self.forward = len(self.events)
         self.known.clear()
-        if any(type(node).__name__ == _OF_CHECKPOINT for node in nodes_of(outputs, self.start)):
+        if any(type(node).__name__ == _OF_CHECKPOINT for node in _nodes_of(outputs)):
             self.unseen = "a checkpoint of its own"
 
     def happened(self) -> list[tuple[Event, int]]:
@@ -395,6 +387,13 @@ class Trace:
         return found._replace(seconds=sum(seconds), operations=sum(operations))
 
 
-def _key(packed: Any) -> int:
-    """Identifies what autograd holds: a recorder's object by its value, which rules find in a node."""
-    return id(getattr(packed, "value", packed))
+def _nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of a graph from its outputs on."""
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        pending += new

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from keepless.recompute.live import Live
+from keepless.recompute.counting import Counting
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
 from keepless.recompute.rehearsal import counted_step
@@ -83,12 +83,12 @@ def test_random_numbers_are_drawn_again(name, device):
         (gradient,) = torch.autograd.grad(output, w)
         return output.detach(), gradient, torch.rand(1, device=device)
 
-    live = Live([])
-    with Recording(ByPlan((), live)):
-        output = function(w * 1.25).exp().sum()
-    live.forward_ends([output])
-    torch.autograd.grad(output, w)
-    plan = with_nothing_kept(live.step())
+    counting = Counting([], measures=True)
+    output = counting.forward_pass(lambda: function(w * 1.25).exp().sum(), (), {})
+    counting.forward_ends([output])
+    with counting.made:
+        torch.autograd.grad(output, w)
+    plan = with_nothing_kept(counting.step())
     recording = Recording(ByPlan([plan]))
     assert all(map(torch.equal, run(recording), run(nullcontext())))
     if device == "cpu":

@@ -20,10 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, plan, recompute_activations, report
 from keepless.norms.bn_act import norm_and_activation
-from keepless.recompute import plans as planning
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.functions import TABLE
-from keepless.recompute.live import Live
 from keepless.recompute.rehearsal import counted_step
 from keepless.recompute.search import Choice, frontier, pareto
 from keepless.recompute.simulation import plain_peak, simulate
@@ -283,28 +281,6 @@ def test_checkpoints_of_the_network_itself_are_said(use_reentrant):
             train(network, torch.randn(2, 4, 8, 8, requires_grad=True))
 
 
-def test_a_backward_pass_that_raises_is_traced_again():
-    torch.manual_seed(0)
-    network, x = Chain(), torch.randn(2, 4, 24, 24)
-    plans, asked = within_a_share(network, x, 0.6)
-
-    def fails(gradient: Tensor) -> None:
-        raise KeyError("of the user")
-
-    def failing() -> None:
-        y = network(x)
-        node = y.grad_fn
-        for _ in range(4):
-            node = node.next_functions[0][0]
-        node.register_prehook(fails)
-        with pytest.raises(KeyError, match="of the user"):
-            y.square().mean().backward()
-
-    for number in range(5):
-        peak = plans.peak(network, x, failing if number == 1 else None)  # the second is traced
-        assert peak <= 1.03 * asked
-
-
 def test_planning_leaves_no_memory_behind():
     """Results that operations saved while they were measured are freed, too."""
     network = recompute_activations(
@@ -509,13 +485,12 @@ class Hidden(Chain):
 
 def test_outputs_that_cannot_be_seen_are_said():
     network, x = recompute_activations(Hidden(4), budget=0.5), torch.randn(2, 4, 8, 8)
-    network(x).logits.sum().backward()
-    with pytest.warns(UserWarning, match="returns no tensor with a graph .* may exceed the budget"):
-        network(x)
+    with pytest.warns(UserWarning, match="no plan can be made.* in lists, tuples, dictionaries or dataclasses"):
+        network(x).logits.sum().backward()
     frozen = recompute_activations(Chain(4), budget=0.5).requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        frozen(x), frozen(x)
+        frozen(x), frozen(x), network(x)  # it is said once
 
 
 def test_with_an_example_the_first_step_is_planned():
@@ -553,14 +528,8 @@ def test_tensors_may_be_in_dataclasses():
     assert "planned" in {line.why for line in report(network).lines}
 
 
-def observed_steps() -> set[int]:
-    gc.collect()
-    return {id(one) for one in gc.get_objects() if isinstance(one, Live)}
-
-
 def test_other_shapes_and_paths_have_plans_of_their_own():
     torch.manual_seed(0)
-    before = observed_steps()  # which earlier tests have left
     plain = Skipping().double()
     within = recompute_activations(copy.deepcopy(plain), budget=1.0)
     for size in [4] * 7 + [9] * 3 + [4] * 2:
@@ -569,7 +538,6 @@ def test_other_shapes_and_paths_have_plans_of_their_own():
     assert [len(size.plans) for size in planned_sizes(within)] == [2, 1]
     again = pickle.loads(pickle.dumps(within))
     assert_equal(train(again, x), train(within, x))
-    assert observed_steps() <= before
 
 
 def test_under_autocast_a_plan_computes_in_the_same_precision():
@@ -630,32 +598,13 @@ def test_a_report_calls_planned_what_another_budget_computes_again():
     torch.manual_seed(0)
     network, x = recompute_activations(SavesResults(), budget=1.0), torch.randn(64, 64)
     network(x).sum().backward()
-    for _ in range(2):  # while the step is traced, and with its plan
+    for _ in range(2):  # recorded, and by a script
         network(x).sum().backward()
         found = {(line.made_by, line.why) for line in report(network).lines}
         assert found == {("input", "cannot be computed again")} | {
             (name, "planned") for name in ("Tanh", "Sigmoid", "Softmax", "Exp", "Mul")
         }
     assert "why" in str(report(network)) and repr(report(network)) == str(report(network))  # in a notebook
-
-
-class Reads(SavesResults):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.sum() > 0 else -x)
-
-
-def test_a_network_without_backward_passes_is_not_traced_for_ever(monkeypatch):
-    """Such as a teacher whose outputs are detached. It reads values, and so cannot be rehearsed."""
-    network, x, traces = recompute_activations(Reads(), budget=0.9), torch.randn(64, 64), []
-
-    def observer(inputs: list[Tensor]) -> Live:
-        traces.append(None)
-        return Live(inputs)
-
-    monkeypatch.setattr(planning, "Live", observer)
-    for _ in range(30):
-        network(x)
-    assert 0 < len(traces) <= 16
 
 
 @pytest.mark.parametrize(

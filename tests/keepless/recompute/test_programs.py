@@ -1,7 +1,7 @@
 """Plain and prepared networks either agree, in float64, or both raise; what is kept is counted."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
 from random import Random
@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, recompute_activations, upsampled_cross_entropy
 from keepless.recompute.compiler import script_of
+from keepless.recompute.counting import Counting
 from keepless.recompute.following import Following
 from keepless.recompute.lesson import Lesson
-from keepless.recompute.live import Live
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
 from keepless.recompute.script import Script
@@ -45,21 +45,31 @@ def attempt(forward: Callable[[], Tensor], sources: list[Tensor], context) -> tu
 def agree(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]) -> bool:
     """Compare runs of a forward pass, each freshly made; whether they agree, rather than all raise.
 
-    It runs as it is, recorded, observed for a plan, and by plans that keep some results at random. The scripts that are
-    learned from these passes are followed.
+    It runs as it is, recorded, without a plan that fits, and by plans that keep some results at random. The scripts
+    that are learned from these passes are followed.
     """
-    live = Live([])
-    plain, other = (run(make, context) for context in (nullcontext(), Recording(ByPlan((), live))))
-    others = [other, *learned_and_followed(make, [make])]
+    plain, other = (run(make, context) for context in (nullcontext(), Recording(ByPlan())))
+    others, calls = [other, *learned_and_followed(make, [make])], calls_of(make)
     for seed in range(3):
         draws = Random(seed)
-        flags = bytes(draws.choice(FLAGS) for _ in live.calls)
+        flags = bytes(draws.choice(FLAGS) for _ in calls)
         flags = flags if seed < 2 else bytes([Flag.AGAIN] * len(flags))
-        others += learned_and_followed(make, [make], Plan(live.calls, flags))
+        others += learned_and_followed(make, [make], Plan(calls, flags))
     return all(agrees(plain, recorded) for recorded in others)
 
 
 Make = Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]
+
+
+def calls_of(make: Make) -> list[Any]:
+    """The calls of a program for which a plan decides, up to its end or an error."""
+    torch.manual_seed(1)
+    forward, _ = make()
+    torch.manual_seed(0)
+    counting = Counting([], measures=False)
+    with suppress(RuntimeError):
+        counting.forward_pass(forward, (), {})
+    return counting.calls
 
 
 class Learning(Recording):
@@ -541,12 +551,10 @@ def test_a_script_never_runs_where_the_program_differs(examples):
     @given(st.lists(MOVES, min_size=3, max_size=12), CHANGING, st.integers(0, 11), MOVES, st.integers(0, 2**30))
     def check(moves, how, place, move, seed):
         make, other = program(moves), changed(moves, how, place, move)
-        live = Live([])
-        run(make, Recording(ByPlan((), live)))
-        draws = Random(seed)
-        flags = bytes(draws.choice(FLAGS) for _ in live.calls)
+        draws, calls = Random(seed), calls_of(make)
+        flags = bytes(draws.choice(FLAGS) for _ in calls)
         plain, other_plain = run(make, nullcontext()), run(other, nullcontext())
-        for plan in (None, Plan(live.calls, flags), Plan(live.calls, bytes([Flag.AGAIN] * len(flags)))):
+        for plan in (None, Plan(calls, flags), Plan(calls, bytes([Flag.AGAIN] * len(flags)))):
             first, *passes = learned_and_followed(make, [other, make], plan)
             agrees(plain, first)
             for expected, found in zip((other_plain, plain), passes, strict=False):

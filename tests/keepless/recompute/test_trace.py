@@ -66,7 +66,7 @@ def assert_like_plain(within: nn.Module, plain: nn.Module, x: Tensor = X) -> Non
 
 @pytest.mark.parametrize("error, fails_in", [(ValueError, 1), (ValueError, 2), (KeyboardInterrupt, 2)])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_step_that_raises_is_planned_and_traced_again(error, fails_in, at_once):
+def test_a_step_that_raises_is_planned_the_next_time(error, fails_in, at_once):
     """The step raises before or after it calls a function, or Ctrl-C ends it, after which modules call no hooks.
 
     The rehearsal of the first step raises, too. As it has no output, no message speaks of one.
@@ -187,7 +187,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("budget", [None, "1KiB"])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_networks_are_like_the_plain_ones_to_the_bit(name, budget):
-    """Each has one plan, which one trace corrects."""
+    """Each has one plan."""
     make, x = UNUSUAL[name]
     torch.manual_seed(0)
     plain = make()
@@ -196,7 +196,7 @@ def test_unusual_networks_are_like_the_plain_ones_to_the_bit(name, budget):
         assert all(map(torch.equal, gradients(within, x), gradients(plain, x)))
     if budget is not None:
         (size,) = planned_sizes(within)
-        assert not size.strays and size.observations == 0 and len(size.plans) == 1
+        assert not size.strays and size.rehearsals == 1 and len(size.plans) == 1
 
 
 def test_a_network_inside_vmap_needs_no_plan():
@@ -240,7 +240,7 @@ class Deepened(nn.Module):
 
 
 def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
-    """The guard then keeps few of the long step's results, and the next step is traced."""
+    """The guard then keeps few of the long step's results, and the next step is rehearsed."""
     torch.manual_seed(0)
     plain = Deepened().double()
     within = recompute_activations(copy.deepcopy(plain), budget="1GiB")
@@ -250,13 +250,13 @@ def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
     assert_like_plain(within, plain)
     assert {line.why for line in report(within).lines} == {"no plan"}
     assert report(within).bytes < 16 * X.nbytes
-    assert_like_plain(within, plain)
     assert plans(within) == 1
     assert_like_plain(within, plain)
     assert plans(within) == 2
+    assert {line.why for line in report(within).lines} == {"planned", "cannot be computed again"}
 
 
-def test_a_step_that_is_profiled_is_not_traced():
+def test_a_step_that_is_profiled_is_not_rehearsed():
     """One profiler inside another would end it, and in its warm-up crash the process."""
     within, plain = pair()
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)

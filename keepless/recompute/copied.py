@@ -1,0 +1,324 @@
+"""Run a copy of a network, with fake tensors or real ones, so that nothing outside the copy is changed."""
+
+import copy
+import gc
+import logging
+import random
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from itertools import pairwise
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..conversion.activated import hand_over
+from ..inputs import Network, tensors_in
+from ..saved import is_ordinary
+from ..torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    address,
+    communicated_alone,
+    tree_leaves,
+    with_dispatch_modes_off,
+    written_arguments,
+)
+
+T = TypeVar("T")
+
+# If threads enter and leave dispatch modes at the same time, PyTorch's flag for them may stay set.
+_one_at_a_time = threading.RLock()
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_LruCache: type[Any] = type(cache(len))
+
+
+class LeftBehind(RuntimeError):
+    """A step reads a fake tensor that code outside the network has kept."""
+
+
+class _Rehearsal(FakeTensorMode):
+    """A fake tensor mode whose tensors raise an error if they are used after it has ended."""
+
+    has_ended = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.has_ended:
+            raise LeftBehind(
+                f"{function} reads a fake tensor that code outside the network has cached while a budget was planned: "
+                f"cache such tensors in the network, in a functools.lru_cache, or in a dictionary keyed by size, where "
+                f"fake tensors are found and removed"
+            )
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def on_copy(
+    run: Callable[[Network, Any, Any], T], network: Network, args: Any, kwargs: Any, *, is_fake: bool = True
+) -> T:
+    """Call `run` with copies of a network and its arguments, and return its result.
+
+    With fake tensors, meta tensors become fake CPU tensors. If code outside the network caches fake tensors, they are
+    removed from `functools.lru_cache`s, and from dictionaries that hold only tensors, keyed by size or the like.
+    Elsewhere they may stay, and raise `LeftBehind` when they are used.
+
+    The copy does not communicate with other processes: what they would send is taken to equal its own tensors.
+
+    Raises:
+        RuntimeError: the copy uses the network itself, e.g. because a function that it calls refers to it; it trains or
+            overwrites tensors outside; a part is scripted, and so shares its parameters with its copies; or FSDP has
+            sharded it, and tensors are real (FSDP1: also if they are fake).
+        Exception: whatever `run` raises.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise RuntimeError("scripted modules cannot be rehearsed")
+    given = tensors_in((args, kwargs))
+    fakes = [one for one in [*given, *network.parameters()] if isinstance(one, FakeTensor)]
+    mode: Any = nullcontext()
+    if is_fake:
+        mode = fakes[0].fake_mode if fakes else _Rehearsal(allow_non_fake_inputs=True)
+    like = partial(_faked, mode) if is_fake else _alike
+    memo: dict[int, Any] = {id(one): like(one.detach()).requires_grad_(one.requires_grad) for one in given}
+    sharded = _without_fsdp2(network, mode, memo)
+    if sharded and not is_fake:
+        raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors: it may not read values")
+    for module in network.modules():
+        leaves = tree_leaves(list(vars(module).values()))
+        memo |= {id(one): like(one) for one in tensors_in(leaves) if id(one) not in memo}
+        memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
+        packages = ("torch",) if module is network else ("torch", "keepless")  # not our hooks for this pass
+        for hooks in (getattr(module, name) for name in _HOOKS):
+            kept = ((key, one) for key, one in hooks.items() if one is hand_over or _package(one) in packages)
+            memo[id(hooks)] = type(hooks)(kept)
+    copied: list[Any] = []
+    watch = _Watch([*network.parameters(), *network.buffers()], is_fake)
+    try:
+        with _one_at_a_time, _ctrl_c_waits(), _as_before(), _quiet(), with_dispatch_modes_off(), mode:
+            for module, empty in sharded:
+                own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
+                vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
+            copied += copy.deepcopy((network, args, kwargs), memo)
+            for module in copied[0].modules():
+                for name, one in [*vars(module).items()]:
+                    vars(module)[name] = _rebound(one, memo)
+            watch.note([one for one in memo.values() if isinstance(one, Tensor)])
+            with watch:
+                return run(*copied)
+    finally:
+        memo.clear()
+        copied.clear()
+        if isinstance(mode, _Rehearsal):
+            mode.has_ended = True
+            watch.forget()
+
+
+def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake tensor like this one."""
+    if not tensor.is_leaf:  # a parameter set by `torch.func.functional_call`
+        tensor = tensor.detach().requires_grad_()
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor)
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    """A tensor like this one, in memory of its own."""
+    other = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+
+
+def _without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
+    """The modules that FSDP2 has sharded, each with an object of its own class, to be filled.
+
+    Adds these to the memo, and whole parameters in the dtype in which FSDP2 gathers them.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = [one for one in network.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
+    found: list[tuple[nn.Module, nn.Module]]
+    found = [(module, object.__new__(type(module).__mro__[2])) for module in sharded]
+    memo |= {id(module): own for module, own in found}
+    for module in sharded:  # inner ones last
+        dtype = module._get_fsdp_state()._mp_policy.param_dtype
+        for one in module.parameters():
+            if type(one.data) is not Tensor:  # root's parameters may have been gathered
+                with mode:
+                    whole = torch.empty(one.shape, dtype=dtype or one.dtype, device=one.device)
+                memo[id(one)] = nn.Parameter(whole, one.requires_grad)
+    return found
+
+
+def _rebound(one: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a function that refers to modules or their methods, e.g. a decorated `forward`: to their copies."""
+    if isinstance(one, MethodType) and id(one.__self__) in memo:
+        return MethodType(one.__func__, memo[id(one.__self__)])
+    if not isinstance(one, FunctionType) or not one.__closure__ or id(one) in memo:
+        return memo.get(id(one), one)
+    cells = [CellType() for _ in one.__closure__]
+    other = memo[id(one)] = FunctionType(one.__code__, one.__globals__, one.__name__, one.__defaults__, tuple(cells))
+    other.__kwdefaults__ = one.__kwdefaults__
+    for cell, found in zip(cells, one.__closure__, strict=True):
+        if found != CellType():  # an empty one, of a variable that is not set
+            cell.cell_contents = _rebound(found.cell_contents, memo)
+    return other
+
+
+def _package(hook: object) -> str:
+    """The package of the object that a hook is, or is a method of; "builtins" for functions, which may do anything."""
+    module = type(getattr(hook, "__self__", hook)).__module__
+    return "fsdp" if ".fsdp." in module else module.partition(".")[0]
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses operations that use tensors outside the copy, and remembers the fake tensors that were made.
+
+    Args:
+        own: the parameters and buffers of the network itself.
+    """
+
+    def __init__(self, own: Iterable[Tensor], is_fake: bool):
+        super().__init__()
+        self.own = [one.untyped_storage() for one in own if is_ordinary(one)]
+        self.addresses = set(map(address, self.own))
+        self.made: list[weakref.ref[Tensor]] = []  # fake tensors
+        self.inside: set[int] = set()  # addresses of real tensors' memory
+        self.is_fake = is_fake
+
+    def note(self, tensors: Iterable[Tensor], outside: Iterable[Tensor] = ()) -> None:
+        """These tensors belong to the copy, unless they share memory with one of those `outside`."""
+        if self.is_fake:
+            self.made += [weakref.ref(one) for one in tensors if isinstance(one, FakeTensor)]
+        else:
+            others = {address(one.untyped_storage()) for one in outside}
+            self.inside |= {address(one.untyped_storage()) for one in tensors if is_ordinary(one)} - others
+
+    def _is_outside(self, tensor: Tensor) -> bool:
+        if self.is_fake:
+            return not isinstance(tensor, FakeTensor)
+        return is_ordinary(tensor) and address(tensor.untyped_storage()) not in self.inside
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function.namespace == "prim":  # the device of a fake tensor, a very frequent query
+            return function(*args, **kwargs)
+        if "c10d" in function.namespace:
+            return communicated_alone(function, args)
+        outside = [one for one in tensors_in((args, kwargs)) if self._is_outside(one)]
+        if outside:
+            self._check(function, outside, args, kwargs)
+        result = function(*args, **kwargs)
+        self.note(tensors_in(result), outside)
+        return result
+
+    def _check(
+        self, function: OpOverload, outside: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if any(is_ordinary(one) and address(one.untyped_storage()) in self.addresses for one in outside):
+            raise RuntimeError(f"{function} reads a tensor of the network itself: is a `forward` bound to it?")
+        if torch.is_grad_enabled() and any(one.requires_grad for one in outside):
+            raise RuntimeError(f"{function} reads a trained tensor outside the network")
+        written = [args[n] if n < len(args) else kwargs.get(name) for n, name in written_arguments(function)]
+        if any(one is other for one in tensors_in(written) for other in outside):
+            raise RuntimeError(f"{function} writes over a tensor outside the network")
+
+    def forget(self) -> None:
+        """Remove fake tensors from caches outside the network that its code may have filled."""
+        if not self._left():
+            return
+        torch.clear_autocast_cache()
+        gc.collect()
+        left = self._left()
+        ids, holders = set(map(id, left)), list(left)
+        if frozen := gc.get_freeze_count():
+            gc.unfreeze()  # frozen objects are not searched
+        for _ in range(3):  # caches may be of collections of tensors
+            holders += gc.get_referrers(*(one for one in holders if isinstance(one, (Tensor, tuple, list, dict))))
+        if frozen:
+            gc.freeze()
+        for holder in holders:
+            if isinstance(holder, _LruCache):
+                _forget_in(holder, ids)
+            elif type(holder) is dict and not any(isinstance(key, str) for key in holder) and _holds_tensors(holder):
+                for key in [key for key, value in holder.items() if _holds(value, ids)]:
+                    del holder[key]
+
+    def _left(self) -> list[Tensor]:
+        return [tensor for reference in self.made if (tensor := reference()) is not None]
+
+
+def _forget_in(cache: Any, ids: set[int]) -> None:
+    """Remove only the results with these tensors from a `functools.lru_cache`: others may be a user's state.
+
+    CPython's cache refers to a dictionary of its results, or of links if it has a maximum; it then also refers to the
+    key and the result of each link, one after the other. A link that is no longer in the dictionary is passed over.
+    """
+    parts = gc.get_referents(cache)
+    results = next((one for one in parts if type(one) is dict and one is not vars(cache)), {})
+    keys = [key for key, value in results.items() if _holds(value, ids)]
+    keys += [key for key, value in pairwise(parts) if _holds(value, ids)]
+    for key in keys:
+        results.pop(key, None)
+
+
+def _holds(value: object, ids: set[int]) -> bool:
+    """Whether a value is one of these tensors, or a collection with one."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else (value,)
+    return any(id(part) in ids for part in parts)
+
+
+def _holds_tensors(values: dict[Any, Any]) -> bool:
+    """Whether all values of a dictionary are tensors or tuples of tensors."""
+    parts = [part for value in values.values() for part in (value if isinstance(value, tuple) else (value,))]
+    return all(isinstance(part, Tensor) for part in parts)
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Context that delays Ctrl-C to its end: in the middle of a dispatch mode it may end the process."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[object] = []
+    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Context that restores all random states."""
+    of_python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which errors of fake tensors are not logged, nor printed by anomaly mode."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with torch.autograd.set_detect_anomaly(False):
+            yield
+    finally:
+        log.setLevel(before)
