@@ -14,6 +14,7 @@ from .torch_internals import (
     address,
     backward_runs,
     engine_adds,
+    has_storage,
     node_number,
     running_node,
     tree_leaves,
@@ -138,4 +139,5 @@ def bytes_of_tensors(tensors: Iterable[object]) -> int:
 
 
 def _storages(values: object) -> list[torch.UntypedStorage]:
-    return [value.untyped_storage() for value in tree_leaves(values) if torch.is_tensor(value)]
+    """The storages of all tensors that have one; sparse ones have not."""
+    return [one.untyped_storage() for one in tree_leaves(values) if torch.is_tensor(one) and has_storage(one)]

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..inputs import tensors_in
 from ..made_tensors import Change, MadeTensors
-from ..saved import PLAIN, ByStorage, Kept, adds_metadata, copied
+from ..saved import PLAIN, ByStorage, Kept, adds_metadata, copied, is_ordinary
 from ..torch_internals import (
     FakeTensor,
     OpOverload,
@@ -67,7 +67,10 @@ class _Packed(Kept):
 
     def __init__(self, tensor: Tensor):
         self.device = tensor.device
-        self.like = spec_of(tensor) if isinstance(tensor, FakeTensor) else copied(tensor).cpu()
+        if not is_ordinary(tensor):
+            self.like = tensor.detach()
+        else:
+            self.like = spec_of(tensor) if isinstance(tensor, FakeTensor) else copied(tensor).cpu()
 
     def get(self) -> Tensor:
         return self.like.to(self.device) if isinstance(self.like, Tensor) else self.like.empty()
@@ -224,7 +227,7 @@ class _Memories(MadeTensors):
         return None if results is None else tree_map(fake, results, is_leaf=lambda one: isinstance(one, TensorSpec))
 
     def _note_operator(self, function: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        made = tensors_in(result)
+        made = [one for one in tensors_in(result) if is_ordinary(one)]
         if not made or self._sum is not None:
             return
         moved, operations = work_of(function, args, kwargs, result)
