@@ -207,6 +207,11 @@ def written_arguments(operator: OpOverload) -> list[tuple[int, str]]:
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+def gathered_dtype(module: Any) -> torch.dtype | None:
+    """The dtype in which FSDP2 gathers the parameters of a module that it has sharded; None: their own."""
+    return module._get_fsdp_state()._mp_policy.param_dtype
+
+
 def communicated_alone(operator: OpOverload, args: tuple[Any, ...]) -> Any:
     """The result of a collective operator, as if all other processes had the same tensors. Nothing is sent.
 

@@ -28,6 +28,7 @@ from ..torch_internals import (
     TorchDispatchMode,
     address,
     communicated_alone,
+    gathered_dtype,
     tree_leaves,
     with_dispatch_modes_off,
     written_arguments,
@@ -147,7 +148,7 @@ def _without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[
     found = [(module, object.__new__(type(module).__mro__[2])) for module in sharded]
     memo |= {id(module): own for module, own in found}
     for module in sharded:  # inner ones last
-        dtype = module._get_fsdp_state()._mp_policy.param_dtype
+        dtype = gathered_dtype(module)
         for one in module.parameters():
             if type(one.data) is not Tensor:  # root's parameters may have been gathered
                 with mode:
