@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,17 +31,6 @@ class Problem(NamedTuple):
 
     kind: str
     message: str
-
-
-class Found(NamedTuple):
-    """Problems of an image and its label, and the label's pixels of each raw value, int64 (256,).
-
-    `palette`: a label's file, and {id: RGB} of the ids that it holds, if it has a palette.
-    """
-
-    problems: list[Problem]
-    pixels: np.ndarray
-    palette: tuple[Path, dict[int, tuple[int, ...]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -115,17 +103,17 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     look = partial(_looked, dataset, decode)
     if isinstance(dataset, ClassificationDataset):
         found = every(dataset, look, workers, progress) if dataset.pixels is None else ()
-        problems = [problem for each in found for problem in each.problems]
+        problems = [problem for its_problems, *_ in found for problem in its_problems]
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
         return Inspection(dataset, tuple(problems), [], images, None)
     problems, palettes = list[Problem](), Palettes(dataset.table.label_palette)
     values, holding = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for each in every(dataset, look, workers, progress):
-        problems += each.problems
-        values += each.pixels
-        holding += dataset.table.by_class(each.pixels) > 0
-        if each.palette is not None:
-            palettes.add(*each.palette)
+    for its_problems, pixels, colours in every(dataset, look, workers, progress):
+        problems += its_problems
+        values += pixels
+        holding += dataset.table.by_class(pixels) > 0
+        if colours is not None:
+            palettes.add(*colours)
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
     return Inspection(dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict)
@@ -153,8 +141,11 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
         raise TimeoutError(f"{dataset.path(done)}: {error}") from error
 
 
-def _looked(dataset: Split, decode: bool, index: int) -> Found:
-    """One image and its label files."""
+def _looked(dataset: Split, decode: bool, index: int) -> tuple[list[Problem], np.ndarray, Any]:
+    """Problems of an image and its label; the label's pixels of each raw value, int64 (256,); and its palette.
+
+    The palette is the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter.
+    """
     problems: list[Problem] = []
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
@@ -168,7 +159,7 @@ def _looked(dataset: Split, decode: bool, index: int) -> Found:
 
     if isinstance(dataset, ClassificationDataset):
         attempted("unreadable image", dataset.image, index)
-        return Found(problems, np.zeros(0))
+        return problems, np.zeros(0), None
     entry, palette = dataset.files[index], None
     size_of = partial(dataset.image_size, decode=decode)
     image_size = attempted("unreadable image", size_of, entry.image)
@@ -184,4 +175,4 @@ def _looked(dataset: Split, decode: bool, index: int) -> Found:
             entry.label,
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
-    return Found(problems, pixels, palette)
+    return problems, pixels, palette

@@ -75,23 +75,21 @@ class InvertibleModuleWrapper(nn.Module):
 
     def forward(self, *xin: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return fn(*xin). ValueError if an input or output is not a tensor; `fn` may raise more."""
-        if self.disable or not torch.is_grad_enabled():
-            return self._fn(*xin)
-        as_tuple(xin)
-        if _is_compiling():
-            return self._fn(*xin)
         return self._run(xin, inverts=False)
 
     def inverse(self, *yin: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return fn.inverse(*yin), without keeping yin."""
-        if self.disable or not torch.is_grad_enabled() or _is_compiling():
-            return self._fn.inverse(*yin)
         return self._run(yin, inverts=True)
 
     def _run(self, values: tuple[Tensor, ...], inverts: bool) -> Tensor | tuple[Tensor, ...]:
         """Run `fn` or its inverse, and keep the inputs or restore them."""
-        run = Pass(as_tuple(values), preserve_rng_state=self.preserve_rng_state)
-        function, back = (self._fn.inverse, self._fn) if inverts else (self._fn, inverse_of(self._fn))
+        function = self._fn.inverse if inverts else self._fn
+        if self.disable or not torch.is_grad_enabled():
+            return function(*values)
+        values = as_tuple(values)
+        if _is_compiling():
+            return function(*values)
+        run = Pass(values, preserve_rng_state=self.preserve_rng_state)
         if self.keep_input_inverse if inverts else self.keep_input:
             run.apply([self._fn], function)
         elif in_halves(self._fn):
@@ -102,7 +100,7 @@ class InvertibleModuleWrapper(nn.Module):
                 )
             run.couple(self._fn, inverse=inverts)
         else:
-            run.apply([self._fn], function, back)
+            run.apply([self._fn], function, self._fn if inverts else inverse_of(self._fn))
         outputs = run.finish()
         return outputs if len(outputs) > 1 else outputs[0]
 
