@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -208,35 +207,26 @@ def _modified(name: str, tensor: Tensor, found: int, expected: int) -> RuntimeEr
     )
 
 
-class _Packed:
-    """A tensor that autograd has saved; it exists as long as autograd holds it."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor.detach()  # with its graph, an operation's own output would keep itself alive
-
-
 def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:
     """Run a forward pass; return its result, which must hold the graph, and a tensor for each storage that it keeps.
 
     Tensors may be fake. The storages of the tensors `without`, e.g. parameters, are left out; so is what autograd has
     already dropped, e.g. between two reversible modules.
     """
-    packed: list[weakref.ref[_Packed]] = []
+    saved: list[weakref.ref[Tensor]] = []
 
-    def pack(tensor: Tensor) -> _Packed:
-        one = _Packed(tensor)
-        packed.append(weakref.ref(one))
+    def pack(tensor: Tensor) -> Tensor:
+        one = tensor.detach()  # with its graph, an operation's own output would keep itself alive
+        saved.append(weakref.ref(one))
         return one
 
-    with saved_tensors_hooks(pack, attrgetter("tensor")):
+    with saved_tensors_hooks(pack, lambda one: one):
         result = forward()
     left_out = {address(tensor.untyped_storage()) for tensor in without}
     found: dict[int, Tensor] = {}
-    for one in (reference() for reference in packed):
-        if one is not None and (storage := address(one.tensor.untyped_storage())) not in left_out:
-            found.setdefault(storage, one.tensor)
+    for one in (reference() for reference in saved):
+        if one is not None and (storage := address(one.untyped_storage())) not in left_out:
+            found.setdefault(storage, one)
     return result, list(found.values())
 
 
