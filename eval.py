@@ -21,7 +21,7 @@ from engine.configuration.command_line import configured
 from engine.prediction.opening import read, trained_forward
 from engine.process.console import log_to, make_console
 from engine.process.distributed import World, joined
-from engine.process.output_files import writable_folder
+from engine.process.output_files import writable_file
 from engine.records.evaluated import print_results, write_results
 from engine.schema.evaluation import Evaluation
 from engine.schema.training import TrainingRun
@@ -64,9 +64,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
             verify_with_progress(dataset, console)
     assemble.arithmetic(config.trainer)
     forward = trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
-    if results_file.is_dir():
-        raise ValueError(f"results={results_file} is a folder: expected a file to write, such as results.json in it")
-    writable_folder("results", results_file.parent)
+    writable_file("results", results_file)
     evaluated = task.evaluate(forward, dataset, config, options, world, console)
 
     results = {}

@@ -108,7 +108,7 @@ def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir,
     [
         ("head.pooling_size=[]", "head.pooling_size"),
         ("head.pooling_size=[30]", "head.pooling_size=[30]: expected 2 numbers: height, width"),
-        ("results=.", "results=. is a folder: expected a file to write, such as results.json in it"),
+        ("results=.", "results=. is a folder: give another file"),
         ("data.root=/nowhere/at/all", "/nowhere/at/all is not an existing folder"),
         ("data.split=nights", "nights"),
         ("window.size=100", "window.size=100: expected a multiple of the network's output stride 8, such as 104"),

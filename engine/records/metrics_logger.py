@@ -94,15 +94,15 @@ class MetricsLogger:
         step = max(known, key=self.scores.__getitem__, default=None)
         return None if step is None else [step, self.scores[step]]
 
-    def waited(self, seconds: float) -> None:
-        """Count time that this rank waited for data, since the last call of `step` or `pause_ended`."""
-        for sums in (self.recent, self.all):
-            sums["data_s"] += seconds  # type: ignore[assignment]  # seconds are no whole numbers
+    def step(
+        self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0, ended_s: float | None = None
+    ) -> None:
+        """Count one training step, timed from the end of the last one, or from the last call of `pause_ended`.
 
-    def step(self, loss: float, gradient_norm: float, images: int) -> None:
-        """Count one training step, timed from the last call of `step` or `pause_ended`."""
-        now = time.perf_counter()
-        step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images)
+        `data_s`: seconds of it that this rank waited for its minibatch. `ended_s`: the clock at its end; None: now.
+        """
+        now = time.perf_counter() if ended_s is None else ended_s
+        step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images, data_s=data_s)
         step["seconds"] = now - self.step_started
         self.recent.update(step)
         self.all.update(step)

@@ -55,9 +55,8 @@ def train(
             raise Preempted(f"stopped before step {run.start_step + 1}")
         before, ended_s = None, time.perf_counter()
         for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
-            metrics.waited(time.perf_counter() - ended_s)
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
-            lr = learner.optimizer.param_groups[0]["lr"]
+            lr, waited_s = learner.optimizer.param_groups[0]["lr"], time.perf_counter() - ended_s
             first = step <= run.start_step + CHECKED_STEPS
             if step == run.start_step + PLANNED_STEPS + 1:
                 forget_peak(world.device)  # of cuDNN's search for algorithms, and of tracing for plans
@@ -71,11 +70,12 @@ def train(
                 run.share_plans()
                 if learner.captured is not None:
                     learner.captured.begin()
+            taken_s = time.perf_counter()
             # The host reads a step's numbers while the device takes the next one.
             asked = (before is not None and _read(before, run)) or (world.size == 1 and run.stop.requested)
-            before = Taken(step, outcome, lr, minibatch["name"])
+            before = Taken(step, outcome, lr, minibatch["name"], waited_s, taken_s)
             if asked or schedule.checkpoints(step):
-                asked, before = _read(before, run) or asked, None
+                asked, before = _read(before._replace(ended_s=None), run) or asked, None
                 run.save(step)
                 if asked:
                     run.directory.saved()
@@ -95,6 +95,8 @@ class Taken(NamedTuple):
     outcome: Outcome
     lr: float
     names: list[str]  # of its images
+    waited_s: float  # for its minibatch
+    ended_s: float | None  # when the host had launched it; None: when it is read
 
 
 def _read(taken: Taken, run: Run[Config, Split]) -> bool:
@@ -104,7 +106,7 @@ def _read(taken: Taken, run: Run[Config, Split]) -> bool:
         loss, gradient_norm, asked, loss_scale = run.learner.read(taken.outcome)
     except FloatingPointError as error:
         raise FloatingPointError(f"step {step}: {error} (images {', '.join(taken.names)})") from error
-    metrics.step(loss, gradient_norm, run.config.data.crops_per_minibatch)
+    metrics.step(loss, gradient_norm, run.config.data.crops_per_minibatch, taken.waited_s, taken.ended_s)
     if run.schedule.logs(step):
         waits_s = run.world.gather(metrics.data_wait_s())
         memory_mib = peak_memory_mib(run.world.device)

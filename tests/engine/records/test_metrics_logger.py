@@ -129,8 +129,7 @@ def test_a_run_says_once_that_steps_wait_for_data(tmp_path, monkeypatch, caplog)
     )
     with MetricsLogger(tmp_path, Console(quiet=True), "miou", 10, 0, waits=waits) as running:
         for step, (own_s, others_s) in enumerate([(0.5, 0.9), (0.05, 0.1), (0.0, 0.25), (0.5, 0.5)], start=1):
-            running.waited(own_s)
-            running.step(loss=1.0, gradient_norm=1.0, images=1)
+            running.step(loss=1.0, gradient_norm=1.0, images=1, data_s=own_s)
             running.training(step, 0.0, 0.1, 1.0, data_waits_s=[own_s, others_s])
             warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
             assert warnings == [said] * (step > 2)
@@ -142,11 +141,9 @@ def test_images_per_second_do_not_count_pauses_but_the_time_left_does(tmp_path, 
     clock = iter([0.0, 0.0, 2.0, 100.0, 102.0])  # made, entered, step, end of the pause, step
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with logger(tmp_path) as running:
-        running.waited(0.5)
-        running.step(loss=1.0, gradient_norm=2.0, images=8)
+        running.step(loss=1.0, gradient_norm=2.0, images=8, data_s=0.5)
         running.pause_ended()
-        running.waited(1.0)
-        running.step(loss=3.0, gradient_norm=5.0, images=8)
+        running.step(loss=3.0, gradient_norm=5.0, images=8, data_s=1.0)
         assert running.data_wait_s() == 0.75
         running.note_memory(80.0)  # before an evaluation, after which it counts anew
         running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0)

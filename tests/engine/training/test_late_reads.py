@@ -94,7 +94,7 @@ def test_a_step_is_read_after_the_next_is_launched_and_before_checkpoints_evalua
     assert noted.metrics.all["steps"] == STEPS
 
 
-def test_steps_do_not_wait_for_longer_than_they_take(noted, monkeypatch):
+def test_each_step_counts_its_own_time_and_wait(noted, monkeypatch):
     """A minibatch takes five seconds, and each look at the clock a millisecond; steps 5 and 7 are read with others."""
     now, counted = itertools.count(), []
 
@@ -111,8 +111,7 @@ def test_steps_do_not_wait_for_longer_than_they_take(noted, monkeypatch):
     monkeypatch.setattr(noted.metrics, "training", training)
     noted.schedule = Schedule(STEPS, STEPS, evaluate_every=5, checkpoint_every=STEPS, log_every=1)
     loop.train(noted, slowly(), CrossEntropy(), lambda: None)
-    assert len(counted) == STEPS and all(each.get("data_s", 0) <= each["seconds"] for each in counted)
-    assert 35 < sum(each.get("data_s", 0) for each in counted) < 36
+    assert len(counted) == STEPS and all(5 < each["data_s"] < each["seconds"] < 5.1 for each in counted)
 
 
 def test_a_stop_loses_no_step(noted):
