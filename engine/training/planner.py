@@ -30,7 +30,7 @@ from engine.schema.training import TrainingRun
 from engine.training.learner import Learner
 from engine.training.loop import Loss
 from engine.training.setup import learner_of
-from engine.training.trace import FakeTensors, Trace, begun, traced
+from engine.training.step_memory import FakeTensors, StepMemory, begun, traced
 from keepless.fit.sizes import largest
 from keepless.made_tensors import MadeTensors
 from keepless.recompute.costs import times_of
@@ -90,7 +90,7 @@ def _train_split(data: Data) -> Dataset:
 
 
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
-    """A learner, a loss and a minibatch for `engine.training.trace.traced`.
+    """A learner, a loss and a minibatch for `engine.training.step_memory.traced`.
 
     As on a GPU, the optimiser works on all weights at once. Norms are fused unless backend is given or device is cpu.
     """
@@ -116,7 +116,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     return learner, task.loss(config, network), {"image": images, "label": task.labels(crops, size)}
 
 
-def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> Trace:
+def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> StepMemory:
     """The memory of one device in a step on crops of `crop_size`. With several devices, DDP holds all gradients.
 
     So does a captured step: see `engine.training.capture`. (With several micro-batches, the first makes them.)

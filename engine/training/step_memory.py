@@ -24,7 +24,7 @@ class FakeTensors(FakeTensorMode):
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepMemory:
     """The memory of one step of one process, in bytes."""
 
     # By category, when their sum is largest: weights (with running statistics), average, momentum, gradients, images
@@ -39,7 +39,7 @@ class Trace:
         return sum(self.at_peak.values())
 
 
-def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = False) -> Trace:
+def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = False) -> StepMemory:
     """Trace the second step of a training, when momentum exists.
 
     `make` is called under fake tensors. It returns a learner, a loss, and the minibatch of this process.
@@ -76,7 +76,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
     for number, change in _alive(changes[: moment + 1]).items():
         kind = "gradients" if number in gradients else "activations" if number in after_forward else "temporary"
         at_peak[kind] += change.bytes
-    return Trace(at_peak, changes[moment].place, kept, parameters)
+    return StepMemory(at_peak, changes[moment].place, kept, parameters)
 
 
 def begun(learner: Learner, minibatch: dict) -> dict[str, int]:

@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from engine.process.distributed import World, data_parallel
 from engine.training.loop import accumulate_gradients
 from engine.training.planner import fake_step
-from engine.training.trace import FakeTensors, begun, traced
+from engine.training.step_memory import FakeTensors, begun, traced
 from keepless.made_tensors import MadeTensors
 from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
