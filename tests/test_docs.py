@@ -112,8 +112,8 @@ def test_every_block_is_marked_and_every_switch_is_measured():
     marked = [name for path in documents.DOCUMENTS for name, *_ in frame.BLOCK.findall(path.read_text())]
     assert sorted(marked) == sorted(documents.BLOCKS) and papers.TABLES.keys() < {*marked}
     calls = json.loads((RESULTS / "training.json").read_text())["calls"]
-    known = {each.name for own in GROUPS.values() for each in own}
-    on_cpus = {each.name for part in CPU_PARTS for each in GROUPS[part]}
+    known = {each for own in GROUPS.values() for each in own}
+    on_cpus = {each for part in CPU_PARTS for each in GROUPS[part]}
     measured = {name for call in calls for name in training.switches_of(call)}
     assert on_cpus <= measured <= known and DEFAULT in on_cpus
     recomputed = next(training.switches_of(call) for call in calls if call["arguments"]["parts"] == ["recompute"])

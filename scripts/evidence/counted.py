@@ -5,7 +5,7 @@ keep, and in which ranges activations can be inverted. Networks run on fake tens
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -108,16 +108,14 @@ def bodies_table() -> str:
 
 def recomputation_table() -> str:
     """The cost of a ResNeXt-101 with every choice, for two norms."""
-    return table(["`norm=`", "`trainer.recompute=`", "kept", "peak", "operations"], _recomputation_rows(), left=2)
-
-
-def _recomputation_rows() -> Iterator[list[str]]:
+    rows = []
     for norm in ("std", "inplace"):
         costs = {recompute: cost(resnext101, STRATEGIES[norm][2], recompute) for recompute in RECOMPUTE}
         stored = costs["none"]
         for name, own in costs.items():
             memory = _relative(own.kept, stored.kept), _relative(own.peak, stored.peak)
-            yield [norm, name, *memory, f"{own.operations / stored.operations:.2f}"]
+            rows.append([norm, name, *memory, f"{own.operations / stored.operations:.2f}"])
+    return table(["`norm=`", "`trainer.recompute=`", "kept", "peak", "operations"], rows, left=2)
 
 
 def _relative(value: int, stored: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,68 +33,47 @@ from scripts.reports import frame, papers
 from scripts.reports.markdown import Columns, Rows, columns, mib, ratio_of, section, without_reasons
 from scripts.reports.measuring import Elsewhere, interleaved
 
-
-class Switch(NamedTuple):
-    overrides: tuple[str, ...]  # of train_seg.py
-    freed_memory_kept: bool = True  # on the CPU, by engine.process.allocations.keep_freed_memory
-    title: str | None = None
-
-    @property
-    def name(self) -> str:
-        return self.title or " ".join(self.overrides)
-
-
-DEFAULT = "default"
+# What a training is measured with: overrides of train_seg.py, or one of these two.
+DEFAULT, GIVEN_BACK = "default", "freed memory given back"  # see engine.process.allocations.keep_freed_memory
 LONG = 100_000  # steps, more than a benchmark takes
-PLAIN = Switch((), title=DEFAULT)
 COMPILE, STANDARD, BFLOAT16 = "trainer.compile=true", "norm=std", "trainer.precision=bfloat16"
 CAPTURE, FULL_FLOAT32 = "trainer.capture=true", "trainer.tf32=false"
 RECOMPUTE = [f"trainer.recompute={choice}" for choice in ("activations", "blocks", "sqrt")]
-GROUPS = {
+GROUPS: dict[str, tuple[str, ...]] = {
     "switches": (
-        PLAIN,
-        Switch((BFLOAT16,)),
-        Switch(("trainer.precision=float16",)),
-        Switch(("trainer.channels_last=false",)),
-        Switch(("optim.fused=false",)),
-        Switch(("trainer.ema_decay=0.999",)),
-        Switch(("optim.max_gradient_norm=1",)),
-        Switch(("trainer.accumulation_steps=2",)),
-        Switch(("trainer.accumulation_steps=4",)),
-        Switch(("trainer.deterministic=true",)),
+        DEFAULT,
+        BFLOAT16,
+        "trainer.precision=float16",
+        "trainer.channels_last=false",
+        "optim.fused=false",
+        "trainer.ema_decay=0.999",
+        "optim.max_gradient_norm=1",
+        "trainer.accumulation_steps=2",
+        "trainer.accumulation_steps=4",
+        "trainer.deterministic=true",
     ),
-    "norms": (PLAIN, Switch((STANDARD,)), Switch((BFLOAT16,)), Switch((STANDARD, BFLOAT16))),
-    "allocation": (PLAIN, Switch((), freed_memory_kept=False, title="freed memory given back")),
-    "recompute": (
-        PLAIN,
-        Switch((STANDARD,)),
-        Switch((STANDARD, RECOMPUTE[0])),
-        *(Switch((choice,)) for choice in RECOMPUTE),
-    ),
+    "norms": (DEFAULT, STANDARD, BFLOAT16, f"{STANDARD} {BFLOAT16}"),
+    "allocation": (DEFAULT, GIVEN_BACK),
+    "recompute": (DEFAULT, STANDARD, f"{STANDARD} {RECOMPUTE[0]}", *RECOMPUTE),
     "compile": (
-        PLAIN,
-        Switch((COMPILE,)),
-        Switch((COMPILE, "trainer.accumulation_steps=3")),
-        Switch((BFLOAT16,)),
-        Switch((BFLOAT16, COMPILE)),
-        Switch((STANDARD,)),
-        Switch((STANDARD, COMPILE)),
+        *(DEFAULT, COMPILE, f"{COMPILE} trainer.accumulation_steps=3"),
+        *(BFLOAT16, f"{BFLOAT16} {COMPILE}", STANDARD, f"{STANDARD} {COMPILE}"),
     ),
     "card": (  # what a CUDA device is for: matrix units, and a host that does not hold it back
-        PLAIN,
-        Switch((CAPTURE,)),
-        Switch((BFLOAT16,)),
-        Switch((BFLOAT16, CAPTURE)),
-        *(Switch((STANDARD, *own)) for own in ((FULL_FLOAT32,), (), (BFLOAT16,), (BFLOAT16, CAPTURE))),
-        *(Switch((BFLOAT16, RECOMPUTE[1], *own)) for own in ((), (CAPTURE,))),
-        Switch((STANDARD, BFLOAT16, COMPILE)),
+        *(DEFAULT, CAPTURE, BFLOAT16, f"{BFLOAT16} {CAPTURE}", f"{STANDARD} {FULL_FLOAT32}", STANDARD),
+        *(f"{STANDARD} {BFLOAT16}", f"{STANDARD} {BFLOAT16} {CAPTURE}"),
+        *(f"{BFLOAT16} {RECOMPUTE[1]}", f"{BFLOAT16} {RECOMPUTE[1]} {CAPTURE}", f"{STANDARD} {BFLOAT16} {COMPILE}"),
     ),
     "arms": (  # of camvid_table3_trained, in the memory of its standard norms with crops of 240 pixels
-        PLAIN,
-        Switch(("data.crop_size=352", "norm=inplace", "norm.activation=leaky_relu")),
-        Switch(("data.crop_size=376", RECOMPUTE[0])),
+        DEFAULT,
+        "data.crop_size=352 norm=inplace norm.activation=leaky_relu",
+        f"data.crop_size=376 {RECOMPUTE[0]}",
     ),
 }
+
+
+def overrides_of(switch: str) -> list[str]:
+    return [] if switch in (DEFAULT, GIVEN_BACK) else switch.split()
 
 
 MINIBATCHES = 4  # different ones, repeated
@@ -106,18 +85,18 @@ class Training:
 
     Args:
         common: overrides of train_seg.py that hold for every switch.
-        switch: what is different here.
+        switch: what is different here, of `GROUPS`.
         threads: of PyTorch on the CPU.
     """
 
-    def __init__(self, common: tuple[str, ...], switch: Switch, threads: int):
+    def __init__(self, common: tuple[str, ...], switch: str, threads: int):
         torch.set_num_threads(threads)
-        self.config = papers.configured_as(None, *common, *switch.overrides)
+        self.config = papers.configured_as(None, *common, *overrides_of(switch))
         assert isinstance(self.config, SegmentationRun)
         trainer = self.config.trainer
         assemble.arithmetic(trainer)
         self.world = World(device=device_of(trainer.device))
-        if self.world.device.type == "cpu" and switch.freed_memory_kept:
+        if self.world.device.type == "cpu" and switch != GIVEN_BACK:
             keep_freed_memory()
         self.dataset = synthetic(None, "train")
         make = partial(assemble.network_of, self.config, len(self.dataset.classes))
@@ -199,28 +178,26 @@ class TrainingArguments(frame.TimedArguments):
 def items(arguments: TrainingArguments) -> dict[str, tuple]:
     """Each start of all switches. On CUDA by norm, for its memory, and compiled ones apart."""
     found: dict[str, tuple] = {}
-    switches = {switch.name: switch for part in arguments.parts for switch in GROUPS[part]}
+    switches = dict.fromkeys(switch for part in arguments.parts for switch in GROUPS[part])
     for start in range(1, 1 + arguments.starts):
-        for switch in switches.values():
-            share = "standard" if STANDARD in switch.overrides else "in-place"
-            share = "compiled" if COMPILE in switch.overrides else share
+        for switch in switches:
+            share = "standard" if STANDARD in switch else "in-place"
+            share = "compiled" if COMPILE in switch else share
             item = f"start{start}/{share}" if arguments.device == "cuda" else f"start{start}"
             found[item] = (start, (*found.get(item, (start, ()))[1], switch))
     return found
 
 
-def measure(arguments: TrainingArguments, start: int, switches: tuple[Switch, ...]) -> Rows:
+def measure(arguments: TrainingArguments, start: int, switches: tuple[str, ...]) -> Rows:
     """Time steps in rounds, with a process for each switch. A row for each, with the reason if it cannot run here.
 
     Raises if the default fails, because the others are compared with it.
     """
     synthetic(None, "train")  # written once, before the processes ask for it
-    names, common = [each.name for each in switches], arguments.words()
+    common = arguments.words()
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        running = {
-            each.name: stack.enter_context(Elsewhere(Training, common, each, arguments.threads)) for each in switches
-        }
+        running = {name: stack.enter_context(Elsewhere(Training, common, name, arguments.threads)) for name in switches}
 
         def ask(name: str, method: str, *given: object) -> Any:
             try:
@@ -231,13 +208,13 @@ def measure(arguments: TrainingArguments, start: int, switches: tuple[Switch, ..
                 failed[name] = frame.reason(error)
                 return 0.0
 
-        begun = {name: ask(name, "warm_up", arguments.warm_up) for name in names}
-        times_ms = interleaved({name: partial(ask, name, "step") for name in names}, arguments.rounds)
-        facts = {name: ask(name, "facts") for name in names}
+        begun = {name: ask(name, "warm_up", arguments.warm_up) for name in switches}
+        times_ms = interleaved({name: partial(ask, name, "step") for name in switches}, arguments.rounds)
+        facts = {name: ask(name, "facts") for name in switches}
 
     own = {
         name: {"reason": failed[name]} if name in failed else {**begun[name], **facts[name], "times_ms": times_ms[name]}
-        for name in names
+        for name in switches
     }
     return [{"switch": name, "start": start, **row} for name, row in own.items()]
 

@@ -73,11 +73,10 @@ def all_experiments() -> dict[str, str]:
 
 def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
     """The configuration of an experiment, or of the default run."""
-    return (
-        _composed(experiment, *overrides) if experiment is None or overrides else deepcopy(_configuration(experiment))
-    )
+    return deepcopy(_composed(experiment, *overrides))
 
 
+@cache
 def _composed(experiment: str | None, *overrides: str) -> TrainingRun:
     entry = all_experiments().get(experiment or "", "train_seg")
     importlib.import_module(entry)  # declares its command
@@ -149,7 +148,7 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[s
     changed = [f"{name}={value}" for name, value in differing(config, experiment).items() if name not in SPEED]
     started = config.init.weights or getattr(config.body, "weights", None)
     changed += [f"{name}=null" for name in weights_of(experiment) if not started]
-    own, parts = _configuration(experiment), config.trainer.accumulation_steps
+    own, parts = _composed(experiment), config.trainer.accumulation_steps
     if not changed and crops_per_norm(config, processes) != crops_per_norm(own, devices_of(experiment)):
         changed.append(f"processes={processes} trainer.accumulation_steps={parts}")
     return changed
@@ -169,13 +168,8 @@ def crops_per_norm(config: TrainingRun, processes: int) -> int:
 
 
 @cache
-def _configuration(experiment: str) -> TrainingRun:
-    return _composed(experiment)
-
-
-@cache
 def _training(experiment: str) -> dict[str, object]:
-    return training_of(_configuration(experiment))
+    return training_of(_composed(experiment))
 
 
 def first_of(experiment: str) -> str:

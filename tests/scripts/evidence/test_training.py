@@ -3,11 +3,10 @@
 import pytest
 
 from scripts.evidence import training
-from scripts.evidence.training import DEFAULT, GROUPS, PLAIN, Switch, TrainingArguments
+from scripts.evidence.training import DEFAULT, TrainingArguments
 from scripts.reports.papers import configured_as
 from tests.scripts.evidence.records import measured
 
-SWITCHES = list(dict.fromkeys(switch for group in GROUPS.values() for switch in group))
 TINY = TrainingArguments(recipe=None, crop_size=48)
 
 
@@ -16,8 +15,7 @@ def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_pr
     """A whole run on tiny crops: three switches that run, and one that cannot work."""
     options = ["recipe=null", "threads=1", "crop_size=48", "crops=4", "starts=1", "rounds=2", "parts=[switches]"]
     names = ("trainer.accumulation_steps=2", "optim.fused=false")
-    some = [switch for switch in SWITCHES if switch.name in names]
-    monkeypatch.setitem(training.GROUPS, "switches", (PLAIN, *some, Switch(("optim.lr=1e30",))))
+    monkeypatch.setitem(training.GROUPS, "switches", (DEFAULT, *names, "optim.lr=1e30"))
     call, text = measured("training", tmp_path, *options, 'overrides=["norm.backend=eager"]')
     rows = {row["switch"]: row for row in call["items"]["start1"]}
     for name in (DEFAULT, *names):
@@ -37,9 +35,8 @@ def test_every_switch_changes_the_training_that_it_is_compared_with():
         override
         for part, switches in training.GROUPS.items()
         for each in switches
-        for override in each.overrides
+        for override in training.overrides_of(each)
         if part != "arms"
     }
     for override in own:  # the arms have a recipe of their own
         assert configured_as(None, *shared, override) != default, override
-    assert all(switch.overrides or switch.name == DEFAULT or not switch.freed_memory_kept for switch in SWITCHES)
