@@ -128,7 +128,6 @@ def imports_among(files: dict[str, Source]) -> Iterator[tuple[str, str]]:
 
 
 def test_no_file_or_folder_imports_itself_through_others():
-    """No file or folder of a folder imports itself through the others there."""
     files = {source.module: source for source in sources("", *MAY_IMPORT, "scripts")}
     graphs = {}
     for pair in imports_among(files):
