@@ -14,10 +14,8 @@ from datasets.folder import folder
 from datasets.image_transforms import PaddedCrop, colour_jitter, fixed_crops, random_crops
 from datasets.imagenet import image_folder, imagenet
 from datasets.items import (
-    ClassificationCrops,
-    CropsInMemory,
     Draw,
-    EvaluatedImages,
+    ImagesInFiles,
     ImagesInMemory,
     TrainingCrops,
     WholeImages,

@@ -6,6 +6,7 @@ In classification, images in files are read one by one, images in memory by the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,31 +47,17 @@ class _Items(Dataset):
 
 
 @dataclass(eq=False)
-class _Crops(_Items):
-    """Augmented crops. Keys come from a sampler: (epoch, index) or a `Draw`.
+class TrainingCrops(_Items):
+    """Augmented crops with labels of pixels. Keys come from a sampler: (epoch, index) or a `Draw`.
 
     A crop depends only on the seed and its key, not on the number of workers or on earlier reads. Items are {"image":
-    uint8 tensor (3, h, w) RGB, "label": see the class, "name": str}. ValueError: a file cannot be read.
-    """
-
-    transform: Any
-    seed: int
-
-    def _rng(self, draw: Draw) -> np.random.Generator:
-        # (epoch, index) keys have no place: they draw an image at most once per epoch.
-        place = [] if draw.place is None else [draw.place]
-        return np.random.default_rng([self.seed, draw.epoch, draw.image, *place])
-
-
-@dataclass(eq=False)
-class TrainingCrops(_Crops):
-    """Crops of images with labels of pixels. "label": uint8 tensor (h, w) of train ids.
-
-    `index_folder`: of the class index that the pixels of the keys are from.
+    uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str}. `index_folder`: of the class
+    index that the pixels of the keys are from. ValueError: a file cannot be read.
     """
 
     dataset: SegmentationDataset
     transform: TrainingTransform
+    seed: int
     index_folder: Path | None = None
 
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
@@ -82,7 +69,7 @@ class TrainingCrops(_Crops):
                 f"(row, column) {draw.pixel}: the image changed after it was indexed. Restore it, or remove "
                 f"{self.index_folder} and start again"
             )
-        image, label = self.transform(*read, self._rng(draw), draw.pixel, draw.class_id)
+        image, label = self.transform(*read, _generator(self.seed, draw), draw.pixel, draw.class_id)
         return {
             "image": _channels_first(image),
             "label": torch.from_numpy(label),
@@ -94,19 +81,36 @@ class TrainingCrops(_Crops):
     ) -> tuple[tuple[int, int], tuple[int, int], bool]:
         """`TrainingTransform.draw` of a crop from its image of `size` (H, W): scaled size, offset (top, left), flip."""
         draw = Draw(*key)
-        return self.transform.draw(size, self._rng(draw), draw.pixel)
+        return self.transform.draw(size, _generator(self.seed, draw), draw.pixel)
 
 
-class ClassificationCrops(_Crops):
-    """Crops of images in files. "label": int."""
+@dataclass(eq=False)
+class ImagesInFiles(_Items):
+    """Images of a classification in files: {"image": uint8 tensor (3, h, w) RGB, "label": int, "name": str}.
+
+    With a `seed` they are augmented crops, with keys as in `TrainingCrops`. Otherwise they are seen as an evaluation
+    sees them, with their numbers as keys: `transform` is from `fixed_crops`, and may return ten crops (10, 3, h, w).
+    """
 
     dataset: ClassificationDataset
     transform: Transform
+    seed: int | None = None
 
-    def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
-        draw = Draw(*key)
-        seed = int(self._rng(draw).integers(2**63))
-        return _item(self.dataset, lambda image: seeded(self.transform, image, seed), draw.image)
+    def __getitem__(self, key: Any) -> dict:
+        number, transform = key, self.transform
+        if self.seed is not None:
+            draw = Draw(*key)
+            number = draw.image
+            seed = int(_generator(self.seed, draw).integers(2**63))
+            transform = partial(seeded, self.transform, seed=seed)
+        image = transform(torch.from_numpy(self.dataset.image(number)).permute(2, 0, 1)).contiguous()
+        return {"image": image, "label": self.dataset.label(number), "name": self.dataset.image_name(number)}
+
+
+def _generator(seed: int, draw: Draw) -> np.random.Generator:
+    # (epoch, index) keys have no place: they draw an image at most once per epoch.
+    place = [] if draw.place is None else [draw.place]
+    return np.random.default_rng([seed, draw.epoch, draw.image, *place])
 
 
 @dataclass(eq=False)
@@ -137,54 +141,40 @@ def _channels_first(image: np.ndarray) -> torch.Tensor:
 
 
 @dataclass(eq=False)
-class CropsInMemory(_Items):
-    """Augmented crops of images in memory. Like `ClassificationCrops`, but augmented a minibatch at a time."""
+class ImagesInMemory(_Items):
+    """Images in memory, minus the dataset's mean image if it has one, a minibatch at a time, for `collated`.
+
+    With a `transform` they are augmented crops, with the keys (epoch, index); otherwise whole images.
+    """
 
     dataset: ClassificationDataset
-    transform: PaddedCrop
-    seed: int
+    transform: PaddedCrop | None = None
+    seed: int = 0
     # Epoch, corners and flips of all images.
     _drawn: tuple[int, np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> dict:
-        """A minibatch, for `collated`. All keys have the same epoch."""
-        epoch, numbers = keys[0][0], np.array([number for _, number, *_ in keys])
+    def __getitems__(self, keys: Sequence[Any]) -> dict:
+        """{"image": uint8 or float32 (n, 3, h, w), "label": int64 (n,), "name": list}. All keys have the same epoch."""
+        numbers = np.array(keys if self.transform is None else [number for _, number, *_ in keys])
         images = self.dataset.in_memory(numbers)
-        # One generator per epoch draws for all images at once: a generator per image would take longer than the crops.
-        if self._drawn is None or self._drawn[0] != epoch:
-            seeds = np.random.SeedSequence([self.seed, epoch], spawn_key=(_EPOCH_STREAM,))
-            drawn = self.transform.draw(images.shape[2:], len(self), np.random.default_rng(seeds))
-            self._drawn = (epoch, *drawn)
-        _, corners, mirrored = self._drawn
-        crops = self.transform.minibatch(images, corners[numbers], mirrored[numbers])
-        return _minibatch(self.dataset, crops, numbers)
+        if self.transform is not None:
+            epoch = keys[0][0]
+            # One generator per epoch draws for all images: a generator per image would take longer than the crops.
+            if self._drawn is None or self._drawn[0] != epoch:
+                seeds = np.random.SeedSequence([self.seed, epoch], spawn_key=(_EPOCH_STREAM,))
+                drawn = self.transform.draw(images.shape[2:], len(self), np.random.default_rng(seeds))
+                self._drawn = (epoch, *drawn)
+            _, corners, mirrored = self._drawn
+            images = self.transform.minibatch(images, corners[numbers], mirrored[numbers])
+        names = [self.dataset.image_name(number) for number in numbers.tolist()]
+        return {
+            "image": torch.from_numpy(images),
+            "label": torch.from_numpy(self.dataset.labels[numbers]),
+            "name": names,
+        }
 
-
-@dataclass(eq=False)
-class EvaluatedImages(_Items):
-    """Images in files as an evaluation sees them: `view` is from `fixed_crops`."""
-
-    dataset: ClassificationDataset
-    view: Transform
-
-    def __getitem__(self, number: int) -> dict:
-        """{"image": uint8 tensor (3, h, w) RGB, or (10, 3, h, w) for ten crops, "label": int, "name": str}"""
-        return _item(self.dataset, self.view, number)
-
-
-@dataclass(eq=False)
-class ImagesInMemory(_Items):
-    """Whole images in memory, minus the dataset's mean image if it has one."""
-
-    dataset: ClassificationDataset
-
-    def __getitems__(self, numbers: Sequence[int]) -> dict:
-        """A minibatch, for `collated`."""
-        chosen = np.array(numbers)
-        return _minibatch(self.dataset, self.dataset.in_memory(chosen), chosen)
-
-    def __getitem__(self, number: int) -> dict:
-        return {name: values[0] for name, values in self.__getitems__([number]).items()}
+    def __getitem__(self, key: Any) -> dict:
+        return {name: values[0] for name, values in self.__getitems__([key]).items()}
 
 
 def collated(items: list[dict] | dict) -> dict:
@@ -193,16 +183,3 @@ def collated(items: list[dict] | dict) -> dict:
     "image": uint8 or float32 (n, 3, h, w), "label": int64 (n,), all else lists.
     """
     return items if isinstance(items, dict) else default_collate(items)
-
-
-def _item(dataset: ClassificationDataset, transform: Transform, number: int) -> dict:
-    image = transform(torch.from_numpy(dataset.image(number)).permute(2, 0, 1)).contiguous()
-    return {"image": image, "label": dataset.label(number), "name": dataset.image_name(number)}
-
-
-def _minibatch(dataset: ClassificationDataset, images: np.ndarray, numbers: np.ndarray) -> dict:
-    return {
-        "image": torch.from_numpy(images),
-        "label": torch.from_numpy(dataset.labels[numbers]),
-        "name": [dataset.image_name(number) for number in numbers.tolist()],
-    }

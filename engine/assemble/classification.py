@@ -7,10 +7,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from datasets import (
-    ClassificationCrops,
     ClassificationDataset,
-    CropsInMemory,
-    EvaluatedImages,
+    ImagesInFiles,
     ImagesInMemory,
     PaddedCrop,
     ShuffledMinibatches,
@@ -66,11 +64,11 @@ def classified_crops(
     crops: Dataset
     if isinstance(data, SmallImagesData):
         padded = PaddedCrop(data.crop_size, data.padding, fill=data.mean_colour(), flip=data.flip)
-        crops = CropsInMemory(dataset, padded, config.seed)
+        crops = ImagesInMemory(dataset, padded, config.seed)
     else:
         assert isinstance(data, ImageNetData), data
         transform = random_crops(data.crop_size, None if data.crops == "release" else data.resize, data.flip)
-        crops = ClassificationCrops(dataset, transform, config.seed)
+        crops = ImagesInFiles(dataset, transform, config.seed)
     minibatches = ShuffledMinibatches(len(dataset), **order_of(config, total_steps, world, start_step))
     return loader(crops, data, world, batch_sampler=minibatches, collate_fn=collated)
 
@@ -90,7 +88,7 @@ def classified_images(
     """
     source: Dataset = ImagesInMemory(dataset)
     if isinstance(config, ImageNetData):
-        source = EvaluatedImages(dataset, fixed_crops(config.resize, config.crop_size, ten))
+        source = ImagesInFiles(dataset, fixed_crops(config.resize, config.crop_size, ten))
     if images is not None and images < len(dataset):
         by_class = np.argsort(dataset.labels, kind="stable").tolist()
         source = Subset(source, [by_class[number * len(dataset) // images] for number in range(images)])

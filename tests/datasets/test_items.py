@@ -10,10 +10,8 @@ from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, im
 from datasets.classification import mean_image
 from datasets.image_transforms import PaddedCrop, fixed_crops, random_crops
 from datasets.items import (
-    ClassificationCrops,
-    CropsInMemory,
     Draw,
-    EvaluatedImages,
+    ImagesInFiles,
     ImagesInMemory,
     TrainingCrops,
     collated,
@@ -45,19 +43,12 @@ def memory(tmp_path):
     return DATASETS["memory"](tmp_path / "cifar")
 
 
-def crops_of(dataset, seed: int = 0, **options) -> TrainingCrops | ClassificationCrops | CropsInMemory:
+def crops_of(dataset, seed: int = 0, **options) -> TrainingCrops | ImagesInFiles | ImagesInMemory:
     if isinstance(dataset, SegmentationDataset):
         return TrainingCrops(dataset, TrainingTransform((16, 20)), seed, **options)
     if dataset.pixels is None:
-        return ClassificationCrops(dataset, random_crops(24), seed, **options)
-    return CropsInMemory(dataset, PaddedCrop(), seed)
-
-
-def item_of(crops, key: tuple[int, int]) -> dict:
-    """A crop alone."""
-    if isinstance(crops, CropsInMemory):
-        return {name: values[0] for name, values in crops.__getitems__([key]).items()}
-    return crops[key]
+        return ImagesInFiles(dataset, random_crops(24), seed, **options)
+    return ImagesInMemory(dataset, PaddedCrop(), seed)
 
 
 def minibatches(dataset, workers: int, start_step: int = 0, seed: int = 0) -> list[dict]:
@@ -83,9 +74,9 @@ def test_minibatches_do_not_depend_on_workers_or_where_a_run_starts(dataset):
 def test_a_crop_depends_on_seed_epoch_and_image(dataset):
     crops = [crops_of(dataset, seed) for seed in (0, 1)]
     keys = list(itertools.product((0, 1, 2), (0, 1, 2, 3)))
-    different = {item_of(of_seed, key)["image"].numpy().tobytes() for of_seed in crops for key in keys}
+    different = {of_seed[key]["image"].numpy().tobytes() for of_seed in crops for key in keys}
     assert len(different) == 2 * len(keys)
-    assert same(item_of(crops[0], (1, 3)), item_of(crops_of(dataset, 0), (1, 3)))
+    assert same(crops[0][(1, 3)], crops_of(dataset, 0)[(1, 3)])
 
 
 def test_an_image_that_is_drawn_again_is_cropped_anew(camvid_folders):
@@ -126,7 +117,7 @@ def test_a_minibatch_is_its_items_in_order(dataset):
     assert minibatch["label"].tolist() == [dataset.label(number) for _, number in keys]
     assert list(minibatch["name"]) == [dataset.image_name(number) for _, number in keys]
     for place, key in enumerate(keys):
-        item = item_of(crops, key)
+        item = crops[key]
         assert item.keys() == minibatch.keys() and item["image"].is_contiguous()
         assert torch.equal(item["image"], minibatch["image"][place]) and item["label"] == minibatch["label"][place]
         assert item["name"] == minibatch["name"][place]
@@ -139,11 +130,11 @@ def test_a_mean_image_is_subtracted_before_padding(memory):
     assert np.array_equal(mean_image(memory), np.reshape(mean, (3, 32, 32)))
     difference = torch.from_numpy(memory.pixels) - torch.tensor(mean, dtype=torch.float64).view(3, 32, 32)
     transform = PaddedCrop(32, 2, fill=(0, 0, 0))
-    crops = CropsInMemory(memory.minus(mean_image(memory)), transform, seed=0)
+    crops = ImagesInMemory(memory.minus(mean_image(memory)), transform, seed=0)
     numbers = range(0, images, 3)
     batch = crops.__getitems__([(4, number) for number in numbers])
     assert batch["image"].dtype == torch.float32 and batch["image"].is_contiguous()
-    as_stored = CropsInMemory(memory, transform, seed=0)
+    as_stored = ImagesInMemory(memory, transform, seed=0)
     corners = set()
     for crop, number in zip(batch["image"], numbers, strict=True):
         found = [
@@ -152,7 +143,7 @@ def test_a_mean_image_is_subtracted_before_padding(memory):
             if torch.equal(window(difference[number], top, left, mirrored).float(), crop)
         ]
         assert len(found) == 1
-        stored = item_of(as_stored, (4, number))["image"]
+        stored = as_stored[(4, number)]["image"]
         assert torch.equal(window(torch.from_numpy(memory.pixels[number]), *found[0]), stored)
         corners.update(found)
     assert len(corners) > 5
@@ -174,7 +165,7 @@ def test_evaluated_images_are_minus_the_mean_image_of_another_split(memory, tmp_
 
 
 def test_evaluated_images_of_files(files):
-    centre, ten = (EvaluatedImages(files, fixed_crops(32, 24, ten)) for ten in (False, True))
+    centre, ten = (ImagesInFiles(files, fixed_crops(32, 24, ten)) for ten in (False, True))
     assert len(centre) == 6
     (batch,) = Loader(ten, 0, batch_size=6, collate_fn=collated)
     assert batch["image"].shape == (6, 10, 3, 24, 24) and batch["image"].dtype == torch.uint8
