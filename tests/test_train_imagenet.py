@@ -19,7 +19,8 @@ from torchvision.transforms.functional import pil_to_tensor
 from datasets import cifar10, shapes
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.classification.accuracy import Counts, evaluate_split
+from engine.classification import accuracy
+from engine.classification.accuracy import evaluate_split
 from engine.configuration import config as configuration
 from engine.process.console import make_console, progress_bar
 from engine.process.distributed import World
@@ -190,8 +191,8 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
     train_shapes(tmp_path / "run", *data, *short)
     file = last_of(tmp_path / "run")
     options = (f"checkpoint={file}", "workers=0", "device=cpu")
-    add, seen = Counts.add, []
-    monkeypatch.setattr(Counts, "add", lambda counts, *given: seen.append(given[0]) or add(counts, *given))
+    count, seen = accuracy.count, []
+    monkeypatch.setattr(accuracy, "count", lambda *given: seen.append(given[1]) or count(*given))
     for more in ((), ("view=ten_crop",), ("crop=48",), ("crop=48", "resize=64"), ("activation=relu",)):
         seen.clear()
         results = evaluate(composed("eval", *options, *more))
@@ -218,14 +219,13 @@ def test_keys_of_a_segmentation_are_refused_for_a_classification(override):
 
 def test_counts_of_predictions():
     """One of seven classes is right, or among the five highest, or among the lowest two."""
-    counts = Counts(7, torch.device("cpu"))
+    cells = torch.zeros(7 * 7 + 2, dtype=torch.int64)
     logits = torch.arange(7.0).repeat(3, 1)  # class 6 is the highest, 0 and 1 are not among the five highest
-    counts.add(logits, torch.tensor([6, 2, 1]))
-    counts.add(logits[:1], torch.tensor([6]))
-    assert counts.confusion[6, 6] == 2 and counts.confusion[2, 6] == 1 and counts.confusion[1, 6] == 1
-    assert counts.confusion.sum() == 4
-    assert counts.of_classes.tolist() == [[0, 1, 1, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0, 2], [0, 0, 1, 0, 0, 0, 2]]
-    assert Counts(101, torch.device("cpu")).confusion is None  # too large to be read
+    accuracy.count(cells, logits, torch.tensor([6, 2, 1]))
+    accuracy.count(cells, logits[:1], torch.tensor([6]))
+    confusion, (in_top5, unscored) = cells[:-2].view(7, 7), cells[-2:].tolist()
+    assert confusion[6, 6] == 2 and confusion[2, 6] == 1 and confusion[1, 6] == 1
+    assert confusion.sum() == 4 and (in_top5, unscored) == (3, 0)
 
 
 def test_images_without_a_finite_score_are_counted_and_end_the_evaluation():

@@ -48,7 +48,7 @@ def evaluate_split(
     MemoryError: the device does not have enough memory. FloatingPointError: some images have no finite score.
     """
     classes = len(dataset.classes)
-    counts = Counts(classes, world.device)
+    cells = torch.zeros(classes**2 + 2, dtype=torch.int64, device=world.device)
     forward.network.eval()
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}", kind="minibatches")
     for minibatch in prefetched(loaded, world.device):
@@ -58,27 +58,27 @@ def evaluate_split(
             torch.inference_mode(),
         ):
             logits = class_logits(forward, minibatch["image"])
-            counts.add(logits, minibatch["label"].to(world.device, non_blocking=True))
-    *found, unscored = world.sum_(torch.cat([counts.of_classes.view(-1), counts.unscored])).tolist()
-    images_of, right, top5 = (found[begin : begin + classes] for begin in range(0, 3 * classes, classes))
-    count = sum(images_of)
-    forward.check_scores(unscored, count, "images")
-    scores = {"top1": sum(right) / max(count, 1), "top5": sum(top5) / max(count, 1)}
+            count(cells, logits, minibatch["label"].to(world.device, non_blocking=True))
+    counts = world.sum_(cells).cpu().numpy()
+    confusion, (in_top5, unscored) = counts[:-2].reshape(classes, classes), counts[-2:].tolist()
+    images_of, right = confusion.sum(axis=1).tolist(), confusion.diagonal().tolist()
+    total = sum(images_of)
+    forward.check_scores(unscored, total, "images")
+    scores = {"top1": sum(right) / max(total, 1), "top5": in_top5 / max(total, 1)}
     accuracy = {
         name: own_right / own if own else None
         for name, own_right, own in zip(dataset.classes, right, images_of, strict=True)
     }
     details: dict[str, object] = {"accuracy": accuracy}
     picture = None
-    if counts.confusion is not None:
-        confusion = world.sum_(counts.confusion).cpu()
+    if classes <= DRAWN_CLASSES:
         details["confusion_matrix"] = confusion.tolist()
         title = f"{dataset.name} {dataset.split}: % of each class's images"
-        picture = partial(confusion_picture, confusion.numpy(), dataset.classes, title)
+        picture = partial(confusion_picture, confusion, dataset.classes, title)
     return Evaluated(
         scores=scores,
         summary=f"top-1 {100 * scores['top1']:.2f} %  top-5 {100 * scores['top5']:.2f} %",
-        images=count,
+        images=total,
         details=details,
         curves={f"val/{name}": 100 * score for name, score in scores.items()},
         table=partial(accuracy_table, scores, accuracy),
@@ -86,30 +86,16 @@ def evaluate_split(
     )
 
 
-class Counts:
-    """Counts of predictions, on the device.
+def count(cells: Tensor, logits: Tensor, labels: Tensor) -> None:
+    """Add the predictions of logits (N, K) for labels, int64 (N,), to `cells`, int64 (K * K + 2,), without a wait.
 
-    of_classes: int64 (3, K): each class's images, those whose highest logit is right, and those with the right class
-        among the five highest.
-    unscored: int64 (1,), the number of images without a finite score.
-    confusion: int64 (K, K), rows are labels; None above `DRAWN_CLASSES`.
+    They are the confusion matrix, whose rows are labels, then the number of images whose class is among the five
+    highest, and the number of images without a finite score.
     """
-
-    def __init__(self, classes: int, device: torch.device):
-        self.of_classes = torch.zeros(3, classes, dtype=torch.int64, device=device)
-        self.unscored = torch.zeros(1, dtype=torch.int64, device=device)
-        drawn = classes <= DRAWN_CLASSES
-        self.confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device) if drawn else None
-
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Count the predictions of logits (N, K) for labels, int64 (N,)."""
-        classes = self.of_classes.shape[1]
-        highest, ranked = logits.topk(min(5, classes), dim=1)  # (N, 5), the highest first
-        self.unscored += highest[:, 0].isfinite().logical_not_().sum()
-        found = ranked == labels[:, None]
-        self.of_classes.index_add_(1, labels, torch.stack([torch.ones_like(labels), found[:, 0], found.any(dim=1)]))
-        if self.confusion is not None:
-            self.confusion.view(-1).index_add_(0, labels * classes + ranked[:, 0], torch.ones_like(labels))
+    highest, ranked = logits.topk(min(5, logits.shape[1]), dim=1)  # (N, 5), the highest first
+    cells.index_add_(0, labels * logits.shape[1] + ranked[:, 0], torch.ones_like(labels))
+    cells[-2] += (ranked == labels[:, None]).sum()
+    cells[-1] += highest[:, 0].isfinite().logical_not_().sum()
 
 
 def accuracy_table(scores: dict, accuracy: dict) -> Table:
