@@ -62,7 +62,7 @@ class _Compiler:
         self.first = 0  # the first number that the present entry gives
 
     def script(self, kept: Sequence[KeptTensor], plan: Plan | None) -> Script:
-        entries, fits = [], plan is not None and 0 < plan.plain <= plan.peak  # then PyTorch keeps everything itself
+        entries, fits = [], plan is not None and plan.fits
         for number, one in enumerate(self.taught):
             self.first = _MANY * number
             function, opened = (None, one.function) if one.opened else (one.function, None)

@@ -256,7 +256,8 @@ class ByPlan:
         """Decide whether the result of a call, and what it has saved inside, get recipes."""
         flag, row = self.next_flag(call.function, result), call.row
         computed = 0 if flag is None else flag & (Flag.AGAIN | Flag.MASK)
-        if flag is not None and not (computed or call.replaceable or call.overwrites):
+        replaceable = () if flag is not None and self.plans[0].fits else call.replaceable
+        if flag is not None and not (computed or replaceable or call.overwrites):
             if known.find(result) is None:
                 self.keep(call, result)
                 return
@@ -279,7 +280,7 @@ class ByPlan:
         if isinstance(own.source, Recipe):
             own.bytes = result.nbytes  # for the guard
         own.number = self.call
-        for saved in call.replaceable:
+        for saved in replaceable:
             saved.read_instead(own)
             own.recipes.append(weakref.ref(saved))  # the result may be overwritten, as PyTorch alone does not read it
         base = result._base

@@ -113,6 +113,11 @@ class Plan:
     peak: int = 0  # bytes
     plain: int = 0  # bytes at the peak of the plain network
 
+    @property
+    def fits(self) -> bool:
+        """Whether the plain network is within the budget: PyTorch keeps everything itself."""
+        return 0 < self.plain <= self.peak
+
     def flag(self, number: int, function: Any, total: int) -> int | None:
         """The flag of a call; None if this plan has another call there.
 

@@ -134,3 +134,12 @@ def test_an_output_may_be_overwritten_where_the_activation_is_computed_again(inp
     (plain(x) * 2).square().mean().backward()
     for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("budget", [1.0, "1GiB"])
+def test_an_output_may_be_overwritten_in_every_step_that_fits_as_it_is(budget):
+    """The plain network keeps the activation's argument. With a smaller budget its result would be kept instead."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.1))
+    recompute_activations(network, budget=budget)
+    for _ in range(3):
+        network(torch.randn(2, 3, 9, 9)).mul_(2).square().mean().backward()
