@@ -24,6 +24,7 @@ from .recompute.plans import Budget, Plans, arguments_of, checked
 from .recompute.recording import Recording, is_ours, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
+from .saved import PLAIN
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level, warn
 
 
@@ -246,7 +247,9 @@ class _Hooks:
     def _recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Recording:
-        inputs, plans, is_sharded = tensors_in((args, kwargs)), self.plans, _is_sharded(module)
+        is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
+        inputs = [*args] if is_simple else tensors_in((args, kwargs))
+        plans, is_sharded = self.plans, _is_sharded(module)
         kind, policy, is_free = None, None, current_hooks() is None  # otherwise the outer hooks decide what is kept
         if is_free and not (self.checkpointed_only or is_sharded):
             kind = self.kinds.of(module, inputs, args, kwargs)

@@ -2,20 +2,18 @@
 
 import weakref
 from collections.abc import Hashable, Sequence
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..saved import PLAIN, is_ordinary
-from ..torch_internals import is_capturing
+from ..torch_internals import is_any_autocast_enabled, is_capturing
 from .plans import Size
 from .script import Script
 from .values import autocast_of
 
 _MOST = 16  # kinds of inputs whose scripts are kept; also branches of a kind, and passes from which one is learned
 _SIMPLE = (bool, str, type(None))
-_needs_gradient = attrgetter("requires_grad")
 
 
 class Kind:
@@ -67,7 +65,7 @@ class Kinds:
         """Which parameters need gradients. They are not looked for again while they exist."""
         if self._parameters:
             try:
-                return tuple(map(_needs_gradient, [reference() for reference in self._parameters]))
+                return tuple([reference().requires_grad for reference in self._parameters])
             except AttributeError:  # None: one has been replaced
                 pass
         self._parameters = [weakref.ref(one) for one in module.parameters()]
@@ -82,5 +80,5 @@ class Kinds:
             self._frozen(module),
             module.training,
             is_capturing(),
-            tuple([autocast_of(one) for one in {one.device.type for one in inputs}]),
+            is_any_autocast_enabled() and tuple([autocast_of(one) for one in {one.device.type for one in inputs}]),
         )
