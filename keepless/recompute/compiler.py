@@ -39,12 +39,10 @@ def script_of(
     `known`, `kept`: of its recording. `plan`: that it has followed.
     """
     outside = [one.value for one in (reference() for reference in known.saved_outside) if one is not None]
-    if any(isinstance(value.source, (Recipe, Signs)) for value in outside):
-        lesson.why_not = "a tensor saved outside calls"
     if lesson.why_not:
         return None
     try:
-        return _Compiler(lesson.taught).script(kept, plan)
+        return _Compiler(lesson.taught, outside).script(kept, plan)
     except _Unlearnable as error:
         lesson.why_not = str(error)
         return None
@@ -53,8 +51,10 @@ def script_of(
 class _Compiler:
     """Makes a script of the notes, at the end of their pass, when it is certain what is kept."""
 
-    def __init__(self, taught: list[Taught]):
+    def __init__(self, taught: list[Taught], outside: list[Value]):
         self.taught = taught
+        # Dropped values that autograd functions of the program save, outside of calls
+        self.outside = [value for value in outside if isinstance(value.source, (Recipe, Signs))]
         self.numbers: dict[int, int] = {}  # of values, by id
         self.numbered: dict[int, Value] = {}
         self.seen: set[int] = set()  # numbers of values that an earlier entry makes
@@ -73,10 +73,15 @@ class _Compiler:
                 act = Act(function, Row())
                 act.only = one.only
             entries.append(Entry(function, act, opened, one.asks, one.calls, one.total))
+        for value in self.outside:
+            if self.numbers.get(id(value)) not in self.seen:
+                raise _Unlearnable("a tensor saved outside calls")
+            self._note_saved(value)
         for entry in entries:
             if entry.act is not None:
                 entry.act.is_saved = entry.act.number in self.saved
-        return Script([*entries, END], [one.function or one.opened for one in entries], kept, plan)
+        functions = [one.function or one.opened for one in entries]
+        return Script([*entries, END], functions, kept, plan, bool(self.outside))
 
     def _note_saved(self, value: Value | None) -> None:
         """Note that autograd may hold a value, and those in whose memory it may be."""
@@ -114,8 +119,9 @@ class _Compiler:
             act.packs = packs
         if act.packs is None and not makes:
             return None
+        hooked = act.packs is not None or bool(self.outside)
         for number, make in enumerate(makes):
-            found = [(position, saved_as(name, act.packs is None and name != "other")) for position, name in make.saved]
+            found = [(position, saved_as(name, not hooked and name != "other")) for position, name in make.saved]
             makes[number] = make._replace(saved=found)
         self.seen |= inside
         if taught.base is not None and (base := taught.base()) is not None and own is not None:
@@ -140,7 +146,7 @@ class _Compiler:
             if act.form is not None and not make.is_group:
                 reads = [position for position, take in make.taken if act.takes[take][1].how != How.COPY]
                 reads += [position for position, _ in make.packed]
-                reads += [position for position, _ in make.saved if act.packs is not None]
+                reads += [position for position, _ in make.saved if act.packs is not None or self.outside]
                 shares = (position for position, take in make.taken if act.takes[take][0] == taught.alias)
                 act.form = act.form._replace(reads=tuple(reads), alias=next(shares, -1))
         if len(act.makes) == 1 and act.form is not None and not (act.is_kept or act.base):

@@ -6,6 +6,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..saved import PLAIN, is_ordinary
@@ -20,6 +21,7 @@ from ..torch_internals import (
     raw_stream,
     transform_level,
     unpack,
+    without_function_modes,
 )
 from .functions import body, random_state, row_of
 from .handles import Handles, Packing
@@ -68,6 +70,9 @@ class Following(Recording):
         cuda = next((one for one in self.inputs if one.is_cuda), None)
         self.stream = 0 if cuda is None or raw_stream is None else raw_stream(cuda.device.index)
         self.inputs, self.start = (), next_node_number()
+        if self.script is not None and self.script.has_hooks:
+            self.hooks = saved_tensors_hooks(self._saved_outside, unpack)
+            self.hooks.__enter__()
         _enter(self)
         return self
 
@@ -76,8 +81,14 @@ class Following(Recording):
             super().__exit__(*error)
             return
         _leave(self, *error)
+        self._end_hooks()
         self.kept = self.script.kept
         self._drop()
+
+    def _saved_outside(self, tensor: Tensor) -> Any:
+        """What autograd gets for a tensor, where `Handles.pack` does not decide it."""
+        with without_function_modes():
+            return self.handles.held(tensor)
 
     def _drop(self) -> None:
         self.handles.clear()
@@ -153,10 +164,10 @@ class Following(Recording):
             act is WRITES
             or transform_level() is not None
             or (act.stream >= 0 and self.stream != _stream(act.stream))
-            or (act.packs is not None and current_hooks() is not None)
+            or (act.packs is not None and not self._may_set_hooks())
         ):
             return self._differs(function, types, args, kwargs)
-        handles: Any = self._handles(act, args, kwargs) if act.makes else _NONE
+        handles: Any = self._handles(act, args, kwargs) if act.makes else ()
         if handles is None or (act.guards and not ours.may_write(function, args, kwargs)):
             return self._differs(function, types, args, kwargs)
         form, own, states, packing = act.form, None, None, None
@@ -305,12 +316,14 @@ class Following(Recording):
 
     def _start_if_allowed(self) -> None:
         """Set our hooks, unless the program has set others inside this pass: then once these have gone."""
-        if current_hooks() is None and hooks_are_allowed():
+        if self._may_set_hooks() and (self.hooks is not None or hooks_are_allowed()):
             self.waits = False
+            self._end_hooks()
             self._start_hooks()
 
-
-_NONE: list[Any] = []
+    def _may_set_hooks(self) -> bool:
+        """Whether the program has set no hooks inside this pass."""
+        return current_hooks() is None if self.hooks is None else self._is_innermost()
 
 
 def _stream(device: int) -> int:

@@ -96,6 +96,14 @@ class Handles:
             packing.packed.append(handle)
         return handle
 
+    def held(self, tensor: Tensor) -> Any:
+        """What autograd gets for a tensor that may be dropped: its slot if there is one, or the tensor itself."""
+        if (known := self.saved.get(id(tensor))) is not None and known() is tensor:
+            for reference, version, handle in self.found.values():
+                if reference() is tensor and version == tensor._version:
+                    return handle
+        return Keep(tensor if tensor.is_leaf else tensor.detach())
+
     def take(self, take: Take, tensor: Any) -> Any:
         """A handle for a tensor that is seen for the first time; None if it is not the expected one."""
         how = take[0]

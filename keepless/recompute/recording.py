@@ -32,7 +32,8 @@ Rule 13. Either these rules decide what is kept, or a plan does, call by call. A
     it, or an operation that needs less than the tensor.
 Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
     passes with inputs of this kind follow it (following.py): one comparison a call, and hooks only around calls that
-    save a dropped tensor. From the first call that differs on, the rest of the pass is recorded.
+    save a dropped tensor; or around the pass, if autograd functions of the program save one outside of calls. From the
+    first call that differs on, the rest of the pass is recorded.
 
 An example, and what autograd holds for each tensor:
 

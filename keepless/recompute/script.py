@@ -309,6 +309,7 @@ class Script(NamedTuple):
     functions: list[Any]  # of the entries without the last, `END`
     kept: Sequence[KeptTensor]
     plan: Plan | None  # that the learned pass has followed
+    has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
 
 
 def same(learned: Any, given: Any) -> bool:

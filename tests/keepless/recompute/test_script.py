@@ -13,6 +13,7 @@ from keepless import recompute_activations
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.following import Following
 from keepless.recompute.kinds import Kind
+from keepless.torch_internals import current_hooks
 
 
 class Residual(nn.Sequential):
@@ -108,19 +109,62 @@ class Checkpointed(nn.Sequential):
         return self[2](checkpoint(self[1], self[0](x), use_reentrant=False)).square().mean()
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Squared(nn.Sequential):
+    """A function of the program saves an activation that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Conv2d(n, 4, 3), nn.BatchNorm2d(4), nn.SiLU()) for n in (3, 4)))
+        self.is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Square.apply(self[0](x))
+        return Square.apply(self[1](y.tanh() if self.is_on else y)).mean()
+
+
 @pytest.mark.filterwarnings("ignore:no plan keeps", "ignore:the network runs a part of its forward pass")
-def test_a_network_with_a_checkpoint_inside_follows_its_script(monkeypatch):
-    plain = Checkpointed()
-    prepared, x = recompute_activations(copy.deepcopy(plain), budget=0.6), torch.randn(2, 3, 12, 12)
-    left: list[Following] = []
-    hand_over = Following.hand_over
-    monkeypatch.setattr(Following, "hand_over", lambda following: (left.append(following), hand_over(following)))
+@pytest.mark.parametrize("budget", [None, 0.6])
+@pytest.mark.parametrize("make", [Checkpointed, Squared])
+def test_networks_that_save_tensors_outside_of_calls_follow_their_scripts(make, budget, monkeypatch):
+    plain, x = make(), torch.randn(2, 3, 12, 12)
+    prepared = recompute_activations(copy.deepcopy(plain), budget=budget)
+    with monkeypatch.context() as patched:
+        patched.setattr(Kind, "learn", lambda kind, script: None)
+        a_step(prepared, x)
+        recorded = peak_bytes(lambda: a_step(prepared, x), "cpu")
+    followed: list[bool] = []
+    conclude = Following.has_followed.fget
+    monkeypatch.setattr(Following, "has_followed", property(lambda one: followed.append(conclude(one)) or followed[-1]))
     for _ in range(3):
         a_step(prepared, x)
         a_step(plain, x)
-    assert not left
+    assert followed == [True, True]
     for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
+    assert peak_bytes(lambda: a_step(prepared, x), "cpu") <= recorded
+
+
+def test_a_pass_that_leaves_such_a_script_is_recorded_from_there_on():
+    plain, x = Squared(), torch.randn(2, 3, 12, 12)
+    prepared = recompute_activations(copy.deepcopy(plain))
+    for is_on in (False, False, True, False, True):
+        for network in (plain, prepared):
+            network.is_on = is_on
+            a_step(network, x)
+        for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
+    assert current_hooks() is None
 
 
 @pytest.mark.parametrize("inplace", [False, True])
