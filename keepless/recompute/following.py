@@ -164,7 +164,7 @@ class Following(Recording):
             act is WRITES
             or transform_level() is not None
             or (act.stream >= 0 and self.stream != _stream(act.stream))
-            or (act.packs is not None and not self._may_set_hooks())
+            or (act.packs is not None and current_hooks() is not None and not self._is_innermost())
         ):
             return self._differs(function, types, args, kwargs)
         handles: Any = self._handles(act, args, kwargs) if act.makes else ()
@@ -316,14 +316,10 @@ class Following(Recording):
 
     def _start_if_allowed(self) -> None:
         """Set our hooks, unless the program has set others inside this pass: then once these have gone."""
-        if self._may_set_hooks() and (self.hooks is not None or hooks_are_allowed()):
+        if self._is_innermost() or (current_hooks() is None and hooks_are_allowed()):
             self.waits = False
             self._end_hooks()
             self._start_hooks()
-
-    def _may_set_hooks(self) -> bool:
-        """Whether the program has set no hooks inside this pass."""
-        return current_hooks() is None if self.hooks is None else self._is_innermost()
 
 
 def _stream(device: int) -> int:
