@@ -464,8 +464,22 @@ def test_functions(name):
         assert len(values_kept(*make())) == TENSORS_KEPT.get(name, 0)
 
 
+class Cube(torch.autograd.Function):
+    """Saves its argument outside of the calls that a recording sees."""
+
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(context, gradient):
+        (x,) = context.saved_tensors
+        return 3 * x**2 * gradient
+
+
 UNARY = [F.silu, torch.relu, torch.sin, torch.sigmoid, F.gelu, F.softplus, torch.neg, Tensor.contiguous, torch.exp]
-UNARY += [F.relu6, F.leaky_relu, lambda x: 1 / (2 + x.sigmoid())]
+UNARY += [F.relu6, F.leaky_relu, lambda x: 1 / (2 + x.sigmoid()), Cube.apply]
 IN_PLACE = [torch.relu_, Tensor.sigmoid_, lambda x: F.silu(x, inplace=True), lambda x: x.mul_(0.5), lambda x: x.add_(1)]
 IN_PLACE += [lambda x: F.leaky_relu(x, 0.1, inplace=True), F.elu_, lambda x: x.sub_(0.5), lambda x: x.div_(2)]
 BINARY = [torch.mul, torch.add, torch.sub, lambda x, y: torch.cat([x, y], 1)[:, 1:5]]
@@ -473,7 +487,7 @@ BINARY += [lambda x, y: x / (1 + y * y), lambda x, y: 1 - x, lambda x, y: torch.
 VIEWS = [lambda x: x[:, :2], lambda x: x.transpose(2, 3), lambda x: x.detach(), lambda x: x.view(2, 4, 36)]
 MOVES = st.tuples(
     st.sampled_from(["unary", "in place", "unseen", "part", "binary", "norm", "transposed"]),
-    st.integers(0, 11),
+    st.integers(0, 12),
     st.integers(0, 8),
     st.integers(0, 8),
 )
