@@ -106,9 +106,7 @@ def on_copy(
                 own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
                 vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
             copied += copy.deepcopy((network, args, kwargs), memo)
-            for module in copied[0].modules():
-                for name, one in [*vars(module).items()]:
-                    vars(module)[name] = _rebound(one, memo)
+            _rebind(copied[0], memo)
             watch.note([one for one in memo.values() if isinstance(one, Tensor)])
             with watch:
                 return run(*copied)
@@ -155,6 +153,13 @@ def _without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[
                     whole = torch.empty(one.shape, dtype=dtype or one.dtype, device=one.device)
                 memo[id(one)] = nn.Parameter(whole, one.requires_grad)
     return found
+
+
+def _rebind(network: nn.Module, memo: dict[int, Any]) -> None:
+    """Let the functions of a copied network refer to the copy."""
+    for module in network.modules():
+        for name, one in [*vars(module).items()]:
+            vars(module)[name] = _rebound(one, memo)
 
 
 def _rebound(one: Any, memo: dict[int, Any]) -> Any:

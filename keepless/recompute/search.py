@@ -16,6 +16,7 @@ _BYTES_PER_CALL = 20_000  # moving them takes as long as the overhead of a call
 _OPERATIONS_PER_BYTE = 4
 _TRIED = 12  # single moves of each kind to simulate before choosing one
 _BEST = 3  # choices that use up the memory left below the limit
+_CLOSE = 1.02  # the lowest peak is not lowered further if it is at most this many times a bound for all choices
 
 
 class Choice(NamedTuple):
@@ -74,6 +75,7 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
         for choice in [met] if limit else pareto(counted.found):
             search.tried(choice.kept)
         if limit and met.peak > limit:
+            search.tidied(search.tried(met.kept), met.peak)
             return pareto(search.found)
         search.lower(plain, limit)
         search.segment(limit)
@@ -129,7 +131,7 @@ class _Search:
 
     def any_within(self, limit: int) -> Choice:
         """A choice within the limit, as soon as one is found; if there is none, the one with the lowest peak."""
-        self.wanted = limit
+        self.wanted = max(limit, int(_CLOSE * self.simulation.bound()))
         plain = self.plain()
         self.segment(1)
         self.lower(plain, 1)

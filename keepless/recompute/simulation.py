@@ -130,6 +130,10 @@ class Simulation:
         """
         return _Run(self, self.led(kept)).outcome()
 
+    def bound(self) -> int:
+        """Bytes below which no choice has its peak: what the program holds by itself."""
+        return int(self.added(_Changes(self.end), _Changes(self.end)).max())
+
     def led(self, kept: Sequence[bool]) -> Sequence[bool]:
         """Extend the choice for each leader to all values that its recipe computes."""
         if self.together:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from keepless import InPlaceABN, recompute_activations
 from keepless.conversion.activated import MergedActivation, hand_over
 from keepless.norms.backends.activations import Activation
-from keepless.recompute import plans
+from keepless.recompute import copied, plans
 from keepless.recompute.copied import LeftBehind
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.rehearsal import backward_starts, rehearsed_step
@@ -58,6 +58,14 @@ def assert_like_plain(network: nn.Module, plain: nn.Module, inputs: list[Tensor]
 def drawn(module: nn.Module, x: Tensor) -> Tensor:
     x = module.layers[0](F.dropout(x * random.random() + torch.rand(32, generator=module.generator), 0.3))
     return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)  # its backward pass is measured, too
+
+
+def test_a_rehearsal_leaves_nothing_for_the_garbage_collector(monkeypatch):
+    """A collection takes as long as the rest of a rehearsal, if a program has many objects."""
+    monkeypatch.setattr(copied.gc, "collect", lambda *_: pytest.fail("fake tensors are left"))
+    within = recompute_activations(Layers(2), budget=0.99)
+    gradients(within, torch.randn(4, 32))
+    assert is_planned(within) == [True]
 
 
 def asked(module: nn.Module, x: Tensor) -> Tensor:
