@@ -16,7 +16,7 @@ The keys are train_seg.py's, or train_imagenet.py's for one of its experiments. 
 import re
 import sys
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -30,7 +30,7 @@ from engine.process.console import make_console, table_of
 from engine.process.stopping import errors_for_users
 from engine.schema.keys import check_values
 from engine.schema.memory import deductions
-from engine.schema.network import NORMS, Norm
+from engine.schema.network import NORMS
 from engine.schema.training import TrainingRun
 from engine.training import planner
 from keepless.saved import size_text
@@ -84,7 +84,7 @@ def fits(config: TrainingRun, devices: int, console: Console) -> dict[str, Train
     """{norm: the configuration with the largest minibatch that fits}; prints why other norms have none."""
     found = {}
     for norm in ("std", "checkpoint", "inplace"):
-        changed = replace(deepcopy(config), norm=as_norm(norm, config.norm))
+        changed = replace(deepcopy(config), norm=config.norm.as_kind(NORMS[norm]))
         try:
             check_values(changed)
             found[norm] = planner.fitting(changed, devices)
@@ -105,13 +105,6 @@ def fit_table(found: dict[str, TrainingRun], devices: int) -> Table:
         crops = (str(data.crops_per_minibatch), str(share), planner.crop_text(data))
         table.add_row(norm, *crops, needed, f"{own / pixels[0] - 1:+.0%}")
     return table
-
-
-def as_norm(name: str, norm: Norm) -> Norm:
-    """The norm called `name`, with the same options as far as it has them."""
-    options = {entry.name: getattr(norm, entry.name) for entry in fields(norm) if entry.name != "name"}
-    known = {entry.name for entry in fields(NORMS[name])}
-    return NORMS[name](**{option: value for option, value in options.items() if option in known})
 
 
 def entry_of(arguments: list[str]) -> str:

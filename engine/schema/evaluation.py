@@ -1,6 +1,6 @@
 """Keys of eval.py and scripts.predict."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,10 @@ class Evaluation(TrainedNetwork):
                 f"activation={self.activation} with a network trained with norm=package: the released layers fix their "
                 f"activation; a network trained with norm=inplace can be evaluated with another"
             )
-        kept = {entry.name: getattr(norm, entry.name) for entry in fields(StandardNorm)}
+        parameter = norm.activation_param
         if self.activation != norm.activation:
-            kept["activation_param"] = ACTIVATION_PARAMS.get(str(self.activation), norm.activation_param)
-        config.norm = StandardNorm(**{**kept, "name": "std", "activation": self.activation})
+            parameter = ACTIVATION_PARAMS.get(str(self.activation), parameter)
+        config.norm = norm.as_kind(StandardNorm, activation=self.activation, activation_param=parameter)
 
     def default_results_file(self, config: TrainingRun, step: int, total_steps: int) -> Path:
         """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs.

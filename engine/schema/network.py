@@ -1,6 +1,7 @@
 """Keys of the network: norm, body and head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
@@ -14,6 +15,7 @@ from models.released_norm import RELEASED_ACTIVATIONS
 
 MOST_BLOCKS, MOST_CHANNELS = 1_000, 65_536
 MOMENTUM = 0.1  # of norms
+AnyNorm = TypeVar("AnyNorm", bound="Norm")
 
 
 @dataclass
@@ -29,6 +31,11 @@ class Norm:
     # body=torchvision or body=timm, else 0.1.
     momentum: float | None = key(None, above=0, most=1)
     eps: float = key(1e-5, above=0)  # added to the variance
+
+    def as_kind(self, kind: type[AnyNorm], **changes: Any) -> AnyNorm:
+        """The norm of another kind with the same options, as far as that has them, and `changes`."""
+        known = {entry.name for entry in fields(kind)} - {"name"}
+        return kind(**{name: value for name, value in vars(self).items() if name in known} | changes)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Keys of training runs of any task, with their rules and the messages that name them."""
 
 import shlex
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -241,8 +241,7 @@ class TrainingRun:
         """Replace norm=package by the equivalent in-place norm; return the eps of its scales |weight| + eps."""
         if not isinstance(self.norm, ReleasedNorm):
             return None
-        options = {entry.name: getattr(self.norm, entry.name) for entry in fields(self.norm)}
-        self.norm = InPlaceNorm(**{**options, "name": InPlaceNorm.name})
+        self.norm = self.norm.as_kind(InPlaceNorm)
         return self.norm.eps
 
     def check_shares(self, processes: int) -> None:

@@ -20,12 +20,13 @@ from omegaconf import MISSING
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory, deductions, device_memory
+from engine.schema.network import NORMS
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import planner
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from keepless.recompute.costs import times_of
-from scripts.plan_memory import FITS, as_norm
+from scripts.plan_memory import FITS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table
 
@@ -151,7 +152,7 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
             continue
         for precision in ("float32", "bfloat16"):
             trainer = replace(config.trainer, recompute=recompute, precision=precision)
-            changed = replace(deepcopy(config), norm=as_norm(norm, config.norm), body=body, trainer=trainer)
+            changed = replace(deepcopy(config), norm=config.norm.as_kind(NORMS[norm]), body=body, trainer=trainer)
             found[f"{about}, {precision}"] = changed
     return found
 
