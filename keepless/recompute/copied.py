@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import pairwise
-from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +32,7 @@ from ..torch_internals import (
     with_dispatch_modes_off,
     written_arguments,
 )
+from .closures import add_functions, fill
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ T = TypeVar("T")
 _one_at_a_time = threading.RLock()
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LruCache: type[Any] = type(cache(len))
+_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class LeftBehind(RuntimeError):
@@ -98,6 +99,7 @@ def on_copy(
         for hooks in (getattr(module, name) for name in _HOOKS):
             kept = ((key, one) for key, one in hooks.items() if one is hand_over or _package(one) in packages)
             memo[id(hooks)] = type(hooks)(kept)
+    functions = add_functions(network, memo)
     copied: list[Any] = []
     watch = _Watch([*network.parameters(), *network.buffers()], is_fake)
     try:
@@ -106,13 +108,14 @@ def on_copy(
                 own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
                 vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
             copied += copy.deepcopy((network, args, kwargs), memo)
-            _rebind(copied[0], memo)
+            fill(functions, memo)
             watch.note([one for one in memo.values() if isinstance(one, Tensor)])
             with watch:
                 return run(*copied)
     finally:
         memo.clear()
         copied.clear()
+        watch.restore()
         if isinstance(mode, _Rehearsal):
             mode.has_ended = True
             watch.forget()
@@ -155,28 +158,6 @@ def _without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[
     return found
 
 
-def _rebind(network: nn.Module, memo: dict[int, Any]) -> None:
-    """Let the functions of a copied network refer to the copy."""
-    for module in network.modules():
-        for name, one in [*vars(module).items()]:
-            vars(module)[name] = _rebound(one, memo)
-
-
-def _rebound(one: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a function that refers to modules or their methods, e.g. a decorated `forward`: to their copies."""
-    if isinstance(one, MethodType) and id(one.__self__) in memo:
-        return MethodType(one.__func__, memo[id(one.__self__)])
-    if not isinstance(one, FunctionType) or not one.__closure__ or id(one) in memo:
-        return memo.get(id(one), one)
-    cells = [CellType() for _ in one.__closure__]
-    other = memo[id(one)] = FunctionType(one.__code__, one.__globals__, one.__name__, one.__defaults__, tuple(cells))
-    other.__kwdefaults__ = one.__kwdefaults__
-    for cell, found in zip(cells, one.__closure__, strict=True):
-        if found != CellType():  # an empty one, of a variable that is not set
-            cell.cell_contents = _rebound(found.cell_contents, memo)
-    return other
-
-
 def _package(hook: object) -> str:
     """The package of the object that a hook is, or is a method of; "builtins" for functions, which may do anything."""
     module = type(getattr(hook, "__self__", hook)).__module__
@@ -197,6 +178,7 @@ class _Watch(TorchDispatchMode):
         self.made: list[weakref.ref[Tensor]] = []  # fake tensors
         self.inside: set[int] = set()  # addresses of real tensors' memory
         self.is_fake = is_fake
+        self.generators: dict[torch.Generator, Tensor] = {}  # outside, and their states before
 
     def note(self, tensors: Iterable[Tensor], outside: Iterable[Tensor] = ()) -> None:
         """These tensors belong to the copy, unless they share memory with one of those `outside`."""
@@ -217,6 +199,11 @@ class _Watch(TorchDispatchMode):
             return function(*args, **kwargs)
         if "c10d" in function.namespace:
             return communicated_alone(function, args)
+        if function is _FRESH:  # e.g. from `torch.tensor`
+            self.note(args)
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, torch.Generator) and one not in self.generators:
+                self.generators[one] = one.get_state()
         outside = [one for one in tensors_in((args, kwargs)) if self._is_outside(one)]
         if outside:
             self._check(function, outside, args, kwargs)
@@ -234,6 +221,11 @@ class _Watch(TorchDispatchMode):
         written = [args[n] if n < len(args) else kwargs.get(name) for n, name in written_arguments(function)]
         if any(one is other for one in tensors_in(written) for other in outside):
             raise RuntimeError(f"{function} writes over a tensor outside the network")
+
+    def restore(self) -> None:
+        """Undo what random generators outside the copy have drawn."""
+        for generator, state in self.generators.items():
+            generator.set_state(state)
 
     def forget(self) -> None:
         """Remove fake tensors from caches outside the network that its code may have filled."""

@@ -1,8 +1,10 @@
 """Rehearse a step of a network on a copy: with fake tensors, or if it reads values, with real ones."""
 
+import gc
 import logging
 from collections.abc import Sequence
 from functools import partial
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -100,4 +102,11 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         if without_values:
             raise
         _log.info("the step does not run on fake tensors: %s: %s", type(error).__name__, error)
-    return on_copy(counted_step, network, args, kwargs, is_fake=False)
+    try:
+        return on_copy(counted_step, network, args, kwargs, is_fake=False)
+    except Exception as error:
+        clear_frames(error.__traceback__)  # they hold tensors of the copy
+        raise
+    finally:
+        torch.clear_autocast_cache()
+        gc.collect()  # modules of the copy may refer to each other in a circle

@@ -1,12 +1,15 @@
 """The first pass over a shape plans itself, on fake tensors, and nothing else notices."""
 
 import copy
+import gc
 import random
 import threading
 import warnings
-from functools import cache, lru_cache
-from types import SimpleNamespace
+from functools import cache, lru_cache, partial, wraps
+from types import MethodType, SimpleNamespace
+from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -440,6 +443,102 @@ def test_given_parameters_are_rehearsed_and_anomalies_are_not_told():
             assert all(map(torch.equal, *found))
             assert is_planned(within) == [True]  # from the first step on
     assert not told
+
+
+def counts(forward):
+    """Decorate a forward pass: count its calls in an attribute and in a list, and draw from a generator."""
+    called, draws = [], np.random.default_rng(0)
+
+    @wraps(forward)
+    def counted(*args):
+        counted.calls += 1
+        called.append(draws.random())
+        return forward(*args) * called[-1]
+
+    counted.calls, counted.called = 0, called
+    return counted
+
+
+class Child(nn.Module):
+    def __init__(self, parent: nn.Module):
+        super().__init__()
+        self.layer, self.parent = nn.Linear(32, 32), ref(parent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.parent().calls += 1
+        return self.layer(x)
+
+
+def referring(kind: str) -> nn.Module:
+    """A network with functions, locks or groups that refer to it, or that cannot be copied."""
+    network = Layers(2, lambda module, x: module.scaled(x))
+    network.scaled = network.layers[0].forward
+    if kind == "functions":
+        network.parts = [lambda x: network.layers[0](x), lambda x, layer=network.layers[1]: layer(x)]
+        network.before = lambda module, x: module.parts[1](module.parts[0](x))
+    elif kind == "partial":
+        network.scaled = partial(
+            lambda layer, x: vars(network).update(calls=network.calls + 1) or layer(x), Child(network)
+        )
+    elif kind == "method":
+        network.forward = MethodType(lambda module, x, plain=network.forward: plain(x), network)
+    elif kind == "decorated":
+        network.forward = counts(counts(network.forward))
+    elif kind == "child":
+        network.scaled = Child(network)
+    elif kind == "lock":
+        network.scaled, network.lock, network.lists = network.layers[0], threading.RLock(), [threading.Lock()]
+    return network
+
+
+@pytest.mark.parametrize("kind", ["functions", "partial", "method", "decorated", "child", "lock"])
+def test_what_refers_to_the_network_is_copied_with_it(kind):
+    """Only the network's own passes count, and a copy with its own functions needs no warning."""
+    found = []
+    for budget in (None, 0.99):
+        torch.manual_seed(0)
+        network, x = referring(kind), torch.randn(64, 32)
+        if budget:
+            recompute_activations(network, budget=budget)
+        found.append([*gradients(network, x), *gradients(network, x), torch.tensor(network.calls)])
+        if kind == "decorated":
+            decorated = [network.forward, network.forward.__wrapped__]
+            found[-1] += [torch.tensor([one.calls, *one.called]) for one in decorated]
+    assert all(map(torch.equal, *found)) and is_planned(network) == [True]
+
+
+def test_a_process_group_is_shared_with_the_copy(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        network = Layers(2)
+        network.group = dist.group.WORLD
+        gradients(recompute_activations(network, budget=0.99), torch.randn(64, 32))
+        assert is_planned(network) == [True]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rehearsal_on_real_tensors_leaves_generators_alone_and_no_copy_behind():
+    generator, weights = torch.Generator(), []
+
+    def drawn(module: nn.Module, x: Tensor) -> Tensor:
+        gc.disable()
+        weights.append(ref(module.layers[0].weight))
+        scale = torch.tensor([1.0])
+        scale += float(x.sum() > 0)  # reads a value
+        return x * scale + torch.rand(32, generator=generator)
+
+    network = recompute_activations(Layers(2, drawn), budget=0.99)
+    try:
+        gradients(network, torch.randn(64, 32))
+    finally:
+        gc.enable()
+    assert is_planned(network) == [True]
+    alive = [one() for one in weights if one() is not None]
+    assert len(alive) == 1 and alive[0] is network.layers[0].weight
+    again = torch.Generator()
+    torch.rand(32, generator=again)
+    assert torch.equal(generator.get_state(), again.get_state())
 
 
 class Recurrent(nn.Module):

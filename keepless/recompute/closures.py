@@ -1,0 +1,94 @@
+"""Copy functions with what they refer to, e.g. decorated forward passes: `copy.deepcopy` would share them."""
+
+import copy
+import random
+import threading
+import weakref
+from collections import deque
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+_COLLECTIONS = (list, dict, set, tuple, deque, partial, random.Random)
+_SHARED: tuple[Any, ...] = (type(threading.Lock()), type(threading.RLock()), getattr(dist, "ProcessGroup", ()))
+
+
+def add_functions(network: nn.Module, memo: dict[int, Any]) -> list[FunctionType]:
+    """Add to the memo of `copy.deepcopy` what it would not copy, or cannot; return functions, whose copies are empty.
+
+    These functions refer to objects. Modules hold them, also in lists, dictionaries and other functions.
+    """
+    found: list[FunctionType] = []
+    pending: list[Any] = [vars(module) for module in network.modules()]
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            pending += one.values()
+        elif isinstance(one, (list, tuple, set)):
+            pending += one
+        elif isinstance(one, partial):
+            pending += [one.func, one.args, one.keywords]
+        elif isinstance(one, MethodType):
+            pending.append(one.__func__)
+        elif isinstance(one, _SHARED):
+            memo[id(one)] = one
+        elif isinstance(one, FunctionType) and (one.__closure__ or _holds_modules(one)):
+            found.append(one)
+            cells = tuple(CellType() for _ in one.__closure__ or ())
+            memo[id(one)] = FunctionType(one.__code__, one.__globals__, one.__name__, None, cells)
+            pending += [*_contents(one), one.__defaults__, one.__kwdefaults__]
+    return found
+
+
+def _holds_modules(function: FunctionType) -> bool:
+    """Whether defaults of a function's arguments are modules, or their methods."""
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return any(isinstance(one, (nn.Module, MethodType)) for one in defaults)
+
+
+def _contents(function: FunctionType) -> list[Any]:
+    """The values of the variables that a function takes from around it, without those that are not set."""
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+
+
+def fill(functions: list[FunctionType], memo: dict[int, Any]) -> None:
+    """Make empty functions copies of these, and let methods and weak references of copied modules refer to copies."""
+    for function in functions:
+        other = memo[id(function)]
+        other.__defaults__ = _copied(function.__defaults__, memo)
+        other.__kwdefaults__ = _copied(function.__kwdefaults__, memo)
+        vars(other).update({name: _copied(one, memo) for name, one in vars(function).items()})
+        for cell, found in zip(other.__closure__ or (), function.__closure__ or (), strict=True):
+            if found != CellType():
+                cell.cell_contents = _copied(found.cell_contents, memo)
+    for module in [one for one in memo.values() if isinstance(one, nn.Module)]:
+        refer = {name: one for name, one in vars(module).items() if isinstance(one, (MethodType, weakref.ref))}
+        vars(module).update({name: _copied(one, memo) for name, one in refer.items()})
+
+
+def _copied(one: Any, memo: dict[int, Any]) -> Any:
+    """What a copied function refers to: copies of parts of the network, of collections and of random generators."""
+    if isinstance(one, MethodType):  # `copy` keeps its function
+        return MethodType(memo.get(id(one.__func__), one.__func__), memo.get(id(one.__self__), one.__self__))
+    if isinstance(one, weakref.ref):
+        return weakref.ref(memo[id(one())]) if id(one()) in memo else one
+    if id(one) in memo:
+        return memo[id(one)]
+    if not isinstance(one, _COLLECTIONS) and not type(one).__module__.startswith("numpy."):
+        return one
+    tried = dict(memo)
+    try:
+        other = copy.deepcopy(one, tried)
+    except Exception:  # e.g. a list of files
+        return one
+    kept_alive = tried.pop(id(tried), [])  # temporary objects: another may not get the place of one in the memo
+    memo.update(tried)
+    memo.setdefault(id(memo), []).extend(kept_alive)
+    return other
