@@ -12,7 +12,6 @@ RevNet, its claims. Steps of tables have the paper's loss, with full-resolution 
 
 import re
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from omegaconf import MISSING
@@ -20,11 +19,9 @@ from omegaconf import MISSING
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory, deductions, device_memory
-from engine.schema.network import NORMS
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import planner
-from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from keepless.recompute.costs import times_of
 from scripts.plan_memory import FITS
 from scripts.reports import frame, papers
@@ -32,7 +29,16 @@ from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
 ALL, BUDGET, DEVICES = "all", "12GiB", 4  # the papers' devices, four for Table 3
-SMALL_NETWORK = 80_000_000  # bytes of parameters
+NORMS = {"standard norms": "norm=std", "in-place norms": "norm=inplace"}
+COMBINATIONS = {  # of a minibatch on one device: overrides, and trainer.recompute
+    **{title: ([norm], "none") for title, norm in NORMS.items()},
+    **{
+        f"{title}, trainer.recompute={recompute}": ([norm], recompute)
+        for recompute in ("sqrt", "budget")
+        for title, norm in NORMS.items()
+    },
+    "in-place norms, body=revnet104": (["norm=inplace", "body=revnet104"], "none"),
+}
 # Networks that do not fit with standard norms, by section 4.1 of the paper.
 LIMITS = {"ResNeXt-152": "table2/resnext152_inplace_256", "WideResNet-38": "table2/wrn38_inplace_256"}
 # The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
@@ -107,12 +113,19 @@ def experiment_of(column: str, fit: str, norm: str) -> str:
 
 
 def on_one_device(name: str, network: str) -> Iterator[dict]:
-    """An experiment's whole minibatch on one device."""
-    config = papers.configured_as(name)
-    crops, size = config.data.crops_per_minibatch, config.data.crop_size
-    for combination, changed in combinations(config).items():
-        needed = device_memory(planner.needed(changed, crops, size))
-        yield {"network": network, "crops": crops, "crop_size": size, "combination": combination, "device": needed}
+    """An experiment's whole minibatch on one device, with each combination of norm, recomputation and precision.
+
+    A reversible body takes the place of the experiment's at the same stride.
+    """
+    own = papers.configured_as(name)
+    crops, size = own.data.crops_per_minibatch, own.data.crop_size
+    about = {"network": network, "crops": crops, "crop_size": size}
+    for combination, (words, recompute) in COMBINATIONS.items():
+        config = papers.configured_as(name, *words, f"body.output_stride={own.body.output_stride}")
+        for precision in ("float32", "bfloat16"):
+            trainer = replace(config.trainer, recompute=recompute, precision=precision)
+            needed = planner.needed(replace(config, trainer=trainer), crops, size)
+            yield {**about, "combination": f"{combination}, {precision}", "device": device_memory(needed)}
 
 
 def limit_of(network: str) -> Iterator[dict]:
@@ -127,34 +140,6 @@ def claim_of(network: str) -> Iterator[dict]:
     config = papers.configured_as(*CLAIMS[network], f"memory.budget={BUDGET}", "memory.fit=batch")
     assert isinstance(config, ClassificationRun)
     yield {"network": network, "images": planner.fitting(config, devices=1).data.crops_per_minibatch}
-
-
-def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
-    """The configuration with each combination of norm, recomputation, precision and reversible body.
-
-    Small networks get no reversible body, because RevNet-104 would need more memory than they do.
-    """
-    changes = [("std", "none", config.body, "standard norms"), ("inplace", "none", config.body, "in-place norms")]
-    if not config.body.is_reversible():
-        changes += [
-            (norm, recompute, config.body, f"{about}, trainer.recompute={recompute}")
-            for recompute in ("sqrt", "budget")
-            for norm, _, _, about in changes[:2]
-        ]
-        data = config.data
-        if planner.step_memory(config, data.crops_per_minibatch, data.crop_size).parameters > SMALL_NETWORK:
-            reversible = papers.configured_as(None, "body=revnet104").body
-            reversible = replace(reversible, output_stride=config.body.output_stride)
-            changes.append(("inplace", "none", reversible, "in-place norms, body=revnet104"))
-    found = {}
-    for norm, recompute, body, about in changes:
-        if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
-            continue
-        for precision in ("float32", "bfloat16"):
-            trainer = replace(config.trainer, recompute=recompute, precision=precision)
-            changed = replace(deepcopy(config), norm=config.norm.as_kind(NORMS[norm]), body=body, trainer=trainer)
-            found[f"{about}, {precision}"] = changed
-    return found
 
 
 PARTS: dict[str, Callable[..., Iterator[dict]]] = {

@@ -14,7 +14,6 @@ from engine.training import planner
 from keepless.recompute import costs
 from keepless.saved import size_text
 from scripts import plan_memory
-from scripts.evidence import memory_plan
 from tests import runs, trees
 from tests.datasets import classification_trees
 
@@ -179,13 +178,6 @@ def test_a_plan_leaves_out_norms_that_a_network_of_torchvision_cannot_have(capsy
     printed = capsys.readouterr().out
     assert "norm=checkpoint: norm=checkpoint with body=torchvision: its norms can be std, inplace" in printed
     assert "norm=inplace: norm.activation='relu' maps all negative inputs to one value" in printed
-
-
-def test_a_reversible_body_takes_the_place_of_another_at_its_stride(monkeypatch):
-    monkeypatch.setattr(planner, "step_memory", lambda *_: SimpleNamespace(parameters=2**40))
-    config = runs.classification_config("run_dir=unused", "body=resnext101")
-    found = memory_plan.combinations(config)["in-place norms, body=revnet104, float32"].body
-    assert (found.name, found.output_stride) == ("revnet", config.body.output_stride) == ("revnet", 32)
 
 
 def test_the_experiment_decides_whose_keys_are_taken():
