@@ -12,7 +12,6 @@ are made from to OUT/RUN/. Given as `runs`, these folders make the same report a
 
 import os
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,19 +126,10 @@ def curves(groups: list[Group]) -> Figure:
     return figure
 
 
-def named_groups(runs: Sequence[Run]) -> list[Group]:
-    """Group runs by configuration. Runs whose folder names are equal, or dates, are named after their group."""
-    groups = by_configuration(runs)
-    titles = titles_of(groups)
-    named = len({run.name for run in runs}) == len(runs) and not any(DATE.fullmatch(run.name) for run in runs)
-    for title, group in zip(titles, groups, strict=True):
-        for run in group if not named else ():
-            run.name = title if len(group) == 1 else f"{title}, seed={run.typed.seed}"
-    return [Group(title, group) for title, group in zip(titles, groups, strict=True)]
-
-
 def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
     """Groups of the runs in folders; and the runs that are left out, with the reason.
+
+    Runs whose folder names are equal, or dates, are named after their group.
 
     ValueError: no run has ended, or they are of several tasks.
     """
@@ -149,10 +139,15 @@ def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
         raise ValueError(f"runs={folders}: no run has ended ({reasons})")
     if len({run.scores for run in runs}) > 1:
         raise ValueError(f"runs={folders}: expected runs of one task")
-    groups = named_groups(runs)
+    groups = by_configuration(runs)
+    titles = titles_of(groups)
+    if len({run.name for run in runs}) < len(runs) or any(DATE.fullmatch(run.name) for run in runs):
+        for title, group in zip(titles, groups, strict=True):
+            for run in group:
+                run.name = title if len(group) == 1 else f"{title}, seed={run.typed.seed}"
     if len({named_after([run.name]) for run in runs}) < len(runs):
         raise ValueError(f"runs={folders}: expected different runs, in folders of different names")
-    return groups, left_out
+    return [Group(title, group) for title, group in zip(titles, groups, strict=True)], left_out
 
 
 def compare(values: DictConfig) -> Path:
