@@ -25,13 +25,19 @@ from models.segmentation import SegmentationNetwork
 from scripts.reports.markdown import table
 from scripts.reports.measuring import operations_of
 
-# {norm: (letter in Figure 2, title, layer)}
-STRATEGIES: dict[str, tuple[str, str, Callable[..., ABN]]] = {
-    "std": ("a", "standard", ABN),
-    "checkpoint": ("b", "checkpointing", partial(CheckpointedABN, store="x")),
-    "checkpoint_xhat": ("c", "checkpointing (proposed)", partial(CheckpointedABN, store="x_hat")),
-    "inplace_1": ("d", "in-place ABN I", partial(InPlaceABN, variant="I")),
-    "inplace": ("e", "in-place ABN II", InPlaceABN),
+TITLES = {
+    "std": "standard",
+    "checkpoint": "checkpointing",
+    "checkpoint_xhat": "checkpointing (proposed)",
+    "inplace_1": "in-place ABN I",
+    "inplace": "in-place ABN II",
+}
+STRATEGIES: dict[str, Callable[..., ABN]] = {  # (a) to (e) of Figure 2
+    "std": ABN,
+    "checkpoint": partial(CheckpointedABN, store="x"),
+    "checkpoint_xhat": partial(CheckpointedABN, store="x_hat"),
+    "inplace_1": partial(InPlaceABN, variant="I"),
+    "inplace": InPlaceABN,
 }
 BODIES: dict[str, Callable[..., Body]] = {
     "ResNeXt-101": resnext101,
@@ -66,11 +72,9 @@ def _loss_of(network: nn.Module, crops: int, side: int) -> Callable[[], Tensor]:
     return lambda: F.cross_entropy(F.interpolate(network(images), labels.shape[1:], mode="bilinear"), labels)
 
 
-def cost(
-    build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str, side: int = CROP_SIZE
-) -> Cost:
+def cost(build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str) -> Cost:
     """Cost of a step of a `segmentation_network` in float32, measured on fake tensors."""
-    crops = 2
+    crops, side = 2, CROP_SIZE
     with FakeTensorMode():
         network = segmentation_network(build, norm_act, recompute)
         with MadeTensors() as made:
@@ -87,7 +91,7 @@ def bytes_per_pixel(norm: str, body: str) -> int:
     """Bytes per input pixel that a whole network keeps for the backward pass in float32, images included."""
     crops = 2
     with FakeTensorMode():
-        network = segmentation_network(BODIES[body], STRATEGIES[norm][2])
+        network = segmentation_network(BODIES[body], STRATEGIES[norm])
         return round(kept_bytes(network, _loss_of(network, crops, CROP_SIZE), []) / (crops * CROP_SIZE**2))
 
 
@@ -99,10 +103,7 @@ def kept(body: str) -> dict[str, int]:
 
 def bodies_table() -> str:
     of_bodies = list(map(kept, BODIES))
-    rows = (
-        [title, norm, *(_relative(own[norm], own["std"]) for own in of_bodies)]
-        for norm, (_, title, _) in STRATEGIES.items()
-    )
+    rows = ([title, norm, *(_relative(own[norm], own["std"]) for own in of_bodies)] for norm, title in TITLES.items())
     return table(["strategy", "`norm=`", *BODIES], rows, left=2 + len(BODIES))
 
 
@@ -110,7 +111,7 @@ def recomputation_table() -> str:
     """The cost of a ResNeXt-101 with every choice, for two norms."""
     rows = []
     for norm in ("std", "inplace"):
-        costs = {recompute: cost(resnext101, STRATEGIES[norm][2], recompute) for recompute in RECOMPUTE}
+        costs = {recompute: cost(resnext101, STRATEGIES[norm], recompute) for recompute in RECOMPUTE}
         stored = costs["none"]
         for name, own in costs.items():
             memory = _relative(own.kept, stored.kept), _relative(own.peak, stored.peak)

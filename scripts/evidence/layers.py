@@ -133,7 +133,7 @@ def strategies(arguments: LayersArguments, cell: Cell) -> list[Strategy]:
     """The strategies of a cell. The released package computes only in float32."""
     own, is_host = arguments.backend, cell.group in HOST
     chosen = [Strategy(STANDARD, batch_norm_leaky_relu if is_host else ABN, "eager")]
-    chosen += [Strategy(name, partial(STRATEGIES[norm][2], backend=own), own) for norm, name in OURS.items()]
+    chosen += [Strategy(name, partial(STRATEGIES[norm], backend=own), own) for norm, name in OURS.items()]
     if is_host:
         return chosen
     if arguments.compiler and (cell.device == "cpu" or (cell.layout, cell.dtype) in COMPILED_ON_CUDA):

@@ -14,8 +14,8 @@ from keepless import ABN, recompute_activations
 from models import bodies
 from models.blocks import IdentityResidualBlock
 from models.bodies import DenseNet, ResNet, densenet264, resnet34, resnet50, resnext101
-from scripts.evidence.counted import STRATEGIES
 from tests.bodies import SMALL_BODIES, kept_maps, parameters, small_wider, small_wider_a2, trained
+from tests.norms import STRATEGIES
 from tests.runs import same
 
 CIFAR_RESNET_32 = partial(ResNet, structure=(5, 5, 5), base_channels=(16, 16), stem_channels=16, stem="cifar")
@@ -168,7 +168,7 @@ def test_stages_that_start_with_a_strided_3x3_convolution_differ_by_it_alone(nam
 def a_step(name: str, norm: str) -> tuple[nn.Module, torch.Tensor]:
     """A network after one forward and backward pass in float64, and its logits."""
     torch.manual_seed(0)
-    network = SMALL_BODIES[name](STRATEGIES[norm][2], classes=5).double()
+    network = SMALL_BODIES[name](STRATEGIES[norm], classes=5).double()
     for module in network.modules():
         if isinstance(module, ABN):
             nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -203,7 +203,7 @@ def test_every_parameter_gets_a_gradient_and_every_norm_the_same_one(name, norm)
 
 def kept_values(name: str, norm: str) -> tuple[int, int]:
     """Bytes of all (N, C, H, W) tensors that a network keeps, and bytes of the inputs of its norms with activation."""
-    network = SMALL_BODIES[name](STRATEGIES[norm][2])
+    network = SMALL_BODIES[name](STRATEGIES[norm])
     inputs = []
     recompute_activations(network, checkpointed_only=True)
     for module in network.modules():

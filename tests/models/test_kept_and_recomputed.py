@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepless import ABN, recompute_activations
 from keepless.saved import saved_for_backward
-from scripts.evidence.counted import STRATEGIES
+from tests.norms import STRATEGIES
 
 CHANNELS, SLOPE = 16, 0.01
 # The slides' "Strategies Comparisons"; they misprint x for x_hat in the proposed checkpointing (section 3.2).
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 def kept_by_block(norm: str) -> Kept:
     """Run BN + ACT + CONV forward and backward once, on the reference backend."""
     torch.manual_seed(0)
-    layer = STRATEGIES[norm][2](CHANNELS, activation_param=SLOPE, backend="eager")
+    layer = STRATEGIES[norm](CHANNELS, activation_param=SLOPE, backend="eager")
     gamma, beta = layer.parameters()
     nn.init.uniform_(gamma, 0.5, 1.5)
     nn.init.uniform_(beta, -0.5, 0.5)

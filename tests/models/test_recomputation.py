@@ -14,8 +14,8 @@ from keepless.saved import saved_for_backward
 from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule
 from models.recomputation import BLOCKS, recompute_blocks, run_blocks
-from scripts.evidence.counted import STRATEGIES
 from tests.bodies import SMALL_BODIES
+from tests.norms import STRATEGIES
 
 
 class PlainNorm(nn.BatchNorm2d):
@@ -24,7 +24,7 @@ class PlainNorm(nn.BatchNorm2d):
     activation, activation_param = "identity", 0.0
 
 
-NORMS = {norm: layer for norm, (_, _, layer) in STRATEGIES.items()} | {"nn.BatchNorm2d": PlainNorm}
+NORMS = STRATEGIES | {"nn.BatchNorm2d": PlainNorm}
 RESIDUAL = partial(RevNet, structure=(1, 2, 1), stem_channels=4, reversible=False)
 BODIES = {
     "resnet": SMALL_BODIES["resnet"],
