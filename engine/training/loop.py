@@ -21,7 +21,7 @@ from engine.training.run import Config, Run, Split
 from keepless import checking_repetitions
 from models.freezing import training_mode
 
-PLANNED_STEPS = 3  # first steps, after which traces have corrected the plans of a memory budget
+PLANNED_STEPS = 3  # first steps, in which budgets are planned, cuDNN chooses algorithms and code is compiled
 CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
 
