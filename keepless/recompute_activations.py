@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
 from .recompute.compiler import script_of
+from .recompute.copied import is_sharded
 from .recompute.following import Following
 from .recompute.kinds import Kind, Kinds
 from .recompute.lesson import Lesson
@@ -249,9 +250,9 @@ class _Hooks:
     ) -> Recording:
         is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
         inputs = [*args] if is_simple else tensors_in((args, kwargs))
-        plans, is_sharded = self.plans, _is_sharded(module)
+        plans, has_shards = self.plans, is_sharded(module)
         kind, policy, is_free = None, None, current_hooks() is None  # otherwise the outer hooks decide what is kept
-        if is_free and not (self.checkpointed_only or is_sharded):
+        if is_free and not (self.checkpointed_only or has_shards):
             kind = self.kinds.of(module, inputs, args, kwargs)
         if plans is not None and is_free and plans.last is not None:
             plans.last.note_last()
@@ -266,7 +267,7 @@ class _Hooks:
         recording = Recording(
             policy,
             sees_calls=not self.checkpointed_only,
-            copy_parameters=is_sharded,
+            copy_parameters=has_shards,
             inputs=inputs,
             frame=frame,
         )
@@ -364,14 +365,6 @@ def _warn_if_parts_are_called(network: nn.Module) -> None:
             f"{names}{', …' if len(parts) > 3 else ''} instead, or leave it unprepared and compute the loss inside "
             f"`with keepless.recomputing():`"
         )
-
-
-def _is_sharded(network: nn.Module) -> bool:
-    """Whether FSDP shards parameters of a network, and so frees gathered parameters after each use."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not dist.is_initialized():
-        return False
-    return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
 
 
 def _is_recorded() -> bool:

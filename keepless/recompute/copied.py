@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..conversion.activated import hand_over
@@ -136,6 +137,14 @@ def _alike(tensor: Tensor) -> Tensor:
     """A tensor like this one, in memory of its own."""
     other = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+
+
+def is_sharded(network: nn.Module) -> bool:
+    """Whether FSDP shards parameters of a network, and so frees gathered parameters after each use."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not dist.is_initialized():
+        return False
+    return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
 
 
 def _without_fsdp2(network: nn.Module, mode: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..inputs import tensors_in
 from ..torch_internals import FakeTensor
-from .copied import on_copy
+from .copied import is_sharded, on_copy
 from .counting import Counting
 from .step import Step
 
@@ -46,7 +46,13 @@ def differentiable(outputs: object) -> list[Tensor]:
     return backward_starts(found)
 
 
-def counted_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], measures: bool = False) -> Step:
+def counted_step(
+    network: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    measures: bool = False,
+    copy_parameters: bool = False,
+) -> Step:
     """A step of a network, real or on fake tensors. `measures`: see `Counting`; always on for real tensors.
 
     The mean squares of the outputs are its losses; if operators are not measured, as by planners that count the loss
@@ -56,6 +62,7 @@ def counted_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
     counting = Counting(inputs, measures or not is_fake)
+    counting.copy_parameters = copy_parameters
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     outputs = counting.forward_pass(network, args, kwargs)
@@ -97,7 +104,8 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     tensors = [*tensors_in((args, kwargs)), *network.parameters()]
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
     try:
-        return on_copy(partial(counted_step, measures=not without_values), network, args, kwargs)
+        run = partial(counted_step, measures=not without_values, copy_parameters=is_sharded(network))
+        return on_copy(run, network, args, kwargs)
     except Exception as error:  # a network may raise anything
         if without_values:
             raise

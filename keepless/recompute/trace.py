@@ -49,6 +49,8 @@ class Trace:
         inputs: the network's inputs.
     """
 
+    copy_parameters = False  # recipes get copies of parameters, because FSDP frees gathered parameters after each use
+
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
@@ -173,6 +175,8 @@ class Trace:
             nonlocal alone
             is_small = MUCH * tensor.untyped_storage().nbytes() <= room if is_ordinary(tensor) else False
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                if not is_small and self.copy_parameters:
+                    raise NotFollowed
                 return _Read(self.known.own_copy(tensor)) if is_small else tensor
             value = self._available(call, tensor, result, room)
             if value >= 0:

@@ -11,6 +11,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from keepless import CheckpointedABN, recompute_activations, share_plans
 from keepless.recompute.costs import peak_bytes
+from keepless.recompute.recipes import ByPlan
+from keepless.recompute.recording import Recording
+from keepless.recompute.rehearsal import counted_step
+from keepless.recompute.search import frontier
 from keepless.recompute.step import Plan
 from tests.cuda import FSDP2_ON_CPUS
 from tests.ranks import Ranks
@@ -110,3 +114,22 @@ def _read_by_another_unit(rank: int, wrapper: str, norm: str) -> bool:
 @pytest.mark.parametrize("wrapper, norm", [("fsdp2", "checkpoint"), ("fsdp1", "checkpoint"), ("fsdp1", "group")])
 def test_a_convolution_reads_the_output_of_a_norm_whose_parameters_are_freed(ranks, wrapper, norm):
     assert ranks.run(_read_by_another_unit, wrapper, norm) == [True, True]
+
+
+def test_copies_of_parameters_are_planned():
+    """FSDP frees parameters after each use, so that recipes need copies."""
+    copying = partial(Recording, copy_parameters=True)
+    plain = network()
+    traced = counted_step(plain, (X,), {}, copy_parameters=True)
+    for parameter in plain.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def planned_step(plan: Plan) -> None:
+        with copying(ByPlan([plan]), inputs=[X]):
+            result = plain(X)
+        result.square().mean().backward()
+
+    for choice in frontier(traced)[-4:]:  # in which convolutions are computed again
+        run = partial(planned_step, choice.plan(traced))
+        run()
+        assert abs(peak_bytes(run, "cpu") - choice.peak) < 64
