@@ -1,6 +1,6 @@
 """The running call of a function, as a `Trace` sees it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,3 +70,15 @@ def argument_copied_by(node: Any, arguments: Sequence[Any]) -> Tensor | None:
 def state_bytes(like: Tensor) -> int:
     """Bytes of the state of a generator."""
     return 16 if like.is_cuda else torch.default_generator.get_state().nbytes
+
+
+def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of a graph from its outputs on."""
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        pending += new

@@ -1,7 +1,7 @@
 """The calls of a forward pass, the values that autograd saves in them, and what could be recomputed."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ..torch_internals import (
     node_number,
     packed_by_function,
 )
-from .calls import Ran, RunningCall, argument_copied_by, state_bytes
+from .calls import Ran, RunningCall, argument_copied_by, nodes_of, state_bytes
 from .functions import Row
 from .rules import NotFollowed, Rule, is_mask_alike, may_overwrite
 from .signs import unpacking_bytes
@@ -368,7 +368,7 @@ class Trace:
         """The forward pass has ended with these outputs."""
         self.forward = len(self.events)
         self.known.clear()
-        if any(type(node).__name__ == _OF_CHECKPOINT for node in _nodes_of(outputs)):
+        if any(type(node).__name__ == _OF_CHECKPOINT for node in nodes_of(outputs)):
             self.unseen = "a checkpoint of its own"
 
     def happened(self) -> list[tuple[Event, int]]:
@@ -389,15 +389,3 @@ class Trace:
         values, saved = in_order(values, self.saved)
         found = Step(values, self.memories, saved, events, self.forward, self.calls, self.unseen)
         return found._replace(seconds=sum(seconds), operations=sum(operations))
-
-
-def _nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
-    """The nodes of a graph from its outputs on."""
-    pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        pending += new
