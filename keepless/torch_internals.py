@@ -17,8 +17,8 @@ Other files use only private parts on which PyTorch's extensions rely: `Tensor._
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
 from types import FrameType
@@ -42,6 +42,7 @@ try:
     )
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.attention import _cur_sdpa_kernel_backends as _attention_backends
+    from torch.nn.modules import module as _modules
     from torch.nn.modules._functions import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -87,6 +88,15 @@ try:
     # The address of the current stream of a CUDA device, by its index.
     raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     _innermost_hooks = _hooks_of_torch._top_saved_tensors_default_hooks
+    # Hooks of all modules, and their options.
+    _global_hooks: list[dict[int, Any]] = [
+        _modules._global_forward_pre_hooks,
+        _modules._global_forward_hooks,
+        _modules._global_forward_hooks_always_called,
+        _modules._global_forward_hooks_with_kwargs,
+        _modules._global_backward_pre_hooks,
+        _modules._global_backward_hooks,
+    ]
     Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata  # noqa: B018  # they exist
 except (ImportError, AttributeError) as error:
     raise ImportError(
@@ -113,6 +123,19 @@ def warn(message: str) -> None:
     while frame.f_back is not None and (frame.f_globals.get("__name__") or "").split(".")[0] in _INNER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Context without hooks of all modules, such as `register_module_forward_hook` adds."""
+    before = [dict(hooks) for hooks in _global_hooks]
+    for hooks in _global_hooks:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, of_user in zip(_global_hooks, before, strict=True):
+            hooks.update(of_user)
 
 
 def calling_module() -> "weakref.ref[nn.Module] | None":

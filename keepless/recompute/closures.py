@@ -5,24 +5,31 @@ import random
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 _COLLECTIONS = (list, dict, set, tuple, deque, partial, random.Random)
+_FOLLOWED = (*_COLLECTIONS, FunctionType, MethodType)
 _SHARED: tuple[Any, ...] = (type(threading.Lock()), type(threading.RLock()), getattr(dist, "ProcessGroup", ()))
 
 
-def add_functions(network: nn.Module, memo: dict[int, Any]) -> list[FunctionType]:
+def add_functions(
+    network: nn.Module, args: Any, kwargs: Any, like: Callable[[Tensor], Tensor], memo: dict[int, Any]
+) -> list[FunctionType]:
     """Add to the memo of `copy.deepcopy` what it would not copy, or cannot; return functions, whose copies are empty.
 
-    These functions refer to objects. Modules hold them, also in lists, dictionaries and other functions.
+    These functions refer to objects. Modules hold them, also in lists, other objects and other functions.
+
+    Args:
+        like: makes a copy of a tensor.
     """
     found: list[FunctionType] = []
-    pending: list[Any] = [vars(module) for module in network.modules()]
+    pending: list[Any] = [args, kwargs, *map(vars, network.modules())]
     seen: set[int] = set()
     while pending:
         one = pending.pop()
@@ -43,7 +50,13 @@ def add_functions(network: nn.Module, memo: dict[int, Any]) -> list[FunctionType
             found.append(one)
             cells = tuple(CellType() for _ in one.__closure__ or ())
             memo[id(one)] = FunctionType(one.__code__, one.__globals__, one.__name__, None, cells)
-            pending += [*_contents(one), one.__defaults__, one.__kwdefaults__]
+            parts = [*_contents(one), one.__defaults__, one.__kwdefaults__]
+            pending += [part for part in parts if isinstance(part, _FOLLOWED)]
+        elif isinstance(one, Tensor):
+            if not one.is_leaf and id(one) not in memo:
+                memo[id(one)] = like(one)
+        elif not isinstance(one, (type, ModuleType, *weakref.ProxyTypes)):
+            pending.append(getattr(one, "__dict__", None))
     return found
 
 

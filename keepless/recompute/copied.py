@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..conversion.activated import hand_over
 from ..inputs import Network, tensors_in
@@ -31,6 +32,7 @@ from ..torch_internals import (
     gathered_dtype,
     tree_leaves,
     with_dispatch_modes_off,
+    without_global_hooks,
     written_arguments,
 )
 from .closures import add_functions, fill
@@ -46,6 +48,15 @@ _FRESH = torch.ops.aten.lift_fresh.default
 
 class LeftBehind(RuntimeError):
     """A step reads a fake tensor that code outside the network has kept."""
+
+
+class _Alone(nn.Module):
+    """A `DistributedDataParallel` that does not communicate."""
+
+    module: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
 
 class _Rehearsal(FakeTensorMode):
@@ -92,15 +103,10 @@ def on_copy(
     sharded = _without_fsdp2(network, mode, memo)
     if sharded and not is_fake:
         raise RuntimeError("a network that FSDP2 has sharded must run on fake tensors: it may not read values")
-    for module in network.modules():
-        leaves = tree_leaves(list(vars(module).values()))
-        memo |= {id(one): like(one) for one in tensors_in(leaves) if id(one) not in memo}
-        memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
-        packages = ("torch",) if module is network else ("torch", "keepless")  # not our hooks for this pass
-        for hooks in (getattr(module, name) for name in _HOOKS):
-            kept = ((key, one) for key, one in hooks.items() if one is hand_over or _package(one) in packages)
-            memo[id(hooks)] = type(hooks)(kept)
-    functions = add_functions(network, memo)
+    parallel = [one for one in network.modules() if isinstance(one, DistributedDataParallel)]
+    memo |= {id(one): object.__new__(_Alone) for one in parallel}
+    _add_tensors_and_hooks(network, like, memo)
+    functions = add_functions(network, args, kwargs, like, memo)
     copied: list[Any] = []
     watch = _Watch([*network.parameters(), *network.buffers()], is_fake)
     try:
@@ -108,6 +114,9 @@ def on_copy(
             for module, empty in sharded:
                 own = {name: one for name, one in vars(module).items() if "composable" not in str(name)}
                 vars(empty).update(copy.deepcopy(own, memo))  # without FSDP2's state
+            for module in parallel:
+                own = {name: vars(module)[name] for name in vars(nn.Module())}
+                vars(memo[id(module)]).update(copy.deepcopy(own, memo))
             copied += copy.deepcopy((network, args, kwargs), memo)
             fill(functions, memo)
             watch.note([one for one in memo.values() if isinstance(one, Tensor)])
@@ -120,6 +129,18 @@ def on_copy(
         if isinstance(mode, _Rehearsal):
             mode.has_ended = True
             watch.forget()
+
+
+def _add_tensors_and_hooks(network: nn.Module, like: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> None:
+    """Add copies of the tensors, generators and hooks of a network's modules to a memo; users' hooks are left out."""
+    for module in network.modules():
+        leaves = tree_leaves(list(vars(module).values()))
+        memo |= {id(one): like(one) for one in tensors_in(leaves) if id(one) not in memo}
+        memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
+        packages = ("torch",) if module is network else ("torch", "keepless")  # not our hooks for this pass
+        for hooks in (getattr(module, name) for name in _HOOKS):
+            kept = ((key, one) for key, one in hooks.items() if one is hand_over or _package(one) in packages)
+            memo[id(hooks)] = type(hooks)(kept)
 
 
 def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -320,12 +341,12 @@ def _as_before() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which errors of fake tensors are not logged, nor printed by anomaly mode."""
+    """Context without hooks of all modules, in which errors are not logged, nor printed by anomaly mode."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with torch.autograd.set_detect_anomaly(False):
+        with torch.autograd.set_detect_anomaly(False), without_global_hooks():
             yield
     finally:
         log.setLevel(before)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..inputs import tensors_in
 from ..torch_internals import FakeTensor
@@ -99,8 +98,6 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     Raises what `on_copy` raises.
     """
-    while isinstance(network, DistributedDataParallel):
-        network = network.module
     tensors = [*tensors_in((args, kwargs)), *network.parameters()]
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
     try:

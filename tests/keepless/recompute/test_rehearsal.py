@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from keepless import InPlaceABN, recompute_activations
 from keepless.conversion.activated import MergedActivation, hand_over
@@ -84,8 +85,10 @@ def test_a_rehearsal_leaves_everything_as_it_was():
         network[0].register_forward_hook(lambda *arguments, n=network: called.append(n))
         network[3].weight.grad = torch.ones(4)
     recompute_activations(within, budget=1.0)
+    handle = register_module_forward_hook(lambda *arguments: called.append(within))
     plans_of(within).plan_for(within, (torch.randn(64, 32),), {})
     assert is_planned(within) == [True]
+    handle.remove()
     assert not called and within[0].calls == 0 and torch.equal(within[3].weight.grad, torch.ones(4))
     assert_like_plain(within, plain, [torch.randn(64, 32), torch.randn(64, 32), torch.randn(16, 32)])
     assert called.count(within) == called.count(plain) == 3
@@ -242,6 +245,15 @@ def test_a_network_that_cannot_be_rehearsed_keeps_little():
     assert all(map(torch.equal, gradients(within, x), gradients(plain, x)))
 
 
+def test_lazy_modules_are_refused_until_they_have_run():
+    network = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    with pytest.raises(ValueError, match="got lazy modules, .* first run the network on an input under torch.no_grad"):
+        recompute_activations(network, budget=0.5)
+    network(torch.randn(2, 4))
+    gradients(recompute_activations(network, budget=1.0), torch.randn(2, 4))
+    assert is_planned(network) == [True]
+
+
 def test_an_example_that_cannot_be_rehearsed_is_said_and_leaves_the_network_alone():
     network = Layers(4, asked)
     with pytest.raises(ValueError, match="with the example raises RuntimeError: .*; give an example that"):
@@ -270,6 +282,9 @@ def test_a_rehearsal_does_not_communicate(tmp_path):
         parallel = recompute_activations(nn.parallel.DistributedDataParallel(Layers(4)), budget=1.0)
         gradients(parallel, torch.randn(64, 32))
         assert is_planned(parallel) == [True]
+        inside = recompute_activations(nn.Sequential(parallel, nn.ReLU()), budget=1.0)
+        gradients(inside, torch.randn(64, 32))
+        assert is_planned(inside) == [True]
     finally:
         dist.destroy_process_group()
 
@@ -487,6 +502,7 @@ def referring(kind: str) -> nn.Module:
     elif kind == "child":
         network.scaled = Child(network)
     elif kind == "lock":
+        network.state = SimpleNamespace(last=network.layers[0].weight * 2)  # its history cannot be copied
         network.scaled, network.lock, network.lists = network.layers[0], threading.RLock(), [threading.Lock()]
     return network
 
