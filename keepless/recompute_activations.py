@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
@@ -67,12 +68,13 @@ def recompute_activations(
         example: an input, as `plan` takes it. Inputs of this shape are planned now instead of in their first pass.
 
     Raises:
-        ValueError: the network's own forward pass is never called, e.g. it is an `nn.ModuleList`; the budget is not
-            valid, or is given with `checkpointed_only`; an example is given without a budget, or the network does not
-            run on it.
+        ValueError: the network's own forward pass is never called, e.g. it is an `nn.ModuleList`; it has lazy modules;
+            the budget is not valid, or is given with `checkpointed_only`; an example is given without a budget, or the
+            network does not run on it.
     """
     check_module(network, "recompute_activations")
     check_has_forward(network, "recompute_activations")
+    _check_not_lazy(network)
     plans = None if budget is None else Plans(checked(budget))
     if plans is not None and checkpointed_only:
         raise ValueError(f"budget={budget} with checkpointed_only=True: expected only one of them")
@@ -87,6 +89,14 @@ def recompute_activations(
         _take_off(module)
         _Hooks(checkpointed_only, plans if module is network else None).put_on(module, awaited=module is network)
     return network
+
+
+def _check_not_lazy(network: nn.Module) -> None:
+    if any(map(is_lazy, network.parameters())):
+        raise ValueError(
+            "recompute_activations got lazy modules, which learn their sizes in the forward pass: first run the "
+            "network on an input under torch.no_grad()"
+        )
 
 
 def undo(network: Network) -> Network:
