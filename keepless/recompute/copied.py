@@ -132,9 +132,17 @@ def on_copy(
 
 
 def _add_tensors_and_hooks(network: nn.Module, like: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> None:
-    """Add copies of the tensors, generators and hooks of a network's modules to a memo; users' hooks are left out."""
-    for module in network.modules():
+    """Add copies of the tensors, generators and hooks of a network's modules to a memo; users' hooks are left out.
+
+    Modules may be hidden in lists, e.g. a teacher.
+    """
+    pending, seen = [network], {network}
+    while pending:
+        module = pending.pop()
         leaves = tree_leaves(list(vars(module).values()))
+        found = {one for one in leaves if isinstance(one, nn.Module)} - seen
+        pending += found
+        seen |= found
         memo |= {id(one): like(one) for one in tensors_in(leaves) if id(one) not in memo}
         memo |= {id(one): one.clone_state() for one in leaves if isinstance(one, torch.Generator)}
         packages = ("torch",) if module is network else ("torch", "keepless")  # not our hooks for this pass

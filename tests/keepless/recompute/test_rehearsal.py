@@ -484,10 +484,13 @@ class Child(nn.Module):
         return self.layer(x)
 
 
+HOOKED = SimpleNamespace(calls=0)
+
+
 def referring(kind: str) -> nn.Module:
     """A network with functions, locks or groups that refer to it, or that cannot be copied."""
     network = Layers(2, lambda module, x: module.scaled(x))
-    network.scaled = network.layers[0].forward
+    network.scaled, HOOKED.calls = network.layers[0].forward, 0
     if kind == "functions":
         network.parts = [lambda x: network.layers[0](x), lambda x, layer=network.layers[1]: layer(x)]
         network.before = lambda module, x: module.parts[1](module.parts[0](x))
@@ -499,6 +502,10 @@ def referring(kind: str) -> nn.Module:
         network.forward = MethodType(lambda module, x, plain=network.forward: plain(x), network)
     elif kind == "decorated":
         network.forward = counts(counts(network.forward))
+    elif kind == "hidden":  # from `parameters`, as teachers are
+        network.hidden = [nn.Linear(32, 32)]
+        network.hidden[0].register_forward_hook(lambda *_: vars(HOOKED).update(calls=HOOKED.calls + 1))
+        network.scaled = lambda x: network.hidden[0](x)
     elif kind == "child":
         network.scaled = Child(network)
     elif kind == "lock":
@@ -507,7 +514,7 @@ def referring(kind: str) -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize("kind", ["functions", "partial", "method", "decorated", "child", "lock"])
+@pytest.mark.parametrize("kind", ["functions", "partial", "method", "decorated", "hidden", "child", "lock"])
 def test_what_refers_to_the_network_is_copied_with_it(kind):
     """Only the network's own passes count, and a copy with its own functions needs no warning."""
     found = []
@@ -516,7 +523,7 @@ def test_what_refers_to_the_network_is_copied_with_it(kind):
         network, x = referring(kind), torch.randn(64, 32)
         if budget:
             recompute_activations(network, budget=budget)
-        found.append([*gradients(network, x), *gradients(network, x), torch.tensor(network.calls)])
+        found.append([*gradients(network, x), *gradients(network, x), torch.tensor([network.calls, HOOKED.calls])])
         if kind == "decorated":
             decorated = [network.forward, network.forward.__wrapped__]
             found[-1] += [torch.tensor([one.calls, *one.called]) for one in decorated]
