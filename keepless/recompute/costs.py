@@ -184,23 +184,25 @@ def measure(operators: Iterable[Operator]) -> None:
             for (one, size), peak in zip(extra.items(), peaks[1::2], strict=True):
                 _temporaries[one] = max(0, peak - size)
         for one in (one for one in new if one not in extra):
-            if (call := _runs(one)) is not None:
+            if (ready := _runs(one)) is not None:
+                call, first = ready
                 if not one.takes_no_temporaries:
                     results: list[Any] = []
                     peak = peak_bytes(lambda c=call, r=results: r.append(c()), one.device)  # type: ignore[misc]
                     _temporaries[one] = max(0, peak - sum(part.nbytes for part in tensors_in(results)))
-                _time(one, call)
+                _time(one, call, first)
 
 
-def _time(operator: Operator, call: Callable[[], Any]) -> None:
-    """Note the shorter of two calls."""
-    _seconds[operator] = min(seconds_of(call, operator.device)[1] for _ in range(2))
+def _time(operator: Operator, call: Callable[[], Any], first: float) -> None:
+    """Note the shorter of two calls. `first`: seconds of one."""
+    _seconds[operator] = min(first, seconds_of(call, operator.device)[1])
 
 
 def _run_marked(operators: Iterable[Operator], extra: dict[Operator, int]) -> None:
     """Run each operator between two events `_BEGINS`; note the bytes of its results in `extra`, and its seconds."""
     for one in operators:
-        if (call := _runs(one)) is not None:
+        if (ready := _runs(one)) is not None:
+            call, first = ready
             with torch.profiler.record_function(_BEGINS):
                 pass
             result = call()
@@ -208,18 +210,17 @@ def _run_marked(operators: Iterable[Operator], extra: dict[Operator, int]) -> No
                 pass
             extra[one] = sum(part.nbytes for part in tensors_in(result))
             del result
-            _time(one, call)
+            _time(one, call, first)
 
 
-def _runs(operator: Operator) -> Callable[[], Any] | None:
-    """`Operator.run` after one call that warms up, e.g. caches of kernels; None if it fails.
+def _runs(operator: Operator) -> tuple[Callable[[], Any], float] | None:
+    """`Operator.run` after one call that warms up, e.g. caches of kernels, and that call's seconds; None if it fails.
 
     If memory is short, it is tried again next time.
     """
     try:
         call = operator.run()
-        call()
-        return call
+        return call, seconds_of(call, operator.device)[1]
     except torch.OutOfMemoryError:
         return None
     except (RuntimeError, IndexError):
@@ -241,8 +242,8 @@ def results_of(operator: Operator) -> Any:
     """The operator's results on real tensors, as `TensorSpec`s; fake ones may have others. None if it fails on ones."""
     if operator not in _results:
         with _measured({operator.device}):
-            call = _runs(operator)
-            _results[operator] = None if call is None else tree_map(spec_of, call())
+            ready = _runs(operator)
+            _results[operator] = None if ready is None else tree_map(spec_of, ready[0]())
     return _results[operator]
 
 
