@@ -152,6 +152,11 @@ class Plans:
             size.strays = False
             size.plans.append(self._planned(*_rehearsed(step, self._limit(step))))
             size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough comes first
+        elif size.rehearsals == _MOST:
+            warn(
+                f"{_MOST} rehearsals had other calls than some of their steps, which may exceed the budget: does a "
+                f"hook change outputs (rehearsals leave users' hooks out), or does code outside choose the path?"
+            )
 
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))

@@ -72,6 +72,19 @@ def test_a_rehearsal_leaves_nothing_for_the_garbage_collector(monkeypatch):
     assert is_planned(within) == [True]
 
 
+def test_hooks_that_change_calls_are_said_after_sixteen_rehearsals(rehearsals):
+    """A rehearsal leaves them out."""
+    within = Layers(2)
+    within.layers[1].register_forward_hook(lambda layer, args, output: F.gelu(output))
+    recompute_activations(within, budget=0.99)
+    for _ in range(15):
+        gradients(within, torch.randn(4, 32))
+    with pytest.warns(UserWarning, match="16 rehearsals had other calls .* does a hook change outputs"):
+        gradients(within, torch.randn(4, 32))
+    gradients(within, torch.randn(4, 32))
+    assert len(rehearsals) == 16
+
+
 def asked(module: nn.Module, x: Tensor) -> Tensor:
     return x if x.sum() > 0 else -x
 
