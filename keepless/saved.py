@@ -1,4 +1,4 @@
-"""`Kept` holds a saved tensor as autograd would. `saved_for_backward` finds those of a graph."""
+"""`Kept` holds a saved tensor as autograd would. `saved_for_backward` finds the tensors that a graph keeps."""
 
 import weakref
 from collections.abc import Callable, Iterable

@@ -67,7 +67,7 @@ def _holds_modules(function: FunctionType) -> bool:
 
 
 def _contents(function: FunctionType) -> list[Any]:
-    """The values of the variables that a function takes from around it, without those that are not set."""
+    """The values in a function's closure; variables that are not set yet are left out."""
     return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
 
 

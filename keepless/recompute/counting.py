@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..inputs import tensors_in
 from ..made_tensors import Change, MadeTensors
-from ..saved import PLAIN, ByStorage, Kept, adds_metadata, copied, is_ordinary
+from ..saved import PLAIN, Kept, adds_metadata, copied, is_ordinary
 from ..torch_internals import (
     FakeTensor,
     OpOverload,
@@ -86,26 +86,10 @@ class Counting(Trace):
     """
 
     def __init__(self, inputs: Sequence[Tensor], measures: bool) -> None:
-        super().__init__(inputs)
-        self.measures = measures
-        self.ran: list[_Ran] = []
         self.made = _Memories(self)
+        super().__init__(inputs, self.made.memory)
+        self.measures = measures
         self.rebased: set[int] = set()  # numbers of nodes, of views over which a call has written
-        self._outside: ByStorage[int] = ByStorage()
-
-    def memory(self, tensor: Tensor) -> int:
-        number = self.made.number(tensor)
-        if number is not None:
-            return self.made.memories[number]
-        storage = tensor.untyped_storage()
-        found = self._outside.get(storage)
-        if found is None:
-            found = self._outside.put(storage, len(self.memories))
-            self.memories.append(0)
-        return found
-
-    def operators_so_far(self) -> int:
-        return len(self.ran)
 
     def ends(self, result: Any) -> None:
         target = None if self.call is None else self.call.target
@@ -159,6 +143,11 @@ class _Memories(MadeTensors):
         self.counting = counting
         self.memories: list[int] = []  # number of an allocation -> number of the memory
         self.is_off = False
+
+    def memory(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's memory, if it was allocated in the step."""
+        number = self.number(tensor)
+        return None if number is None else self.memories[number]
 
     @contextmanager
     def off(self) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..inputs import tensors_in
 from ..norms.bn_act import is_node
-from ..saved import Gone, form_of, is_ordinary
+from ..saved import ByStorage, Gone, form_of, is_ordinary
 from ..torch_internals import (
     address,
     at_end_of_backward,
@@ -42,16 +42,18 @@ class _Read(NamedTuple):
 class Trace:
     """Follows the calls of a forward pass, and notes its values as a recorder with a plan would treat them.
 
-    A subclass knows the memories, and what the calls cost. The calls come from `begins` and `ends`, the tensors that
-    autograd saves from `saves`, and those that it reads from `reads`.
+    A subclass notes allocations and operators. The calls come from `begins` and `ends`, the tensors that autograd saves
+    from `saves`, and those that it reads from `reads`.
 
     Args:
         inputs: the network's inputs.
+        made_here: the number of a tensor's memory; None if it existed before the step.
     """
 
     copy_parameters = False  # recipes get copies of parameters, because FSDP frees gathered parameters after each use
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], made_here: Callable[[Tensor], int | None]) -> None:
+        self.made_here = made_here
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.memories: list[int] = []
@@ -68,19 +70,24 @@ class Trace:
         self.call: RunningCall | None = None
         self._packed: dict[int, int] = {}  # id of what autograd holds -> number of the save
         self.open: list[Gone] = []  # saved tensors that autograd holds
+        self.ran: list[Any] = []  # operators, as the subclass notes them
+        self._outside: ByStorage[int] = ByStorage()  # memories that existed before the step
 
     def memory(self, tensor: Tensor) -> int:
         """The number of a tensor's memory."""
-        raise NotImplementedError
-
-    def operators_so_far(self) -> int:
-        """The number of operators that have run."""
-        raise NotImplementedError
+        if (number := self.made_here(tensor)) is not None:
+            return number
+        storage = tensor.untyped_storage()
+        found = self._outside.get(storage)
+        if found is None:
+            found = self._outside.put(storage, len(self.memories))
+            self.memories.append(0)
+        return found
 
     def begins(self, function: Callable[..., Any], row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins that a recorder would record."""
         self.call = call = RunningCall(function, row, args, kwargs)
-        call.event, call.operator = len(self.events), self.operators_so_far()
+        call.event, call.operator = len(self.events), len(self.ran)
         if (row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs):
             target = args[0] if args else None
             if isinstance(target, Tensor) and is_ordinary(target):
@@ -135,7 +142,7 @@ class Trace:
         own = self.known.find(result)
         if own < 0:
             own = self.known.remember(result, self.known.add(Kind.KEPT, result))
-        ran = Ran(call.event, len(self.events), call.operator, self.operators_so_far())
+        ran = Ran(call.event, len(self.events), call.operator, len(self.ran))
         is_whole = again is not None and bool(call.inside) and call.row.mask is None
         if again is None:
             self.values[own] = self.known.value(Kind.KEPT, result, (), number)

@@ -124,7 +124,7 @@ def test_a_minibatch_is_its_items_in_order(dataset):
 
 
 def test_a_mean_image_is_subtracted_before_padding(memory):
-    """Crops are those of the float64 difference with zeros around it, rounded once, and lie where they did without."""
+    """The float64 difference is padded with zeros, rounded once, and cropped where the image itself would be."""
     images = len(memory)
     mean = [sum(column) / images for column in memory.pixels.reshape(images, -1).T.tolist()]  # of Python's integers
     assert np.array_equal(mean_image(memory), np.reshape(mean, (3, 32, 32)))

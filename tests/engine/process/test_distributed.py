@@ -181,7 +181,7 @@ def evaluated_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
 
 
 def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
-    """Counts, predictions and overlays are those of one process; averaged weights are evaluated if present."""
+    """Several processes count, predict and draw what one does; they evaluate averaged weights if there are some."""
     options = (*SHORT, "trainer.steps=2", "trainer.ema_decay=0.9", "data.base_size=128")
     train(composed("train_seg", f"run_dir={tmp_path}", *options))
     checkpoint_file = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"

@@ -104,7 +104,7 @@ def test_pixels_without_a_finite_score_are_counted_and_end_the_evaluation(street
 @pytest.mark.parametrize("views", [WHOLE_IMAGE, SEVERAL_VIEWS], ids=["whole", "views"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_gpu_waits_for_no_image(streets, views, deterministic, device):
-    """PyTorch's own check finds no wait, also with deterministic algorithms; scores are those of the CPU."""
+    """PyTorch's own check finds no wait, also with deterministic algorithms; the scores equal the CPU's."""
     forward = forward_for(streets)
     expected = evaluated(streets, forward, 4, PictureCollector(streets, 2), views)
     forward.network.to(device)

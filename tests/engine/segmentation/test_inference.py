@@ -118,7 +118,7 @@ def test_whole_images_are_seen_at_the_base_size_and_predicted_at_their_own():
 
 @pytest.mark.parametrize("base_size, window", [(None, None), (64, 64), (None, 96)])
 def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
-    """Predictions are those of the network's own logits, to the bit: an average in float32 would have fewer ties."""
+    """The network's own logits decide, to the bit: an average in float32 would have fewer ties."""
     torch.manual_seed(0)
     network = SegmentationNetwork(SmallBody(), DeepLabV3(16, 8, (2,), ABN, out_channels=8), classes=5)
     images = pictures(61, 64) if base_size is None else pictures(90, 128)

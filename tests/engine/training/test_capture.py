@@ -182,7 +182,7 @@ def test_ranks_average_all_gradients_at_once_as_ddp_does(ranks):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_plans_count_the_gradients_of_captured_steps_throughout(parts):
-    """They count once, also with two devices, where DDP would hold those of two micro-batches twice."""
+    """Gradients count once, also with two devices, where DDP would hold two copies during the second micro-batch."""
     words = ("body=resnext_tiny", "norm=std", "data.crop_size=96", f"trainer.accumulation_steps={parts}")
     config = run_config(*words, "trainer.device=cuda", "trainer.capture=true")
     trace = planner.step_memory(config, 4, 96, devices=2)

@@ -1,4 +1,4 @@
-"""What may happen around a traced step, and to a network with a budget: each is like the plain network."""
+"""Whatever happens around a step, a network with a budget is like the plain network."""
 
 import copy
 import threading

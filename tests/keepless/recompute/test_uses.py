@@ -194,7 +194,7 @@ class Inside(nn.Sequential):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_outside_save_their_bytes_and_may_be_inside(ruled_or_planned, use_reentrant):
-    """A reentrant one repeats the forward pass inside of a backward pass. The second step within a budget is traced."""
+    """A reentrant one repeats the forward pass inside of a backward pass."""
     results, kept = [], []
     for network in ruled_or_planned:
 

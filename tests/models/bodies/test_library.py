@@ -178,7 +178,7 @@ NUMBERED = [
 
 @pytest.mark.parametrize("name, number", NUMBERED)
 def test_every_network_composes_steps_and_evaluates(name, number):
-    """Norms and ways to recompute take turns; recomputed gradients are those of stored activations."""
+    """Norms and ways to recompute take turns; gradients equal the ones that stored activations give."""
     norm, recompute = NORMS[number % len(NORMS)], RECOMPUTE[number % len(RECOMPUTE)]
     stride = 32 if name in UNDILATED else 16
     keys = ("body=torchvision", f"body.network={name}", f"body.output_stride={stride}", "trainer.smoke=true")
