@@ -30,9 +30,9 @@ from torch.export import ExportedProgram
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.prediction.export import exported, largest_difference
 from engine.prediction.opening import Opened, opened
 from engine.prediction.predictors import Segmenter
+from engine.prediction.programs import exported, largest_difference
 from engine.process.console import logger, make_console
 from engine.process.output_files import writable_file, write_file
 from engine.records.provenance import provenance

@@ -32,7 +32,7 @@ KNOWS_HYDRA = ("engine/configuration/", "engine/schema/")
 NAMES_KEYS = (
     "engine/schema/",
     "engine/assemble/",
-    "engine/training/setup.py",
+    "engine/training/build.py",
     "engine/training/planner.py",
     "engine/checkpoint/initial_weights.py",
 )
@@ -201,6 +201,17 @@ def test_code_is_short_or_says_why_it_is_not():
                 if lines > MOST_LINES_OF_A_FUNCTION and node.lineno not in reasons:
                     wrong.append(f"{source.name}, {node.name}: {lines} lines")
     assert wrong == []
+
+
+def test_a_file_name_is_used_once():
+    """Keys, what is built from them, and measurements are named after their subject; the tasks after themselves."""
+    of_a_subject = ("engine/schema/", "engine/assemble/", "scripts/evidence/")
+    shared = {"__init__", "segmentation", "classification"}
+    named: dict[str, list[str]] = {}
+    for source in sources("", *MAY_IMPORT, "scripts"):
+        if not source.name.startswith(of_a_subject) and source.path.stem not in shared:
+            named.setdefault(source.path.stem, []).append(source.name)
+    assert {stem: files for stem, files in named.items() if len(files) > 1} == {}
 
 
 def windows(source: str) -> set[tuple[str, ...]]:

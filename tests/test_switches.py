@@ -13,7 +13,7 @@ from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.transfers import prefetched
-from engine.training import setup
+from engine.training import build
 from eval import evaluate
 from tests.cuda import NEEDS_CUDA
 from tests.runs import SHORT, composed, one_epoch, run_config
@@ -43,7 +43,7 @@ def plain(tmp_path_factory) -> Weights:
 def initial_weights() -> Weights:
     config = run_config(*SHORT)
     make = functools.partial(assemble.network_of, config, 19)
-    return setup.learner(config, make, one_epoch(4), World()).network.state_dict()
+    return build.learner(config, make, one_epoch(4), World()).network.state_dict()
 
 
 def moved(weights: Weights) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch
     """No graph breaks, before and after an evaluation. Dynamo traces but does not compile: no compiler is needed."""
     expected = in_parts(norm)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr("engine.training.setup.check_compiler", lambda *_, **__: None)
+    monkeypatch.setattr("engine.training.build.check_compiler", lambda *_, **__: None)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     options = (*IN_PARTS, f"norm={norm}", "trainer.compile=true", "trainer.evaluate_every_steps=2")

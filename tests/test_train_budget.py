@@ -12,7 +12,7 @@ from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
 from engine.schema.memory import device_memory
-from engine.training import loop, planner, setup
+from engine.training import build, loop, planner
 from engine.training.loop import train_step
 from engine.training.run import Run
 from tests.runs import SHORT, composed, one_epoch, run_config, same
@@ -54,7 +54,7 @@ def plans_after(rank: int, steps: int) -> list:
     """The plans of this rank for the network's inputs, and its weights."""
     world = World(rank, WORLD_SIZE)
     config = run_config(*NETWORK, "norm=inplace", "trainer.recompute=budget", "memory.activations=4MiB")
-    learner = setup.learner(config, partial(assemble.network_of, config, 5), one_epoch(20), world)
+    learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(20), world)
     run = SimpleNamespace(world=world, learner=learner, config=config)
     for number in range(1, steps + 1):
         generator = torch.Generator().manual_seed(WORLD_SIZE * number + rank)

@@ -27,8 +27,8 @@ from engine.schema.evaluation import Evaluation, TrainedNetwork
 from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
+from engine.segmentation.cross_entropy import CrossEntropy, inverse_frequencies
 from engine.segmentation.inference import Views
-from engine.segmentation.losses import CrossEntropy, inverse_frequencies
 from engine.segmentation.pictures import write_predictions
 from models.freezing import freeze
 from models.heads import DeepLabV3

@@ -27,9 +27,9 @@ from engine.schema.network import OurNorm, StandardNorm
 from engine.schema.optim import Poly
 from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
+from engine.training.build import learner_of
 from engine.training.learner import Learner
 from engine.training.loop import Loss
-from engine.training.setup import learner_of
 from engine.training.step_memory import FakeTensors, StepMemory, begun, traced
 from keepless.fit.sizes import largest
 from keepless.made_tensors import MadeTensors

@@ -31,7 +31,7 @@ from engine.records.metrics_logger import MetricsLogger
 from engine.schema.keys import deciding
 from engine.schema.schedule import Schedule
 from engine.schema.training import TrainingRun
-from engine.training import setup
+from engine.training import build
 from engine.training.input_scale import other_scale
 from engine.training.learner import Learner
 from keepless import share_plans
@@ -59,11 +59,11 @@ class Run(Generic[Config, Split]):
     metrics: MetricsLogger = field(init=False)
 
     def start(self, make: Callable[[], nn.Module]) -> None:
-        """Make the learner (see `setup.learner`), give it its initial or resumed weights, and open the records.
+        """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.
 
-        ValueError: see `setup.learner`, `initialise`; or the checkpoint does not fit.
+        ValueError: see `build.learner`, `initialise`; or the checkpoint does not fit.
         """
-        learner, best = setup.learner(self.config, make, self.schedule, self.world), None
+        learner, best = build.learner(self.config, make, self.schedule, self.world), None
         if self.resumed is not None:
             self._resume(learner, self.resumed)
             best = self.resumed["best"]

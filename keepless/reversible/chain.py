@@ -37,11 +37,11 @@ from torch.autograd.graph import Node
 
 from ..saved import Kept
 from ..torch_internals import Hooks, current_hooks, keeps_graph
+from .chain_steps import Apply, Inputs, Update
 from .checks import Checksum
 from .couplings import Coupling, widened
 from .replay import Section
 from .state import Values
-from .steps import Apply, Inputs, Update
 
 
 class Boundary:

@@ -12,8 +12,8 @@ from ..inputs import check_module
 from ..norms.statistics import statistics_kept
 from ..torch_internals import call_at_compilation, warn
 from .chain import Pass
+from .chain_steps import as_tuple
 from .couplings import has_hooks, in_halves, is_low_under_autocast, widened
-from .steps import as_tuple
 
 Block = nn.Module | tuple[nn.Module, ...]
 

@@ -22,7 +22,7 @@ from engine import assemble
 from engine.assemble.tasks import TASKS
 from engine.process.allocations import is_out_of_memory
 from engine.process.distributed import World
-from engine.training import loop, planner, setup
+from engine.training import build, loop, planner
 from keepless.fit.sizes import largest
 from keepless.units import bytes_of
 from scripts.evidence.memory_plan import CLAIMS
@@ -66,7 +66,7 @@ class Trained:
         assemble.arithmetic(self.config.trainer)
         self.task, self.world = TASKS[self.config.task], World(device=torch.device(arguments.device))
         make = partial(assemble.network_of, self.config, planner.classes_of(self.config.data))
-        self.learner = setup.learner(self.config, make, ENDLESS, self.world)
+        self.learner = build.learner(self.config, make, ENDLESS, self.world)
         self.loss = self.task.loss(self.config, self.learner.network)
 
     def steps_peak(self, crops: int, size: int, allowed: int) -> int:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from engine.schema.keys import key
-from engine.segmentation.losses import CrossEntropy
+from engine.segmentation.cross_entropy import CrossEntropy
 from keepless.recompute.costs import peak_bytes
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md

@@ -26,7 +26,7 @@ from engine.process.transfers import prefetched
 from engine.schema.keys import key
 from engine.schema.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
-from engine.training import loop, setup
+from engine.training import build, loop
 from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
 from scripts.reports import frame, papers
@@ -100,7 +100,7 @@ class Training:
             keep_freed_memory()
         self.dataset = synthetic(None, "train")
         make = partial(assemble.network_of, self.config, len(self.dataset.classes))
-        self.learner = setup.learner(self.config, make, ENDLESS, self.world)
+        self.learner = build.learner(self.config, make, ENDLESS, self.world)
         self.loss = assemble.loss(self.config.loss, self.dataset.ignore_index, network=self.learner.network)
         self.in_memory = list(assemble.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
         self.minibatches = iter(

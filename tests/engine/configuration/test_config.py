@@ -20,8 +20,8 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.keys import check_values
 from engine.schema.network import BODIES
 from engine.schema.segmentation import SegmentationRun
-from engine.segmentation.losses import CrossEntropy
-from engine.training import setup
+from engine.segmentation.cross_entropy import CrossEntropy
+from engine.training import build
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
 from models.released_norm import released_abn
@@ -455,12 +455,12 @@ def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     config.check_shares(processes=3)
     assert config.data.crops_per_minibatch == 6
     schedule = assemble.schedule_of(config, images=100)
-    learner = setup.learner(config, partial(assemble.network_of, config, 3), schedule, World())
+    learner = build.learner(config, partial(assemble.network_of, config, 3), schedule, World())
     assert {norm.backend for norm in learner.network.modules() if isinstance(norm, ABN)} == {"eager"}
     assert learner.max_gradient_norm == 0.5
     with pytest.raises(ValueError, match="the warm-up takes 80 steps, and the run has 2"):
         no_smoke = replace(config, trainer=replace(config.trainer, smoke=False))
-        setup.learner(no_smoke, partial(assemble.network_of, config, 3), schedule, World())
+        build.learner(no_smoke, partial(assemble.network_of, config, 3), schedule, World())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from engine.checkpoint.run_directory import RunDirectory
 from engine.process.distributed import World, joined
 from engine.process.stopping import Preempted
 from engine.records.metrics_logger import MetricsLogger
-from engine.training import setup
+from engine.training import build
 from engine.training.loop import train_step
 from eval import evaluate
 from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
@@ -48,7 +48,7 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
     sizes = (f"data.crops_per_minibatch={crops}", f"trainer.accumulation_steps={parts}")
     options = (f"norm={norm}", "norm.sync=true", *sizes, *overrides)
     config = run_config(*SHORT, *options)
-    learner = setup.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), world)
+    learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), world)
     generator = torch.Generator().manual_seed(0)
     losses, norms = [], []
     for _ in range(2):
@@ -88,7 +88,7 @@ def backward_events(rank: int, compiled: bool) -> str:
     """A backward pass in order: "g" for gradients that leave, "c" for a convolution or a compiled graph that starts."""
     wide = ("body.base_channels=[128,128,256]", "head.hidden_channels=8")  # 76 MiB
     config = run_config(*SHORT, *wide, "head.out_channels=8", f"trainer.compile={compiled}")
-    learner = setup.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), this_world())
+    learner = build.learner(config, partial(assemble.network_of, config, 5), one_epoch(10), this_world())
     learner.forward.network.register_comm_hook(None, leaving)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     learner.forward(images).mean().backward()

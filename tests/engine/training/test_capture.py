@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.process.distributed import World, data_parallel
-from engine.segmentation.losses import CrossEntropy
+from engine.segmentation.cross_entropy import CrossEntropy
 from engine.training import planner
 from engine.training.capture import CapturedMicroBatches
 from engine.training.learner import Learner

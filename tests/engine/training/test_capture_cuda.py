@@ -16,7 +16,7 @@ from engine import assemble
 from engine.assemble.network import arithmetic
 from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
-from engine.training import setup
+from engine.training import build
 from engine.training.learner import Learner
 from engine.training.loop import PLANNED_STEPS, train_step
 from keepless import checking_repetitions
@@ -38,7 +38,7 @@ def learner_and_loss(*overrides: str) -> tuple[Learner, nn.Module]:
     config = run_config(*SHORT, *SMALL, *overrides, "trainer.device=cuda")
     arithmetic(config.trainer, fixed_sizes=True)
     make = partial(assemble.network_of, config, CLASSES)
-    learner = setup.learner(config, make, one_epoch(50), World(device=torch.device("cuda")))
+    learner = build.learner(config, make, one_epoch(50), World(device=torch.device("cuda")))
     return learner, assemble.loss(config.loss, ignore_index=255).cuda()
 
 

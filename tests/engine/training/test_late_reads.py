@@ -20,7 +20,7 @@ from engine.process.distributed import World
 from engine.process.stopping import Preempted, StopRequest
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.schedule import Schedule
-from engine.segmentation.losses import CrossEntropy
+from engine.segmentation.cross_entropy import CrossEntropy
 from engine.training import loop
 from engine.training.learner import Learner
 from keepless.reversible import checks

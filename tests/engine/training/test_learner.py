@@ -10,7 +10,7 @@ from torch import nn
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World
-from engine.training import setup
+from engine.training import build
 from engine.training.learner import Learner, WeightAverage
 from tests.engine.learners import forward_of
 from tests.runs import one_epoch, run_config, same
@@ -133,8 +133,8 @@ def test_a_state_of_another_network_or_with_its_parameters_in_another_order_is_r
 
 def test_wrong_gradients_of_compiled_bfloat16_are_refused(monkeypatch):
     """TorchInductor computes them as PyTorch does."""
-    monkeypatch.setattr("engine.training.setup.check_compiler", lambda *_, **__: None)
+    monkeypatch.setattr("engine.training.build.check_compiler", lambda *_, **__: None)
     config = run_config("body=resnext_small", "body.groups=4", "trainer.compile=true", "trainer.precision=bfloat16")
     make = functools.partial(assemble.network_of, config, 5)
     with pytest.raises(ValueError, match="wrong gradients of body.mod4.block1.convs.conv2, a dilated"):
-        setup.learner(config, make, one_epoch(10), World())
+        build.learner(config, make, one_epoch(10), World())

@@ -11,7 +11,7 @@ from torch import nn
 from engine.checkpoint.run_directory import RunDirectory
 from engine.process.distributed import World
 from engine.process.stopping import Preempted
-from engine.segmentation.losses import CrossEntropy
+from engine.segmentation.cross_entropy import CrossEntropy
 from engine.training.learner import Learner, WeightAverage
 from engine.training.loop import _explain, train_step
 from keepless import InPlaceABN

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.prediction.export import exported, largest_difference
 from engine.prediction.predictors import Predictor
+from engine.prediction.programs import exported, largest_difference
 from engine.process.forward import Forward
 from keepless import InPlaceABN
 from models.heads import DeepLabV3

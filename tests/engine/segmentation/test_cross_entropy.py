@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.segmentation.losses import CrossEntropy, inverse_frequencies
+from engine.segmentation.cross_entropy import CrossEntropy, inverse_frequencies
 
 IGNORE = 255
 
