@@ -5,10 +5,9 @@ A number is followed by a comment with its source, which readers do not see:
     72.4<!-- n: mean camvid/finetune/lite0*/results.json#miou x100 .1 -->
 
 FILE is below docs/results and may have wildcards; `NAME@` is the run NAME with all its seeds. After # come keys and
-positions, * for all. Several values need a
-word before FILE: mean, deviation, median, least, most or count. `FILE#a / FILE#b` divides. xN multiplies; .N is the
-number of digits. `block NAME 2 "takes {} of"` is the number in a block that scripts generate, where the words stand
-for the second time.
+positions, * for all; a dot within a name is written as a colon. Several values need a word before FILE: mean,
+deviation, median, least, most or count. `FILE#a / FILE#b` divides. xN multiplies; .N is the number of digits.
+`block NAME 2 "takes {} of"` is the number in a block that scripts generate, where the words stand for the second time.
 """
 
 import json
@@ -28,8 +27,10 @@ FOLDS: dict[str, Callable[[list[float]], float]] = {
 
 
 def marked(text: str) -> Iterator[tuple[str, str]]:
-    """Each marked number of a page as it is written, and its source. ValueError: a mark without a number before it."""
+    """Each marked number of a page as it is written, and its source. ValueError: a mark that cannot be where it is."""
     found = MARK.findall(text)
+    if re.search(r"(?m)^\|.*<!-- n: [^>]*\|[^>]*-->", text):
+        raise ValueError("a mark in a table must have no |, which ends a cell in comments too")
     if len(found) != text.count("<!-- n: "):
         raise ValueError("a mark <!-- n: … --> must follow its number")
     yield from ((number.replace(",", ""), source) for number, source in found)
@@ -71,7 +72,7 @@ def _at(value: Any, path: list[str]) -> Iterator[Any]:
     if not path:
         yield value
         return
-    step, rest = path[0].replace("|", "."), path[1:]  # names with dots have | in their place
+    step, rest = path[0].replace(":", "."), path[1:]
     if step == "*":
         for each in value.values() if isinstance(value, dict) else value:
             yield from _at(each, rest)

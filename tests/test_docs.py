@@ -46,11 +46,13 @@ def test_marked_numbers_are_their_records():
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_marked_number_that_its_record_does_not_have_is_found():
+def test_wrong_marks_of_numbers_are_found():
     source = "camvid/norms/inplace/results.json#miou x100 .2"
     assert numbers.value_of(source) == "64.97"
     with pytest.raises(ValueError, match="must follow its number"):
         list(numbers.marked(f"words<!-- n: {source} -->"))
+    with pytest.raises(ValueError, match=r"in a table must have no \|, which ends a cell"):
+        list(numbers.marked('| std | 1.5<!-- n: block bodies 1 "| std | {} |" --> |'))
     with pytest.raises(ValueError, match="2 values, expected one"):
         numbers.value_of("camvid/norms/*/results.json#miou")
 
