@@ -18,8 +18,3 @@ def whole_of(tmp_path_factory):
         return run_dir
 
     return whole
-
-
-@pytest.fixture(scope="session")
-def whole(whole_of):
-    return whole_of("train_seg")

@@ -1,31 +1,19 @@
 """SIGKILL, and signals that request a stop: only the current step is lost."""
 
-import os
 import signal
 
 import pytest
 
 from engine.process.stopping import EXIT_CODE
 from tests.faults import runs
-from tests.faults.runs import Run, killed_after, survived, waiting_after
-from tests.runs import NARROW_A2
-
-# A loss scale, dropout and two data workers.
-FLOAT16 = (*NARROW_A2, "trainer.precision=float16", "trainer.deterministic=true", "data.workers=2")
+from tests.faults.runs import ENTRIES, Run, killed_after, survived, waiting_after
 
 
-@pytest.mark.parametrize(
-    "entry, options",
-    [
-        ("train_seg", ()),
-        pytest.param("train_seg", FLOAT16, marks=pytest.mark.slow),
-        pytest.param("train_imagenet", (), marks=pytest.mark.slow),
-    ],
-)
-def test_killed_again_and_again(tmp_path, whole_of, entry, options):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_killed_again_and_again(tmp_path, whole_of, entry):
     for step in (2, 5):
-        killed_after(step, tmp_path / "run", *options, entry=entry)
-    survived(tmp_path / "run", whole_of(entry, *options), *options, entry=entry)
+        killed_after(step, tmp_path / "run", entry=entry)
+    survived(tmp_path / "run", whole_of(entry), entry=entry)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +32,3 @@ def test_asked_to_stop(tmp_path, whole_of, entry, number, workers):
     assert run.ends() == EXIT_CODE, run.output
     runs.stopped(run.run_dir, run.output)
     survived(run.run_dir, whole_of(entry), entry=entry)
-
-
-def a_reader_that_is_gone() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    for number in (1, 2):
-        os.dup2(writer, number)
-
-
-def test_nobody_reads_what_is_printed(tmp_path, whole):
-    run = Run(tmp_path / "run", inject=a_reader_that_is_gone)
-    assert run.ends() == 0
-    survived(tmp_path / "run", whole)

@@ -3,12 +3,9 @@
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import OPTIONS, STEPS, ends, steps_of, survived, until_step
 from tests.runs import REPOSITORY
 
 # Prints its options, then becomes the command, so the command gets its signals.
@@ -25,9 +22,13 @@ def job(tmp_path):
         (tmp_path / name).write_text(content)
         (tmp_path / name).chmod(0o755)
 
-    def start(*arguments: str, launcher: Path = tmp_path / "torchrun", **variables: str) -> subprocess.Popen:
+    def start(*arguments: str, **variables: str) -> subprocess.Popen:
         slurm = {"JOB_ID": "64123", "JOB_NODELIST": "localhost", "JOB_NUM_NODES": "1", "GPUS_ON_NODE": "2"}
-        own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCHRUN": str(launcher), "QUEUE": str(tmp_path / "queue")}
+        own = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "TORCHRUN": str(tmp_path / "torchrun"),
+            "QUEUE": str(tmp_path / "queue"),
+        }
         environment = {f"SLURM_{name}": value for name, value in slurm.items()} | own | {"STATUS": "0"} | variables
         return subprocess.Popen(
             ["bash", "scripts/slurm.sbatch", *arguments],
@@ -64,25 +65,3 @@ def test_a_job_that_ends_or_fails_by_itself_does_not(job, tmp_path):
         assert process.returncode == status and not queue.exists()
     process = start("experiment=camvid/resnext_small")
     assert "error: give run_dir=RUN_DIR" in process.communicate(timeout=60)[0] and process.returncode == 2
-
-
-@pytest.mark.slow
-def test_a_real_run_is_stopped_and_continued(job, tmp_path, whole_of):
-    start, queue = job
-    run_dir, launcher = tmp_path / "run", tmp_path / "launcher"  # environments need not have the script torchrun
-    launcher.write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    launcher.chmod(0o755)
-    own = [option for option in OPTIONS["train_seg"] if option != "resume=auto"]
-    options = (f"run_dir={run_dir}", *own, "data.workers=2")
-    process = start(*options, launcher=launcher)
-    until_step(run_dir, 2, process)
-    process.send_signal(signal.SIGUSR1)
-    output = ends(process)
-    assert process.returncode == 1 and "exit status 75" in output and queue.read_text() == "requeue 64123\n"
-    assert len(steps_of(run_dir)) < STEPS
-
-    queue.unlink()
-    process = start(*options, launcher=launcher, SLURM_RESTART_COUNT="1")
-    output = ends(process)
-    assert process.returncode == 0 and not queue.exists(), output
-    survived(run_dir, whole_of("train_seg", processes=2), processes=2)

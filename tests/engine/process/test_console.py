@@ -1,6 +1,8 @@
 """Names and paths are printed literally in tables, lines and progress bars."""
 
 import logging
+import os
+import sys
 from functools import partial
 
 from engine.process import console
@@ -36,3 +38,12 @@ def test_without_a_terminal_the_log_says_how_many_images_are_done_and_the_time_l
         with progress_bar(make_console()) as progress:
             assert progress.disable and len([*tracked(progress, "abcde", "evaluating")]) == 5
         assert [record.getMessage() for record in caplog.records] == [f"evaluating: {line}" for line in said]
+
+
+def test_nobody_needs_to_read_what_is_printed(monkeypatch):
+    """A lost terminal does not end a run."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", open(writer, "w"))
+    make_console().print("nobody reads this")
+    sys.stdout.flush()
