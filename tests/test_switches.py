@@ -2,7 +2,6 @@
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,13 @@ from engine.process.transfers import prefetched
 from engine.training import build
 from eval import evaluate
 from tests.cuda import NEEDS_CUDA
-from tests.runs import SHORT, composed, one_epoch, run_config
+from tests.runs import SHORT, composed, one_epoch, run_config, same
 from train_seg import train
 
 STEPS = 3
 # Small steps keep rounding differences small. Four crops, because the head's pooled branch normalises one value per
 # crop: of two values, one is always above and one below their mean.
 GENTLE = ("data.crops_per_minibatch=4", "optim.lr=1e-3", "norm.backend=eager")
-IN_PARTS = ("data.crops_per_minibatch=7", "trainer.accumulation_steps=3")
 Weights = dict[str, torch.Tensor]
 
 
@@ -31,12 +29,6 @@ def trained(run_dir: Path, *overrides: str) -> dict:
     """The last checkpoint of a short training."""
     train(composed("train_seg", f"run_dir={run_dir}", *SHORT, *GENTLE, f"trainer.steps={STEPS}", *overrides))
     return checkpoint.load(run_dir / "checkpoints" / "last.pt")
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Weights:
-    """The weights of the training without any switch."""
-    return trained(tmp_path_factory.mktemp("plain"))["network"]
 
 
 @functools.cache
@@ -59,45 +51,26 @@ def difference(weights: Weights, others: Weights) -> float:
     return ((moved(weights) - moved(others)).norm() / moved(others).norm()).item()
 
 
-@pytest.fixture(scope="module")
-def in_parts(tmp_path_factory) -> Callable[[str], Weights]:
-    """norm -> the weights of a training with micro-batches of 3, 2 and 2 crops."""
-
-    @functools.cache
-    def weights(norm: str) -> Weights:
-        sizes, forward = [], Forward.__call__
-
-        def recorded(self, images, **options):
-            sizes.append(len(images))
-            return forward(self, images, **options)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Forward, "__call__", recorded)
-            state = trained(tmp_path_factory.mktemp(norm), *IN_PARTS, f"norm={norm}")
-        assert sizes[: 3 * STEPS] == STEPS * [3, 2, 2]
-        return state["network"]
-
-    return weights
-
-
 @pytest.mark.parametrize("norm", ["std", pytest.param("inplace", marks=pytest.mark.slow)])
-def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, in_parts, norm):
-    """No graph breaks, before and after an evaluation. Dynamo traces but does not compile: no compiler is needed."""
-    expected = in_parts(norm)
+def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, norm):
+    """Micro-batches have 3, 2 and 2 crops. No graph breaks, before and after an evaluation. Dynamo traces but does not
+    compile: no compiler is needed."""
+    options = ("data.crops_per_minibatch=7", "trainer.accumulation_steps=3", f"norm={norm}")
+    sizes, forward = [], Forward.__call__
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Forward, "__call__", lambda own, images, **more: sizes.append(len(images)) or forward(own, images, **more)
+        )
+        expected = trained(tmp_path / "eager", *options)["network"]
+    assert sizes[: 3 * STEPS] == STEPS * [3, 2, 2]
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr("engine.training.build.check_compiler", lambda *_, **__: None)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    options = (*IN_PARTS, f"norm={norm}", "trainer.compile=true", "trainer.evaluate_every_steps=2")
-    state = trained(tmp_path, *options)
+    state = trained(tmp_path / "compiled", *options, "trainer.compile=true", "trainer.evaluate_every_steps=2")
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     assert difference(state["network"], expected) < 1e-2
-
-
-def test_recomputed_activations_of_parts_change_no_bit(tmp_path, in_parts):
-    found = trained(tmp_path, *IN_PARTS, "norm=std", "trainer.recompute=activations")["network"]
-    assert all(torch.equal(found[name], weight) for name, weight in in_parts("std").items())
 
 
 @pytest.mark.slow
@@ -113,16 +86,16 @@ def test_compiled_by_inductor_it_trains_the_same(tmp_path, double, norm, recompu
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def test_deterministic_runs_are_equal_and_evaluated_with_the_arithmetic_of_the_training(tmp_path, plain, device):
-    """Runs on CPUs are equal without the switches too; there the test checks that PyTorch gets the settings."""
+def test_deterministic_runs_are_equal_and_evaluated_with_the_arithmetic_of_the_training(tmp_path, device):
+    """Runs on CPUs are always equal; there the test checks that PyTorch gets the settings."""
     options = ("trainer.deterministic=true", "trainer.tf32=true", f"trainer.device={device}")
     try:
         first = trained(tmp_path / "a", *options)["network"]
-        second = plain if device == "cpu" else trained(tmp_path / "b", *options)["network"]
         assert torch.are_deterministic_algorithms_enabled()
+        if device != "cpu":
+            assert same(first, trained(tmp_path / "b", *options)["network"])
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     last = tmp_path / "a" / "checkpoints" / "last.pt"
