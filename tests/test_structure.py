@@ -40,7 +40,7 @@ NAMES_KEYS = (
 KNOWS_SCHEMA = {"configuration", "assemble", "checkpoint", "training", "prediction"}
 
 LONGEST = {"train_seg.py": 90, "train_imagenet.py": 60}
-MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_EQUAL_LINES = 400, 60, 5
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 
 
 class Source:
@@ -212,28 +212,3 @@ def test_a_file_name_is_used_once():
         if not source.name.startswith(of_a_subject) and source.path.stem not in shared:
             named.setdefault(source.path.stem, []).append(source.name)
     assert {stem: files for stem, files in named.items() if len(files) > 1} == {}
-
-
-def windows(source: str) -> set[tuple[str, ...]]:
-    """All runs of MOST_EQUAL_LINES + 1 lines, without indentation, blank lines and imports."""
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    left_out = {number for node in imports for number in range(node.lineno, node.end_lineno + 1)}
-    numbered = [(number, line.strip()) for number, line in enumerate(source.splitlines(), start=1)]
-    lines = [line for number, line in numbered if line and number not in left_out]
-    return {tuple(lines[start : start + MOST_EQUAL_LINES + 1]) for start in range(len(lines) - MOST_EQUAL_LINES)}
-
-
-def test_copied_functions_are_found_and_equal_imports_are_no_copy():
-    """Otherwise the next test could not fail."""
-    one, other = (source_of(REPOSITORY / name) for name in ("train_seg.py", "eval.py"))
-    for kinds, found in (((ast.Import, ast.ImportFrom), False), (ast.FunctionDef, True)):
-        copied = [ast.get_source_segment(one.text, node) for node in one.tree.body if isinstance(node, kinds)]
-        assert len("\n".join(copied).splitlines()) > MOST_EQUAL_LINES
-        assert bool(windows(one.text) & windows("\n".join([*copied, other.text]))) == found
-
-
-def test_entries_share_no_code():
-    """Code that two tasks share belongs in the engine, once."""
-    entries = sources("")
-    shared = [(a.name, b.name) for a, b in itertools.combinations(entries, 2) if windows(a.text) & windows(b.text)]
-    assert len(entries) >= 3 and shared == []

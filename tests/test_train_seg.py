@@ -141,15 +141,13 @@ def test_a_frozen_body_stays_to_the_bit_also_in_averages(streets, watched, tmp_p
 
 
 def test_bad_files_stop_a_run(streets, tmp_path):
-    """They stop it before its first step, or where the class index reads them. So do splits without labels."""
+    """They stop it before its first step, and so do splits without labels."""
     root, data = streets
     bad = cityscapes(root, "train").files[-1].label
     bad.write_bytes(bad.read_bytes()[:100])
-    options = (*data, "trainer.steps=2", "sampler=class_uniform")
-    for more in ((), ("data.verify=false",)):
-        with pytest.raises(ValueError, match=f"{bad.name}: the PNG file is truncated"):
-            train_short(tmp_path / "stops", *options, *more)
-        assert not (tmp_path / "stops" / "metrics.jsonl").exists()
+    with pytest.raises(ValueError, match=f"{bad.name}: the PNG file is truncated"):
+        train_short(tmp_path / "stops", *data, "trainer.steps=2")
+    assert not (tmp_path / "stops" / "metrics.jsonl").exists()
     shutil.copytree(root / "leftImg8bit" / "val", root / "leftImg8bit" / "test")
     for key in ("data.train_split", "data.val_split"):
         with pytest.raises(ValueError, match=f"{key}=test: cityscapes has no labels"):
@@ -170,12 +168,6 @@ def test_a_finished_run_resumes_to_its_results_and_not_on_other_data(streets, tm
     with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
         train_short(tmp_path / "run", *options, "resume=auto")
     assert same(weights(tmp_path / "run"), before)
-
-
-def test_what_is_not_finite_after_the_last_step_is_never_kept(tmp_path):
-    with pytest.raises(FloatingPointError, match=r"step \d+.*not finite"):
-        train_short(tmp_path, "trainer.steps=1", "optim.lr=3e38", "optim.weight_decay=10")
-    assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "results.json").exists()
 
 
 def test_errors_reach_the_user_as_one_message(tmp_path):

@@ -4,9 +4,6 @@ import gc
 import importlib
 import json
 import os
-import subprocess
-import sys
-import time
 import weakref
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -21,7 +18,6 @@ from scripts.evidence import layers, loss, networks, reversible, training
 from scripts.reports import frame
 from scripts.reports.markdown import longer, ratio_of
 from scripts.reports.measuring import Elsewhere, interleaved
-from tests.runs import REPOSITORY
 
 
 def test_every_round_calls_every_timer_once_in_a_new_order():
@@ -38,32 +34,6 @@ def test_ratios_are_taken_within_a_round():
     assert ratio == (4.0, 3.0, 12.0) and f"{ratio:.1f}" == "4.0 (3.0 – 12.0)"
     assert ratio_of([3.0], [2.0]) == (1.5, 1.5, 1.5)
     assert longer({"a": 1.004, "b": 1.2, "c": 0.9}) == "b (1.20)" and longer({}) == "none"
-
-
-CALLS_A_BUSY_PROCESS = """
-import importlib, os, sys
-from scripts.reports.measuring import Elsewhere
-if __name__ == "__main__":
-    process = Elsewhere(importlib.import_module, "os")
-    print(process.call("getpid"), flush=True)
-    process.call("open", sys.argv[1], os.O_RDONLY)  # waits until someone writes
-"""
-
-
-@pytest.mark.slow
-def test_a_measuring_process_ends_with_its_parent(tmp_path):
-    """The parent is killed while the process is busy."""
-    os.mkfifo(tmp_path / "pipe")
-    command = [sys.executable, "-c", CALLS_A_BUSY_PROCESS, tmp_path / "pipe"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        child = Path("/proc") / parent.stdout.readline().strip()
-        assert child.is_dir()
-        parent.kill()
-    deadline = time.monotonic() + 60
-    while child.is_dir():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.mark.slow
