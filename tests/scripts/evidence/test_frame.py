@@ -70,6 +70,7 @@ IMPOSSIBLE = [  # (command, options, message)
     (layers, "dtypes=[float16]", "each one of float32, bfloat16"),
     (layers, "groups=[]", "each one of bn_act, bn_act_conv, host"),
     (layers, "backend=cuda", "expected one of auto"),
+    (layers, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (layers, "out=page.md", "ends in .json"),
     (layers, "measure=false", "does not exist"),
     (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, arms"),

@@ -1,7 +1,6 @@
 """The papers' tables: what was published, which runs count, and the commands for the rest."""
 
 import itertools
-import json
 import re
 import shlex
 import shutil
@@ -51,35 +50,6 @@ def test_every_row_has_a_published_score_and_a_command():
         assert f"experiment={name}" in papers.command_of(name) and papers.devices_of(name) in (1, 4), name
 
 
-def test_published_scores_are_read_from_the_headers_and_rows_are_in_the_paper_s_order():
-    assert papers.published("table3/cityscapes_wrn38_std") == [("miou", "results", 75.82, "")]
-    scores = papers.published("table1/resnext101_relu")
-    assert scores[0] == ("top1", "results", 77.74, "")
-    assert scores[-1] == ("top5", "results_leaky_relu_crop320", 94.25, "")
-    released = {name for name in papers.experiments_of("table2") if papers.published(name)[0].source == "the release"}
-    assert released == {name for name in papers.experiments_of("table2") if "/release_" in name} != set()
-    sources = [(entry.percent, entry.source) for entry in papers.published("memcnn/cifar10_revnet38")]
-    assert sources[0] == (92.54, "MemCNN's paper") and len(sources) == 3
-    names = [name.rpartition("resnext101_")[2] for name in papers.experiments_of("table3") if "cityscapes_r" in name]
-    assert names == ["std", "inplace_fixed_crop", "inplace_fixed_batch", "inplace_sync_fixed_batch"]
-
-
-@pytest.mark.usefixtures("of_few_tables")
-def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
-    copied(tmp_path / "runs" / "first", 0.88, seed=0)
-    copied(tmp_path / "runs" / "second", 0.90, seed=1)
-    copied(tmp_path / "runs" / "fast", 0.92, seed=2, trainer={"compile": True})
-    copied(tmp_path / "runs" / "larger", 0.99, data={"crops_per_minibatch": 64})
-    shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "copy")  # counts once
-    text = written(tmp_path, tmp_path / "runs", before=f"# Mine\n{START}\nold\n{END}\nafter\n")
-    (row,) = [line for line in text.splitlines() if line.startswith("| cifar10/resnet14 |")]
-    assert " 89.00 ± 1.41; 92.00, with `trainer.compile=true` |" in row and "larger" not in row
-    assert "larger](../runs/larger/results.json), with `data.crops_per_minibatch=64`: top-1 99.00" in text
-    assert text.startswith(f"# Mine\n{START}\n") and text.endswith(f"{END}\nafter\n") and "\nold\n" not in text
-    (missing,) = [line for line in text.splitlines() if line.startswith("| cifar10/revnet38 |")]
-    assert " not run |" in missing and "`python train_imagenet.py experiment=cifar10/revnet38 data.root=DIR" in missing
-
-
 @pytest.mark.usefixtures("of_few_tables")
 def test_a_seed_counts_once_from_the_folder_with_most_seeds(tmp_path):
     copied(tmp_path / "runs" / "again" / "one", 0.70, seed=0)
@@ -100,17 +70,6 @@ def test_a_run_without_tf32_says_so_if_it_was_on_cuda(tmp_path):
     config.write_text(config.read_text().replace("# 1 x cpu", "# 1 x cuda"))
     assert " 90.00; 92.00, with `trainer.tf32=false` |" in written(tmp_path, cpu, cuda)
     assert len({*titles_of(by_configuration([Run(cpu), Run(cuda)]))}) == 2
-
-
-@pytest.mark.usefixtures("of_few_tables")
-def test_planned_memory_comes_from_the_plan_and_only_a_gpu_measures_the_same(tmp_path):
-    results = copied(tmp_path / "runs" / "run") / "results.json"
-    items = json.loads((RESULTS / "memory_plan.json").read_text())["calls"][0]["items"]
-    planned = f"{items['experiments/cifar10/resnet14'][0]['peak'] / 2**30:.2f}"
-    assert f"| {planned} | – |" in written(tmp_path, tmp_path / "runs")
-    hardware = json.loads(results.read_text())["environment"]["hardware"]
-    results.write_text(results.read_text().replace(hardware, f"1 x NVIDIA H200; {hardware}"))
-    assert f"| {planned} | 1.24 |" in written(tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.usefixtures("of_few_tables")
