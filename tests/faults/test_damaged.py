@@ -1,16 +1,12 @@
-"""Truncated checkpoints and images, full disks, and two runs in one folder."""
+"""Truncated checkpoints, full disks, and two runs in one folder."""
 
-import itertools
 import resource
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from datasets import synthetic
 from engine.checkpoint import files as checkpoint
-from tests import trees
-from tests.faults.runs import ENTRIES, Run, before_call, finished, killed_after, says, survived, waiting_after
+from tests.faults.runs import ENTRIES, Run, before_call, killed_after, says, survived, waiting_after
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -22,38 +18,6 @@ def test_a_truncated_checkpoint_is_named_and_the_previous_one_used(tmp_path, who
     step = checkpoint.load(previous)["step"]
     output = survived(run.run_dir, whole_of(entry), entry=entry)
     assert says(output, f"checkpoint {run.last} is ", f"The run continues from {previous}, of step {step}")
-
-
-def images_of(entry: str, root: Path) -> tuple[list[Path], tuple[str, ...]]:
-    """Training images in files, and the options with which `entry` reads them."""
-    if entry == "train_seg":
-        synthetic(root, "val")
-        return [file.image for file in synthetic(root, "train").files], (f"data.root={root}",)
-    for split, name, number in itertools.product(("train", "val"), ("n01", "n02"), range(24)):
-        pixels = np.random.default_rng(number).integers(0, 256, (40, 48, 3), dtype=np.uint8)
-        trees.write(root / split / name / f"{number}.JPEG", pixels)
-    options = ("data=imagenet", f"data.root={root}", "data.crop_size=32", "data.resize=36")
-    return sorted((root / "train").rglob("*.JPEG")), options
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("entry, workers", [("train_seg", 2), ("train_imagenet", 0)])
-def test_a_truncated_image_is_named(tmp_path, entry, workers):
-    """All images lose half of their bytes after the third step."""
-    images, options = images_of(entry, tmp_path / "images")
-    options += (f"data.workers={workers}",)
-    finished(tmp_path / "whole", *options, entry=entry)
-    contents = {file: file.read_bytes() for file in images}
-    run = Run(tmp_path / "run", *options, entry=entry, inject=waiting_after(3)).until_step(3)
-    for file, content in contents.items():
-        file.write_bytes(content[: len(content) // 2])
-    (run.run_dir / "go").touch()
-    output = run.fails()
-    (message,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert any(str(file) in message for file in images)
-    for file, content in contents.items():
-        file.write_bytes(content)
-    survived(run.run_dir, tmp_path / "whole", *options, entry=entry)
 
 
 @pytest.mark.slow
