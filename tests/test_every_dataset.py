@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 from hydra.errors import ConfigCompositionException
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
-from scripts.browse_data import browse
 from tests import trees
 from tests.datasets import classification_trees
 from tests.runs import REPOSITORY, composed, run_config
@@ -43,8 +41,11 @@ SLOW = ("camvid", "coco_stuff")
 )
 def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     """Evaluating again gives the same numbers, also at the base size of the training."""
-    base_size = ("data.base_size=48",) if name == "vistas" else ()
-    data = (f"data={name}", f"data.root={trees.SEGMENTATION[name](tmp_path / 'data')}", *base_size)
+    root, base_size = trees.SEGMENTATION[name](tmp_path / "data"), ("data.base_size=48",) if name == "vistas" else ()
+    if name == "folder":  # its names need not be UTF-8
+        for file in root.glob("*/*/a/board.0.*"):
+            file.rename(file.with_name(os.fsdecode(b"caf\xe9") + file.suffix))
+    data = (f"data={name}", f"data.root={root}", *base_size)
     results = train(composed("train_seg", f"run_dir={tmp_path / 'run'}", *data, "debug=smoke", "trainer.device=cpu"))
     assert results["dataset"] == name and results["images"] == 2
     assert 0 <= results["miou"] <= 1
@@ -78,27 +79,6 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
             assert np.array_equal(np.asarray(written.convert("RGB")), colours[np.asarray(written)])
         else:
             assert written.mode == "L" and cv2.imread(str(file), cv2.IMREAD_UNCHANGED).ndim == 2
-
-
-def test_file_names_that_are_not_utf_8_in_a_run(tmp_path):
-    """Files keep the names' bytes; the log, TensorBoard and pictures escape them."""
-    root = trees.camvid_folders(tmp_path / "data")
-    for split, number in (("train", 2), ("train", 4), ("val", 0)):
-        for kind, suffix in (("images", ".jpg"), ("labels", ".png")):
-            name = os.fsdecode(b"caf\xe9 %d%b" % (number, suffix.encode()))
-            (root / split / kind / f"0001TP_{number:06d}{suffix}").rename(root / split / kind / name)
-    name = os.fsdecode(b"caf\xe9 0")
-    data = ("data=camvid", f"data.root={root}", "data.workers=0")
-    train(composed("train_seg", f"run_dir={tmp_path / 'run'}", "debug=smoke", *data, "trainer.device=cpu"))
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
-    assert "val_pictures/caf\\udce9 0" in events.Tags()["images"]
-    written = (f"predictions={tmp_path / 'predictions'}", f"overlays={tmp_path / 'overlays'}")
-    last = f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}"
-    evaluate(composed("eval", last, *written, "workers=0", "device=cpu"))
-    assert (tmp_path / "predictions" / f"{name}.png").is_file() and (tmp_path / "overlays" / f"{name}.png").is_file()
-    pages = browse(composed("browse_data", *data, "data.crops_per_minibatch=6", "count=6", f"out={tmp_path / 'pages'}"))
-    assert [page.name for page in pages] == ["page_000.png"]
 
 
 def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path):

@@ -1,5 +1,7 @@
 """The sheets show what a training sees: the same crops with their labels or classes."""
 
+import os
+
 import cv2
 import numpy as np
 import pytest
@@ -55,7 +57,10 @@ def test_classification_has_no_class_uniform_sampling():
 
 
 def test_writes_pages_of_eight_and_the_legend_names_what_occurs(tmp_path):
+    """Names need not be UTF-8."""
     root = trees.camvid_folders(tmp_path / "data")
+    for file in root.glob("train/*/0001TP_000002.*"):
+        file.rename(file.with_name(os.fsdecode(b"caf\xe9") + file.suffix))
     data = ("data=camvid", f"data.root={root}", *CROPS)
     written = browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))
     assert [path.name for path in written] == ["page_000.png", "page_001.png"]

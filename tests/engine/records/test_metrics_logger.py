@@ -209,13 +209,14 @@ def test_the_best_score_is_known_without_the_file(tmp_path):
 
 
 def test_curves_layers_and_pictures_have_the_names_of_the_evaluation(tmp_path):
+    """What is not UTF-8 in a name is escaped."""
     with logger(tmp_path) as running:
         shown = {"curves": {"val/a": 0.5, "b": 2.0}, "layers": {"smallest_gamma": ("body.bn", 0.25)}}
         picture = np.full((4, 12, 3), 7, np.uint8)
-        running.evaluation(3, 0.5, replace(evaluated(), **shown, pictures={"seen/c": picture}))
+        running.evaluation(3, 0.5, replace(evaluated(), **shown, pictures={"seen/caf\udce9": picture}))
     events = events_of(tmp_path)
     found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
     assert found == {"val/a": [(3, 0.5)], "b": [(3, 2.0)], "val_layers/smallest_gamma": [(3, 0.25)]}
-    assert events.Tags()["images"] == ["seen/c"]
+    assert events.Tags()["images"] == ["seen/caf\\udce9"]
     layers = {"smallest_gamma": {"layer": "body.bn", "value": 0.25}}
     assert records(tmp_path) == [{"kind": "val", "step": 3, "epoch": 0.5, **SCORES, "layers": layers}]
