@@ -269,7 +269,6 @@ WRONG = {
     "a cut tiff": (".tif", lambda label: encoded(label, "L", "TIFF", 1)[:-300], "cannot be decoded as a label"),
     "turned": (".png", lambda label: encoded(label, "L", "PNG", 3), "has an EXIF orientation, but labels are read as"),
     "an id without a class": (".png", lambda label: png(label + np.uint8(2)), "contains the ids 4, .*0-3, 255"),
-    "another size": (".png", lambda label: png(label.T.copy()), "the label is 24x40 .* 40x24; expected the same"),
 }
 
 
@@ -315,8 +314,8 @@ TURNED = encoded(PIXELS, "RGB", "JPEG", 6)
 IMAGES = {
     "16 bits": png(PIXELS.astype(np.uint16) * 256 + 99),
     **{mode: encoded(PIXELS, mode, "PNG", 1) for mode in ("L", "LA", "RGBA", "P")},
-    **{f"{kind} {turn}": encoded(PIXELS, "RGB", kind, turn) for kind in ("PNG", "JPEG") for turn in (0, 1, 3, 6, 9)},
-    **{f"{kind} {turn}": encoded(PIXELS, "RGB", kind, turn) for kind in ("TIFF", "WEBP") for turn in (1, 3, 6)},
+    **{f"JPEG {turn}": encoded(PIXELS, "RGB", "JPEG", turn) for turn in (0, 1, 3, 6, 9)},
+    **{f"{kind} 6": encoded(PIXELS, "RGB", kind, 6) for kind in ("PNG", "TIFF", "WEBP")},
     "BMP": encoded(PIXELS, "RGB", "BMP", 1),
     "EXIF, a text for a number": TURNED.replace(b"\x01\x12\0\x03", b"\x01\x12\0\x02"),
     "EXIF, damaged": TURNED.replace(b"MM\0*", b"MM\0\xff"),

@@ -175,12 +175,3 @@ def test_evaluated_images_of_files(files):
         assert item.keys() == {"image", "label", "name"} and type(item["label"]) is int
         assert torch.equal(item["image"], fixed_crops(32, 24)(torch.from_numpy(files.image(number)).movedim(2, 0)))
         assert torch.equal(item["image"], batch["image"][number, 4]) and item["image"].is_contiguous()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_whole_images_in_memory_are_evaluated_by_the_minibatch(memory, workers):
-    batches = list(Loader(ImagesInMemory(memory), workers, sampler=range(1, 20, 2), batch_size=8, collate_fn=collated))
-    assert [len(batch["label"]) for batch in batches] == [8, 2]
-    assert np.array_equal(torch.cat([batch["image"] for batch in batches]).numpy(), memory.pixels[1::2])
-    assert torch.cat([batch["label"] for batch in batches]).tolist() == memory.labels[1::2].tolist()
-    assert batches[0]["name"][1] == memory.image_name(3)

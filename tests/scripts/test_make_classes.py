@@ -42,14 +42,6 @@ SAID = {  # a label, the keys, the classes and the entries of the file, and what
     "ids in RGB as colours": (equal_channels(values(0, 9, 50)), ("gray=colours",), 3, 3, ()),
     "ids and 255 in RGB": (equal_channels(values(0, 1, 255)), (), 2, 2, (IDS_READ,)),
     "ids with gaps in RGB": (equal_channels(values(0, 10)), (), 2, 11, (IDS_READ, "ignored: 1-9\n")),
-    "ids with gaps and 255 in RGB": (equal_channels(values(3, 20, 255)), (), 2, 21, (IDS_READ, "ignored: 0-2, 4-19\n")),
-    "255 that counts in RGB": (
-        equal_channels(values(0, 1, 255)),
-        ("ignored=null",),
-        3,
-        256,
-        (IDS_READ, "2-254: check that the labels are no gray"),
-    ),
     "gray colours": (equal_channels(values(0, 100, 200)), (), 3, 3, (COLOURS_READ,)),
     "gray colours or ids": (equal_channels(values(1, 5, 9, 150)), (), 4, 4, (COLOURS_READ, "0-2 can hardly be told")),
     "large ids in RGB": (

@@ -115,18 +115,6 @@ def test_revnet_s_and_memcnn_s_experiments_are_the_paper_s(name):
     assert of_100_classes == experiment(f"revnet/cifar100_{network}") == experiment(f"memcnn/cifar100_{network}")
 
 
-@pytest.mark.parametrize("name, base", [("preact_resnet32", "cifar10_resnet32"), ("revnet38", "cifar10_revnet38")])
-def test_the_short_runs_are_revnet_s_in_fewer_steps_and_in_bfloat16(name, base):
-    short, whole = experiment(f"cifar10/{name}"), experiment(f"revnet/{base}")
-    keys, whole_keys = (cfg.flat(cfg.plain(config)) for config in (short, whole))
-    assert {key for key in keys if keys[key] != whole_keys[key]} == {
-        *("lr_schedule.steps", "trainer.steps", "trainer.precision", "trainer.evaluate_every_epochs")
-    }
-    factor = whole.trainer.steps / short.trainer.steps
-    assert [factor * step for step in short.lr_schedule.steps] == whole.lr_schedule.steps
-    assert short.trainer.precision == "bfloat16"
-
-
 # Crops per minibatch, their size, and thousands of steps in tables 3 and 4.
 TABLE_3 = {
     ("cityscapes", "resnext101"): ((16, 512, 66.9), (28, 512, 38.2), (16, 672, 66.9), (16, 672, 66.9)),

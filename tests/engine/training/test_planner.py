@@ -15,7 +15,6 @@ from keepless.recompute import costs
 from keepless.saved import size_text
 from scripts import plan_memory
 from tests import runs, trees
-from tests.datasets import classification_trees
 
 
 def test_what_a_device_needs_leaves_its_tensors_what_they_take():
@@ -53,17 +52,6 @@ def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys)
     assert "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU nothing enforces it" in output
     limit = f"; a minibatch has no more than the {len(cityscapes(root, 'train'))} training images"
     assert limit in output and planner.all_images(planned("memory.fit=batch", "memory.budget=24GiB"), 1) == ""
-
-
-@pytest.mark.usefixtures("modelled")
-def test_a_minibatch_is_not_larger_than_a_part_of_cifar(tmp_path):
-    """The mean image is subtracted from its images."""
-    root = classification_trees.cifar_zip(tmp_path / "cifar.zip")
-    data = ("data=cifar10", f"data.root={root}", "data.mean_image=true", "data.mean=[0,0,0]")
-    run = ("run_dir=unused", *data, "body=resnet32_cifar", "memory.budget=24GiB", "memory.fit=batch")
-    config = runs.classification_config(*run)
-    chosen = planner.fitted(config)
-    assert chosen.data.crops_per_minibatch == 20
 
 
 @pytest.mark.usefixtures("modelled")

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from keepless import recompute_activations
+from keepless import InPlaceABN, recompute_activations
 from keepless.saved import kept_bytes, saved_for_backward
 from models.blocks import IdentityResidualBlock
+from tests.cuda import NEEDS_CUDA
 from tests.norms import CHECKPOINTED, STRATEGIES
 
 
@@ -81,3 +82,24 @@ def test_compiles_to_one_graph_that_keeps_no_more(strategy):
     if strategy not in CHECKPOINTED and not (strategy == "inplace" and torch.__version__.startswith("2.11.")):
         vectors = 2 * 8 * x.itemsize  # two of 8 channels, which older compilers keep
         assert activation_bytes(compiled, x) <= activation_bytes(network, x) + vectors
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+@pytest.mark.parametrize("offset", [1, 2])
+def test_unaligned_views_have_the_gradients_of_aligned_copies(device, offset):
+    """Inputs, gradients and vectors that begin 4 or 8 bytes into their memory: no 128-bit accesses."""
+
+    def shifted(tensor: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(tensor.numel() + offset, device=device)[offset:]
+        return memory.copy_(tensor.flatten()).view(tensor.shape)
+
+    x, dz = torch.randn(2, 3, 8, 6, 6, device=device).unbind()
+    layer, results = InPlaceABN(8).to(device), []
+    for place in (torch.clone, shifted, torch.clone):
+        own = copy.deepcopy(layer)
+        vectors = {name: place(vector).requires_grad_() for name, vector in own.named_parameters()}
+        leaf = place(x).requires_grad_()
+        z = torch.func.functional_call(own, vectors, leaf)
+        results.append([z, *torch.autograd.grad(z, [leaf, *vectors.values()], place(dz))])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
