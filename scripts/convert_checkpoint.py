@@ -79,7 +79,7 @@ def convert(values: DictConfig) -> list[str]:
     if ours and options.format == "checkpoint":
         lines = _write_weights_alone(checkpoint.checked(content, source), source, output)
     elif ours:
-        weights = initial_weights.of_checkpoint(content, source, name)
+        weights = initial_weights.weights_in_checkpoint(content, source, name)
         assert weights.norm is not None
         norm, tensors, lines = weights.norm, weights.converted(), [f"input {weights.source}"]
     else:

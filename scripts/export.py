@@ -30,7 +30,7 @@ from torch.export import ExportedProgram
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.prediction.opening import Opened, opened
+from engine.prediction.opening import Opened, open_checkpoint
 from engine.prediction.predictors import Segmenter
 from engine.prediction.programs import exported, largest_difference
 from engine.process.console import logger, make_console
@@ -67,7 +67,7 @@ def export(values: DictConfig) -> dict:
     options = configuration.typed(values, Export)
     output = Path(options.output)
     source = checkpoint.file_of(options.checkpoint)
-    found = opened(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
+    found = open_checkpoint(source, Prediction(averaged=options.averaged, device="cpu", precision="float32"))
     about = metadata(found, options)
     writable_file("output", output, source)
     program = exported(found.network, options.size, getattr(torch, options.precision), options.argmax)

@@ -29,7 +29,7 @@ from datasets.reading import PHOTOGRAPHS, decode_image
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.prediction.opening import opened
+from engine.prediction.opening import open_checkpoint
 from engine.prediction.predictors import Segmenter
 from engine.process.console import counting, log_to, logger, make_console, progress_bar, tracked
 from engine.process.output_files import check_outside, writable_file, write_array, write_file, write_png
@@ -52,7 +52,7 @@ def predict(values: DictConfig) -> list[Path]:
     options = configuration.typed(values, Prediction)
     console, source, output = make_console(), Path(options.input), Path(options.output)
     log_to(console, None)
-    network, config, state = opened(options.checkpoint, options)
+    network, config, state = open_checkpoint(options.checkpoint, options)
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
     written, unreadable, rows = [] if segments else [output / TABLE], [], []

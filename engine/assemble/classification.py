@@ -19,7 +19,7 @@ from datasets import (
 from datasets.classification import mean_image
 from datasets.registry import FOR_CLASSIFICATION
 from datasets.workers import Loader
-from engine.assemble.data import evaluation_loader, loader, options_of, order_of, root_named
+from engine.assemble.data import evaluation_loader, loader, order_of, own_options, root_named
 from engine.process.distributed import World
 from engine.schema.classification import ClassificationData, ImageNetData, SmallImagesData
 from engine.schema.training import TrainingRun
@@ -39,7 +39,7 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError, naming its config key `key`, if the dataset has no such split or files are missing."""
     with root_named(config, f"{key}={split}: "):
-        return FOR_CLASSIFICATION[config.name].make(config.root, split, **options_of(config))
+        return FOR_CLASSIFICATION[config.name].make(config.root, split, **own_options(config))
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:

@@ -45,7 +45,7 @@ def dataset(
 
     ValueError: the dataset has no such split, or files are missing.
     """
-    row, options, parts = FOR_SEGMENTATION[config.name], options_of(config), []
+    row, options, parts = FOR_SEGMENTATION[config.name], own_options(config), []
     known = {} if row.classes is None else row.count_images(config.root, **options)
     if row.drawn:
         options |= {"draw": draw, "own_images": "give data=folder"}
@@ -59,7 +59,7 @@ def dataset(
     return joined(parts)
 
 
-def options_of(config: Data) -> dict[str, Any]:
+def own_options(config: Data) -> dict[str, Any]:
     """The keys that only this dataset has, and their prefix `keys`, as arguments of the dataset's function."""
     shared = {entry.name for kind in (SegmentationData, ImageNetData, SmallImagesData) for entry in fields(kind)}
     options = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in shared}
@@ -79,12 +79,12 @@ def root_named(config: Data, split: str = "") -> Iterator[None]:
 def official_images(config: Data) -> dict[str, int | None]:
     """The official number of images in each split of the dataset; None for splits of the user's own images."""
     with root_named(config):
-        return ROWS[config.name].count_images(config.root, **options_of(config))
+        return ROWS[config.name].count_images(config.root, **own_options(config))
 
 
 def official_classes(config: Data) -> int | None:
     """The official number of classes of the dataset; None for the user's own images."""
-    return ROWS[config.name].count_classes(**options_of(config))
+    return ROWS[config.name].count_classes(**own_options(config))
 
 
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:

@@ -73,7 +73,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
         path = checkpoint.file_of(init.weights)
     name = f"init.weights={path}"
     if init.format is None:
-        weights = of_checkpoint(checkpoint.read(path), path, name)
+        weights = weights_in_checkpoint(checkpoint.read(path), path, name)
     elif init.format == "released":
         content = _foreign(released.read(path, name), name)
         file = released.weights_in(content, path, name, init.scale, key="init.scale")
@@ -104,7 +104,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     return report
 
 
-def of_checkpoint(content: object, path: Path, name: str) -> Weights:
+def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
     """The weights in the content of our checkpoint, averaged ones if present; `name` is for messages."""
     if not is_ours(content):
         raise ValueError(

@@ -1,9 +1,8 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and dataclasses to plain dictionaries and back."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import Field, fields, is_dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -15,15 +14,6 @@ from engine.schema.training import TrainingRun
 from keepless.torch_internals import tree_map
 
 Schema = TypeVar("Schema", bound=Keys)
-
-
-class Known(NamedTuple):
-    """A key that a configuration has."""
-
-    name: str  # such as optim.lr
-    value: Any  # ??? if it must be given
-    entry: Field[Any]
-    owner: type[Keys]  # the dataclass of the field
 
 
 def register(name: str, schema: type) -> None:
@@ -102,18 +92,6 @@ def plain(config: Keys) -> dict:
 def yaml(config: Keys) -> str:
     """A schema's instance as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def known_in(values: DictConfig, prefix: str = "") -> Iterator[Known]:
-    """The keys of a config that Hydra composed from a schema, which may still lack values."""
-    owner = OmegaConf.get_type(values)
-    assert owner is not None
-    for entry in fields(owner):
-        value = "???" if OmegaConf.is_missing(values, entry.name) else values[entry.name]
-        if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
-            yield from known_in(value, f"{prefix}{entry.name}.")
-        else:
-            yield Known(prefix + entry.name, value, entry, owner)
 
 
 def flat(values: Any, prefix: str = "") -> dict:

@@ -5,15 +5,14 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from engine.configuration.choices import choices, groups_in
-from engine.configuration.config import Known, known_in
-from engine.schema.keys import Declared, expected
+from engine.schema.keys import Declared, Keys, expected
 
 LONGEST_VALUE = 50
 
@@ -22,23 +21,32 @@ def help_text(about: str, command: str, schema: type, values: DictConfig) -> str
     """`about`, the groups of a command with the choices that fit its schema, and the keys of `values`."""
     columns = max(60, min(shutil.get_terminal_size().columns, 120))
     groups = {group: ", ".join(choices(group, schema)) for group in groups_in(command)}
-    keys = {
-        f"{known.name}={as_text(known.value):.{LONGEST_VALUE}}": about_key(known)
-        for known in known_in(values)
-        if not known.name.endswith(".name")  # of a group's choice, which group=choice gives
-    }
     parts = [about.strip()]
     if groups:
         parts += ["", "Groups (group=choice):", *_rows(groups, 15, columns)]
-    if keys:
+    if keys := dict(_keys(values)):
         parts += ["", "Keys (key=value; ??? must be given; null: not given):", *_rows(keys, 34, columns)]
     return "\n".join(parts)
 
 
-def about_key(known: Known) -> str:
-    """The meaning of a key and its allowed values."""
-    allowed = expected(Declared(get_type_hints(known.owner)[known.entry.name], known.entry.metadata))
-    said = sentences(known.owner).get(known.entry.name, "")
+def _keys(values: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key=value, its meaning) for the keys of a config that Hydra composed from a schema; ??? is a missing value."""
+    owner = OmegaConf.get_type(values)
+    assert owner is not None
+    for entry in fields(owner):
+        name, value = prefix + entry.name, "???"
+        if not OmegaConf.is_missing(values, entry.name):
+            value = values[entry.name]
+        if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
+            yield from _keys(value, f"{name}.")
+        elif not name.endswith(".name"):  # of a group's choice, which group=choice gives
+            yield f"{name}={as_text(value):.{LONGEST_VALUE}}", about_key(owner, entry)
+
+
+def about_key(owner: type[Keys], entry: Field[Any]) -> str:
+    """The meaning of a key, a field of `owner`, and its allowed values."""
+    allowed = expected(Declared(get_type_hints(owner)[entry.name], entry.metadata))
+    said = sentences(owner).get(entry.name, "")
     return said if said and allowed.endswith("a text") else f"{said} ({allowed})" if said else allowed
 
 

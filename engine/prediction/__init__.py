@@ -1,5 +1,5 @@
 """Open trained networks from their files, to predict images or to export them."""
 
-from engine.prediction.opening import open_network, trained_forward
+from engine.prediction.opening import open_network
 
-__all__ = ["open_network", "trained_forward"]
+__all__ = ["open_network"]

@@ -69,10 +69,10 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
 
     ValueError: the file cannot be read or is of another kind, or the options do not fit the network.
     """
-    return opened(checkpoint, options or Prediction()).network
+    return open_checkpoint(checkpoint, options or Prediction()).network
 
 
-def opened(checkpoint: str | Path, options: Prediction) -> Opened:
+def open_checkpoint(checkpoint: str | Path, options: Prediction) -> Opened:
     """Like `open_network`, with configuration and checkpoint content. `options` override the configuration."""
     options = replace(options, checkpoint=str(checkpoint))
     path, state, config = read(options)

@@ -1,5 +1,6 @@
 """Keys of train_imagenet.py."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -74,11 +75,11 @@ class ClassificationRun(TrainingRun):
     trainer: ClassificationTrainer = field(default_factory=ClassificationTrainer)
     data: ClassificationData = group(CLASSIFICATION_DATASETS)
 
-    def doubts(self, classes: int) -> str | None:
+    def doubts(self, classes: int, images: int, processes: int) -> Iterator[str]:
+        yield from super().doubts(classes, images, processes)
         official = FOR_CLASSIFICATION[self.data.name].count_classes()
-        if official in (None, classes):
-            return super().doubts(classes)
-        return f"data.root={self.data.root} holds {classes} classes, one per folder; {self.data.name} has {official}"
+        if official not in (None, classes):
+            yield f"data.root={self.data.root} holds {classes} classes, one per folder; {self.data.name} has {official}"
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops and batches. ValueError: the crop does not fit the images."""

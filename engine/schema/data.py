@@ -56,15 +56,6 @@ class Data:
             f"cores), or give smaller image files"
         )
 
-    def too_few(self, images: int) -> str | None:
-        """A warning if the training images do not fill a minibatch."""
-        if images >= self.crops_per_minibatch:
-            return None
-        return (
-            f"{images} training images do not fill data.crops_per_minibatch={self.crops_per_minibatch}: they are drawn "
-            f"more than once per epoch"
-        )
-
 
 @dataclass
 class ColourJitter:

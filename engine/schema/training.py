@@ -1,6 +1,7 @@
 """Keys of training runs of any task, with their rules and the messages that name them."""
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -220,14 +221,26 @@ class TrainingRun:
         ValueError: they do not fit the network or the images.
         """
 
-    def doubts(self, classes: int) -> str | None:
-        """A warning if the settings look like a mistake; otherwise None."""
+    def doubts(self, classes: int, images: int, processes: int) -> Iterator[str]:
+        """Warnings where the settings look like a mistake, for a training on so many classes, images and processes."""
+        data, norm = self.data, self.norm
         if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:
             given = "frozen=true" if self.body.frozen else f"frozen_norms={self.body.frozen_norms}"
-            return f"body.{given} without initial weights keeps random ones: give init.weights=FILE or body.weights"
-        if self.data.val_split in as_list(self.data.train_split):
-            return f"data.val_split={self.data.val_split} is trained on: its scores say nothing about other images"
-        return None
+            yield f"body.{given} without initial weights keeps random ones: give init.weights=FILE or body.weights"
+        if data.val_split in as_list(data.train_split):
+            yield f"data.val_split={data.val_split} is trained on: its scores say nothing about other images"
+        if images < data.crops_per_minibatch:
+            yield (
+                f"{images} training images do not fill data.crops_per_minibatch={data.crops_per_minibatch}: they are "
+                f"drawn more than once per epoch"
+            )
+        if processes > 1 and not getattr(norm, "sync", False):
+            crops = data.crops_per_minibatch // processes // self.trainer.accumulation_steps
+            every = "norm=inplace norm.sync=true" if isinstance(norm, ReleasedNorm) else "norm.sync=true"
+            yield (
+                f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: {every} shares "
+                f"them"
+            )
 
     def check_precision(self) -> None:
         """Raise ValueError if the norm cannot compute in `trainer.precision`."""
@@ -278,14 +291,6 @@ class TrainingRun:
             problem = f"with norm.sync=true over {processes} processes: their exchange cannot be part of a CUDA graph"
         if problem is not None:
             raise ValueError(f"trainer.capture=true {problem}; {CAPTURE_ADVICE}")
-
-    def unsynchronised(self, processes: int) -> str | None:
-        """A warning if the norms of each of several processes see only its own crops; otherwise None."""
-        if processes == 1 or getattr(self.norm, "sync", False):
-            return None
-        crops = self.data.crops_per_minibatch // processes // self.trainer.accumulation_steps
-        every = "norm=inplace norm.sync=true" if isinstance(self.norm, ReleasedNorm) else "norm.sync=true"
-        return f"norms normalise {crops} crop(s) at a time, as each process has its own statistics: {every} shares them"
 
     def division(self, processes: int) -> str:
         """The split of a minibatch into micro-batches, for messages."""

@@ -108,12 +108,9 @@ class Run(Generic[Config, Split]):
 
     def _announce(self, learner: Learner) -> None:
         """Log the size and length of the run, and warnings about unusual settings."""
-        if self.start_step == 0 and (doubt := self.config.doubts(len(self.train_set.classes))):
+        classes, images = len(self.train_set.classes), len(self.train_set)
+        for doubt in self.config.doubts(classes, images, self.world.size) if self.world.first else ():
             logger.warning(doubt)
-        if self.start_step == 0 and (doubt := self.config.data.too_few(len(self.train_set))):
-            logger.warning(doubt)
-        if self.world.first and (unsynchronised := self.config.unsynchronised(self.world.size)):
-            logger.warning(unsynchronised)
         parameters = sum(parameter.numel() for parameter in learner.network.parameters())
         frozen = sum(parameter.numel() for parameter in learner.network.parameters() if not parameter.requires_grad)
         logger.info(self._applied(learner))

@@ -436,6 +436,16 @@ def test_every_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
     assert comparison.runs == [f"{tmp_path}/a", "b"]
 
 
+def test_settings_that_look_like_mistakes_are_doubted_at_the_start():
+    keys = ("body.frozen_norms=all", "data.train_split=[train,val]", "norm=package", "data.crops_per_minibatch=12")
+    said = [each.partition(":")[0].partition(" ")[0] for each in run_config(*keys).doubts(11, 8, processes=3)]
+    assert said == ["body.frozen_norms=all", "data.val_split=val", "8", "norms"]
+    assert "norms normalise 4 crop(s)" in [*run_config(*keys).doubts(11, 8, processes=3)][-1]
+    assert [*run_config("data.crops_per_minibatch=8").doubts(11, 8, processes=1)] == []
+    classification = cfg.typed(composed("train_imagenet", "data=cifar10"), ClassificationRun)
+    assert "holds 9 classes, one per folder; cifar10 has 10" in [*classification.doubts(9, 50_000, processes=1)][0]
+
+
 def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
     monkeypatch.setattr("engine.configuration.command_line.world_size", lambda: 3)
     keys = ("debug=smoke", "lr_schedule.warmup_epochs=5", "optim.max_gradient_norm=0.5")
