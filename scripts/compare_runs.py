@@ -13,6 +13,7 @@ are made from to OUT/RUN/. Given as `runs`, these folders make the same report a
 import os
 import statistics
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from engine.process.output_files import write_file
 from engine.records.confusion_picture import with_literal_texts
 from engine.schema.keys import as_list, key, named_after
 from scripts.reports import charts
-from scripts.reports.markdown import conditions, table
+from scripts.reports.markdown import conditions, mean_of, table
 from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, titles_of
 
 
@@ -48,24 +49,10 @@ class Group(NamedTuple):
         """The mean of a training's fact over the runs."""
         return statistics.mean(run.training[name] for run in self.runs)
 
-    def percent(self, score: str, of_class: str = "") -> tuple[float | None, float | None]:
-        """Mean and standard deviation of a score over the runs that have it; None without a run, or with only one."""
-        found = (run.percent.get((score, of_class)) for run in self.runs)
-        values = [value for value in found if value is not None]
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        return statistics.mean(values) if values else None, deviation
-
     def cell(self, score: str, of_class: str = "") -> str:
-        mean, deviation = self.percent(score, of_class)
-        return "–" if mean is None else f"{mean:.2f}" + (f" ± {deviation:.2f}" if deviation is not None else "")
-
-    def curve(self, kind: str, key: str) -> tuple[list[int], list[float], list[float]]:
-        """Steps in the "train" or "val" records of all runs, their mean, and deviation (empty for a single run)."""
-        curves = [dict(zip(*run.curve(kind, key), strict=True)) for run in self.runs]
-        steps = [step for step in curves[0] if all(curve.get(step) is not None for curve in curves)]
-        values = [[curve[step] for curve in curves] for step in steps]
-        deviations = [statistics.stdev(each) for each in values] if len(curves) > 1 else []
-        return steps, [statistics.mean(each) for each in values], deviations
+        """A score, over the runs that have it."""
+        found = (run.percent.get((score, of_class)) for run in self.runs)
+        return mean_of([value for value in found if value is not None])
 
 
 def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:
@@ -107,19 +94,17 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
 
 
 def curves(groups: list[Group]) -> Figure:
+    """A curve for each run, in the colour of its group."""
     score = groups[0].runs[0].scores.best
     figure, panels = charts.panels(1, 2, (10, 3.6))
-    best = ("val", score, f"validation {TITLES[score]} %", "o-", 100)
-    for axes, (kind, value, label, style, factor) in zip(
-        panels, (("train", "loss", "training loss", "-", 1), best), strict=True
-    ):
-        axes.set_prop_cycle(color=color_sequences["tab10" if len(groups) <= 10 else "tab20"])
-        for group in groups:
-            steps, *values = group.curve(kind, value)
-            mean, spread = (factor * np.array(each) for each in values)
-            (line,) = axes.plot(steps, mean, style, label=group.title, markersize=4)
-            if len(spread):
-                axes.fill_between(steps, mean - spread, mean + spread, color=line.get_color(), alpha=0.2, linewidth=0)
+    colours = color_sequences["tab10" if len(groups) <= 10 else "tab20"]
+    shown = ("train", "loss", "training loss", "-", 1), ("val", score, f"validation {TITLES[score]} %", "o-", 100)
+    for axes, (kind, value, label, style, factor) in zip(panels, shown, strict=True):
+        for group, colour in zip(groups, cycle(colours), strict=False):
+            for run in group.runs:
+                steps, values = run.curve(kind, value)
+                (line,) = axes.plot(steps, factor * np.array(values, float), style, color=colour, markersize=4)
+            line.set_label(group.title)
         axes.set(xlabel="step", ylabel=label)
         axes.locator_params(axis="x", nbins=6)  # room for steps of five digits
     charts.legend(figure, columns=3)

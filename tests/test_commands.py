@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from engine.configuration import sweep
 from engine.configuration.config import typed
 from scripts import plan_memory, run_table
+from scripts.evidence import documents
 from scripts.reports import frame, papers
 from tests.runs import REPOSITORY, composed
 
@@ -34,7 +35,7 @@ def commands(page: Path) -> list[str]:
     if page.suffix == ".py":
         text = re.sub(r"((?:^ {4}.*\n)+)", r"```\n\1```\n", ast.get_docstring(ast.parse(text)), flags=re.MULTILINE)
     if page == RESULTS / "README.md":  # its tables have the experiments' commands
-        text = frame.with_blocks(text, dict.fromkeys(papers.TABLES, ""))
+        text = documents.BLOCK.sub(lambda found: "" if found[1] in papers.TABLES else found[0], text)
     lines = [line.strip() for language, block in BLOCK.findall(text) if not language for line in block.splitlines()]
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
     return list(filter(COMMAND.match, lines + inline))

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.evidence import documents, training
 from scripts.evidence.training import DEFAULT, GROUPS
-from scripts.reports import frame, papers
+from scripts.reports import papers
 from scripts.reports.markdown import ratio_of
 from tests import numbers
 
@@ -111,7 +111,7 @@ def test_the_tables_of_whole_networks_are_what_the_script_makes(name):
 
 
 def test_every_block_is_marked_and_every_switch_is_measured():
-    marked = [name for path in documents.DOCUMENTS for name, *_ in frame.BLOCK.findall(path.read_text())]
+    marked = [name for path in documents.DOCUMENTS for name, *_ in documents.BLOCK.findall(path.read_text())]
     assert sorted(marked) == sorted(documents.BLOCKS) and papers.TABLES.keys() < {*marked}
     calls = json.loads((RESULTS / "training.json").read_text())["calls"]
     known = {each for own in GROUPS.values() for each in own}
@@ -133,8 +133,8 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
     changed_blocks = set()
     for path in documents.DOCUMENTS:
         text = path.read_text()
-        changed = frame.BLOCK.sub(other_numbers, text)
-        blocks = zip(frame.BLOCK.findall(text), frame.BLOCK.findall(changed), strict=True)
+        changed = documents.BLOCK.sub(other_numbers, text)
+        blocks = zip(documents.BLOCK.findall(text), documents.BLOCK.findall(changed), strict=True)
         changed_blocks |= {before[0] for before, after in blocks if before != after}
         assert documents.written(changed, only=from_records.__contains__) == text
     assert changed_blocks == from_records

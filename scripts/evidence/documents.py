@@ -33,8 +33,9 @@ from scripts.evidence import (
     training,
 )
 from scripts.reports import papers
-from scripts.reports.frame import BLOCK, RESULTS, Benchmark, calls_text, with_blocks
+from scripts.reports.frame import RESULTS, Benchmark, calls_text
 
+BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # name, mark, text
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/training")]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, memory_plan, networks, reversible, training)]
@@ -45,8 +46,12 @@ COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}
 
 def written(text: str, only: Callable[[str], bool] = lambda name: True) -> str:
     """A document with new text in its blocks, or in those whose names `only` accepts. KeyError: an unknown name."""
-    found = {name: before for name, _, before in BLOCK.findall(text)}
-    return with_blocks(text, {name: BLOCKS[name](before) for name, before in found.items() if only(name)})
+
+    def block(found: re.Match) -> str:
+        name, mark, before = found.groups()
+        return f"{name}{mark}{BLOCKS[name](before) if only(name) else before}"
+
+    return BLOCK.sub(block, text)
 
 
 def comparison(name: str, before: str) -> str:
@@ -63,10 +68,6 @@ def benchmark_text(benchmark: Benchmark, name: str, _: str) -> str:
     return calls_text(benchmark, json.loads((RESULTS / f"{name}.json").read_text()), name)
 
 
-def table_text(name: str, _: str) -> str:
-    return tables.of_results()[name]
-
-
 # By name: text in the block -> its new text.
 BLOCKS: dict[str, Callable[[str], str]] = {
     "bodies": lambda _: counted.bodies_table(),
@@ -75,7 +76,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     **{name: partial(comparison, name) for name in COMPARISONS},
     **{own.name: partial(benchmark_text, own, own.name) for own in BENCHMARKS},
     **{own.name: partial(benchmark_text, own, f"gpu/{own.name}") for own in OF_A_GPU},
-    **{name: partial(table_text, name) for name in (*papers.TABLES, tables.LEFT_OUT)},
+    **{name: partial(lambda name, _: tables.of_results()[name], name) for name in (*papers.TABLES, tables.LEFT_OUT)},
 }
 
 

@@ -1,13 +1,13 @@
 """Write the papers' tables, with our scores beside the published ones:
 
-    python -m scripts.evidence.tables runs=[docs/results] out=docs/results
-    python -m scripts.evidence.tables runs=[docs/results,runs/tables] out=docs/results
+    python -m scripts.evidence.tables runs=RUN_DIR out=OUT
     python -m scripts.evidence.tables runs=runs/tables out=OUT
+    python -m scripts.evidence.tables runs=[docs/results,runs/tables] out=OUT
 
-`runs`: one or several folders with run directories at any depth. Writes the tables into OUT/README.md, each
-between <!-- TABLE start --> and <!-- TABLE end -->. A run counts for an experiment if it has the same configuration,
-apart from precision, compilation and memory format, which are printed beside its score; other runs are listed with the
-keys that they changed. Planned memory is that of docs/results/memory_plan.json. For curves, use scripts.compare_runs.
+`runs`: one or several folders with run directories at any depth. Writes OUT/tables.md. A run counts for an experiment
+if it has the same configuration, apart from precision, compilation and memory format, which are printed beside its
+score; other runs are listed with the keys that they changed. Planned memory is that of docs/results/memory_plan.json.
+For curves, use scripts.compare_runs.
 """
 
 import itertools
@@ -21,14 +21,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from engine.schema.keys import as_list, key
 from scripts.reports import frame, papers
-from scripts.reports.markdown import GIB, MIB, table
+from scripts.reports.markdown import GIB, MIB, mean_of, section, table
 from scripts.reports.runs import TITLES, Run, found_runs
 
 LEFT_OUT = "left_out"  # name of the block of run directories that are in no table
@@ -37,7 +37,7 @@ LEFT_OUT = "left_out"  # name of the block of run directories that are in no tab
 @dataclass
 class Tables:
     runs: Any = key("docs/results", names=True)  # folder that holds run directories, or a list of such folders
-    out: str = "docs/results"  # folder
+    out: str = MISSING  # folder
 
 
 class Row(NamedTuple):
@@ -54,13 +54,9 @@ def write(values: DictConfig) -> Path:
     """Write the page; return its path. ValueError: folders have no runs, or runs that do not go together."""
     arguments = configuration.typed(values, Tables)
     out = Path(arguments.out)
-    page = out / "README.md"
-    titles = papers.TABLES | {LEFT_OUT: "In no table"}
-    empty = (f"## {title}\n<!-- {name} start -->\n<!-- {name} end -->\n\n" for name, title in titles.items())
-    text = page.read_text() if page.is_file() else "".join(empty)
-    if not {name for name, *_ in frame.BLOCK.findall(text)} & papers.TABLES.keys():
-        raise ValueError(f"out={out}: {page} has no lines such as <!-- table3 start --> and <!-- table3 end -->")
-    write_file(page, frame.with_blocks(text, blocks_of(as_list(arguments.runs), out)))
+    page, titles = out / "tables.md", papers.TABLES | {LEFT_OUT: "In no table"}
+    parts = (section(titles[name], text, level=2) for name, text in blocks_of(as_list(arguments.runs), out).items())
+    write_file(page, "\n\n".join(parts) + "\n")
     print(page)
     return page
 
@@ -158,7 +154,7 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
         for speed, runs in row.runs.items():
             values = [_values(runs, file, score) for score in found]
             if all(values):
-                ours.append(" / ".join(map(_mean, values)) + (f", with `{speed}`" if speed else ""))
+                ours.append(" / ".join(map(mean_of, values)) + (f", with `{speed}`" if speed else ""))
                 gaps = [statistics.mean(own) - entry.percent for own, entry in zip(values, entries, strict=False)]
                 differences.append(" / ".join(f"{gap:+.2f}" for gap in gaps))
         yield [
@@ -187,11 +183,6 @@ def _values(runs: list[Run], file: str, score: str) -> list[float]:
     """The percentages of the runs that have the evaluation."""
     found = (run.results if file == "results" else run.others.get(file.removeprefix("results_")) for run in runs)
     return [100 * results[score] for results in found if results is not None]
-
-
-def _mean(values: list[float]) -> str:
-    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{deviation}"
 
 
 def _measured(runs: list[Run]) -> str:

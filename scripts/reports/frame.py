@@ -3,7 +3,6 @@
 import difflib
 import json
 import os
-import re
 import shlex
 import threading
 import time
@@ -34,7 +33,6 @@ RESULTS = CONFIGS.parent / "docs" / "results"
 PACKAGES = ("timm", "segmentation_models_pytorch", "inplace-abn")  # measured if they are installed
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
 PLACES = {"camvid": "DIR"}  # arguments that are folders of this machine
-BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")  # of a document
 NOT_STARTED, REHEARSED = "not started", "Rehearsed on a CPU, on tiny tensors: no number here is a result."
 
 
@@ -114,17 +112,6 @@ def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, cal
     text = calls_text(benchmark, record, out.stem)
     print(text)
     return text
-
-
-def with_blocks(document: str, blocks: Mapping[str, str]) -> str:
-    """A document with new text in some of its blocks; text that begins on its own line also ends on its own line."""
-
-    def block(found: re.Match) -> str:
-        name, mark, before = found.groups()
-        text = blocks.get(name, before)
-        return f"{name}{mark}{text}" + "\n" * (mark.endswith("\n") and not before and bool(text))
-
-    return BLOCK.sub(block, document)
 
 
 def picture_of(name: str, number: int) -> str:

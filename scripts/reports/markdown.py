@@ -58,6 +58,13 @@ def mib(count: float | None, digits: int = 1) -> str:
     return "" if count is None else f"{count / MIB:.{digits}f}"
 
 
+def mean_of(percentages: Sequence[float]) -> str:
+    """The mean and, of several, their standard deviation; a dash without any."""
+    if len(percentages) < 2:
+        return f"{percentages[0]:.2f}" if percentages else "–"
+    return f"{statistics.mean(percentages):.2f} ± {statistics.stdev(percentages):.2f}"
+
+
 class Ratio(NamedTuple):
     """Median and quartiles; f"{ratio:.2f}" prints them all."""
 

@@ -141,12 +141,12 @@ def test_what_a_run_lacks_or_has_twice_is_said():
     assert run._training()["images_per_second"] == 3.0
 
 
-def test_curves_are_means_over_the_steps_that_all_seeds_have():
+def test_each_seed_has_a_curve_in_the_colour_of_its_group():
     runs = [Run(CIFAR / "std"), Run(CIFAR / "std")]
-    for run, losses in zip(runs, ({1: 1.0, 2: 2.0, 3: 3.0}, {2: 4.0, 3: None, 4: 1.0}), strict=True):
-        run.records = [{"kind": "train", "step": step, "loss": loss} for step, loss in losses.items()]
-    steps, means, deviations = Group("", runs).curve("train", "loss")
-    assert (steps, means, deviations) == ([2], [3.0], [statistics.stdev([2.0, 4.0])])
+    runs[1].records = [{"kind": "train", "step": 2, "loss": None}]
+    first, second, other = curves([Group("std", runs), Group("its", [Run(CIFAR / "inplace")])]).axes[0].lines
+    assert first.get_color() == second.get_color() != other.get_color() and len(second.get_xdata()) == 1
+    assert [line.get_label() for line in (second, other)] == ["std", "its"] and first.get_label().startswith("_")
 
 
 def test_no_two_curves_of_twelve_runs_have_one_colour():

@@ -19,19 +19,13 @@ from scripts.reports.frame import RESULTS
 from scripts.reports.runs import Run, by_configuration, titles_of
 from scripts.run_table import RunTable
 from tests.runs import composed
-from tests.scripts.evidence.records import CIFAR, changed, copied
+from tests.scripts.evidence.records import changed, copied
 
 PAPERS = ("table1", "table2", "table3", "table4", "revnet", "memcnn")
 
 
-START, END = "<!-- cifar10 start -->", "<!-- cifar10 end -->"
-MARKS = f"{START}\n{END}\n<!-- left_out start -->\n<!-- left_out end -->\n"
-
-
-def written(tmp_path: Path, *runs: Path, before: str = MARKS) -> str:
+def written(tmp_path: Path, *runs: Path) -> str:
     """The page that `tables` makes of runs."""
-    (tmp_path / "out").mkdir(exist_ok=True)
-    (tmp_path / "out" / "README.md").write_text(before)
     values = OmegaConf.structured(Tables(runs=[str(run) for run in runs], out=str(tmp_path / "out")))
     return tables.write(values).read_text()
 
@@ -76,8 +70,6 @@ def test_a_run_without_tf32_says_so_if_it_was_on_cuda(tmp_path):
 def test_what_is_in_no_row_is_named(tmp_path):
     with pytest.raises(ValueError, match="runs: .*nowhere is not a folder"):
         written(tmp_path, tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="README.md has no lines such as <!-- table3 start -->"):
-        written(tmp_path, CIFAR, before="# Mine\n")
     run, other = copied(tmp_path / "runs" / "one"), copied(tmp_path / "runs" / "two", 0.8, seed=1)
     changed(other, lambda results: results.update(accuracy={"cat": 1.0}))
     with pytest.raises(ValueError, match=f"runs: {run} and {other} are both cifar10/resnet14, but of other classes"):
