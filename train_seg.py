@@ -52,7 +52,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         with counted(run.console, "indexing the classes") as progress:
             index = assemble.class_index(config, train_set, world, progress)
         minibatches = assemble.training_loader(config, train_set, total_steps, world, run.start_step, index)
-        loss = assemble.loss(config.loss, train_set.ignore_index, index, network=run.learner.network).to(world.device)
+        loss = assemble.loss(config.loss, index, network=run.learner.network).to(world.device)
         images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, trainer.evaluate_images)
         return run.conclude(loop.train(run, minibatches, loss, partial(segment_in_run, run, images)))
 

@@ -7,7 +7,7 @@ from datasets.camvid import camvid
 from datasets.cifar import cifar10, cifar100
 from datasets.cityscapes import cityscapes
 from datasets.class_index import ClassIndex, index_classes
-from datasets.class_table import ClassTable
+from datasets.class_table import IGNORED, ClassTable
 from datasets.classification import ClassificationDataset
 from datasets.coco_stuff import coco_stuff
 from datasets.folder import folder

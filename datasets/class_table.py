@@ -8,6 +8,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+IGNORED = 255  # the train id of pixels that do not count
 _ILLEGAL = 254  # in lookup tables: a raw value that label files must not contain; never leaves this module
 
 
@@ -45,7 +46,7 @@ class ClassTable:
     """The classes of a dataset in train-id order, with their numbers in its files and in its official evaluation.
 
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
-    label file may contain to a train id or to `ignore_index`; any other raw value is an error. `label_colours`,
+    label file may contain to a train id or to `IGNORED`; any other raw value is an error. `label_colours`,
     {0xRRGGBB: raw value}, is for label files in colours, `label_palette`, {raw value: RGB}, for known palettes.
     `absent`: classes known to be in no image. `ignored`: raw values of classes that are ignored on purpose;
     `ignored_by`: the list that ignores the others. Official prediction files hold `official_void` for ignored pixels,
@@ -61,7 +62,6 @@ class ClassTable:
     official_ids: tuple[int, ...]
     label_ids: Mapping[int, int]
     label_colours: Mapping[int, int] = field(default_factory=dict)
-    ignore_index: int = 255
     official_void: int = 0
     coloured_predictions: bool = False
     label_palette: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -79,8 +79,8 @@ class ClassTable:
 
     def __post_init__(self) -> None:
         count = len(self.names)
-        assert count == len(self.palette) == len(self.official_ids) < _ILLEGAL < self.ignore_index <= 255
-        assert set(self.label_ids.values()) <= {*range(count), self.ignore_index}
+        assert count == len(self.palette) == len(self.official_ids) < _ILLEGAL
+        assert set(self.label_ids.values()) <= {*range(count), IGNORED}
         assert len(self.scored) < _ILLEGAL and self.scored[:count] == self.names
         assert len(self.categories) in (0, count) and set(self.instance_sizes) <= set(self.names)
         to_train = np.full(256, _ILLEGAL, np.uint8)
@@ -128,11 +128,11 @@ class ClassTable:
         """What looks wrong in label files. `pixels` of each raw value, int64 (256,); `images`: what shows them."""
         classes, found = self.by_class(pixels), []
         held, total, last = {*np.flatnonzero(pixels).tolist()}, max(1, int(pixels.sum())), len(self.names)
-        ids = [number for number, train_id in self.label_ids.items() if train_id != self.ignore_index]
+        ids = [number for number, train_id in self.label_ids.items() if train_id != IGNORED]
         names = [name for number, name in enumerate(self.names) if not classes[number] and name not in self.absent]
         if held and names:
             found.append(f"no {images} shows {', '.join(names)}: check the labels and the classes")
-            low = held - {self.ignore_index}  # train ids: most of them, and perhaps one more for void
+            low = held - {IGNORED}  # train ids: most of them, and perhaps one more for void
             if self.benchmark and max(low, default=0) <= last <= max(ids) and low - {*ids} and 2 * len(low) >= last:
                 found[-1] += f". They hold {ranges(held)}, which look like train ids; expected {ranges(ids)}"
         ignored = sorted(held - {*ids, *self.ignored})

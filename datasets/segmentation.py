@@ -94,10 +94,6 @@ class SegmentationDataset(Dataset):
         return self.table.official_ids
 
     @property
-    def ignore_index(self) -> int:
-        return self.table.ignore_index
-
-    @property
     def has_labels(self) -> bool:
         """Whether every image has a label; False for test splits whose labels are withheld."""
         return all(entry.label is not None for entry in self.files)

@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 import torch
 
+from datasets.class_table import IGNORED
 from datasets.image_transforms import Transform, seeded
 from datasets.segmentation import Undecoded
 
@@ -27,7 +28,7 @@ class TrainingTransform:
     `crop_size`: (height, width) in pixels. `scale`: range of the uniform scale factor. `flip`: probability of
     mirroring left to right. `base_size`: length of the image's longest side at scale 1, in pixels; None keeps its size.
     `fill`: RGB (0-255) of the padding around a scaled image that is smaller than the crop; if it is the mean of the
-    normalisation, the network sees zeros. The label of the padding is `ignore_index`. `colour_jitter` changes the
+    normalisation, the network sees zeros. The padding is ignored in the label. `colour_jitter` changes the
     colours of the scaled image (uint8 (3, H, W)), but not the padding. `antialias`: see `scale_and_crop`.
     """
 
@@ -36,7 +37,6 @@ class TrainingTransform:
     flip: float = 0.5
     base_size: int | None = None
     fill: tuple[float, float, float] = (124, 116, 104)
-    ignore_index: int = 255
     colour_jitter: Transform | None = None
     antialias: bool = True
 
@@ -67,7 +67,6 @@ class TrainingTransform:
             offset,
             self.crop_size,
             fill=self.fill,
-            ignore_index=self.ignore_index,
             antialias=self.antialias,
         )
         if pixel is not None and class_id is not None and not (label_crop == class_id).any():
@@ -129,7 +128,6 @@ def scale_and_crop(
     offset: tuple[int, int],
     crop_size: tuple[int, int],
     fill: Sequence[float],
-    ignore_index: int,
     antialias: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cut a window of `crop_size` at `offset` (top, left; may be negative) out of the image resized to `scaled_size`.
@@ -163,7 +161,7 @@ def scale_and_crop(
     borders = (rows.first, crop_size[0] - rows.last, cols.first, crop_size[1] - cols.last)
     if any(borders):
         warped = cv2.copyMakeBorder(warped, *borders, cv2.BORDER_CONSTANT, value=fill)
-        nearest = cv2.copyMakeBorder(nearest, *borders, cv2.BORDER_CONSTANT, value=(ignore_index,))
+        nearest = cv2.copyMakeBorder(nearest, *borders, cv2.BORDER_CONSTANT, value=(IGNORED,))
     return warped, nearest
 
 

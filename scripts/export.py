@@ -27,6 +27,7 @@ from omegaconf import MISSING, DictConfig
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from datasets import IGNORED
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -102,7 +103,7 @@ def metadata(found: Opened, options: Export) -> str:
         "task": config.task,
         "classes": network.classes,
         "palette": state.get("palette"),  # RGB of each class
-        "ignore_index": 255 if isinstance(network, Segmenter) else None,  # of the labels in training
+        "ignore_index": IGNORED if isinstance(network, Segmenter) else None,  # of the labels in training
         "output": "classes" if options.argmax else "logits",
         "precision": options.precision,
         "input": {"dtype": "float32", "shape": ["N", 3, *(options.size or "HW")], "colours": "RGB", "levels": [0, 255]},

@@ -60,7 +60,7 @@ def plans_after(rank: int, steps: int) -> list:
         generator = torch.Generator().manual_seed(WORLD_SIZE * number + rank)
         images = torch.randint(0, 256, (2, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
         share = {"image": images, "label": torch.randint(0, 5, (2, SIZE, SIZE), generator=generator)}
-        train_step(learner, assemble.loss(config.loss, ignore_index=255), share, CROPS, world)
+        train_step(learner, assemble.loss(config.loss), share, CROPS, world)
         if number == loop.PLANNED_STEPS:
             Run.share_plans(run)
     (hooks,) = {hook.__self__ for hook in learner.network._forward_hooks.values()}

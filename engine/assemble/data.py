@@ -173,7 +173,6 @@ def training_crops(
         flip=config.flip,
         base_size=config.base_size,
         fill=config.mean_colour(),
-        ignore_index=dataset.ignore_index,
         colour_jitter=colour_jitter(**vars(jitter)) if any(vars(jitter).values()) else None,
         antialias=config.antialias,
     )

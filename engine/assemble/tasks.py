@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from datasets import ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
+from datasets import IGNORED, ClassificationDataset, ClassIndex, SegmentationDataset, WholeImages
 from engine.assemble.classification import classified_images, cross_entropy, evaluated_split
 from engine.assemble.data import dataset as segmentation_dataset
 from engine.assemble.data import evaluation_loader
@@ -36,9 +36,7 @@ from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
 
 
-def loss(
-    config: Loss, ignore_index: int, index: ClassIndex | None = None, *, network: nn.Module | None = None
-) -> nn.Module:
+def loss(config: Loss, index: ClassIndex | None = None, *, network: nn.Module | None = None) -> nn.Module:
     """Build the loss: logits (N, K, h, w), labels (N, H, W) -> scalar.
 
     Args:
@@ -50,7 +48,7 @@ def loss(
         weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
     fraction = config.fraction if isinstance(config, BootstrappedLoss) else None
     stride = network.stride if isinstance(network, SegmentationNetwork) else None
-    return CrossEntropy(ignore_index, weights, fraction=fraction, tiles=config.tiles == "auto", stride=stride)
+    return CrossEntropy(IGNORED, weights, fraction=fraction, tiles=config.tiles == "auto", stride=stride)
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
@@ -146,7 +144,7 @@ TASKS = {
         lambda data, split, _: segmentation_dataset(data, split),
         segment,
         lambda crops, size: torch.zeros(crops, *size, dtype=torch.uint8),
-        lambda config, network: loss(config.loss, ignore_index=255, network=network),
+        lambda config, network: loss(config.loss, network=network),
     ),
     ClassificationRun.task: Task(
         evaluated_split,

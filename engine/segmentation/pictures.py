@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from datasets import SegmentationDataset
+from datasets import IGNORED, SegmentationDataset
 from engine.process.output_files import write_png
 from engine.process.transfers import HostCopy
 
@@ -61,14 +61,14 @@ def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, 
     pixels, parts = image.permute(1, 2, 0).cpu().numpy(), [prediction.cpu().numpy()]
     if label is not None:  # classes that only the benchmark scores are shown as ignored
         train_ids = label.cpu().numpy()
-        parts.insert(0, np.where(train_ids < len(dataset.classes), train_ids, dataset.ignore_index).astype(np.uint8))
+        parts.insert(0, np.where(train_ids < len(dataset.classes), train_ids, IGNORED).astype(np.uint8))
     return np.concatenate([pixels, *(labelled(pixels, part, dataset) for part in parts)], axis=1)
 
 
 def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationDataset) -> np.ndarray:
     """Blend train ids, uint8 (H, W), over their image, uint8 (H, W, 3) RGB; ignored pixels show the plain image."""
     blended = overlay(image, dataset.table.colour(train_ids))
-    return np.where((train_ids == dataset.ignore_index)[..., None], image, blended)
+    return np.where((train_ids == IGNORED)[..., None], image, blended)
 
 
 def overlay(image: np.ndarray, colours: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from datasets import INSTANCES_PER_CLASS, ClassTable
+from datasets import IGNORED, INSTANCES_PER_CLASS, ClassTable
 from engine.process.distributed import World
 
 CPU = torch.device("cpu")
@@ -25,7 +25,6 @@ class Counts:
     """
 
     def __init__(self, table: ClassTable, device: torch.device = CPU):
-        self.ignore_index = table.ignore_index
         self.classes = len(table.scored)
         self.cells = torch.zeros(self.classes**2 + 2, LANES, dtype=torch.int64, device=device)  # `unscored` is last
         self.instances = torch.zeros(len(table.names), 3, dtype=torch.float64, device=device)
@@ -45,7 +44,7 @@ class Counts:
 
         The host does not wait for a GPU, so it can prepare the next images meanwhile.
         """
-        count_pixels(self.cells[:-1], predictions, minibatch["label"], self.classes, self.ignore_index)
+        count_pixels(self.cells[:-1], predictions, minibatch["label"], self.classes)
         if "instances" in minibatch:
             for predicted, instances in zip(predictions, minibatch["instances"], strict=True):
                 self.instances += instance_shares(predicted, instances, self.categories)
@@ -55,7 +54,7 @@ class Counts:
         self.cells, self.instances = world.sum_(self.cells).cpu(), world.sum_(self.instances).cpu()
 
 
-def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: int, ignore_index: int) -> None:
+def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: int) -> None:
     """Add pixels to the cells of a confusion matrix, int64 (classes^2 + 1, lanes); the last cell counts ignored pixels.
 
     A cell's count is the sum of its lanes. Neighbouring columns of an image, often of one class, count in different
@@ -67,7 +66,7 @@ def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: in
     lanes = cells.shape[1]
     lane = torch.arange(labels.shape[-1], dtype=torch.int32, device=labels.device).remainder_(lanes)
     numbers = labels.to(torch.int32, copy=True).mul_(classes).add_(predictions)
-    numbers.masked_fill_(labels == ignore_index, classes**2)
+    numbers.masked_fill_(labels == IGNORED, classes**2)
     _count_(cells.view(-1), numbers.mul_(lanes).add_(lane))
 
 

@@ -101,7 +101,7 @@ class Training:
         self.dataset = synthetic(None, "train")
         make = partial(assemble.network_of, self.config, len(self.dataset.classes))
         self.learner = build.learner(self.config, make, ENDLESS, self.world)
-        self.loss = assemble.loss(self.config.loss, self.dataset.ignore_index, network=self.learner.network)
+        self.loss = assemble.loss(self.config.loss, network=self.learner.network)
         self.in_memory = list(assemble.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
         self.minibatches = iter(
             prefetched(itertools.cycle(self.in_memory), self.world.device)

@@ -29,7 +29,7 @@ def resize_then_crop(image, label, scaled_size, offset, crop_size):
 
 def assert_as_defined(image, label, scaled_size, offset, crop_size):
     expected_image, expected_label = resize_then_crop(image, label, scaled_size, offset, crop_size)
-    got_image, got_label = scale_and_crop(image, label, scaled_size, offset, crop_size, fill=FILL, ignore_index=IGNORE)
+    got_image, got_label = scale_and_crop(image, label, scaled_size, offset, crop_size, fill=FILL)
     assert np.abs(got_image.astype(int) - expected_image).max() <= 2
     assert np.array_equal(got_label, expected_label)
 
@@ -83,7 +83,7 @@ def test_an_antialiased_crop_is_cut_out_of_the_whole_averaged_and_resized_image(
     offset = tuple(
         round(share * max(0, whole - crop)) for share, whole, crop in zip(place, scaled_size, crop_size, strict=True)
     )
-    options = dict(fill=FILL, ignore_index=IGNORE)
+    options = dict(fill=FILL)
     got, got_label = scale_and_crop(image, label, scaled_size, offset, crop_size, **options)
     aliased, plain_label = scale_and_crop(image, label, scaled_size, offset, crop_size, **options, antialias=False)
     assert np.array_equal(got_label, plain_label)
@@ -122,7 +122,7 @@ def test_half_of_the_crops_are_mirrored_images_and_labels_alike():
 
 def test_crops_reach_every_position_and_padding_is_fill_and_ignore():
     image, label = np.full((10, 12, 3), 200, np.uint8), np.full((10, 12), 5, np.uint8)
-    transform = TrainingTransform((20, 16), scale=(1.0, 1.0), fill=(123.7, 116.3, 103.5), ignore_index=IGNORE)
+    transform = TrainingTransform((20, 16), scale=(1.0, 1.0), fill=(123.7, 116.3, 103.5))
     rng = np.random.default_rng(0)
     corners = set()
     for _ in range(800):
@@ -177,7 +177,7 @@ def test_a_crop_contains_the_pixel_it_is_told_to(size, scale, crop_size, place, 
     lost: where its only pixel would be, a pixel of the crop gets it, and no other changes.
     """
     pixel = tuple(round(share * (length - 1)) for share, length in zip(place, size, strict=True))
-    transform = TrainingTransform(crop_size, scale=(scale, scale), flip=flip, base_size=base_size, ignore_index=IGNORE)
+    transform = TrainingTransform(crop_size, scale=(scale, scale), flip=flip, base_size=base_size)
     image = np.zeros((*size, 3), np.uint8)
     scaled_size = scaled(size, scale * base_scale(size, base_size))
     near = np.ones(crop_size, bool)

@@ -193,7 +193,7 @@ def step_on_fake_tensors(config: SegmentationRun | ClassificationRun) -> None:
         scheduler = assemble.lr_schedule(config.lr_schedule, optimizer, assemble.schedule_of(config, images=1000))
         logits = forward(torch.zeros(2, 3, *size, dtype=torch.uint8))
         if segments:
-            loss = assemble.loss(config.loss, ignore_index=255)(logits, torch.zeros(2, *size, dtype=torch.uint8))
+            loss = assemble.loss(config.loss)(logits, torch.zeros(2, *size, dtype=torch.uint8))
         else:
             loss = torch.nn.functional.cross_entropy(logits, torch.zeros(2, dtype=torch.int64))
         loss.backward()
@@ -246,9 +246,9 @@ def test_groups_reach_what_they_build():
     assert (norm.gamma_floor, norm.momentum, norm.eps, norm.weight) == (0.01, 0.3, 0.002, None)
     assert [conv.dilation for conv in network.head.map_convs] == [(1, 1), (2, 2), (4, 4)]
     assert network.head.pooling_size == (5, 6) and network.body.output_stride == 16
-    loss = assemble.loss(config.loss, ignore_index=7)
-    assert (loss.fraction, loss.ignore_index) == (0.5, 7)
-    assert type(assemble.loss(run_config("loss=cross_entropy").loss, ignore_index=255)) is CrossEntropy
+    loss = assemble.loss(config.loss)
+    assert (loss.fraction, loss.ignore_index) == (0.5, 255)
+    assert type(assemble.loss(run_config("loss=cross_entropy").loss)) is CrossEntropy
     optimizer = assemble.optimizer(config.optim, torch.nn.Linear(1, 1), ())
     group = optimizer.param_groups[0]
     assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.05, 0.7, True, 5e-4)
@@ -307,7 +307,7 @@ def test_data_keys_reach_the_loader():
     loader = assemble.training_loader(config, dataset, total_steps=9, world=World(), start_step=2)
     transform = loader.dataset.transform
     assert (transform.crop_size, transform.scale, transform.flip) == ((24, 24), (0.8, 0.9), 0.25)
-    assert (transform.fill, transform.ignore_index, loader.dataset.seed) == ((26, 51, 102), 255, 3)
+    assert (transform.fill, loader.dataset.seed) == ((26, 51, 102), 3)
     assert (len(loader), loader.batch_sampler.seed, loader.batch_sampler.crops_per_minibatch) == (7, 3, 5)
     assert len(assemble.evaluation_loader(WholeImages(dataset), config.data, World(), images=3)) == 3
 

@@ -57,7 +57,7 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
         labels[labels == 5] = 255
         share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
         minibatch = {"image": images[share], "label": labels[share]}
-        outcome = train_step(learner, assemble.loss(config.loss, ignore_index=255), minibatch, crops, world)
+        outcome = train_step(learner, assemble.loss(config.loss), minibatch, crops, world)
         loss, norm, *_ = learner.read(outcome)
         losses.append(loss)
         norms.append(norm)

@@ -12,7 +12,7 @@ from cityscapesscripts.helpers.labels import category2labels
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from datasets import SegmentationDataset, WholeImages, cityscapes, coco_stuff, vistas
+from datasets import IGNORED, SegmentationDataset, WholeImages, cityscapes, coco_stuff, vistas
 from engine.segmentation.scores import Counts, all_scores, instance_shares
 from tests import trees
 
@@ -23,7 +23,7 @@ def random_predictions(dataset: SegmentationDataset) -> list[np.ndarray]:
     predictions = []
     for sample in dataset:
         any_class = rng.integers(1, len(dataset.classes), sample.label.shape)
-        right = (rng.random(sample.label.shape) < 2 / 3) & (sample.label != dataset.ignore_index)
+        right = (rng.random(sample.label.shape) < 2 / 3) & (sample.label != IGNORED)
         predictions.append(np.where(right, sample.label, any_class).astype(np.uint8))
     return predictions
 

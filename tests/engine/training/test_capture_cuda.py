@@ -39,7 +39,7 @@ def learner_and_loss(*overrides: str) -> tuple[Learner, nn.Module]:
     arithmetic(config.trainer, fixed_sizes=True)
     make = partial(assemble.network_of, config, CLASSES)
     learner = build.learner(config, make, one_epoch(50), World(device=torch.device("cuda")))
-    return learner, assemble.loss(config.loss, ignore_index=255).cuda()
+    return learner, assemble.loss(config.loss).cuda()
 
 
 def minibatch(number: int) -> dict:
@@ -145,7 +145,7 @@ def test_a_captured_step_waits_for_nothing_and_takes_the_eager_memory():
         peaks.append(torch.cuda.max_memory_allocated() - before)
         gradients = sum(parameter.nbytes for parameter in learner.network.parameters())
     assert peaks[1] < 1.1 * peaks[0] + 2 * gradients + 2**20
-    loss = assemble.loss(run_config().loss, ignore_index=255).cuda()
+    loss = assemble.loss(run_config().loss).cuda()
     given = minibatch(0)
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
