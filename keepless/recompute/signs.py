@@ -14,6 +14,11 @@ from ..torch_internals import Hooks, dispatch_modes_on, without_function_modes
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
 
+# Eight values are packed as the eight bytes of an integer.
+_ONES = 0x0101010101010101  # 1 in each byte
+_ONE_EACH = 0x8040201008040201 - 2**64  # bit 0 of byte 0, bit 1 of byte 1, ...
+_GATHER = 0x0102040810204080  # moves bit 0 of byte i to bit i of the highest byte
+
 
 def positive_or_nan(tensor: Tensor) -> Tensor:
     """For ReLU, which passes on the gradient where the input is NaN."""
@@ -27,33 +32,35 @@ def positive(tensor: Tensor) -> Tensor:
 
 def pack_signs(tensor: Tensor, positive_of: Positive) -> Tensor:
     """The signs, uint8 ((count + 7) // 8,). `positive_of`: one of the functions above."""
+    values = tensor if _is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
+    count = values.numel()
     if _kernels_run_on(tensor):
-        values = tensor if _is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
-        signs = torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
+        signs = torch.empty(-(-count // 8), dtype=torch.uint8, device=tensor.device)
         with torch.cuda.device_of(tensor):
             _kernels().pack(values, signs, positive_of is positive_or_nan)
         return signs
-    found = positive_of(tensor).flatten()
-    found = F.pad(found, (0, -found.numel() % 8)).view(-1, 8)
-    return (found * _bits(tensor.device)).sum(-1, dtype=torch.uint8)
+    found = positive_of(values).as_strided((count,), (1,))
+    eights = F.pad(found, (0, -count % 8)).view(torch.int64) if count % 8 else found.view(torch.int64)
+    return eights.mul_(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def unpack_signs(signs: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """1 where the packed tensor is positive, otherwise 0. The strides are those of that tensor, unless it had gaps."""
+    if not _is_dense(shape, stride):
+        stride = torch.empty(shape, device="meta").stride()
     if _kernels_run_on(signs):
-        if not _is_dense(shape, stride):
-            stride = torch.empty(shape, device="meta").stride()
         values = torch.empty_strided(shape, stride, dtype=dtype, device=signs.device)
         with torch.cuda.device_of(signs):
             _kernels().unpack(signs, values)
         return values
-    ones = (signs.unsqueeze(-1) & _bits(signs.device)).ne(0).flatten()
-    return ones[: shape.numel()].view(shape).to(dtype)
+    eights = signs.to(torch.int64).mul_(_ONES).bitwise_and_(_ONE_EACH)
+    eights.add_(_ONES * 127).bitwise_right_shift_(7).bitwise_and_(_ONES)  # the highest bit of each byte is set, or not
+    return eights.view(torch.uint8).as_strided(shape, stride).to(dtype)
 
 
 def unpacking_bytes(tensor: Tensor) -> int:
-    """Temporary bytes of `unpack_signs`, besides its result: without kernels, two bytes for each value."""
-    return 0 if _has_kernels(tensor) else 16 * -(-tensor.numel() // 8)
+    """Temporary bytes of `unpack_signs`, besides its result: without kernels, one byte for each value."""
+    return 0 if _has_kernels(tensor) else 8 * -(-tensor.numel() // 8)
 
 
 def _has_kernels(tensor: Tensor) -> bool:
@@ -81,11 +88,6 @@ def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
             return False
         size *= length
     return True
-
-
-def _bits(device: torch.device) -> Tensor:
-    """1, 2, 4 … 128."""
-    return torch.ones(8, dtype=torch.uint8, device=device) << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 class ShapeOnly:
