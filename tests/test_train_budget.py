@@ -25,8 +25,8 @@ CROPS, SIZE, WORLD_SIZE = 4, 64, 2
 
 @pytest.mark.slow
 def test_a_resumed_run_plans_again_and_is_equal_to_the_bit(tmp_path, capsys, monkeypatch):
-    room = planner.room(run_config(*NETWORK), CROPS, SIZE)
-    device = device_memory(room.needed(room.plans[0][0]))  # a real step needs more, for the operators of a CPU
+    step = planner.planned_step(run_config(*NETWORK), CROPS, SIZE)
+    device = device_memory(step.needed(step.plans[0][0]))  # a real step needs more, for the operators of a CPU
     budget = ("trainer.recompute=budget", f"memory.budget={device // 2**10}KiB", "resume=auto")
     options = (*NETWORK, "trainer.steps=6", "trainer.checkpoint_every_steps=4")
 

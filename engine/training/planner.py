@@ -30,7 +30,7 @@ from engine.schema.training import TrainingRun
 from engine.training.build import learner_of
 from engine.training.learner import Learner
 from engine.training.loop import Loss
-from engine.training.step_memory import FakeTensors, StepMemory, begun, traced
+from engine.training.step_memory import FakeTensors, StepMemory, first_step, traced
 from keepless.fit.sizes import largest
 from keepless.made_tensors import MadeTensors
 from keepless.recompute.costs import times_of
@@ -46,16 +46,16 @@ _STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2,
 
 
 @dataclass(frozen=True)
-class Room:
+class PlannedStep:
     """A step of one process, in bytes, with plans for its forward and backward pass."""
 
-    beside: dict[str, int]  # held throughout both passes (weights, momentum, …), by category
+    resident: dict[str, int]  # held throughout both passes (weights, momentum, …), by category
     optimizer: int  # temporary bytes of the optimiser's step
     plans: list[tuple[int, float]]  # peak, and time of the step (estimated; without a plan: 1), by decreasing peak
 
     def needed(self, peak: int) -> int:
         """Bytes of a step whose forward and backward pass take at most `peak`."""
-        return sum(self.beside.values()) + max(peak, self.optimizer)
+        return sum(self.resident.values()) + max(peak, self.optimizer)
 
     def least(self, time: float) -> int:
         """The fewest bytes of a step that takes at most `time`."""
@@ -63,7 +63,7 @@ class Room:
 
     def within(self, available: int) -> tuple[int, float]:
         """Peak and time of the fastest plan with which a step fits; of the plan with the lowest peak if none does."""
-        left = available - sum(self.beside.values())
+        left = available - sum(self.resident.values())
         return next((found for found in self.plans if found[0] <= left), self.plans[-1])
 
 
@@ -129,22 +129,22 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
 def needed(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> int:
     """Bytes of tensors on one device in such a step; with trainer.recompute=budget the fewest within `memory.time`."""
     if config.trainer.recompute == "budget":
-        return room(config, crops, crop_size, devices).least(config.memory.time)
+        return planned_step(config, crops, crop_size, devices).least(config.memory.time)
     return step_memory(config, crops, crop_size, devices).peak
 
 
-def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> Room:
-    """The room for activations in the second step of a training, and plans for it.
+def planned_step(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> PlannedStep:
+    """The second step of a training, with plans for its activations.
 
     With several devices and micro-batches, DDP's buckets hold the gradients a second time.
     """
-    alike = times_of("meta") if devices > 1 else nullcontext()  # measured times would differ between ranks
-    with FakeTensors(), alike:
+    same_times = times_of("meta") if devices > 1 else nullcontext()  # measured times would differ between ranks
+    with FakeTensors(), same_times:
         learner, loss, minibatch = fake_step(replace(config, memory=Memory()), crops, crop_size)
-        beside, forward = begun(learner, minibatch), learner.forward
+        resident, forward = first_step(learner, minibatch), learner.forward
         images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
         inputs = forward.normalised(images)
-        beside["images"] += inputs.nbytes
+        resident["images"] += inputs.nbytes
         with forward.autocast():
             found = plan(learner.network, inputs, _SHARES)
             with torch.no_grad():
@@ -157,9 +157,9 @@ def room(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> R
         with MadeTensors() as of_optimizer:
             learner.step(*torch.zeros(2, dtype=torch.float64))
     times = 2 if devices > 1 and learner.accumulation_steps > 1 and not config.trainer.capture else 1
-    beside |= {"gradients": times * sum(parameter.nbytes for parameter in parameters), "loss": of_loss.peak}
+    resident |= {"gradients": times * sum(parameter.nbytes for parameter in parameters), "loss": of_loss.peak}
     plans = dict.fromkeys((row.peak, 1 + row.seconds) for row in found.rows)
-    return Room(beside, of_optimizer.peak, list(plans))
+    return PlannedStep(resident, of_optimizer.peak, list(plans))
 
 
 def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
@@ -170,12 +170,12 @@ def within_budget(config: TrainingRun, devices: int) -> tuple[Memory, int, str]:
     """
     available = config.memory.available(devices)
     assert available is not None
-    step = room(config, share_of(config, devices), config.data.crop_size, devices)
+    step = planned_step(config, share_of(config, devices), config.data.crop_size, devices)
     peak, time = step.within(available)
-    left = max(available - sum(step.beside.values()), peak + 2**10)
-    beside = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.beside.items() if size)
+    left = max(available - sum(step.resident.values()), peak + 2**10)
+    resident = ", ".join(f"{size_text(size)} of {kind}" for kind, size in step.resident.items() if size)
     about = (
-        f"{size_text(available)} less {beside} leave {size_text(left)} for activations: a peak of {size_text(peak)} "
+        f"{size_text(available)} less {resident} leave {size_text(left)} for activations: a peak of {size_text(peak)} "
         f"instead of {size_text(step.plans[0][0])}, for {time:.2f} of the time (estimated)"
     )
     return Memory(activations=f"{left // 2**10}KiB"), step.needed(peak), about
@@ -246,7 +246,7 @@ def fitted(config: Config) -> Config:
     log_to(make_console(rank), None, rank)
     chosen = deepcopy(config)
     if memory.fit:
-        chosen = _begun(config) or fitting(config, processes)
+        chosen = _of_resumed_run(config) or fitting(config, processes)
     data, share = chosen.data, share_of(chosen, processes)
     if config.trainer.recompute == "budget":
         chosen.memory, peak, about = within_budget(chosen, processes)
@@ -268,7 +268,7 @@ def fitted(config: Config) -> Config:
     return chosen
 
 
-def _begun(config: Config) -> Config | None:
+def _of_resumed_run(config: Config) -> Config | None:
     """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
     if config.resume != "auto" or not (file := Path(str(config.run_dir), "config.yaml")).is_file():
         return None

@@ -47,7 +47,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
     """
     with FakeTensors():
         learner, loss, minibatch = make()
-        network, resident, forward_ends = learner.network, begun(learner, minibatch), 0
+        network, resident, forward_ends = learner.network, first_step(learner, minibatch), 0
         places = ["forward"]
         with MadeTensors(lambda: "backward" if backward_runs() else places[-1]) as made:
 
@@ -79,7 +79,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], in_buckets: bool = Fa
     return StepMemory(at_peak, changes[moment].place, kept, parameters)
 
 
-def begun(learner: Learner, minibatch: dict) -> dict[str, int]:
+def first_step(learner: Learner, minibatch: dict) -> dict[str, int]:
     """Take an optimiser step, which creates the momentum; return the bytes held between steps."""
     network = learner.network
     for parameter in network.parameters():

@@ -184,11 +184,11 @@ def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():
     config = planned(*WITHIN, leaving(29), "data.crops_per_minibatch=4", "trainer.ema_decay=0.9")
     memory, needed, about = planner.within_budget(config, devices=1)
     plain = planner.step_memory(replace(config, trainer=replace(config.trainer, recompute="none")), 4, 128)
-    room = planner.room(config, 4, 128)
+    step = planner.planned_step(config, 4, 128)
     kinds = ("weights", "average", "momentum")
-    assert {kind: room.beside[kind] for kind in kinds} == {kind: plain.at_peak[kind] for kind in kinds}
-    assert room.beside["gradients"] == plain.parameters
-    left = config.memory.available(1) - sum(room.beside.values())
+    assert {kind: step.resident[kind] for kind in kinds} == {kind: plain.at_peak[kind] for kind in kinds}
+    assert step.resident["gradients"] == plain.parameters
+    left = config.memory.available(1) - sum(step.resident.values())
     assert memory.activation_bytes() == left // 2**10 * 2**10 and f"leave {size_text(left)} for activations" in about
     # The step that trains with it, with its loss and its optimiser, keeps to the whole.
     trace = planner.step_memory(replace(config, memory=memory), 4, 128)
@@ -198,7 +198,7 @@ def test_a_budget_leaves_activations_what_the_rest_of_the_step_does_not_take():
 def test_ranks_choose_by_the_same_times(monkeypatch):
     monkeypatch.setattr(costs, "seconds_again", lambda *_: pytest.fail("each rank measures other times"))
     costs._rates.cache_clear()
-    assert planner.room(planned(*WITHIN, leaving(30)), 4, 128, devices=2).plans
+    assert planner.planned_step(planned(*WITHIN, leaving(30)), 4, 128, devices=2).plans
 
 
 def test_a_budget_leaves_room_for_the_buckets_of_several_devices():
@@ -219,7 +219,7 @@ def test_the_most_crops_within_a_budget_are_those_of_its_time():
     for time in (1.1, 1.3):
         config = planner.fitting(planned(*run, f"memory.time={time}"), devices=2)
         crops[time] = config.data.crops_per_minibatch
-        fits, more = (planner.room(config, crops[time] // 2 + extra, 128, 2).least(time) for extra in (0, 1))
+        fits, more = (planner.planned_step(config, crops[time] // 2 + extra, 128, 2).least(time) for extra in (0, 1))
         assert fits <= 30 * 2**20 + 2**10 < more
     assert plain < crops[1.1] < crops[1.3]
 

@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from engine.process.distributed import World, data_parallel
 from engine.training.loop import accumulate_gradients
 from engine.training.planner import fake_step
-from engine.training.step_memory import FakeTensors, begun, traced
+from engine.training.step_memory import FakeTensors, first_step, traced
 from keepless.made_tensors import MadeTensors
 from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
@@ -142,7 +142,7 @@ def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
     config = runs.run_config("body=resnext_tiny", "norm.backend=eager", "norm=std")
     _, trace = in_buckets(config, CROPS, SIZE)
     learner, loss, minibatch = fake_step(config, CROPS, SIZE)
-    begun(learner, minibatch)
+    first_step(learner, minibatch)
 
     def step() -> None:
         accumulate_gradients(learner, loss, minibatch, CROPS, World())
