@@ -18,9 +18,10 @@ LONGEST_VALUE = 50
 
 
 def help_text(about: str, command: str, schema: type, values: DictConfig) -> str:
-    """`about`, the groups of a command with the choices that fit its schema, and the keys of `values`."""
-    columns = max(60, min(shutil.get_terminal_size().columns, 120))
-    groups = {group: ", ".join(choices(group, schema)) for group in groups_in(command)}
+    """`about`, the groups of a command with the choices that fit its schema and advice, and the keys of `values`."""
+    columns, advice = max(60, min(shutil.get_terminal_size().columns, 120)), sentences(schema)
+    listed = {group: ", ".join(choices(group, schema)) for group in groups_in(command)}
+    groups = {group: f"{names}. {advice[group]}" if group in advice else names for group, names in listed.items()}
     parts = [about.strip()]
     if groups:
         parts += ["", "Groups (group=choice):", *_rows(groups, 15, columns)]

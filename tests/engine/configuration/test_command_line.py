@@ -73,8 +73,9 @@ def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name,
     assert [key for key, about in keys.items() if not about] == []
     assert [line for line in text.partition("\n\nKeys")[2].splitlines() if len(line) > 80] == []
     assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file()
+    assert name != "train_seg" or groups["sampler"].endswith(f"uniform. {sentences(SegmentationRun)['sampler']}")
     for end in (0, -1):  # it raises if the command does not accept the first or the last choice of a group
-        chosen = [f"{group}={names.split(', ')[end]}" for group, names in groups.items()]
+        chosen = [f"{group}={about.partition('. ')[0].split(', ')[end]}" for group, about in groups.items()]
         alone = [choice for choice in chosen if choice.startswith("experiment=")]  # it sets keys of what it chooses
         for together in filter(None, (alone, [choice for choice in chosen if choice not in alone])):
             composed(name, *together)
