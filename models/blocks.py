@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -10,6 +10,49 @@ from keepless.norms.backends.activations import Activation, activate_
 
 # Number of channels -> norm followed by an activation, for (N, C, H, W); with activation="identity" only the norm.
 NormAct = Callable[..., nn.Module]
+
+
+class Convolutions(NamedTuple):
+    """The convolutions of a residual function."""
+
+    in_channels: int  # C of the input
+    channels: Sequence[int]  # two values make two 3x3 convolutions; three make a 1x1, 3x3, 1x1 bottleneck
+    stride: int = 1
+    dilation: int = 1  # of every 3x3 convolution
+    groups: int = 1  # of the 3x3 convolution of a bottleneck (ResNeXt's cardinality)
+    dropout: float = 0.0  # probability of dropping a channel of the last convolution's input; 0 adds no layer
+
+    def made(self, *strides: int) -> list[nn.Conv2d]:
+        """The layers. `strides`: of the first convolution and of the second.
+
+        ValueError if there are neither two nor three channels, or the groups do not fit.
+        """
+        in_channels, channels, _, dilation, groups, _ = self
+        if len(channels) == 2:
+            if groups != 1:
+                raise ValueError(
+                    f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a "
+                    f"bottleneck; two 3x3 convolutions have no groups"
+                )
+            first, last = channels
+            return [
+                conv3x3(in_channels, first, stride=strides[0], dilation=dilation),
+                conv3x3(first, last, stride=strides[1], dilation=dilation),
+            ]
+        if len(channels) != 3:
+            raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
+        first, middle, last = channels
+        return [
+            nn.Conv2d(in_channels, first, 1, stride=strides[0], bias=False),
+            conv3x3(first, middle, stride=strides[1], dilation=dilation, groups=groups),
+            nn.Conv2d(middle, last, 1, bias=False),
+        ]
+
+    def projection(self) -> nn.Conv2d | None:
+        """The 1x1 convolution of a shortcut; None if the shortcut is the input itself."""
+        if self.stride == 1 and self.in_channels == self.channels[-1]:
+            return None
+        return nn.Conv2d(self.in_channels, self.channels[-1], 1, stride=self.stride, bias=False)
 
 
 class IdentityResidualBlock(nn.Module):
@@ -21,33 +64,16 @@ class IdentityResidualBlock(nn.Module):
     norm.
 
     Args:
-        in_channels: C of the input.
-        channels: two values make two 3x3 convolutions; three make a 1x1, 3x3, 1x1 bottleneck.
+        convs: the first convolution, a 1x1 in a bottleneck, and the projection stride.
         norm_act: number of channels -> norm followed by an activation. It may write over its input, except as bn1 of a
             block whose shortcut is x; the forward pass then raises.
-        stride: of the first convolution, a 1x1 in a bottleneck, and of the projection.
-        dilation: of every 3x3 convolution.
-        groups: of the 3x3 convolution of a bottleneck (ResNeXt's cardinality).
-        dropout: probability of dropping a channel of the last convolution's input; 0 adds no layer.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        channels: Sequence[int],
-        *,
-        norm_act: NormAct,
-        stride: int = 1,
-        dilation: int = 1,
-        groups: int = 1,
-        dropout: float = 0.0,
-    ):
+    def __init__(self, convs: Convolutions, norm_act: NormAct):
         super().__init__()
-        self.bn1 = norm_act(in_channels)
-        self.convs = convolutions(
-            in_channels, channels, norm_act, stride=stride, dilation=dilation, groups=groups, dropout=dropout
-        )
-        self.proj_conv = _projection(in_channels, channels[-1], stride)
+        self.bn1 = norm_act(convs.in_channels)
+        self.convs = preactivated(convs, norm_act)
+        self.proj_conv = convs.projection()
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), …). ValueError if bn1 wrote over a shortcut."""
@@ -63,60 +89,16 @@ class IdentityResidualBlock(nn.Module):
         return self.convs(activated) + x
 
 
-def convolutions(
-    in_channels: int,
-    channels: Sequence[int],
-    norm_act: NormAct,
-    *,
-    stride: int = 1,
-    dilation: int = 1,
-    groups: int = 1,
-    dropout: float = 0.0,
-) -> nn.Sequential:
+def preactivated(convs: Convolutions, norm_act: NormAct) -> nn.Sequential:
     """The convolutions of a pre-activation residual function, with norms between them; see `IdentityResidualBlock`."""
-    convs = _convolutions(in_channels, channels, strides=(stride, 1), dilation=dilation, groups=groups)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=convs[0])
-    for number, conv in enumerate(convs[1:], start=2):
+    first, *others = convs.made(convs.stride, 1)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=first)
+    for number, conv in enumerate(others, start=2):
         layers[f"bn{number}"] = norm_act(conv.in_channels)
-        if dropout and number == len(convs):
-            layers["dropout"] = nn.Dropout2d(dropout)
+        if convs.dropout and conv is others[-1]:
+            layers["dropout"] = nn.Dropout2d(convs.dropout)
         layers[f"conv{number}"] = conv
     return nn.Sequential(layers)
-
-
-def _convolutions(
-    in_channels: int, channels: Sequence[int], *, strides: tuple[int, int], dilation: int, groups: int = 1
-) -> list[nn.Conv2d]:
-    """Two 3x3 convolutions, or a 1x1, 3x3, 1x1 bottleneck. `strides`: of the first and of the second convolution.
-
-    ValueError if there are neither two nor three channels, or the groups do not fit.
-    """
-    if len(channels) == 2:
-        if groups != 1:
-            raise ValueError(
-                f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a bottleneck; "
-                f"two 3x3 convolutions have no groups"
-            )
-        first, last = channels
-        return [
-            conv3x3(in_channels, first, stride=strides[0], dilation=dilation),
-            conv3x3(first, last, stride=strides[1], dilation=dilation),
-        ]
-    if len(channels) != 3:
-        raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
-    first, middle, last = channels
-    return [
-        nn.Conv2d(in_channels, first, 1, stride=strides[0], bias=False),
-        conv3x3(first, middle, stride=strides[1], dilation=dilation, groups=groups),
-        nn.Conv2d(middle, last, 1, bias=False),
-    ]
-
-
-def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:
-    """The 1x1 convolution of a shortcut; None if the shortcut is the input itself."""
-    if stride == 1 and in_channels == out_channels:
-        return None
-    return nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
 
 
 class ResidualBlock(nn.Module):
@@ -130,33 +112,22 @@ class ResidualBlock(nn.Module):
     sum keeps neither operand, so a norm without activation keeps one buffer with every strategy.
 
     Args:
-        in_channels, channels, dilation, groups: as in `IdentityResidualBlock`.
+        convs: the first 3x3 convolution and the projection stride; there is no dropout.
         norm_act: number of channels -> norm followed by phi or, with activation="identity", only the norm. It may
             write over its input. Its norms have the attributes `activation` and `activation_param`.
-        stride: of the first 3x3 convolution and of the projection.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        channels: Sequence[int],
-        *,
-        norm_act: NormAct,
-        stride: int = 1,
-        dilation: int = 1,
-        groups: int = 1,
-    ):
+    def __init__(self, convs: Convolutions, norm_act: NormAct):
         super().__init__()
-        strides = (stride, 1) if len(channels) == 2 else (1, stride)
-        convs = _convolutions(in_channels, channels, strides=strides, dilation=dilation, groups=groups)
+        made = convs.made(convs.stride, 1) if len(convs.channels) == 2 else convs.made(1, convs.stride)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        for number, conv in enumerate(convs, start=1):
+        for number, conv in enumerate(made, start=1):
             layers[f"conv{number}"] = conv
-            options = {} if number < len(convs) else {"activation": "identity"}
+            options = {} if number < len(made) else {"activation": "identity"}
             layers[f"bn{number}"] = norm_act(conv.out_channels, **options)
         self.convs = nn.Sequential(layers)
-        self.proj_conv = _projection(in_channels, channels[-1], stride)
-        self.proj_bn = norm_act(channels[-1], activation="identity") if self.proj_conv is not None else None
+        self.proj_conv = convs.projection()
+        self.proj_bn = norm_act(convs.channels[-1], activation="identity") if self.proj_conv is not None else None
 
     @property
     def activation(self) -> Activation:
@@ -175,23 +146,16 @@ class ResidualBlock(nn.Module):
         return activate_(self.activation, y)  # phi overwrites the sum, a new tensor
 
 
-def residual_stage(
-    block: Callable[..., nn.Module],
-    in_channels: int,
-    channels: Sequence[int],
-    blocks: int,
-    *,
-    stride: int = 1,
-) -> nn.Sequential:
-    """Chain `blocks` residual blocks, named block1, block2, …; the first changes stride and channels.
+def residual_stage(block: Callable[[Convolutions], nn.Module], first: Convolutions, blocks: int) -> nn.Sequential:
+    """Chain `blocks` residual blocks, named block1, block2, …; the `first` changes stride and channels.
 
-    block: called with in_channels, channels and the keyword stride. ValueError if there are no blocks.
+    ValueError if there are no blocks.
     """
     if blocks < 1:
         raise ValueError(f"structure has a stage of {blocks} blocks: expected at least 1 block per stage")
-    stage = nn.Sequential(OrderedDict(block1=block(in_channels, channels, stride=stride)))
+    stage = nn.Sequential(OrderedDict(block1=block(first)))
     for number in range(2, blocks + 1):
-        stage.add_module(f"block{number}", block(channels[-1], channels, stride=1))
+        stage.add_module(f"block{number}", block(first._replace(in_channels=first.channels[-1], stride=1)))
     return stage
 
 

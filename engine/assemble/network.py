@@ -16,12 +16,12 @@ from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
 from models.released_norm import released_abn
 
-_NORMS: Mapping[type[schema.Norm], Callable[..., nn.Module]] = {
-    schema.StandardNorm: ABN,
-    schema.CheckpointNorm: partial(CheckpointedABN, store="x"),
-    schema.CheckpointXHatNorm: partial(CheckpointedABN, store="x_hat"),
-    schema.InPlaceNorm: partial(InPlaceABN, variant="II"),
-    schema.InPlaceNorm1: partial(InPlaceABN, variant="I"),
+STRATEGIES: Mapping[str, Callable[..., ABN]] = {  # (a) to (e) of Figure 2, by the names of norms
+    "std": ABN,
+    "checkpoint": partial(CheckpointedABN, store="x"),
+    "checkpoint_xhat": partial(CheckpointedABN, store="x_hat"),
+    "inplace_1": partial(InPlaceABN, variant="I"),
+    "inplace": InPlaceABN,
 }
 _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
     schema.DenseNetBody: bodies.DenseNet,
@@ -44,7 +44,7 @@ def norm_act(config: schema.Norm, eager: bool = False) -> Callable[[int], nn.Mod
     if isinstance(config, schema.ReleasedNorm):
         return partial(released_abn(), **options)
     options |= {"backend": "eager"} if eager else {}
-    return partial(_NORMS[type(config)], **options)
+    return partial(STRATEGIES[config.name], **options)
 
 
 def body(

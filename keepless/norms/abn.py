@@ -133,7 +133,8 @@ class ABN(NormBase):
         if use_batch and (not tracked or running_mean is None or running_var is None):
             running_mean = running_var = None
         elif use_batch and running_mean is not None and running_var is not None:
-            counts = not _is_recomputation()
+            # A backward pass repeats forward passes already counted (`torch.utils.checkpoint`).
+            counts = torch.compiler.is_compiling() or not backward_runs()
             if counts and self.momentum is not None:
                 momentum = self.momentum
             else:
@@ -214,8 +215,3 @@ class ABN(NormBase):
         activation = f"activation={self.activation}({self.activation_param})"
         own = f"learn_scale={self.learn_scale}, sync={self.sync}, backend={self.backend}"
         return f"{super().extra_repr()}, {activation}, {own}"
-
-
-def _is_recomputation() -> bool:
-    """Whether a backward pass is running: `torch.utils.checkpoint` then repeats a forward pass already counted."""
-    return not torch.compiler.is_compiling() and backward_runs()

@@ -41,8 +41,8 @@ class LibraryBody(Body):
     multiple of the output stride if the network would round sizes down, or refuse them.
 
     Args (in addition to `Body`):
-        make: () -> the modules by name, in the order in which they run.
-        title: the network's, for messages.
+        make: network -> its modules by name, in the order in which they run.
+        network: its name in the library, such as resnet50.
         last: name of the last part that is used, such as layer3 or blocks.4; None: all. Dense prediction may not need
             the last stages, whose features describe whole images, and which cost most when dilated.
         norm_act: makes `ABN` or `InPlaceABN` with an activation of LIBRARY_ACTIVATIONS.
@@ -59,28 +59,28 @@ class LibraryBody(Body):
 
     def __init__(
         self,
-        norm_act: NormAct,
-        classes: int,
-        output_stride: int,
+        norm_act: NormAct = _RELU,
+        classes: int = 0,
+        output_stride: int = 32,
         *,
-        make: Callable[[], Mapping[str, nn.Module]],
-        title: str,
-        last: str | None,
+        make: Callable[[str], Mapping[str, nn.Module]],
+        network: str,
+        last: str | None = None,
         own_momentum: bool = False,
     ):
         super().__init__()
         here = torch.empty(0)
         # Constructors and examples compute with values, which fake and meta tensors lack.
         with with_dispatch_modes_off(), torch.device("cpu"):
-            layers = make()
+            layers = make(network)
             self.left_out: tuple[str, ...] = ()
             if last is not None:
-                layers, self.left_out = _up_to(layers, last, f"last={last}: {title}")
+                layers, self.left_out = _up_to(layers, last, f"last={last}: {network}")
             for name, layer in layers.items():
                 self.add_module(name, layer)
             self.order = tuple(layers)
             self.classifier, self.rounds_up = None, True
-            channels, self.output_stride = self._dilate(torch.zeros(1, 3, SIDE, SIDE), output_stride, title)
+            channels, self.output_stride = self._dilate(torch.zeros(1, 3, SIDE, SIDE), output_stride, network)
             try:  # one pixel more leaves a remainder at every stride
                 with torch.no_grad():
                     odd = self.eval()(torch.zeros(1, 3, SIDE + 1, SIDE + 1))
@@ -117,7 +117,7 @@ class LibraryBody(Body):
         return [part for name in self.order for part in _parts(getattr(self, name))]
 
     @torch.no_grad()
-    def _dilate(self, x: Tensor, output_stride: int, title: str) -> tuple[int, int]:
+    def _dilate(self, x: Tensor, output_stride: int, network: str) -> tuple[int, int]:
         """Turn strides beyond `output_stride` into dilation. Returns the channels and the output stride."""
         dilation, pooling = 1, ""
         try:
@@ -136,38 +136,19 @@ class LibraryBody(Body):
             channels, cells = x.shape[1], x.shape[3]
         except Exception as error:  # a module may raise anything
             raise ValueError(
-                f"{title} does not run its {', '.join(self.order)} one after the other ({type(error).__name__}): "
+                f"{network} does not run its {', '.join(self.order)} one after the other ({type(error).__name__}): "
                 f"{_EXPECTED}"
             ) from error
         stride, remainder = divmod(SIDE, cells)
         if remainder:
-            raise ValueError(f"{title} has {cells} cells for {SIDE} pixels: expected a network that halves exactly")
+            raise ValueError(f"{network} has {cells} cells for {SIDE} pixels: expected a network that halves exactly")
         if pooling:
-            ours = ", or the body densenet121 of this project" if "densenet" in title else ""
+            ours = ", or the body densenet121 of this project" if "densenet" in network else ""
             raise ValueError(
-                f"{title} cannot be dilated to output_stride={output_stride}, because its {pooling} strides without a "
-                f"convolution: give output_stride={stride}{ours}"
+                f"{network} cannot be dilated to output_stride={output_stride}, because its {pooling} strides without "
+                f"a convolution: give output_stride={stride}{ours}"
             )
         return channels, stride
-
-
-def _library_body(
-    library: str,
-    norm_act: NormAct = _RELU,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    network: str,
-    last: str | None = None,
-    own_momentum: bool = False,
-) -> LibraryBody:
-    """A classification network of torchvision, such as resnet50, or of timm. ValueError: see `LibraryBody`."""
-    make = partial(_of_torchvision if library == "torchvision" else _of_timm, network)
-    title = f"{library}'s {network}"
-    return LibraryBody(norm_act, classes, output_stride, make=make, title=title, last=last, own_momentum=own_momentum)
-
-
-torchvision_body, timm_body = partial(_library_body, "torchvision"), partial(_library_body, "timm")
 
 
 def _of_torchvision(network: str) -> dict[str, nn.Module]:
@@ -200,6 +181,9 @@ def _of_timm(network: str) -> dict[str, nn.Module]:
             f"({type(error).__name__}: {error}): {_EXPECTED}"
         ) from error
     return layers
+
+
+torchvision_body, timm_body = partial(LibraryBody, make=_of_torchvision), partial(LibraryBody, make=_of_timm)
 
 
 def _up_to(layers: Mapping[str, nn.Module], last: str, of: str) -> tuple[dict[str, nn.Module], tuple[str, ...]]:

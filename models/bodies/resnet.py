@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from keepless import InPlaceABN
-from models.blocks import IdentityResidualBlock, NormAct, ResidualBlock, residual_stage
+from models.blocks import Convolutions, IdentityResidualBlock, NormAct, ResidualBlock, residual_stage
 from models.bodies.body import Body
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
@@ -51,10 +51,9 @@ class ResNet(Body):
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=not preactivation)
         in_channels, kind = stem_channels, IdentityResidualBlock if preactivation else ResidualBlock
         for index, (blocks, (stride, dilation)) in enumerate(zip(structure, strides, strict=True)):
-            block = partial(kind, norm_act=norm_act, dilation=dilation, groups=groups)
-            channels = [c * 2**index for c in base_channels]
-            self.add_module(f"mod{index + 2}", residual_stage(block, in_channels, channels, blocks, stride=stride))
-            in_channels = channels[-1]
+            convs = Convolutions(in_channels, [c * 2**index for c in base_channels], stride, dilation, groups)
+            self.add_module(f"mod{index + 2}", residual_stage(partial(kind, norm_act=norm_act), convs, blocks))
+            in_channels = convs.channels[-1]
         self.bn_out = norm_act(in_channels) if preactivation else None
         self.add_classifier(in_channels, classes)
         initialise(self)

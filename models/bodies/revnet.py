@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from keepless import InPlaceABN, run_reversibly
-from models.blocks import NormAct, residual_stage
+from models.blocks import Convolutions, NormAct, residual_stage
 from models.bodies.body import Body
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit, Stem, in_autocast_dtype
 from models.bodies.stem import build_stem, downsampling
@@ -60,11 +60,11 @@ class RevNet(Body):
         self.keep_activations = keep_activations
         self.mod1 = Stem(OrderedDict(build_stem(stem, stem_channels, norm_act, last_norm=True).named_children()))
         in_channels = stem_channels
-        unit = ReversibleUnit if reversible else ResidualUnit
+        unit = partial(ReversibleUnit if reversible else ResidualUnit, norm_act=norm_act)
         stages = zip(structure, channels, strides, strict=True)
         for number, (units, widths, (stride, dilation)) in enumerate(stages, start=2):
-            block = partial(unit, norm_act=norm_act, dilation=dilation)
-            self.add_module(f"mod{number}", residual_stage(block, in_channels, widths, units, stride=stride))
+            first = Convolutions(in_channels, widths, stride, dilation)
+            self.add_module(f"mod{number}", residual_stage(unit, first, units))
             in_channels = widths[-1]
         del self.get_submodule("mod2.block1.Fm").bn1  # the stem ends in a norm and activation
         self.bn_out = norm_act(in_channels)

@@ -1,45 +1,34 @@
 """Units of RevNets, and of the pre-activation ResNets that they are compared with (Gomez et al., 2017)."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from keepless import AdditiveCoupling
-from models.blocks import NormAct, convolutions
+from models.blocks import Convolutions, NormAct, preactivated
 
 
 class ReversibleUnit(AdditiveCoupling):
     """y1 = short(x1) + F(x2); y2 = short(x2) + G(y1), with the channels in two halves (section 3.2).
 
     A unit that changes the resolution or number of channels cannot be inverted, because its shortcuts cannot. Only F
-    strides. Arguments as in `ResidualFunction`, for all channels; F and G have half of them.
+    strides. `convs` count all channels; F and G have half of them.
     """
 
     couples_in_half_steps = True
 
-    def __init__(
-        self,
-        in_channels: int,
-        channels: Sequence[int],
-        *,
-        norm_act: NormAct,
-        stride: int = 1,
-        dilation: int = 1,
-    ):
+    def __init__(self, convs: Convolutions, norm_act: NormAct):
+        in_channels, channels, *_ = convs
         if any(value % 2 for value in (in_channels, *channels)):
             raise ValueError(
                 f"channels={tuple(channels)} after {in_channels} channels: a reversible unit halves them, so expected "
                 f"even numbers"
             )
-        halves = [value // 2 for value in channels]
-        function = partial(ResidualFunction, channels=halves, norm_act=norm_act, dilation=dilation)
-        second = function(halves[-1])
-        first = function(in_channels // 2, stride=stride)
-        super().__init__(first, second)
-        self.short1, self.short2 = (shortcut(in_channels // 2, halves, stride) for _ in range(2))
+        half = convs._replace(in_channels=in_channels // 2, channels=[value // 2 for value in channels])
+        second = ResidualFunction(half._replace(in_channels=half.channels[-1], stride=1), norm_act)
+        super().__init__(ResidualFunction(half, norm_act), second)
+        self.short1, self.short2 = shortcut(half), shortcut(half)
 
     @property
     def invertible(self) -> bool:  # type: ignore[override]
@@ -52,20 +41,12 @@ class ReversibleUnit(AdditiveCoupling):
 
 
 class ResidualUnit(nn.Module):
-    """y = short(x) + F(x), with the shortcut and F as in a RevNet. Arguments as in `ResidualFunction`."""
+    """y = short(x) + F(x), with the shortcut and F as in a RevNet."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        channels: Sequence[int],
-        *,
-        norm_act: NormAct,
-        stride: int = 1,
-        dilation: int = 1,
-    ):
+    def __init__(self, convs: Convolutions, norm_act: NormAct):
         super().__init__()
-        self.Fm = ResidualFunction(in_channels, channels, norm_act, stride=stride, dilation=dilation)
-        self.short = shortcut(in_channels, channels, stride)
+        self.Fm = ResidualFunction(convs, norm_act)
+        self.short = shortcut(convs)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride))."""
@@ -75,18 +56,9 @@ class ResidualUnit(nn.Module):
 class ResidualFunction(nn.Sequential):
     """F: norm and activation (bn1) before every convolution. Arguments as in `IdentityResidualBlock`."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        channels: Sequence[int],
-        norm_act: NormAct,
-        *,
-        stride: int = 1,
-        dilation: int = 1,
-    ):
-        layers: OrderedDict[str, nn.Module] = OrderedDict(bn1=norm_act(in_channels))
-        layers.update(convolutions(in_channels, channels, norm_act, stride=stride, dilation=dilation).named_children())
-        super().__init__(layers)
+    def __init__(self, convs: Convolutions, norm_act: NormAct):
+        layers: OrderedDict[str, nn.Module] = OrderedDict(bn1=norm_act(convs.in_channels))
+        super().__init__(layers | dict(preactivated(convs, norm_act).named_children()))
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride))."""
@@ -107,18 +79,17 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def shortcut(in_channels: int, channels: Sequence[int], stride: int) -> nn.Module:
+def shortcut(convs: Convolutions) -> nn.Module:
     """Identity if nothing changes; otherwise a 1x1 convolution in a bottleneck.
 
     Two 3x3 convolutions have a shortcut without parameters: it average-pools by the stride and adds channels of zeros,
     half of them on each side (section 5.1). ValueError: they have fewer channels than the input.
     """
-    if stride == 1 and in_channels == channels[-1]:
-        return nn.Identity()
-    if len(channels) == 3:
-        return nn.Conv2d(in_channels, channels[-1], 1, stride=stride, bias=False)
-    added = channels[-1] - in_channels
+    projection = convs.projection() if len(convs.channels) == 3 else None
+    added = convs.channels[-1] - convs.in_channels
+    if projection is not None or (convs.stride == 1 and not added):
+        return projection or nn.Identity()
     if added < 0:
         raise ValueError(f"a stage has {-added} channels less than the one before: expected at least as many")
     zeros = nn.ConstantPad3d((0, 0, 0, 0, added // 2, added - added // 2), 0.0)
-    return zeros if stride == 1 else nn.Sequential(nn.AvgPool2d(stride, ceil_mode=True), zeros)
+    return zeros if convs.stride == 1 else nn.Sequential(nn.AvgPool2d(convs.stride, ceil_mode=True), zeros)

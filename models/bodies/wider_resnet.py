@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from keepless import InPlaceABN
-from models.blocks import IdentityResidualBlock, NormAct, residual_stage
+from models.blocks import Convolutions, IdentityResidualBlock, NormAct, residual_stage
 from models.bodies.body import Body
 from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
@@ -61,8 +61,8 @@ class WiderResNet(Body):
             if number < 7:
                 pool = MaxPool2d(3, stride=2, padding=1) if number in pooled else nn.Identity()
                 self.add_module(f"pool{number}", pool)
-            block = partial(IdentityResidualBlock, norm_act=norm_act, dilation=dilation, dropout=probability)
-            stage = residual_stage(block, in_channels, stage_channels, blocks, stride=stride)
+            convs = Convolutions(in_channels, stage_channels, stride, dilation, dropout=probability)
+            stage = residual_stage(partial(IdentityResidualBlock, norm_act=norm_act), convs, blocks)
             self.add_module(f"mod{number}", stage)
             in_channels = stage_channels[-1]
         self.bn_out = norm_act(in_channels)

@@ -6,14 +6,14 @@ keep, and in which ranges activations can be inverted. Networks run on fake tens
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from keepless import ABN, CheckpointedABN, InPlaceABN
+from engine.assemble.network import STRATEGIES
 from keepless.made_tensors import MadeTensors
 from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from keepless.saved import kept_bytes
@@ -31,13 +31,6 @@ TITLES = {
     "checkpoint_xhat": "checkpointing (proposed)",
     "inplace_1": "in-place ABN I",
     "inplace": "in-place ABN II",
-}
-STRATEGIES: dict[str, Callable[..., ABN]] = {  # (a) to (e) of Figure 2
-    "std": ABN,
-    "checkpoint": partial(CheckpointedABN, store="x"),
-    "checkpoint_xhat": partial(CheckpointedABN, store="x_hat"),
-    "inplace_1": partial(InPlaceABN, variant="I"),
-    "inplace": InPlaceABN,
 }
 BODIES: dict[str, Callable[..., Body]] = {
     "ResNeXt-101": resnext101,

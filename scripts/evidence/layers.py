@@ -22,6 +22,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from engine.assemble.network import STRATEGIES
 from engine.schema.keys import key
 from keepless import ABN, recompute_activations
 from keepless.norms.backends import BACKENDS, backend_for
@@ -29,7 +30,6 @@ from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import compiler_settings
 from models.blocks import NormAct
-from scripts.evidence.counted import STRATEGIES
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import Columns, Rows, mib, section, time_ratio

@@ -1,6 +1,7 @@
 """Methods to train a network in less memory, and how close their gradients are to the plain network's."""
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence.zoo import blocks_of
 from scripts.reports.frame import reason
 from scripts.reports.markdown import Rows
-from scripts.reports.measuring import autocast, captured, compiled, drops_at_random, timed
+from scripts.reports.measuring import autocast, captured, compiled, timed
 
 PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
 ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
@@ -93,6 +94,15 @@ def methods_of(name: str, network: nn.Module, device: str, compiler: str | None)
     applies = {BLOCKS: bool(blocks_of(network)), ON_CPU: device == "cuda", COMPILED: is_compiled}
     applies[BUDGET] = is_compiled and not drops_at_random(network)
     return [method for method in METHODS if applies.get(method, True)]
+
+
+def drops_at_random(network: nn.Module) -> bool:
+    """Whether a module drops values or whole residuals with a probability p above 0.
+
+    With a budget below 1, the compiler's gradients would be wrong on CPUs (pytorch/pytorch#190758).
+    """
+    named = (module for module in network.modules() if re.search("Drop|Stochastic", type(module).__name__))
+    return any(getattr(module, "p", 0) > 0 for module in named)
 
 
 def gradients_of(network: nn.Module, inputs: Tensor, precision: str) -> Tensor:

@@ -25,6 +25,7 @@ from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode
 from models import bodies
+from models.blocks import Convolutions
 from models.bodies import resnet110_cifar, revnet110_cifar
 from models.bodies.revnet_units import ReversibleUnit
 from models.recomputation import RECOMPUTE, choose_recomputation
@@ -121,7 +122,8 @@ METHODS: dict[str, Callable[[Sequence[nn.Module], Tensor], Tensor]] = {
 def chain(arguments: ReversibleArguments, count: int) -> Iterator[dict]:
     """RevNet's Table 1: every method on a chain of units, in float32 with standard norms."""
     torch.manual_seed(0)
-    units = nn.ModuleList(ReversibleUnit(CHANNELS, (CHANNELS, CHANNELS), norm_act=NORMS["std"]) for _ in range(count))
+    convs = Convolutions(CHANNELS, (CHANNELS, CHANNELS))
+    units = nn.ModuleList(ReversibleUnit(convs, NORMS["std"]) for _ in range(count))
     x = torch.randn(IMAGES, CHANNELS, SIDE, SIDE, requires_grad=True)
     for method, run in METHODS.items():
         forward = partial(lambda run: run(list(units), x * 1), run)

@@ -5,7 +5,6 @@ from engine.process.start import die_with_parent
 import functools
 import multiprocessing
 import random
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -90,21 +89,11 @@ def _pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def drops_at_random(network: nn.Module) -> bool:
-    """Whether a module of PyTorch or torchvision drops values or whole residuals with a probability p above 0."""
-    return any(
-        re.search("Drop|Stochastic", type(one).__name__) and getattr(one, "p", 0) > 0 for one in network.modules()
-    )
-
-
 def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:
     """Compile a block with torch.compile, for static shapes and as one graph.
 
-    ValueError if it drops values at random and has a budget below 1: on CPUs its gradients would be wrong
-    (https://github.com/pytorch/pytorch/issues/190758).
+    If the block drops values at random, a budget below 1 gives wrong gradients on CPUs: see `methods.drops_at_random`.
     """
-    if budget < 1 and drops_at_random(block):
-        raise ValueError(f"{type(block).__name__} has dropout or stochastic depth: give budget=1, or no compiler")
     # The memory budget is a global setting: the compiler sees it for this graph only.
     backend = functools.partial(compile_within, compiler=compiler, budget=budget)
     return torch.compile(block, fullgraph=True, dynamic=False, backend=backend)

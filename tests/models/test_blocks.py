@@ -7,7 +7,7 @@ import torch
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from keepless.norms.backends.activations import ACTIVATIONS, Activation, activate_
-from models.blocks import IdentityResidualBlock, ResidualBlock
+from models.blocks import Convolutions, IdentityResidualBlock, ResidualBlock
 from tests.bodies import kept_maps
 
 
@@ -15,12 +15,12 @@ from tests.bodies import kept_maps
 def test_identity_blocks_keep_the_buffers_of_figure_1(channels, groups, standard, in_place):
     """A projection keeps no more."""
     for norm_act, buffers in ((ABN, standard), (InPlaceABN, in_place)):
-        block = IdentityResidualBlock(16, channels, norm_act=norm_act, groups=groups)
+        block = IdentityResidualBlock(Convolutions(16, channels, groups=groups), norm_act)
         x = torch.randn(2, 16, 8, 8, requires_grad=True)
         storages = kept_maps(block, x)
         assert list(storages.values()) == [x.nbytes] * buffers
         assert (x.untyped_storage()._cdata in storages) == (norm_act is ABN)
-        projecting = IdentityResidualBlock(16, (*channels[:-1], 32), norm_act=norm_act, groups=groups)
+        projecting = IdentityResidualBlock(Convolutions(16, (*channels[:-1], 32), groups=groups), norm_act)
         assert list(kept_maps(projecting, x).values()) == [x.nbytes] * buffers
 
 
@@ -28,19 +28,19 @@ def test_a_norm_over_the_shortcut_is_refused_and_fits_everywhere_else():
     overwriting = partial(InPlaceABN, overwrite_input=True)
     x = torch.randn(2, 8, 5, 5)
     with pytest.raises(ValueError, match="wrote over the input of a residual block.*overwrite_input=False"):
-        IdentityResidualBlock(8, (4, 4, 8), norm_act=overwriting)(x.clone())
+        IdentityResidualBlock(Convolutions(8, (4, 4, 8)), overwriting)(x.clone())
     for block, channels in ((IdentityResidualBlock, (4, 4, 16)), (ResidualBlock, (4, 4, 8)), (ResidualBlock, (4, 16))):
         outputs = []
         for norm_act in (InPlaceABN, overwriting):
             torch.manual_seed(0)
-            outputs.append(block(8, channels, norm_act=norm_act)(x.clone()))
+            outputs.append(block(Convolutions(8, channels), norm_act)(x.clone()))
             outputs[-1].sum().backward()
         assert torch.equal(*outputs)
 
 
 def test_dropout_is_before_the_last_convolution():
     for channels, names in (((4, 8), ["conv1", "bn2"]), ((4, 4, 8), ["conv1", "bn2", "conv2", "bn3"])):
-        block = IdentityResidualBlock(4, channels, norm_act=ABN, dropout=0.3)
+        block = IdentityResidualBlock(Convolutions(4, channels, dropout=0.3), ABN)
         assert list(block.convs._modules) == [*names, "dropout", f"conv{len(channels)}"]
 
 
@@ -56,7 +56,7 @@ POST_BUFFERS = [  # with 4, 4 and 16 channels: the bytes of norms' inputs or out
 @pytest.mark.parametrize("norm_act, channels, expected", POST_BUFFERS)
 def test_what_a_post_activation_block_keeps(norm_act, channels, expected):
     """Its input, which the first convolution keeps, and 12C values with standard norms, 10C with in-place ones."""
-    block = recompute_activations(ResidualBlock(16, channels, norm_act=norm_act), checkpointed_only=True)
+    block = recompute_activations(ResidualBlock(Convolutions(16, channels), norm_act), checkpointed_only=True)
     x = torch.randn(2, 16, 8, 8, requires_grad=True)
     storages = kept_maps(block, x)
     assert storages.pop(x.untyped_storage()._cdata) == x.nbytes
@@ -66,7 +66,8 @@ def test_what_a_post_activation_block_keeps(norm_act, channels, expected):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_activation_of_the_norms_follows_the_sum_and_not_the_last_norm(activation):
     """Other tests compare the rest of the block with torchvision's and with the release's."""
-    block = ResidualBlock(8, (4, 4, 8), norm_act=partial(ABN, activation=activation, activation_param=0.3)).double()
+    norm_act = partial(ABN, activation=activation, activation_param=0.3)
+    block = ResidualBlock(Convolutions(8, (4, 4, 8)), norm_act).double()
     x = torch.randn(3, 8, 7, 6, dtype=torch.float64)
     expected = activate_(Activation(activation, 0.3), block.convs(x) + x)
     torch.testing.assert_close(block(x), expected, rtol=1e-12, atol=1e-12)

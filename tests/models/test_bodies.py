@@ -12,7 +12,6 @@ from torch import nn
 
 from keepless import ABN, recompute_activations
 from models import bodies
-from models.blocks import IdentityResidualBlock
 from models.bodies import DenseNet, ResNet, densenet264, resnet34, resnet50, resnext101
 from tests.bodies import SMALL_BODIES, kept_maps, parameters, small_wider, small_wider_a2, trained
 from tests.norms import STRATEGIES
@@ -20,7 +19,6 @@ from tests.runs import same
 
 CIFAR_RESNET_32 = partial(ResNet, structure=(5, 5, 5), base_channels=(16, 16), stem_channels=16, stem="cifar")
 CIFAR_DENSENET_100 = partial(DenseNet, structure=(16, 16, 16), growth=12, stem_channels=24, stem="cifar")
-BLOCK = partial(IdentityResidualBlock, 4, norm_act=ABN)
 every_body = pytest.mark.parametrize("name", SMALL_BODIES)
 
 
@@ -276,7 +274,6 @@ def test_a_seed_fixes_the_weights_and_their_scale_is_xavier():
         (resnext101, dict(structure=(1, 0, 1, 1)), "0 blocks.*at least 1"),
         (resnext101, dict(base_channels=(8, 8)), "groups=64 with channels=.*three channel values"),
         (resnext101, dict(groups=48), "in_channels must be divisible by groups"),
-        (BLOCK, dict(channels=(4, 4), groups=2), "groups=2 with channels=.*three channel values"),
         (SMALL_BODIES["revnet"], dict(channels=((8, 8), (16, 16))), "one entry per stage, and structure=.* has 3"),
         (SMALL_BODIES["revnet"], dict(channels=[(8, 8)] * 2 + [(9, 9)]), r"channels=\(9, 9\) after 8 channels.*even"),
         (SMALL_BODIES["revnet"], dict(channels=[(16, 16)] * 2 + [(8, 8)]), "4 channels less than the one before"),

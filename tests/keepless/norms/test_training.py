@@ -10,14 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless import InPlaceABN, recompute_activations
 from keepless.saved import kept_bytes, saved_for_backward
-from models.blocks import IdentityResidualBlock
+from models.blocks import Convolutions, IdentityResidualBlock
 from tests.cuda import NEEDS_CUDA
 from tests.norms import CHECKPOINTED, STRATEGIES
 
 
 def block(norm_act) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(IdentityResidualBlock(4, (4, 8), norm_act=norm_act), norm_act(8)).double()
+    return nn.Sequential(IdentityResidualBlock(Convolutions(4, (4, 8)), norm_act), norm_act(8)).double()
 
 
 def gradients(network: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from keepless import CheckpointedABN, recompute_activations, recomputing, report, undo
 from keepless.saved import kept_bytes
 from keepless.torch_internals import current_hooks
-from models.blocks import IdentityResidualBlock
+from models.blocks import Convolutions, IdentityResidualBlock
 from tests.norms import CHECKPOINTED, STRATEGIES
 
 
@@ -99,7 +99,7 @@ def any_networks(request, networks) -> tuple[nn.Module, nn.Module]:
     if request.param == "budget":
         return planned(small())
     norm = STRATEGIES[request.param]
-    block = IdentityResidualBlock(4, (4, 8), norm_act=norm)
+    block = IdentityResidualBlock(Convolutions(4, (4, 8)), norm)
     prepared, plain = both(nn.Sequential(nn.Conv2d(3, 4, 3), block, norm(8), nn.Conv2d(8, 2, 1), nn.Sigmoid()))
     return recompute_activations(prepared, checkpointed_only=True), plain
 

@@ -136,7 +136,7 @@ def test_convolutions_are_dilated_in_whichever_order_they_are_listed():
     """timm's FasterNets list a stage's blocks before the convolution that strides."""
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "stage": Reversed()}
     strided, dilated = (
-        LibraryBody(LEAKY, 0, stride, make=lambda: copy.deepcopy(layers), title="it", last=None) for stride in (4, 2)
+        LibraryBody(LEAKY, 0, stride, make=lambda _: copy.deepcopy(layers), network="it") for stride in (4, 2)
     )
     images = torch.randn(1, 3, 64, 64)
     torch.testing.assert_close(dilated(images)[:, :, ::2, ::2], strided(images))
@@ -146,7 +146,7 @@ def test_convolutions_are_dilated_in_whichever_order_they_are_listed():
 def test_no_pixel_is_dropped_whichever_stride_rounds_down():
     """The transitions of torchvision's DenseNets round down, and their stem does not."""
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "transition": nn.AvgPool2d(2)}
-    body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
+    body = LibraryBody(LEAKY, 0, 32, make=lambda _: layers, network="it")
     assert body.output_stride == 4 and body(torch.zeros(1, 3, 66, 63)).shape[2:] == (17, 16)
 
 
@@ -165,10 +165,10 @@ class Shortcut(nn.Module):
 def test_sizes_that_a_network_itself_cannot_take_are_padded():
     """timm's dla34 has such blocks: for odd sizes the shortcut rounds down, the convolution up, and their sum fails."""
     layers = {"stem": nn.Conv2d(3, 8, 3, stride=2, padding=1), "block": Shortcut()}
-    body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
+    body = LibraryBody(LEAKY, 0, 32, make=lambda _: layers, network="it")
     assert body(torch.zeros(1, 3, 65, 62)).shape[2:] == (17, 16)
     with pytest.raises(ValueError, match="output_stride=2, because its Shortcut strides .*: give output_stride=4"):
-        LibraryBody(LEAKY, 0, 2, make=lambda: layers, title="it", last=None)
+        LibraryBody(LEAKY, 0, 2, make=lambda _: layers, network="it")
 
 
 NUMBERED = [
@@ -210,7 +210,7 @@ def test_an_activation_after_the_first_block_may_overwrite_its_input(recompute):
     first = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 1))
     stem = {"conv1": first, "bn1": nn.BatchNorm2d(8), "act1": nn.ReLU(inplace=True)}
     layers = stem | {f"layer{number}": nn.Sequential(nn.Conv2d(8, 8, 1), nn.Tanh()) for number in range(3)}
-    body = LibraryBody(LEAKY, 0, 32, make=lambda: layers, title="it", last=None)
+    body = LibraryBody(LEAKY, 0, 32, make=lambda _: layers, network="it")
     stored = copy.deepcopy(body)
     body.recompute = recompute
     images = torch.randn(2, 3, 8, 8)
@@ -275,7 +275,7 @@ def test_a_body_may_end_early():
     whole = torchvision_body(network="resnet18", last="layer3")
     assert (whole.order[-1], whole.left_out, whole.out_channels) == ("layer3", ("layer4",), 256)
     for last in ("features.40", "stem", "features.0.0.x"):
-        with pytest.raises(ValueError, match=f"last={last}: torchvision's mobilenet_v2 has no such part"):
+        with pytest.raises(ValueError, match=f"last={last}: mobilenet_v2 has no such part"):
             torchvision_body(network="mobilenet_v2", last=last)
 
 

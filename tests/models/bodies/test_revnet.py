@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, checking_repetitions
+from models.blocks import Convolutions
 from models.bodies import RevNet, revnet38_cifar
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit
 from models.initialisation import initialise_truncated
@@ -56,7 +57,7 @@ def short(x, module, channels, stride):
 def test_units_compute_what_the_paper_says(reversible, in_channels, channels, stride, after_stem):
     torch.manual_seed(0)
     build = ReversibleUnit if reversible else ResidualUnit
-    unit = build(in_channels, channels, norm_act=RELU, stride=stride).double()
+    unit = build(Convolutions(in_channels, channels, stride), RELU).double()
     if after_stem:
         del unit.Fm.bn1
     for parameter in unit.parameters():

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from engine.assemble.network import STRATEGIES
 from engine.schema.memory import Memory
 from models.pooling import MaxPool2d
 from scripts.evidence import counted, loss, memory_plan, reversible
-from scripts.evidence.counted import STRATEGIES
 from scripts.evidence.loss import BOOTSTRAPPED, COMPILED, CROSS_ENTROPY, PLAIN, TILES
 from scripts.reports import papers
 from scripts.reports.frame import RESULTS, rows_of

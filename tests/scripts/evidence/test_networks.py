@@ -56,8 +56,6 @@ def test_the_compiler_gets_no_budget_where_its_gradients_would_be_wrong():
     """https://github.com/pytorch/pytorch/issues/190758: with dropout, on CPUs."""
     network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     assert BUDGET not in methods.methods_of("resnet50", network, "cpu", "eager")
-    with pytest.raises(ValueError, match="Sequential has dropout or stochastic depth: give budget=1"):
-        methods.forward_of(network, BUDGET, "eager")
     network[1].p = 0.0
     assert BUDGET in methods.methods_of("resnet50", network, "cpu", "eager")
     assert methods.forward_of(network, BUDGET, "eager")(torch.ones(2, 4)).shape == (2, 4)
