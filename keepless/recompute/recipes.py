@@ -128,9 +128,11 @@ def follow(known: KnownValues, again: Again, call: Call, result: Tensor, whole: 
 
     `whole`: the recipe also computes what the call has saved inside.
     """
-    recipe = _of_inside(again, call, result) if whole else Recipe(again, result)
+    recipe = Recipe(again, result)
     if recipe.depth > _LONGEST and not known.by_plan:  # recipes are computed without recursion
         return None
+    if whole:
+        recipe = _of_inside(again, call, result)
     if call.notes is not None and not whole:
         call.notes.recipes.append((recipe, again))
     own = known.find(result)

@@ -510,6 +510,13 @@ def test_empty_minibatches_are_pooled(pool):
     assert_same(*([*torch.autograd.grad(n(IMAGES[:0]).sum(), n.parameters())] for n in both(network)))
 
 
+def test_a_norm_that_saves_inside_may_end_a_long_chain():
+    """On CPUs RMSNorm saves its normalised input, too. It follows as many recipes as a chain may have."""
+    long = [nn.SiLU() for _ in range(12)]
+    results = both(nn.Sequential(nn.Conv2d(3, 10, 1), *long, nn.RMSNorm(10), nn.Conv2d(10, 2, 1)))
+    assert_same(*(gradients(network, IMAGES) for network in results))
+
+
 @pytest.mark.parametrize("stem", [nn.Conv2d(3, 4, 3), CheckpointedABN(3)], ids=["convolution", "CheckpointedABN"])
 def test_a_checkpoint_may_repeat_the_forward_pass_in_another_thread(stem):
     """CUDA does this. Numbers of nodes begin anew in each thread."""
