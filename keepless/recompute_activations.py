@@ -327,7 +327,7 @@ def _conclude(recording: Recording, kind: Kind, has_followed: bool, output: obje
     elif recording.lesson is not None and output is not None:
         policy, plan = recording.policy, None
         if policy is not None:
-            plan = policy.plans[0] if policy.plans and not policy.strayed else None
+            plan = policy.plans[0] if policy.plans else None
             if plan is None or policy.call + 1 != len(plan.calls):
                 return
         kind.learn(script_of(recording.lesson, recording.known, recording.kept, plan))

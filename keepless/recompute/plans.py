@@ -15,7 +15,7 @@ from ..inputs import check_module, tensors_in
 from ..saved import is_ordinary, size_text
 from ..torch_internals import is_capturing, profiler_runs, tree_map, warn
 from ..units import UNITS, bytes_of
-from .recipes import ByPlan, Guard
+from .recipes import ByPlan
 from .rehearsal import rehearsed_step
 from .search import Choice, frontier
 from .simulation import on_real_tensors, plain_peak, simulate
@@ -73,7 +73,7 @@ class Plans:
                 self._waits = True
                 cure = "a CUDA graph is captured without a plan: run three steps before the capture"
                 warn(cure if captures else "a PyTorch profiler is running: the budget is planned once it has ended")
-            return ByPlan([] if size is None else size.plans, Guard())
+            return ByPlan([] if size is None else size.plans)
         if size is None:
             size = self._added(kind, given)
         if given == size.given and size.is_unsettled and not self._cannot_rehearse:
@@ -87,7 +87,7 @@ class Plans:
 
     def resumed(self, size: "Size", given: "_Given") -> ByPlan:
         """The policy of a pass that no script follows, or that has left its script."""
-        policy, self.last = ByPlan(size.plans, Guard()), size
+        policy, self.last = ByPlan(size.plans), size
         size.last = policy, given
         return policy
 
@@ -240,10 +240,10 @@ class Size:
         """Note whether the last pass left its plans, and forget it."""
         if self.last is not None:
             policy, given = self.last
-            if given != self.given and policy.strayed:  # too large despite fewer bytes, or other calls
+            if given != self.given and not policy.plans:  # too large despite fewer bytes, or other calls
                 self.serves = min(self.serves, sum(given[1]) - 1)
             else:
-                self.strays = self.strays or policy.strayed
+                self.strays = self.strays or not policy.plans
         self.last = None
 
 

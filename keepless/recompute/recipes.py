@@ -1,5 +1,6 @@
 """Decide for each result of a call: a recipe that repeats the call from kept values, or a kept tensor."""
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from .step import Flag, Plan
 from .trace import MUCH
 from .values import Again, Recipe, Value, unread_bytes
 
-_LONGEST = 12  # recipes in a chain without a plan: the result of the next call is kept
+_LONGEST = 12  # recipes in a chain where no plan decides: the result of the next call is kept
 
 
 def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again | None:
@@ -123,13 +124,15 @@ def _copy(known: KnownValues, tensor: Tensor) -> Value:
     return Value(Kept(copy, known.outer), bytes=min(_bytes(tensor), tensor.nbytes))
 
 
-def follow(known: KnownValues, again: Again, call: Call, result: Tensor, whole: bool = False) -> Value | None:
+def follow(
+    known: KnownValues, again: Again, call: Call, result: Tensor, whole: bool = False, longest: int = _LONGEST
+) -> Value | None:
     """Give the result of a call a recipe, and return its value; None if the chain of recipes would be too long.
 
     `whole`: the recipe also computes what the call has saved inside.
     """
     recipe = Recipe(again, result)
-    if recipe.depth > _LONGEST and not known.by_plan:  # recipes are computed without recursion
+    if recipe.depth > longest:  # in a plan they may be any number, as they are computed without recursion
         return None
     if whole:
         recipe = _of_inside(again, call, result)
@@ -201,19 +204,17 @@ class ByPlan:
 
     A result that is recomputed gets a recipe. A result that is kept gets a value once something reads it, which is
     released with the original unless a reader appears (`Value.unread`). Convolutions, matrix products and the like have
-    rules too. Where no plan matches the calls, a guard decides.
+    rules too. Where no plan matches the calls, every result is recomputed that can be, in chains of at most `_LONGEST`
+    recipes: the next result is kept.
 
     Args:
         plans: one for each known sequence of calls of the network.
-        guard: None to keep every result where no plan matches the calls.
     """
 
-    def __init__(self, plans: Sequence[Plan] = (), guard: "Guard | None" = None) -> None:
+    def __init__(self, plans: Sequence[Plan] = ()) -> None:
         self.plans = list(plans)  # the plans that match the calls of this forward pass so far
-        self.strayed = False  # no plan matches any more
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
-        self.guard = guard
         self.planned: dict[int, int] = {}  # node number -> call number: of kept results
 
     def catch_up(self, functions: Sequence[Callable[..., Any]], total: int) -> None:
@@ -221,7 +222,7 @@ class ByPlan:
         count = len(functions)
         same = [one for one in self.plans if [known for known, _ in one.calls[:count]] == [*functions]]
         self.plans = [one for one in same if not count or one.flag(count - 1, functions[-1], total) is not None]
-        self.call, self.total, self.strayed = count - 1, total, not self.plans
+        self.call, self.total = count - 1, total
 
     def next_flag(self, function: Callable[..., Any], result: Tensor) -> int | None:
         """The plan's flag for the next call, which has this result; None if no plan matches the calls."""
@@ -232,10 +233,7 @@ class ByPlan:
         flag = self.plans[0].flag(self.call, function, self.total)
         if len(self.plans) > 1 or flag is None:
             self.plans = [one for one in self.plans if one.flag(self.call, function, self.total) is not None]
-            if not self.plans:
-                self.strayed = True
-                return None
-            flag = self.plans[0].flags[self.call]
+            flag = self.plans[0].flags[self.call] if self.plans else None
         return flag
 
     def keep(self, call: Call, result: Tensor) -> None:
@@ -257,30 +255,24 @@ class ByPlan:
     def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
         """Decide whether the result of a call, and what it has saved inside, get recipes."""
         flag, row = self.next_flag(call.function, result), call.row
-        computed = 0 if flag is None else flag & (Flag.AGAIN | Flag.MASK)
+        computed = Flag.AGAIN | Flag.MASK  # if no plan matches this call
+        if flag is not None:
+            computed &= flag
         replaceable = () if flag is not None and self.plans[0].fits else call.replaceable
         if flag is not None and not (computed or replaceable or call.overwrites):
             if known.find(result) is None:
                 self.keep(call, result)
                 return
-        guard = self.guard if flag is None else None  # no plan matches this call
-        any_way = guard is not None
-        again = how_to_repeat(known, rule, call, result) if any_way or computed & Flag.AGAIN else None
-        mask = None
-        if row.mask is not None and call.inside and (any_way or computed & Flag.MASK):
-            mask = how_to_repeat(known, row.mask, call, result)
-        if guard is not None and (way := again or mask) is not None and not _reads_overwritten(call, result):
-            computed = (Flag.AGAIN | Flag.MASK) if guard.computes(way, result) else 0
-        # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
-        is_whole = again is not None and row.inside and row.mask is None
-        if mask is not None and computed & Flag.MASK:
-            draw_inside(mask, call)
+        again = how_to_repeat(known, rule, call, result) if computed & Flag.AGAIN else None
+        if row.mask is not None and call.inside and computed & Flag.MASK:
+            if (mask := how_to_repeat(known, row.mask, call, result)) is not None:
+                draw_inside(mask, call)
         own = None
-        if again is not None and computed & Flag.AGAIN:
-            own = follow(known, again, call, result, is_whole)
+        if again is not None:
+            # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
+            is_whole = row.inside and row.mask is None
+            own = follow(known, again, call, result, is_whole, sys.maxsize if flag is not None else _LONGEST)
         own = own or known.find(result) or known.keep(result)
-        if isinstance(own.source, Recipe):
-            own.bytes = result.nbytes  # for the guard
         own.number = self.call
         for saved in replaceable:
             saved.read_instead(own)
@@ -289,38 +281,3 @@ class ByPlan:
         if base is not None and base.numel() == result.numel() and call.has_made(base):
             of_base = known.find(base) or known.keep(base)  # other views of it follow
             of_base.number = own.number
-
-
-class Guard:
-    """Keeps few bytes where it is unknown which calls will follow.
-
-    A result is kept if recomputing it would take more bytes than all that was kept before; otherwise it is recomputed.
-    Of n layers of equal size about sqrt(2 n) are kept, with as many layers between the last two (compare [Chen et
-    al.](https://arxiv.org/abs/1604.06174)).
-    """
-
-    def __init__(self) -> None:
-        self.kept = 0  # bytes
-
-    def computes(self, again: Again, result: Tensor) -> bool:
-        """Whether a result is computed again."""
-        size = result.nbytes
-        waiting = [one for one in again.arguments if isinstance(one, Value)]
-        seen = set(waiting)
-        while waiting and size <= self.kept:
-            value = waiting.pop()
-            if isinstance(value.source, Recipe):
-                size += value.bytes
-                inputs = [one for one in value.source.inputs if one not in seen]
-                seen.update(inputs)
-                waiting += inputs
-        if size > self.kept:
-            self.kept += result.nbytes
-            return False
-        return True
-
-
-def _reads_overwritten(call: Call, result: Tensor) -> bool:
-    """Whether a call has written over a kept value that it reads; then its result is recomputed only with a plan."""
-    before = call.before
-    return before is not None and result is call.args[0] and before.reads_storage(address(result.untyped_storage()))

@@ -240,7 +240,7 @@ class Deepened(nn.Module):
 
 
 def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
-    """The guard then keeps few of the long step's results, and the next step is rehearsed."""
+    """Few of the long step's results are then kept, and the next step is rehearsed."""
     torch.manual_seed(0)
     plain = Deepened().double()
     within = recompute_activations(copy.deepcopy(plain), budget="1GiB")
@@ -249,7 +249,7 @@ def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
         assert {line.why for line in report(within).lines} == {"planned", "cannot be computed again"}
     assert_like_plain(within, plain)
     assert {line.why for line in report(within).lines} == {"no plan"}
-    assert report(within).bytes < 16 * X.nbytes
+    assert report(within).bytes == 3 * X.nbytes  # of 13 results in a row one is kept
     assert plans(within) == 1
     assert_like_plain(within, plain)
     assert plans(within) == 2
