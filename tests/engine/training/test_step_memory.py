@@ -9,7 +9,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from engine.process.distributed import World, data_parallel
 from engine.training.loop import accumulate_gradients
-from engine.training.planner import fake_step
+from engine.training.planner import fake_step, step_memory
 from engine.training.step_memory import FakeTensors, first_step, traced
 from keepless.made_tensors import MadeTensors
 from keepless.recompute.costs import peak_bytes
@@ -134,7 +134,7 @@ def test_a_plan_of_fused_norms_has_no_tensor_in_between(strategy, frozen):
 
 def in_buckets(config, crops: int, size: int):
     """Traces of a step on one device, and on one of several."""
-    return [traced(lambda: fake_step(config, crops, size), in_buckets=several) for several in (False, True)]
+    return [step_memory(config, crops, size, devices) for devices in (1, 2)]
 
 
 def test_with_several_devices_the_buckets_of_ddp_are_there_throughout(tmp_path):
