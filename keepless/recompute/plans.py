@@ -150,7 +150,7 @@ class Plans:
             return
         if all(plan.calls != step.calls for plan in size.plans):
             size.strays = False
-            size.plans.append(self._planned(*_rehearsed(step, self._limit(step))))
+            size.plans.append(self._planned(step))
             size.plans.sort(key=lambda plan: plan.plain)  # the smallest that is large enough comes first
         elif size.rehearsals == _MOST:
             warn(
@@ -161,13 +161,22 @@ class Plans:
     def _limit(self, step: Step) -> int:
         return self.budget if isinstance(self.budget, int) else int(self.budget * plain_peak(step))
 
-    def _planned(self, step: Step, choice: Choice) -> Plan:
-        """The plan of a choice, with one warning if it exceeds the budget."""
-        asked, least = self._limit(step), choice.peak
+    def _planned(self, rehearsed: Step) -> Plan:
+        """The plan of a rehearsed step, with one warning if it may exceed the budget."""
+        asked = self._limit(rehearsed)
+        step, choice = _chosen(rehearsed, asked)
+        least = choice.peak
         _log.info(
             "planned %d calls: a peak of %s instead of %s, for %.1f ms more",
             *(len(step.calls), size_text(choice.peak), size_text(plain_peak(step)), choice.seconds * 1e3),
         )
+        held = least if step is rehearsed else simulate(rehearsed, choice.kept).peak
+        if least <= asked + _BLOCK < held and not self._was_missed:
+            self._was_missed = True
+            warn(
+                f"this step is within {size_text(asked)} only if the program drops the network's outputs before the "
+                f"backward pass: while it has a name for them, the peak is {size_text(held)}"
+            )
         if least > asked + _BLOCK and not self._was_missed:
             self._was_missed = True
             texts = size_text(asked), size_text(least)
@@ -183,7 +192,7 @@ class Plans:
         return replace(plan, peak=plain) if plain <= asked else plan  # nothing is recorded: see `ByPlan`
 
 
-def _rehearsed(step: Step, limit: int) -> tuple[Step, Choice]:
+def _chosen(step: Step, limit: int) -> tuple[Step, Choice]:
     """A rehearsed step and its best choice.
 
     A rehearsal holds the outputs to the end of the step, but the program may drop them earlier. If the budget cannot be

@@ -22,7 +22,7 @@ from keepless import ABN, CheckpointedABN, InPlaceABN, plan, recompute_activatio
 from keepless.norms.bn_act import norm_and_activation
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.functions import TABLE
-from keepless.recompute.rehearsal import counted_step
+from keepless.recompute.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.search import Choice, frontier, pareto
 from keepless.recompute.simulation import Simulation, on_real_tensors, plain_peak, simulate
 from keepless.recompute.step import Event, Kind, Save, Step, StepValue
@@ -682,3 +682,10 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
         warnings.simplefilter("error")
         for number in range(6):
             train(prepared.train(number % 3 != 1), x)
+
+
+def test_a_budget_that_held_outputs_exceed_says_so():
+    network, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 512)), torch.randn(64, 8)
+    least_with_outputs = frontier(rehearsed_step(network, (x,), {}))[-1].peak
+    with pytest.warns(UserWarning, match="only if the program drops the network's outputs before the backward pass"):
+        recompute_activations(network, budget=least_with_outputs - 1024)(x)
