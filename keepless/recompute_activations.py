@@ -25,6 +25,7 @@ from .recompute.lesson import Lesson
 from .recompute.plans import Budget, Plans, arguments_of, checked
 from .recompute.recording import Recording, is_ours, is_running
 from .recompute.report import KeptTensor, Report, summary
+from .recompute.script import Script
 from .reversible.couplings import Coupling
 from .saved import PLAIN
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level, warn
@@ -297,13 +298,13 @@ class _Hooks:
         if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised
             recording = _open.passes.pop().recording
             if recording is not None:
-                has_followed = isinstance(recording, Following) and recording.has_followed
+                followed = recording.script if isinstance(recording, Following) and recording.has_followed else None
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
                 if self.plans is not None and output is not None:  # None: it has raised an error
                     self.plans.pass_has_ended()
                 if recording.kind is not None:
-                    _conclude(recording, recording.kind, has_followed, output)
+                    _conclude(recording, recording.kind, followed, output)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
@@ -317,11 +318,11 @@ def _policy(plans: Plans | None, size: Any, given: Any) -> Any:
     return None if plans is None else plans.resumed(size, given)
 
 
-def _conclude(recording: Recording, kind: Kind, has_followed: bool, output: object) -> None:
-    """A pass has ended: learn its script, or note that it has left it."""
+def _conclude(recording: Recording, kind: Kind, followed: Script | None, output: object) -> None:
+    """A pass has ended: learn its script, or note that it has left it. `followed`: the script that it has followed."""
     if isinstance(recording, Following):
-        if has_followed:
-            kind.now = recording.script or kind.now
+        if followed is not None:
+            kind.now = followed
         else:
             kind.left()
     elif recording.lesson is not None and output is not None:

@@ -27,7 +27,7 @@ from .functions import body, random_state, row_of
 from .handles import Handles, Packing
 from .known_values import KnownValues
 from .recipes import ByPlan
-from .recording import Recording, is_running
+from .recording import Recording
 from .script import END, HANDLES, WRITES, Act, Entry, How, Keep, Script, Slot, Take, at, same
 from .values import Again, Recipe, Value
 
@@ -76,23 +76,17 @@ class Following(Recording):
         _enter(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def _forget(self) -> None:
         if self.script is None:
-            super().__exit__(*error)
-            return
-        _leave(self, *error)
-        self._end_hooks()
-        self.kept = self.script.kept
-        self._drop()
+            super()._forget()
+        else:
+            self.kept, self.script, self.frame = self.script.kept, None, None
+            self.handles.clear()
 
     def _saved_outside(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor, where `Handles.pack` does not decide it."""
         with without_function_modes():
             return self.handles.held(tensor)
-
-    def _drop(self) -> None:
-        self.handles.clear()
-        self.frame = None
 
     @property
     def has_followed(self) -> bool:
@@ -287,17 +281,11 @@ class Following(Recording):
             handles[position] = handle
         return handles
 
-    def is_abandoned(self) -> bool:
-        if self.script is not None and self.frame is not None and not is_running(self.frame):
-            self._start_recorder(None)
-        return self.script is None and super().is_abandoned()
-
     def hand_over(self) -> None:
         """Let the recorder go on with the rest of the pass."""
         script, found, served = self.script, self.handles.found, self.handles.served
         assert script is not None
-        if self.frame is not None and not is_running(self.frame):  # interrupted by Ctrl-C
-            self._start_recorder(None)
+        if self.is_abandoned():
             return
         policy = self.make_policy()
         if policy is not None and script.plan is not None and self.next:

@@ -145,7 +145,7 @@ class Recording(TorchFunctionMode):
 
     def is_abandoned(self) -> bool:
         """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
-        if self.frame is not None and not is_running(self.frame):
+        if not is_running(self.frame):
             self.abandoned, self.frame = True, None  # first: this mode sees the functions that `_forget` calls
             self._forget()
         if self.abandoned and self._is_innermost():
@@ -202,8 +202,7 @@ class Recording(TorchFunctionMode):
             nothing = row.saves_nothing
             if row.only_asks or (nothing is not None and torch.is_grad_enabled() and nothing(args, kwargs)):
                 return function(*args, **kwargs)
-        is_abandoned = self.abandoned or (self.frame is not None and not is_running(self.frame))
-        if is_abandoned and self.is_abandoned():
+        if (self.abandoned or not is_running(self.frame)) and self.is_abandoned():
             return function(*args, **kwargs)
         if self.known.dead or self.known.gone:
             self.known.settle_gone()
@@ -309,10 +308,15 @@ def is_ours(hooks: Hooks) -> bool:
     return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues, Trace))
 
 
-def is_running(frame: FrameType) -> bool:
-    """Whether a call is still running. If not, the variables that an exception's traceback holds are freed."""
+def is_running(frame: FrameType | None) -> bool:
+    """Whether a call is still running. If not, the variables that an exception's traceback holds are freed.
+
+    A `finally` would be simpler, but a module calls no hooks after Ctrl-C, and a changed `forward` would stay bound to
+    the network in its replicas and copies. Freed objects do not tell either, as a notebook holds the traceback.
+    """
     try:
-        frame.clear()
+        if frame is not None:
+            frame.clear()
     except RuntimeError:
         return True
-    return False
+    return frame is None
