@@ -75,7 +75,7 @@ class Learner:
     average: WeightAverage | None = None  # exponential moving average of the weights, evaluated instead of `network`
     max_gradient_norm: float | None = None  # gradients are clipped to it; None: never
     captured: CapturedMicroBatches | None = None  # runs micro-batches as a CUDA graph; None: eagerly
-    reads_flag: bool = True  # that a step is finite, if the optimiser is not fused; False: fake tensors have no values
+    reads_flag: bool = True  # before an unfused optimiser, whether the step is finite; False for fake tensors
     parameters: list[nn.Parameter] = field(init=False)  # of the network
 
     def __post_init__(self) -> None:

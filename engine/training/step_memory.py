@@ -96,7 +96,7 @@ def first_step(learner: Learner, minibatch: dict) -> dict[str, int]:
 
 
 def _copied_at_once(changes: list[Change], gradients: Set[int | None]) -> list[Change]:
-    """The changes if DDP copies each gradient at once: it is freed before the next other tensor is made."""
+    """The changes if DDP copies each gradient into its bucket at once, before another tensor is made."""
     found: list[Change] = []
     copied: list[Change] = []
     for change in changes:

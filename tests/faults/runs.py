@@ -127,7 +127,7 @@ def _waits_after(step: int, logger: MetricsLogger, *_) -> None:
 
 
 def waiting_after(step: int) -> Callable:
-    """To inject: a run that waits after a step until its directory holds a file "go"."""
+    """A fault to inject: the run waits after a step until its directory holds a file "go"."""
     return partial(before_call, MetricsLogger, "step", None, partial(_waits_after, step))
 
 

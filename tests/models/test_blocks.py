@@ -55,7 +55,7 @@ POST_BUFFERS = [  # with 4, 4 and 16 channels: the bytes of norms' inputs or out
 
 @pytest.mark.parametrize("norm_act, channels, expected", POST_BUFFERS)
 def test_what_a_post_activation_block_keeps(norm_act, channels, expected):
-    """Its input, which the first convolution keeps, and 12C values with standard norms, 10C with in-place ones."""
+    """The first convolution keeps the input; the rest is 12C values with standard norms, 10C with in-place ones."""
     block = recompute_activations(ResidualBlock(Convolutions(16, channels), norm_act), checkpointed_only=True)
     x = torch.randn(2, 16, 8, 8, requires_grad=True)
     storages = kept_maps(block, x)

@@ -37,7 +37,7 @@ every_body = pytest.mark.parametrize("name", SMALL_BODIES)
     ],
 )
 def test_published_networks(build, with_classifier, without, out_channels, output_stride):
-    """Their parameters and channels, with and without a classifier, and their features at an output stride."""
+    """Parameters are compared with and without a classifier, and features at an output stride."""
     with torch.device("meta"):
         network, body = build(classes=1000), build(output_stride=output_stride)
         features = body(torch.empty(2, 3, 64, 96))

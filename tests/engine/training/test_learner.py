@@ -17,7 +17,7 @@ from tests.runs import one_epoch, run_config, same
 
 
 def small_learner(precision: str = "float32", averaged: bool = False) -> Learner:
-    """After two steps."""
+    """A learner of a linear layer that has taken two steps."""
     network = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(network.named_parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=10)

@@ -138,7 +138,7 @@ def angles(norm_act, reference: list, seed: int, ratio: float, dtype: torch.dtyp
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_bfloat16_gradients_of_a_deep_network_point_where_standard_ones_do(seed):
-    """At most 0.5 degree further from float32 than standard BN where |gamma| >= 0.01 |beta|.
+    """They are at most 0.5 degree further from float32 than those of standard norms where |gamma| >= 0.01 |beta|.
 
     Below that ratio dL/dx (seen in the convolutions' gradients) keeps the bound. dL/dgamma loses its digits, because z
     cannot hold gamma * x_hat next to beta, but stays finite.
