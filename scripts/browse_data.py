@@ -17,6 +17,7 @@ from typing import cast
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from omegaconf import MISSING, DictConfig
 from rich.console import Console
 
@@ -32,7 +33,7 @@ from engine.schema.classification import CLASSIFICATION_DATASETS, Classification
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
 from engine.schema.segmentation import SegmentationRun
-from engine.segmentation.pictures import class_patch, labelled
+from engine.segmentation.pictures import labelled
 
 ROWS, COLUMNS, INCHES, DPI = 4, 2, 2.8, 130  # crops on a sheet, their size
 Dataset = SegmentationDataset | ClassificationDataset
@@ -102,8 +103,12 @@ def sheet(page: Sequence[Shown], dataset: Dataset) -> Figure:
         axes.set_title(title, loc="left", fontsize=8)
     if isinstance(dataset, SegmentationDataset):
         present = np.unique([label for _, _, label in page])
-        classes = zip(dataset.palette, shown_names(dataset.classes), strict=True)
-        handles = [class_patch(*each) for number, each in enumerate(classes) if number in present]
+        classes = zip(np.array(dataset.palette) / 255, shown_names(dataset.classes), strict=True)
+        handles = [
+            Patch(facecolor=colour, edgecolor="gray", label=name)
+            for number, (colour, name) in enumerate(classes)
+            if number in present
+        ]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     return with_literal_texts(figure)
 

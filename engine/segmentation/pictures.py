@@ -4,7 +4,6 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-from matplotlib.patches import Patch
 from torch import Tensor
 
 from datasets import IGNORED, SegmentationDataset
@@ -74,9 +73,3 @@ def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationData
 def overlay(image: np.ndarray, colours: np.ndarray) -> np.ndarray:
     """Blend the colours of a prediction over its image, all uint8 (H, W, 3) RGB."""
     return cv2.addWeighted(colours, OVERLAY_OPACITY, image, 1 - OVERLAY_OPACITY, 0)
-
-
-def class_patch(colour: tuple[int, int, int], label: str) -> Patch:
-    """The legend entry of a class."""
-    red, green, blue = (channel / 255 for channel in colour)
-    return Patch(facecolor=(red, green, blue), edgecolor="gray", label=label)
