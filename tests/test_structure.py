@@ -140,6 +140,24 @@ def test_no_file_or_folder_imports_itself_through_others():
         graphlib.TopologicalSorter(graph).prepare()
 
 
+@pytest.mark.parametrize(
+    "folders, depth, most", [(("", *MAY_IMPORT, "scripts"), 0, (9, 5, 14)), (("engine",), 1, (10, 5, 31))]
+)
+def test_the_house_has_few_rooms_floors_and_arrows(folders, depth, most):
+    """A room is an entry or a folder; a floor, the rooms that import only rooms below; an arrow, who imports whom."""
+    files = {source.module: source for source in sources(*folders) if source.module.count(".") >= depth}
+    rooms = {module: module.split(".")[depth] for module in files}
+    arrows = {(rooms[module], rooms[used]) for module, used in imports_among(files)}
+    below = {room: {used for user, used in arrows if user == room != used} for room in rooms.values()}
+    sorter, floors = graphlib.TopologicalSorter(below), 0
+    sorter.prepare()
+    while sorter.is_active():
+        sorter.done(*sorter.get_ready())
+        floors += 1
+    found = len(below), floors, sum(map(len, below.values()))
+    assert all(number <= limit for number, limit in zip(found, most, strict=True)), found
+
+
 def test_hydra_stays_above():
     """Below the entries, only the schema and its readers see Hydra's configs; all other code gets plain objects."""
     below = [source for source in sources(*MAY_IMPORT) if not source.name.startswith(KNOWS_HYDRA)]
