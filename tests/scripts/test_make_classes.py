@@ -110,7 +110,7 @@ def test_only_labels_of_an_image_count(tmp_path, capsys):
 def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
     made(tmp_path, IDS)
     root = tmp_path / "own"
-    for name in ("train/images/b.png", "train/images/c.png", "test/images/d.png"):  # a test needs no labels
+    for name in ("train/images/b.png", "train/images/c.png", "more/images/d.png", "test/images/e.png"):
         trees.write(root / name, np.zeros((24, 40, 3), np.uint8))
     trees.write(root / "train/labels/c.png", IDS[:, :20].copy())
     capsys.readouterr()
@@ -118,7 +118,8 @@ def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
         made(tmp_path, IDS)
     assert len(made(tmp_path, IDS, "ignored=0", "overwrite=true")["classes"]) == 3
     printed = capsys.readouterr().out.splitlines()
-    assert f"1 images have no label, so no training takes them: {root}/train/images/b.png" in printed
+    without = f"{root}/more/images/d.png, {root}/train/images/b.png"  # a test needs no labels
+    assert f"2 images have no label, so no training takes them: {without}" in printed
     assert f"1 labels are of another size than their image: {root}/train/labels/c.png (20x24, 40x24)" in printed
 
 
