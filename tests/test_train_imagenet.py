@@ -56,7 +56,7 @@ def trained(tmp_path_factory) -> tuple[Path, dict]:
         return run_dir, train_shapes(run_dir, *plain, *on_them)
 
 
-def test_it_learns_and_leaves_a_run_directory(trained):
+def test_a_classifier_learns_and_leaves_a_run_directory(trained):
     """Chance would be right once in eight times."""
     run_dir, results = trained
     assert json.loads((run_dir / "results.json").read_text()) == results

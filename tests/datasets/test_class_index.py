@@ -103,7 +103,7 @@ def test_the_index_of_a_split(camvid_folders, cache, tmp_path):
     assert torch.equal(torch.get_rng_state(), state)  # the random numbers of a run
 
 
-def test_it_is_read_back_and_made_anew_when_the_data_changes(camvid_folders, monkeypatch):
+def test_an_index_is_read_back_and_made_anew_when_the_data_changes(camvid_folders, monkeypatch):
     first = index_classes(camvid(camvid_folders, "train"), workers=0)
     with monkeypatch.context() as patch:
         patch.setattr(SegmentationDataset, "read_label", lambda *_: pytest.fail("a label was read again"))

@@ -29,7 +29,7 @@ def options(draw) -> dict:
     st.integers(1, 8),
     st.booleans(),
 )
-def test_it_equals_interpolation_and_cross_entropy(chosen, numbers, cells, size, ignored, rows, weighted):
+def test_the_loss_equals_interpolation_and_cross_entropy(chosen, numbers, cells, size, ignored, rows, weighted):
     """Any sizes, enlarged or reduced; any number of rows per tile."""
     (n, classes), rng = numbers, torch.Generator().manual_seed(rows)
     logits, labels = sample(n, classes, cells, size, ignored, seed=rows)
@@ -145,7 +145,7 @@ def test_the_memory_is_that_of_tiles():
     assert peak < 3 * 2 * 182 * 256 * 256 * 4 / 40
 
 
-def test_a_compiled_program_calls_it():
+def test_a_compiled_program_calls_the_loss():
     logits, labels = sample(dtype=torch.float32)
 
     def step(logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ pytestmark = NEEDS_CUDA
 
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("chosen", [{"fraction": 0.25}, {"reduction": "mean", "align_corners": True}, {}])
-def test_it_equals_float64(chosen, tf32, monkeypatch):
+def test_the_loss_equals_float64(chosen, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     logits, labels = sample(2, 3, (4, 5), (9, 19), dtype=torch.float32)
     expected = value_and_gradient(plain, logits.double(), labels, **chosen)

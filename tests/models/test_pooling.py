@@ -39,7 +39,7 @@ def with_gradient(pool, x: Tensor, layout: torch.memory_format) -> tuple[Tensor,
     special=st.sampled_from([0.0, float("nan"), float("-inf")]),
     seed=st.integers(0, 100),
 )
-def test_it_equals_pytorch_s_to_the_bit(shape, window, dtype, layout, special, seed):
+def test_pooling_equals_pytorch_s_to_the_bit(shape, window, dtype, layout, special, seed):
     """Values may tie, be NaN or all infinite; and the map may be narrower than a window."""
     if min(shape[2:]) + 2 * window[2] < window[0]:
         return
@@ -54,7 +54,7 @@ def test_it_equals_pytorch_s_to_the_bit(shape, window, dtype, layout, special, s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_keeps_a_byte_per_result(dtype):
+def test_pooling_keeps_a_byte_per_result(dtype):
     x = torch.randn(2, 3, 12, 10, dtype=dtype, requires_grad=True)
     assert kept_bytes(pool := MaxPool2d(3, 2, 1), lambda: pool(x * 1), [x]) == 2 * 3 * 6 * 5
     assert kept_bytes(pool := nn.MaxPool2d(3, 2, 1), lambda: pool(x * 1), [x]) == x.nbytes + 8 * 2 * 3 * 6 * 5
@@ -97,7 +97,7 @@ def test_derivatives_of_any_order_and_transforms_work():
     assert torch.equal(torch.func.grad(lambda x: pool(x).square().sum())(x), expected)
 
 
-def test_its_input_may_be_overwritten_afterwards():
+def test_the_input_of_pooling_may_be_overwritten_afterwards():
     """PyTorch's raises, because it keeps the input, although the gradient needs none of its values."""
     gradients = {}
     for overwritten in (False, True):

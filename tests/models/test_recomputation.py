@@ -90,7 +90,7 @@ SLOW = [pytest.param(*case, choice, marks=pytest.mark.slow) for choice in FORGET
 
 
 @pytest.mark.parametrize("name, norm, recompute", [("preact", "inplace", "blocks"), *SLOW])
-def test_compiled_as_one_graph_they_are_too(name, norm, recompute):
+def test_compiled_as_one_graph_gradients_are_those_of_stored_activations(name, norm, recompute):
     assert_equal_steps(step(name, norm, recompute, compiled=True), step(name, norm, "none"))
 
 
@@ -171,7 +171,7 @@ def test_with_sqrt_n_squared_blocks_keep_n_inputs(name, norm):
 
 
 @pytest.mark.slow
-def test_compiled_a_block_keeps_its_input_too():
+def test_a_compiled_block_keeps_its_input():
     def kept(blocks: int) -> int:
         network = FIRST_STAGE["preact"](ABN, structure=(blocks - 2, 1, 1))
         recompute_blocks(network, "blocks")

@@ -33,7 +33,7 @@ def images(*size: int, count: int = 2) -> torch.Tensor:
 @pytest.mark.parametrize(
     "precision, channels_last", [("float32", True), ("float32", False), ("bfloat16", True), ("float16", False)]
 )
-def test_it_is_normalisation_autocast_and_network_to_the_bit(precision, channels_last):
+def test_a_forward_pass_is_normalisation_autocast_and_network_to_the_bit(precision, channels_last):
     net, pixels = network(), images(13, 17)
     overrides = (f"trainer.precision={precision}", f"trainer.channels_last={channels_last}")
     config = run_config(*overrides, "data.mean=[0.1,0.2,0.4]", "data.std=[0.25,0.5,1]")

@@ -10,7 +10,7 @@ def test_the_shorter_of_two_lengths_counts():
         assert schedule_of(config, images=20).total_steps == total
 
 
-def test_it_is_known_beforehand_whether_norms_compile():
+def test_whether_norms_compile_is_known_beforehand():
     """Runs and evaluations announce it."""
     for overrides, on_cpu, on_cuda in (
         ((), True, False),

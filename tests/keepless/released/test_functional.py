@@ -91,7 +91,7 @@ def test_a_state_dict_of_the_stand_in_loads_into_this_package(kind, tmp_path):
         torch.testing.assert_close(twin.train(training)(x), network.train(training)(x))
 
 
-def test_it_does_not_stand_in_for_what_is_there(monkeypatch):
+def test_what_is_there_is_not_replaced_by_the_stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "inplace_abn", importlib)
     with pytest.raises(RuntimeError, match="has already been imported: call stand_in_for_inplace_abn.. before"):
         stand_in.stand_in_for_inplace_abn()

@@ -280,7 +280,7 @@ def test_a_body_may_end_early():
 
 
 @pytest.mark.parametrize("name", ["regnet_x_400mf", *some_slow(["convnext_tiny", "resnet50"])])
-def test_it_can_be_planned_and_classify(name):
+def test_a_body_can_be_planned_and_classify(name):
     """RegNet's constructor could not compute its widths under fake tensors."""
     with FakeTensorMode():
         body = torchvision_body(IN_PLACE, classes=7, output_stride=8, network=name)
