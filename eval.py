@@ -18,7 +18,7 @@ from engine import assemble
 from engine.assemble.tasks import TASKS
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.prediction.opening import read, trained_forward
+from engine.prediction.opening import checkpoint_of, trained_forward
 from engine.process.console import log_to, make_console
 from engine.process.distributed import World, joined
 from engine.process.output_files import writable_file
@@ -42,7 +42,7 @@ def evaluate(values: DictConfig) -> dict:
         OSError: reading images timed out, or a data worker or another process was lost.
     """
     options = configuration.typed(values, Evaluation)
-    path, state, config = read(options)
+    path, state, config = checkpoint_of(options)
     steps = state["step"], state.get("total_steps", state["step"])
     results_file = Path(options.results) if options.results else options.default_results_file(config, *steps)
     options.apply_to(config)

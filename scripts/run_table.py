@@ -63,7 +63,7 @@ class RunTable:
             raise ValueError(f"overrides=[{','.join(own)}]: a table sets these itself; give seeds=[…] or runs=FOLDER")
 
 
-class Job(NamedTuple):
+class Training(NamedTuple):
     """A training to run."""
 
     title: str  # the experiment and the seed
@@ -83,31 +83,31 @@ def run(values: DictConfig) -> int:
         Preempted: a training was asked to stop.
     """
     arguments, console = configuration.typed(values, RunTable), make_console()
-    jobs = list(jobs_of(arguments))
-    console.print(job_table(jobs, papers.TABLES[arguments.table]))
-    for job in jobs:
-        console.print(shlex.join(job.command), soft_wrap=True)
+    trainings = list(trainings_of(arguments))
+    console.print(training_table(trainings, papers.TABLES[arguments.table]))
+    for training in trainings:
+        console.print(shlex.join(training.command), soft_wrap=True)
     if arguments.dry_run:
         return 0
-    waiting = [job for job in jobs if not job.has_ended]
-    ready = [job for job in waiting if not job.missing]
-    lacking = sorted({entry for job in waiting for entry in job.missing})
+    waiting = [training for training in trainings if not training.has_ended]
+    ready = [training for training in waiting if not training.missing]
+    lacking = sorted({entry for training in waiting for entry in training.missing})
     if waiting and not ready:
         raise ValueError(f"table={arguments.table} needs {'; '.join(lacking)}")
-    commands = {job.title: job.command for job in ready}
-    failed = run_jobs(commands, console, ended_before=len(jobs) - len(waiting), folder=papers.REPOSITORY)
+    commands = {training.title: training.command for training in ready}
+    failed = run_jobs(commands, console, ended_before=len(trainings) - len(waiting), folder=papers.REPOSITORY)
     if lacking:
         console.print(f"{len(waiting) - len(ready)} not run, which need {'; '.join(lacking)}")
     return failed
 
 
-def jobs_of(arguments: RunTable) -> list[Job]:
+def trainings_of(arguments: RunTable) -> list[Training]:
     """The trainings of a table; rows that are the same training, of this table or another, are listed once."""
     firsts = dict.fromkeys(map(papers.first_of, papers.experiments_of(arguments.table)))
-    return [job_of(first, seed, arguments) for first in firsts for seed in arguments.seeds]
+    return [training_of(first, seed, arguments) for first in firsts for seed in arguments.seeds]
 
 
-def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
+def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
     """The training of an experiment with one seed."""
     devices = arguments.devices or papers.devices_of(experiment)
     accumulation = accumulation_of(experiment, devices, arguments.overrides)
@@ -139,7 +139,7 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     typed = [as_typed(word, type(config)) for word in words]
     command, ended = [sys.executable, *start, *words], has_ended(run_dir, typed, devices)
     changed = papers.changed_keys(config, experiment, devices)
-    return Job(f"{experiment}, seed {seed}", command, missing, ended, devices, steps, changed)
+    return Training(f"{experiment}, seed {seed}", command, missing, ended, devices, steps, changed)
 
 
 def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list[str]:
@@ -151,15 +151,15 @@ def accumulation_of(experiment: str, devices: int, overrides: list[str]) -> list
     return [f"trainer.accumulation_steps={config.trainer.accumulation_steps * usual // devices}"]
 
 
-def job_table(jobs: list[Job], title: str) -> Table:
+def training_table(trainings: list[Training], title: str) -> Table:
     table = table_of(["training", "devices", "steps"], title=title)
     table.columns[0].overflow = "fold"
     table.add_column("", overflow="fold")
-    for job in jobs:
-        state = "has ended" if job.has_ended else "needs " + "; ".join(job.missing) if job.missing else "to run"
-        if job.changed:
-            state += "; no run of the row: " + " ".join(job.changed)
-        table.add_row(job.title, str(job.devices), f"{job.steps:,}", state)
+    for each in trainings:
+        state = "has ended" if each.has_ended else "needs " + "; ".join(each.missing) if each.missing else "to run"
+        if each.changed:
+            state += "; no run of the row: " + " ".join(each.changed)
+        table.add_row(each.title, str(each.devices), f"{each.steps:,}", state)
     return table
 
 

@@ -39,7 +39,7 @@ def trained_forward(
     return assemble.forward(config, network.eval(), device)
 
 
-def read(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
+def checkpoint_of(options: TrainedNetwork) -> tuple[Path, dict, TrainingRun]:
     """The file, the content and the configuration of `options.checkpoint`, which becomes the file.
 
     ValueError: the file cannot be read, or options are for another task.
@@ -75,7 +75,7 @@ def open_network(checkpoint: str | Path, options: Prediction | None = None) -> S
 def open_checkpoint(checkpoint: str | Path, options: Prediction) -> Opened:
     """Like `open_network`, with configuration and checkpoint content. `options` override the configuration."""
     options = replace(options, checkpoint=str(checkpoint))
-    path, state, config = read(options)
+    path, state, config = checkpoint_of(options)
     options.apply_to(config)
     config.trainer.recompute = "none"
     part = "ema" if options.averaged and "ema" in state else "network"

@@ -110,7 +110,7 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
     assert all({"seed=0", "data.root=/a/DIR", "resume=auto"} <= set(command) for command in commands)
     assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 0 and len(commands) == 4
     assert calls == [(3, 0), (1, 2)]
-    assert not any(job.has_ended for job in run_table.jobs_of(RunTable(**arguments, devices=2)))
+    assert not any(job.has_ended for job in run_table.trainings_of(RunTable(**arguments, devices=2)))
     assert run_table.run(OmegaConf.structured(RunTable(**{**arguments, "overrides": ["trainer.steps=1"]}))) == 0
     assert calls == [(3, 0), (1, 2), (3, 0)]  # other commands: each training refuses what it cannot continue
 
@@ -118,15 +118,15 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
 @pytest.mark.usefixtures("of_few_tables")
 def test_a_wrong_override_of_a_table_is_named():
     with pytest.raises(ValueError, match=r"^optim.learning_rate=3: there is no such key; give optim.lr=3$"):
-        run_table.jobs_of(RunTable(table="cifar10", overrides=["optim.learning_rate=3"]))
+        run_table.trainings_of(RunTable(table="cifar10", overrides=["optim.learning_rate=3"]))
 
 
 def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_path):
     arguments = RunTable(table="table3", runs=str(tmp_path), roots={"cityscapes": "DIR"}, weights={"wrn38": "FILE"})
-    job = run_table.job_of("table3/cityscapes_wrn38_std", 0, arguments)
+    job = run_table.training_of("table3/cityscapes_wrn38_std", 0, arguments)
     assert job.command[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "4", "train_seg.py"]
     assert "init.weights=FILE" in job.command and not job.missing and job.steps == 360 * (2975 // 20)
-    missing = run_table.job_of("table3/coco_stuff_resnext101_std", 0, arguments).missing
+    missing = run_table.training_of("table3/coco_stuff_resnext101_std", 0, arguments).missing
     assert missing == ["roots={coco_stuff: DIR}", "weights={resnext101_std: FILE}"]
 
 
@@ -141,7 +141,7 @@ def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_pa
 )
 def test_norms_see_as_many_crops_on_fewer_devices(tmp_path, experiment, devices, overrides, added, changed):
     arguments = RunTable(table="table3", runs=str(tmp_path), devices=devices, overrides=overrides)
-    job = run_table.job_of(f"table3/cityscapes_resnext101_{experiment}", 0, arguments)
+    job = run_table.training_of(f"table3/cityscapes_resnext101_{experiment}", 0, arguments)
     assert [each for each in job.command if "accumulation" in each] == [*added, *overrides]
     assert job.changed == changed
 
