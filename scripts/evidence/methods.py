@@ -30,7 +30,7 @@ WARM_UP_STEPS = 3  # before a peak is measured: the third corrects a plan, which
 Forward = Callable[[Tensor], object]  # inputs -> tensors, maybe in containers
 
 
-class Trained(nn.Module):
+class WithLoss(nn.Module):
     """A network and its loss in one module, so that a plan counts the loss, which may dominate in segmentation."""
 
     def __init__(self, network: nn.Module, forward: Forward | None = None):
@@ -129,16 +129,16 @@ class Compared:
     def __init__(self, name: str, precision: str, plain: nn.Module, inputs: Tensor, exact: bool = False):
         self.common = {"network": name, "precision": precision}
         self.precision, self.inputs = precision, inputs
-        self.reference = gradients_of(Trained(plain), inputs, precision)
+        self.reference = gradients_of(WithLoss(plain), inputs, precision)
         self.precise: Tensor | None = None
         if exact:
             double, precise_inputs = in_float64(copy.deepcopy(plain), inputs)
-            self.precise = gradients_of(Trained(double), precise_inputs, FLOAT64)
+            self.precise = gradients_of(WithLoss(double), precise_inputs, FLOAT64)
         self.steps: dict[str, Callable[[], object]] = {}
         self.rows: dict[str, dict] = {}
         self.failed: Rows = []
 
-    def add(self, method: str, network: Trained, **facts: object) -> None:
+    def add(self, method: str, network: WithLoss, **facts: object) -> None:
         """Take steps until a budget has its plan, and count. Raises only if the plain network fails."""
         step, device = partial(training_step, network, self.inputs, self.precision), self.inputs.device.type
         try:
@@ -158,7 +158,7 @@ class Compared:
                 raise
             self.failed.append({**self.common, "method": method, "reason": reason(error)})
 
-    def add_captured(self, method: str, network: Trained) -> None:
+    def add_captured(self, method: str, network: WithLoss) -> None:
         """Add a method's step as a CUDA graph, which is only timed: its memory is the graph's own."""
         if method not in self.rows:
             return

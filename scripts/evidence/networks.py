@@ -30,7 +30,7 @@ from scripts.evidence.methods import (
     PLAIN,
     RECOMPUTED,
     Compared,
-    Trained,
+    WithLoss,
 )
 from scripts.evidence.zoo import NETWORKS
 from scripts.reports import charts, frame
@@ -75,10 +75,10 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
         compared = Compared(name, precision, plain, inputs, arguments.exact)
         for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
             network = copy.deepcopy(plain)
-            compared.add(method, Trained(network, methods.forward_of(network, method, arguments.compiler)))
+            compared.add(method, WithLoss(network, methods.forward_of(network, method, arguments.compiler)))
             if arguments.captured and method in (PLAIN, RECOMPUTED, BLOCKS):
                 network = copy.deepcopy(plain)
-                compared.add_captured(method, Trained(network, methods.forward_of(network, method, draws=False)))
+                compared.add_captured(method, WithLoss(network, methods.forward_of(network, method, draws=False)))
         try:
             within_budgets(arguments, compared, plain)
         except Exception as error:  # e.g. a network without a plan
@@ -93,7 +93,7 @@ def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.M
     rivals = {AS_BLOCKS: BLOCKS, AS_COMPILED: BUDGET}
     asked |= {label: rows[rival]["peak_bytes"] for label, rival in rivals.items() if rival in rows}
     with autocast(inputs.device.type, compared.precision):
-        planned = plan(Trained(copy.deepcopy(plain)), inputs, [*asked.values(), *TRIED, 1.0])
+        planned = plan(WithLoss(copy.deepcopy(plain)), inputs, [*asked.values(), *TRIED, 1.0])
     if BLOCKS in rows:
         both = {method: compared.steps[method] for method in (PLAIN, BLOCKS)}
         plain_ms, blocks_ms = map(statistics.median, timed(both, arguments.rounds, inputs.device.type).values())
@@ -103,7 +103,7 @@ def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.M
         budget = int(wanted * planned.plain) if isinstance(wanted, float) else wanted
         if budget < planned.least and label not in rivals:
             continue  # no plan reaches this share
-        trained = Trained(copy.deepcopy(plain))
+        trained = WithLoss(copy.deepcopy(plain))
         recompute_activations(trained, budget=max(budget, planned.least))
         # The budget for a limit of time is the peak of the plan.
         peak = next((row.peak for row in planned.rows if budget in (row.budget, row.peak)), planned.least)

@@ -55,7 +55,7 @@ def write(values: DictConfig) -> Path:
     arguments = configuration.typed(values, Tables)
     out = Path(arguments.out)
     page, titles = out / "tables.md", papers.TABLES | {LEFT_OUT: "In no table"}
-    parts = (section(titles[name], text, level=2) for name, text in blocks_of(as_list(arguments.runs), out).items())
+    parts = (section(titles[name], text, level=2) for name, text in tables_of(as_list(arguments.runs), out).items())
     write_file(page, "\n\n".join(parts) + "\n")
     print(page)
     return page
@@ -64,10 +64,10 @@ def write(values: DictConfig) -> Path:
 @cache
 def of_results() -> dict[str, str]:
     """The blocks of docs/results/README.md."""
-    return blocks_of([str(frame.RESULTS)], frame.RESULTS)
+    return tables_of([str(frame.RESULTS)], frame.RESULTS)
 
 
-def blocks_of(folders: list[str], out: Path) -> dict[str, str]:
+def tables_of(folders: list[str], out: Path) -> dict[str, str]:
     """{table: its lines}, and the run directories that are in none. Links are relative to the folder `out`."""
     found, left_out = found_runs(folders)
     finished: dict[str, Run] = {}  # by its records, as a page may hold a copy of another page's run
@@ -76,7 +76,7 @@ def blocks_of(folders: list[str], out: Path) -> dict[str, str]:
     runs = list(finished.values())
     planned = json.loads((frame.RESULTS / "memory_plan.json").read_text())["calls"]
     peaks = {row["experiment"]: row["peak"] for call in planned for row in frame.rows_of(call, "experiments")}
-    tables = rows_of(runs, peaks)
+    tables = rows_by_table(runs, peaks)
     of_rows = [row for rows in tables.values() for row in rows]
     shown = {run.folder for row in of_rows for run in itertools.chain(*row.runs.values())}
     shown |= {run.folder for row in of_rows for run, _ in row.others}
@@ -87,7 +87,7 @@ def blocks_of(folders: list[str], out: Path) -> dict[str, str]:
     return blocks | {LEFT_OUT: "\n".join(f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items())}
 
 
-def rows_of(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
+def rows_by_table(runs: list[Run], planned: dict[str, int]) -> dict[str, list[Row]]:
     """The rows of each table, one per experiment.
 
     A row has the runs with its configuration. If several have the same seed, one counts: a run started from the row's

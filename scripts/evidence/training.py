@@ -245,7 +245,7 @@ def sections(call: dict, _: str) -> Iterator[str]:
         yield section("Switches", columns(rows, SWITCHES))
 
 
-def median_ms(own: Starts) -> str:
+def median_of_starts(own: Starts) -> str:
     return f"{statistics.median(ms for row in own for ms in row['times_ms']):.0f}"
 
 
@@ -275,7 +275,7 @@ def code(name: str) -> str:
 
 SWITCHES: Columns = [
     ("switch", lambda row: code(row["name"])),
-    ("step, ms", lambda row: median_ms(row["own"])),
+    ("step, ms", lambda row: median_of_starts(row["own"])),
     ("time / default", spread),
     ("saved, MiB", lambda row: mib(row["own"][0]["saved_bytes"])),
     ("peak, MiB", lambda row: mib(row["own"][0]["peak_bytes"])),

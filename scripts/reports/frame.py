@@ -99,7 +99,7 @@ def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, cal
     out = Path(arguments.out)
     if arguments.measure:
         for record in measured(benchmark, arguments, rehearsal, called):
-            replace_file(out, as_text(record))
+            replace_file(out, json_lines(record))
     elif not out.is_file():
         raise ValueError(f"measure=false shows a record, and {out} does not exist")
     record = json.loads(out.read_text())
@@ -163,7 +163,7 @@ def measured(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, call
 
     def written_down() -> dict:
         known = [name for name in items if name in done or name in left]
-        call["command"] = called or command_line(benchmark, arguments, known if len(known) < len(items) else [])
+        call["command"] = called or command_again(benchmark, arguments, known if len(known) < len(items) else [])
         call["items"] = {name: done[name] for name in items if name in done}
         call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
         return record
@@ -229,7 +229,7 @@ def chosen_of(items: Iterable[str], only: Iterable[str]) -> list[str]:
     return [name for name in names if not only or any(f"{name}/".startswith(f"{given}/") for given in only)]
 
 
-def command_line(benchmark: Benchmark, arguments: Any, only: list[str]) -> str:
+def command_again(benchmark: Benchmark, arguments: Any, only: list[str]) -> str:
     """The command that measures the same again."""
     words, default = [f"python -m scripts.evidence.{benchmark.name}"], benchmark.schema()
     for argument, value in {**vars(arguments), "only": only, "measure": True, "minutes": None, "out": MISSING}.items():
@@ -247,7 +247,7 @@ def reason(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {first}"
 
 
-def as_text(record: Any) -> str:
+def json_lines(record: Any) -> str:
     """JSON with a line for each row of a list of rows."""
     return f"{_lines(record)}\n"
 

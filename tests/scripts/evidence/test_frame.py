@@ -60,7 +60,7 @@ def test_objects_elsewhere_answer_fail_and_end(tmp_path):
 def test_the_command_line_says_what_is_not_the_default(benchmark, options, only):
     name, schema = benchmark.BENCHMARK.name, benchmark.BENCHMARK.schema
     typed = frame.configuration.typed(composed(name, "out=x.json", *options.split()), schema)
-    command = frame.command_line(benchmark.BENCHMARK, typed, only)
+    command = frame.command_again(benchmark.BENCHMARK, typed, only)
     words = command.removeprefix(f"python -m scripts.evidence.{name} ").split()
     assert {*words} == {*options.split(), "out=FILE.json", *([f"only=[{','.join(only)}]"] if only else [])}
 
