@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from keepless.inputs import tensors_in
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.plans import Plans
 from keepless.recompute.recipes import ByPlan
@@ -13,10 +15,31 @@ from keepless.recompute.recording import Recording
 from keepless.recompute.step import Plan
 
 
+class After(nn.Module):
+    """A function of a layer's result."""
+
+    def __init__(self, layer: nn.Module, function: Callable[[Any], Any]):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
 def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
     network.zero_grad()
     network(x).square().mean().backward()
     return [parameter.grad for parameter in network.parameters()]
+
+
+def results_of(network: nn.Module, x: Tensor, seed: int = 0) -> list[Tensor]:
+    """Outputs, gradients and buffers of a step, and the next random number."""
+    torch.manual_seed(seed)
+    network.zero_grad()
+    outputs = tensors_in(network(x))
+    torch.autograd.backward([one.abs().square().mean() for one in outputs if one.requires_grad])
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    return [*(one.detach() for one in outputs), *gradients, *(one.clone() for one in network.buffers()), torch.rand(1)]
 
 
 def step(network: nn.Module, x: Tensor, plan: Plan | None = None) -> list[Tensor]:

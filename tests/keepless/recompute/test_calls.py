@@ -1,5 +1,6 @@
 """Calls of which more than the result can be computed again, equal to the bit."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -8,23 +9,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from keepless.recompute.counting import Counting
 from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
 from keepless.recompute.rehearsal import counted_step
+from keepless.recompute.report import KeptTensor
 from keepless.recompute.search import Choice
-from keepless.recompute.step import Kind, Plan, Step
+from keepless.recompute.step import Kind, Step
+from tests.keepless.recompute.ahead import After
 
 
-def with_nothing_kept(step: Step) -> Plan:
-    return Choice(0, 0.0, tuple(value.kind == Kind.KEPT for value in step.values)).plan(step)
+def repeated(network: nn.Module, x: Tensor) -> tuple[Step, Sequence[KeptTensor]]:
+    """Keep nothing that can be computed again. Returns the counted step, and what is kept.
 
-
-def gradients(network: nn.Module, x: Tensor, context) -> list[Tensor]:
-    torch.manual_seed(1)
-    with context:
-        loss = network(x).square().mean()
-    return list(torch.autograd.grad(loss, network.parameters()))
+    Equal to the bit are the loss, gradients, and random numbers that are drawn before and after the backward pass.
+    """
+    step = counted_step(network, (x,), {})
+    plan = Choice(0, 0.0, tuple(value.kind == Kind.KEPT for value in step.values)).plan(step)
+    recording, results = Recording(ByPlan([plan]), inputs=[x]), []
+    for context in (recording, nullcontext()):
+        torch.manual_seed(1)
+        with context:
+            loss = network(x).square().mean()
+        before = torch.rand(1, device=x.device)
+        gradients = torch.autograd.grad(loss, network.parameters())
+        results.append([loss, before, *gradients, torch.rand(1, device=x.device)])
+    assert all(map(torch.equal, *results))
+    return step, recording.kept
 
 
 class SelfAttention(nn.MultiheadAttention):
@@ -34,14 +44,27 @@ class SelfAttention(nn.MultiheadAttention):
 
 @pytest.mark.parametrize(("needs_weights", "inside"), [(True, "softmax"), (False, "scaled_dot_product_attention")])
 def test_the_functions_inside_multi_head_attention_are_computed_again(needs_weights, inside):
-    network, x = SelfAttention(64, 2, batch_first=True).train(needs_weights), torch.randn(4, 32, 64)
-    step = counted_step(network, (x,), {})
+    network = SelfAttention(64, 2, batch_first=True).train(needs_weights)
+    step, kept = repeated(network, torch.randn(4, 32, 64))
     assert {"linear", inside} < {function.__name__ for function, *_ in step.calls}
-    recording = Recording(ByPlan([with_nothing_kept(step)]), inputs=[x])
-    assert all(map(torch.equal, gradients(network, x, recording), gradients(network, x, nullcontext())))
-    assert {kept.bytes for kept in recording.kept if kept.kept_for in (inside, "bmm", "contiguous")} <= {
-        1024
-    }  # log-sum-exp
+    sizes = {one.bytes for one in kept if one.kept_for in (inside, "bmm", "contiguous")}
+    assert sizes <= {1024}  # log-sum-exp
+
+
+def heads() -> nn.Module:
+    return After(nn.Linear(32, 96), lambda y: F.scaled_dot_product_attention(*y.chunk(3, -1)).sin())
+
+
+def test_attention_is_computed_again_with_gradients_by_which_it_chooses_its_backend(monkeypatch):
+    modes = []
+
+    def attention(*args, **kwargs):
+        modes.append(torch.is_grad_enabled() and args[0].requires_grad)
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+    monkeypatch.setattr("keepless.recompute.rules.by_present_backends", lambda function: attention)
+    repeated(nn.Sequential(heads(), heads()), torch.randn(2, 64, 32))
+    assert modes and all(modes)
 
 
 def attention(x: Tensor) -> Tensor:
@@ -68,32 +91,24 @@ DRAWS = {
 }
 
 
+class Drawing(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.w, self.function = nn.Parameter(torch.randn(8, 4, 64, 64)), DRAWS[name][0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.w * x).exp().sum()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_are_drawn_again(name, device):
-    """Equal to the bit; as many numbers are drawn as without a plan, and whatever is drawn before the backward pass."""
-    function, insides = DRAWS[name]
-    w = torch.randn(8, 4, 64, 64, device=device, requires_grad=True)
-
-    def run(context) -> tuple[Tensor, Tensor, Tensor]:
-        torch.manual_seed(1)
-        with context:
-            output = function(w * 1.25).exp().sum()
-        torch.rand(5, device=device)
-        (gradient,) = torch.autograd.grad(output, w)
-        return output.detach(), gradient, torch.rand(1, device=device)
-
-    counting = Counting([], measures=True)
-    output = counting.forward_pass(lambda: function(w * 1.25).exp().sum(), (), {})
-    counting.forward_ends([output])
-    with counting.made:
-        torch.autograd.grad(output, w)
-    plan = with_nothing_kept(counting.step())
-    recording = Recording(ByPlan([plan]))
-    assert all(map(torch.equal, run(recording), run(nullcontext())))
+    """As many numbers are drawn as without a plan, and whatever is drawn before the backward pass."""
+    network = Drawing(name).to(device)
+    _, kept = repeated(network, torch.tensor(1.25, device=device))
     if device == "cpu":
-        large = [kept for kept in recording.kept if kept.bytes >= w.nbytes]
-        assert len(large) == 1 + (insides == 0 and name != "bernoulli")  # w itself
+        large = [one for one in kept if one.bytes >= network.w.nbytes]
+        assert len(large) == (DRAWS[name][1] == 0 and name != "bernoulli")
 
 
 class Masked(nn.Module):
@@ -111,11 +126,9 @@ class Masked(nn.Module):
 
 
 def test_large_masks_are_kept_once_for_what_is_computed_from_them():
-    network, x = Masked(), torch.randn(8, 4, 64, 64)
-    step = counted_step(network, (x,), {})
+    x = torch.randn(8, 4, 64, 64)
+    step, kept = repeated(Masked(), x)
     assert all(value.kind in (Kind.KEPT, Kind.FREE) for value in step.values if value.call >= 0)
     adds = [value for value in step.values if value.call >= 0 and step.calls[value.call][0] is Tensor.add]
     assert [value.kind for value in adds] == [Kind.FREE, Kind.FREE]
-    recording = Recording(ByPlan([with_nothing_kept(step)]), inputs=[x])
-    assert all(map(torch.equal, gradients(network, x, recording), gradients(network, x, nullcontext())))
-    assert sum(kept.bytes == x.nbytes // 4 for kept in recording.kept) == 1
+    assert sum(one.bytes == x.nbytes // 4 for one in kept) == 1

@@ -14,11 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import keepless
 from keepless import InPlaceABN, recompute_activations, report
-from keepless.recompute.following import Following
-from keepless.recompute.rehearsal import counted_step
-from keepless.recompute.search import Choice
-from keepless.recompute.step import Flag
-from tests.keepless.recompute.test_programs import Learning
 
 FOLDER = str(Path(keepless.__file__).parent)
 
@@ -154,29 +149,3 @@ def test_a_script_of_a_step_that_fits_as_it_is_makes_nothing():
     kept = report(network)
     assert {line.why for line in kept.lines} == {"planned", "cannot be computed again"}
     assert [line.made_by for line in kept.lines if line.why == "cannot be computed again"] == ["input"]
-
-
-def test_a_script_has_hooks_only_around_calls_that_save_what_is_computed_again():
-    network = nn.Sequential(*[nn.Sequential(nn.Conv1d(4, 4, 1), nn.GELU()) for _ in range(4)])
-    x = torch.randn(2, 4, 64)
-    step = counted_step(network, (x,), {})
-    activation = next(number for number, value in enumerate(step.values) if value.call == 3)  # of the second block
-    plan = Choice(0, 0.0, tuple(number != activation for number in range(len(step.values)))).plan(step)
-    assert [number for number in range(8) if plan.flags[number] & Flag.AGAIN] == [3]
-    learning = Learning(plan)
-    with learning:
-        outputs = [network(x)]
-    script = learning.script
-    assert script is not None
-    acts = [entry.act for entry in script.entries if entry.calls >= 0]
-    hooked = [number for number, act in enumerate(acts) if act is not None and act.packs is not None]
-    assert hooked == [4]  # the convolution after the activation
-
-    def follow() -> None:
-        with Following(script, [], lambda: None, inputs=[x]):
-            outputs.append(network(x))
-
-    counts = counted(follow)
-    assert counts["Slot"] == 1
-    learned, found, expected = (torch.autograd.grad(y.sum(), [*network.parameters()]) for y in (*outputs, network(x)))
-    assert all(map(torch.equal, learned, expected)) and all(map(torch.equal, found, expected))

@@ -202,6 +202,12 @@ def test_an_optimiser_may_change_what_the_backward_pass_of_a_plain_norm_does_not
     assert_right_or_refused(plain, run, right=True)
     prepared = recompute_activations(copy.deepcopy(plain))
     kept = [kept_bytes(network, lambda n=network: run(n), [images]) for network in (plain, prepared)]
+    if isinstance(norm, nn.BatchNorm2d):  # which keeps its weight
+        loss = prepared(images).sum()
+        with torch.no_grad():
+            prepared[1].weight.add_(1)
+        with pytest.raises(RuntimeError, match=ERROR):
+            loss.backward()
     assert (
         kept[0] - kept[1] == 2 * 4 * 16 * 16 * 4 - (2 if isinstance(norm, nn.InstanceNorm2d) else 1) * norm.bias.nbytes
     )

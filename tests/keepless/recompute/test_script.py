@@ -1,6 +1,7 @@
 """A script keeps, and computes again, exactly what the recorded pass does from which it was learned."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +12,7 @@ from torchvision.models import resnet
 
 from keepless import recompute_activations
 from keepless.recompute.costs import peak_bytes
-from keepless.recompute.following import Following
 from keepless.recompute.kinds import Kind
-from keepless.torch_internals import current_hooks
 
 
 class Residual(nn.Sequential):
@@ -26,14 +25,26 @@ class Residual(nn.Sequential):
         return super().forward(x).square().mean()
 
 
-@pytest.mark.parametrize("budget", [None, 4_000_000])
-def test_a_step_by_a_script_has_the_peak_of_a_recorded_one(budget, monkeypatch):
-    network, x = recompute_activations(Residual(), budget=budget), torch.randn(2, 3, 64, 64)
+class Checkpointed(nn.Sequential):
+    """Its middle block is checkpointed. The checkpoint saves its input outside of calls that a script can see."""
 
-    def step() -> None:
-        network.zero_grad(set_to_none=False)
-        network(x).backward()
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Conv2d(n, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for n in (3, 4, 4)))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](checkpoint(self[1], self[0](x), use_reentrant=False)).square().mean()
+
+
+def a_step(network: nn.Module, x: Tensor) -> None:
+    network.zero_grad(set_to_none=False)
+    network(x).backward()
+
+
+@pytest.mark.filterwarnings("ignore:the network runs a part of its forward pass")
+@pytest.mark.parametrize("make, budget", [(Residual, None), (Residual, 4_000_000), (Checkpointed, None)])
+def test_a_step_by_a_script_has_the_peak_of_a_recorded_one(make, budget, monkeypatch):
+    network, x = recompute_activations(make(), budget=budget), torch.randn(2, 3, 64, 64)
+    step = partial(a_step, network, x)
     with monkeypatch.context() as patched:
         patched.setattr(Kind, "learn", lambda kind, script: None)  # so the next pass is recorded, too
         for _ in range(3):
@@ -84,11 +95,6 @@ class Tuned(nn.Module):
         return self.last(y).mean()
 
 
-def a_step(network: nn.Module, x: Tensor) -> None:
-    network.zero_grad(set_to_none=False)
-    network(x).backward()
-
-
 def test_a_pass_is_recorded_at_once_if_gradients_are_enabled_where_they_were_not():
     network, x = recompute_activations(Tuned()), torch.randn(2, 4, 32, 32)
     network.is_tuned = False
@@ -97,74 +103,6 @@ def test_a_pass_is_recorded_at_once_if_gradients_are_enabled_where_they_were_not
     network.is_tuned = True
     by_script = peak_bytes(lambda: a_step(network, x), "cpu")
     assert by_script <= peak_bytes(lambda: a_step(recompute_activations(network), x), "cpu")
-
-
-class Checkpointed(nn.Sequential):
-    """Its middle block is checkpointed. The checkpoint saves its input outside of calls that a script can see."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Sequential(nn.Conv2d(n, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for n in (3, 4, 4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self[2](checkpoint(self[1], self[0](x), use_reentrant=False)).square().mean()
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
-
-
-class Squared(nn.Sequential):
-    """A function of the program saves an activation that is computed again."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Sequential(nn.Conv2d(n, 4, 3), nn.BatchNorm2d(4), nn.SiLU()) for n in (3, 4)))
-        self.is_on = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = Square.apply(self[0](x))
-        return Square.apply(self[1](y.tanh() if self.is_on else y)).mean()
-
-
-@pytest.mark.filterwarnings("ignore:no plan keeps", "ignore:the network runs a part of its forward pass")
-@pytest.mark.parametrize("budget", [None, 0.6])
-@pytest.mark.parametrize("make", [Checkpointed, Squared])
-def test_networks_that_save_tensors_outside_of_calls_follow_their_scripts(make, budget, monkeypatch):
-    plain, x = make(), torch.randn(2, 3, 12, 12)
-    prepared = recompute_activations(copy.deepcopy(plain), budget=budget)
-    with monkeypatch.context() as patched:
-        patched.setattr(Kind, "learn", lambda kind, script: None)
-        a_step(prepared, x)
-        recorded = peak_bytes(lambda: a_step(prepared, x), "cpu")
-    followed: list[bool] = []
-    conclude = Following.has_followed.fget
-    monkeypatch.setattr(Following, "has_followed", property(lambda one: followed.append(conclude(one)) or followed[-1]))
-    for _ in range(3):
-        a_step(prepared, x)
-        a_step(plain, x)
-    assert followed == [True, True]
-    for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
-    assert peak_bytes(lambda: a_step(prepared, x), "cpu") <= recorded
-
-
-def test_a_pass_that_leaves_such_a_script_is_recorded_from_there_on():
-    plain, x = Squared(), torch.randn(2, 3, 12, 12)
-    prepared = recompute_activations(copy.deepcopy(plain))
-    for is_on in (False, False, True, False, True):
-        for network in (plain, prepared):
-            network.is_on = is_on
-            a_step(network, x)
-        for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
-    assert current_hooks() is None
 
 
 @pytest.mark.parametrize("inplace", [False, True])

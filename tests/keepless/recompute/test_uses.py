@@ -136,23 +136,6 @@ def test_an_activation_overwrites_what_only_it_reads(activation):
     assert operators.calls[name] == operators.calls["clone"] == operators.calls["copy_"] == 0
 
 
-def test_a_graph_can_be_used_twice_and_in_parts(any_networks):
-    prepared, plain = any_networks
-    loss, parameters = loss_of(prepared, IMAGES), list(prepared.parameters())
-    expected = gradients(plain, IMAGES)
-    for part, retain in ((slice(-2, None), True), (slice(None), True), (slice(3), True), (slice(None), False)):
-        assert_same(list(torch.autograd.grad(loss, parameters[part], retain_graph=retain)), expected[part])
-
-
-def test_two_forward_passes_before_a_backward_pass_and_a_module_used_twice(ruled_or_planned):
-    results = []
-    for network in ruled_or_planned:
-        twice = network[3](network[1](network[1](network[0](IMAGES)))).mean()
-        loss = loss_of(network, IMAGES) + loss_of(network, 2 * IMAGES) + twice
-        results.append(list(torch.autograd.grad(loss, network.parameters())))
-    assert_same(*results)
-
-
 def test_a_graph_freed_in_part_still_gives_the_other_part():
     """Two heads on one body: the first backward pass frees the body's nodes, and the second one needs only a head."""
 
@@ -166,16 +149,6 @@ def test_a_graph_freed_in_part_still_gives_the_other_part():
         first, second = network(IMAGES[:, :1].expand(-1, 4, -1, -1))
         first.sum().backward()
         results.append(list(torch.autograd.grad(second.square().sum(), network[2].parameters())))
-    assert_same(*results)
-
-
-def test_second_derivatives(ruled_or_planned):
-    results = []
-    for network in ruled_or_planned:
-        network[1].norm1.eval(), network[2].norm1.eval()
-        x = IMAGES.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(loss_of(network, x), x, create_graph=True)
-        results.append([gradient, *torch.autograd.grad(gradient.square().sum(), x)])
     assert_same(*results)
 
 
@@ -239,14 +212,6 @@ def test_no_gradients_no_cost(networks):
                 outputs.append(network(IMAGES))
             calls.append(operators.calls)
         assert torch.equal(*outputs) and calls[0] == calls[1]
-
-
-def test_a_failing_forward_pass_closes_the_recording(any_networks):
-    prepared, plain = any_networks
-    with pytest.raises(RuntimeError):
-        prepared(torch.zeros(1, 5, 3, 3, dtype=torch.float64))
-    assert current_hooks() is None
-    assert_same(gradients(prepared, IMAGES), gradients(plain, IMAGES))
 
 
 class Interrupted(nn.Sequential):
@@ -423,16 +388,6 @@ def test_memory_is_back_after_every_step(any_networks):
         gc.enable()
 
 
-def test_threads(networks):
-    """nn.DataParallel calls networks in threads."""
-    prepared, plain = networks
-    prepared.eval(), plain.eval()
-    expected = gradients(plain, IMAGES)
-    with ThreadPoolExecutor(4) as threads:
-        for found in threads.map(lambda _: gradients(prepared, IMAGES), range(4)):
-            assert_same(found, expected)
-
-
 def test_copies_and_pickles(networks):
     prepared, plain = networks
     others = [plain, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
@@ -440,22 +395,6 @@ def test_copies_and_pickles(networks):
     assert max(kept[1:]) < kept[0]
     for other in others[1:]:
         assert_same(gradients(other, IMAGES), gradients(plain, IMAGES))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
-    """The casts that it makes are computed again as well."""
-    images, results, kept = IMAGES.float(), [], []
-    for network in (recompute_activations(small().float()), small().float()):
-
-        def run(n=network) -> Tensor:
-            with torch.autocast("cpu", dtype):
-                return loss_of(n, images).float()
-
-        results.append(list(torch.autograd.grad(run(), network.parameters())))
-        kept.append(kept_bytes(network, run, [images]))
-    assert all(map(torch.equal, *results))
-    assert kept[0] < 0.7 * kept[1]
 
 
 def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
@@ -469,19 +408,6 @@ def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     gradients_of = grad(lambda weights: functional_call(network, weights, (torch.ones(1, 3),)).sum())
     assert gradients_of(weights).keys() == weights.keys()
-
-
-@pytest.mark.parametrize("after", [nn.ELU(inplace=True), nn.LeakyReLU(0.1)], ids=str)
-@pytest.mark.parametrize("activation", ["tanh", "elu", "identity"])
-def test_what_a_checkpointed_layer_computes_again_is_not_overwritten(activation, after):
-    """Its own gradient reads it too. Also if a part of the graph was differentiated before."""
-    layers = nn.Conv2d(3, 4, 1), CheckpointedABN(4, activation=activation), after, nn.Conv2d(4, 4, 1)
-    prepared, plain = both(nn.Sequential(*layers))
-    expected = gradients(plain, IMAGES)
-    assert_same(gradients(prepared, IMAGES), expected)
-    loss = loss_of(prepared, IMAGES)
-    torch.autograd.grad(loss, [prepared[3].weight], retain_graph=True)
-    assert_same(list(torch.autograd.grad(loss, prepared.parameters())), expected)
 
 
 class NormInBothModes(nn.Sequential):
@@ -502,19 +428,6 @@ def test_running_statistics_may_move_before_the_backward_pass(norm):
             network(2 * IMAGES)
         results.append(list(torch.autograd.grad(loss, [network[0].weight, network[2].weight])))
     assert_same(*results)
-
-
-@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AdaptiveMaxPool2d(2)], ids=str)
-def test_empty_minibatches_are_pooled(pool):
-    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), pool, nn.Conv2d(4, 2, 1))
-    assert_same(*([*torch.autograd.grad(n(IMAGES[:0]).sum(), n.parameters())] for n in both(network)))
-
-
-def test_a_norm_that_saves_inside_may_end_a_long_chain():
-    """On CPUs RMSNorm saves its normalised input, too. It follows as many recipes as a chain may have."""
-    long = [nn.SiLU() for _ in range(12)]
-    results = both(nn.Sequential(nn.Conv2d(3, 10, 1), *long, nn.RMSNorm(10), nn.Conv2d(10, 2, 1)))
-    assert_same(*(gradients(network, IMAGES) for network in results))
 
 
 @pytest.mark.parametrize("stem", [nn.Conv2d(3, 4, 3), CheckpointedABN(3)], ids=["convolution", "CheckpointedABN"])

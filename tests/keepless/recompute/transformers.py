@@ -1,4 +1,4 @@
-"""Small networks like those that people train: GPT-2, BERT, Llama, ViT, Whisper and nnU-Net, in plain PyTorch.
+"""Small networks like those that people train: GPT-2, Whisper and Llama, in plain PyTorch.
 
 A network's blocks run through `run`, which a test may replace by a checkpoint.
 """
@@ -35,13 +35,11 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, share: float, causal: bool)
 
 
 class Layer(nn.Module):
-    """Attention to itself, and to others if they are given, and two linear layers; before the norms, or after."""
+    """Attention to itself, and to others if they are given, and two linear layers, each behind a norm."""
 
-    def __init__(
-        self, attend: Callable[..., Tensor], *, share: float = 0.1, causal: bool = True, norm_last: bool = False
-    ):
+    def __init__(self, attend: Callable[..., Tensor], share: float, causal: bool = True):
         super().__init__()
-        self.attend, self.share, self.causal, self.norm_last = attend, share, causal, norm_last
+        self.attend, self.share, self.causal = attend, share, causal
         self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
         self.queries, self.others, self.out = nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(32, 32)
         self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
@@ -52,9 +50,6 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, others: Tensor | None = None) -> Tensor:
         first, second, last = self.norms
-        if self.norm_last:
-            x = first(x + self.attention(x, x, self.causal))
-            return last(x + F.dropout(self.down(F.gelu(self.up(x))), self.share))
         y = first(x)
         x = x + self.attention(y, y, self.causal)
         if others is not None:
@@ -63,12 +58,12 @@ class Layer(nn.Module):
 
 
 class Text(Blocks):
-    """GPT-2 or BERT: the loss of the next word."""
+    """GPT-2: the loss of the next word."""
 
-    def __init__(self, **options: Any):
+    def __init__(self) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(50, 32), nn.Parameter(torch.randn(128, 32))
-        self.layers = nn.ModuleList(Layer(**options) for _ in range(4))
+        self.layers = nn.ModuleList(Layer(eager_attention, 0.1) for _ in range(4))
 
     def forward(self, words: Tensor) -> Tensor:
         x = F.dropout(self.words(words) + self.positions, 0.1)
@@ -83,8 +78,8 @@ class Whisper(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.ears, self.words = nn.Conv1d(8, 32, 3, padding=1), nn.Embedding(50, 32)
-        self.encoder = nn.ModuleList(Layer(fused_attention, share=0.0, causal=False) for _ in range(2))
-        self.decoder = nn.ModuleList(Layer(fused_attention, share=0.0) for _ in range(2))
+        self.encoder = nn.ModuleList(Layer(fused_attention, 0.0, causal=False) for _ in range(2))
+        self.decoder = nn.ModuleList(Layer(fused_attention, 0.0) for _ in range(2))
 
     def forward(self, words: Tensor) -> Tensor:
         heard = F.gelu(self.ears(F.one_hot(words % 8, 8).float().transpose(1, 2))).transpose(1, 2)
@@ -132,36 +127,4 @@ class Llama(Blocks):
         return F.cross_entropy((x @ self.words.weight.T)[:, :-1].flatten(0, 1), words[:, 1:].flatten())
 
 
-class ViTLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(32), nn.LayerNorm(32)])
-        self.attention = nn.MultiheadAttention(32, 2, dropout=0.1, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32), nn.Dropout(0.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norms[0](x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.norms[1](x))
-
-
-class ViT(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.layers = nn.Embedding(50, 32), nn.ModuleList(ViTLayer() for _ in range(4))
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.words(words)
-        for layer in self.layers:
-            x = self.run(layer, x)
-        return x.mean(1).square().mean()
-
-
-TEXTS = {
-    "GPT-2": lambda: Text(attend=eager_attention),
-    "GPT": lambda: Text(attend=fused_attention),
-    "BERT": lambda: Text(attend=eager_attention, causal=False, norm_last=True),
-    "Whisper": Whisper,
-    "Llama": Llama,
-    "ViT": ViT,
-}
+TEXTS = {"GPT-2": Text, "Whisper": Whisper, "Llama": Llama}

@@ -1,0 +1,127 @@
+"""Frozen layers keep signs or shapes instead of values, with gradients equal to the bit."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from keepless import recompute_activations
+from keepless.saved import kept_bytes
+
+C = 4  # channels
+
+
+def chain(norm: bool, inplace: bool = False, slope: float = 0.0) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        activation = nn.LeakyReLU(slope, inplace) if slope else nn.ReLU(inplace)
+        layers += [nn.Conv2d(C, C, 3, padding=1), *([nn.BatchNorm2d(C)] if norm else []), activation]
+    return nn.Sequential(*layers)
+
+
+def held_bytes(run: Callable[[], object]) -> int:
+    """Bytes of the memory that a function makes and that is held while its result is."""
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and function is not torch.ops.aten.detach.default:
+                    storage = tensor.untyped_storage()
+                    made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+            return result
+
+    made: dict[int, tuple[StorageWeakRef, int]] = {}
+    with Made():
+        result = run()
+    total = sum(size for storage, size in made.values() if not storage.expired())
+    del result
+    return total
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu])
+@pytest.mark.parametrize("slope", [0.0, 0.1])
+@pytest.mark.parametrize("norm, inplace", [(False, False), (False, True), (True, False), (True, True)])
+def test_frozen_layers_keep_one_bit_per_value(norm, inplace, slope, hooks, layout):
+    """A convolution's gradient of its input needs none of its values; ReLU needs signs. The first layer learns."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), chain(norm, inplace, slope).eval().requires_grad_(False)).to(
+        memory_format=layout
+    )
+    prepared = recompute_activations(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 15, 15).contiguous(memory_format=layout)
+
+    def loss_of(network: nn.Module) -> Tensor:
+        return network(x).sum()
+
+    results = []
+    for network in (prepared, plain):
+        with hooks():
+            loss = loss_of(network)
+        results.append(torch.autograd.grad(loss, list(network[0].parameters())))
+    assert all(map(torch.equal, *results))
+    values = 2 * C * 15 * 15
+    kept = [kept_bytes(n, lambda n=n: loss_of(n), [x]) for n in (prepared, plain)]
+    statistics = 6 * 2 * C * 4 if norm else 0  # running statistics
+    theirs = 6 + 6 * norm + (6 if slope and not inplace else 1)  # inputs of layers; inputs of activations, or a result
+    assert kept == [6 * values // 8 + statistics, theirs * values * 4 + statistics]
+    assert held_bytes(lambda: loss_of(prepared)) - kept[0] < 500  # the loss and biases
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_frozen_layers_under_a_checkpoint_and_in_second_derivatives(inplace):
+    """A gradient penalty needs second derivatives. Both repeat what was saved."""
+    frozen = nn.Sequential(*chain(True, inplace), nn.ConvTranspose2d(C, C, 2, 2)).eval().requires_grad_(False)
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), frozen, nn.ReLU(inplace), nn.Conv2d(C, 2, 1)).double()
+    results = []
+    for network in (recompute_activations(copy.deepcopy(plain)), plain):
+        x = torch.linspace(-2, 2, 2 * 3 * 64, dtype=torch.float64).view(2, 3, 8, 8).requires_grad_()
+        trained = [x, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
+        loss = checkpoint(network, x, use_reentrant=False).square().sum()
+        first = torch.autograd.grad(loss, trained)
+        (gradient,) = torch.autograd.grad(network(x).square().sum(), x, create_graph=True)
+        results.append([*first, *torch.autograd.grad(gradient.square().sum(), trained[:-1])])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("activations", [[nn.ReLU()], [nn.LeakyReLU()], [nn.ReLU(), nn.LeakyReLU()]], ids=str)
+def test_signs_are_kept_only_where_nobody_reads_values(activations):
+    """A trained layer, a hook or a sum of results reads values; ReLU passes gradients of NaN, LeakyReLU scales them."""
+    activation = nn.Sequential(*activations)
+    layers = (nn.Conv2d(3, C, 1), activation, nn.Conv2d(C, C, 1), activation, nn.Flatten(), nn.Softmax(1))
+    plain = nn.Sequential(*layers)
+    plain[2].weight.requires_grad_(False)
+    prepared = recompute_activations(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 8, 8)
+    x[0, :, 0, 0] = torch.nan
+    for other in (
+        lambda network: network(x).sum(),
+        lambda network: network[3](network[2](network[0](x))).square().sum(),
+    ):
+        results = []
+        for network in (prepared, plain):
+            trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+            results.append(torch.autograd.grad(other(network), trained))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nothing_computed_stays_after_a_part_of_the_graph_was_differentiated():
+    """Silu, which reads the norm's output as well, is not reached."""
+    network = nn.Sequential(nn.Conv2d(3, C, 1), nn.BatchNorm2d(C), nn.SiLU(), nn.Conv2d(C, C, 1))
+    loss = recompute_activations(network)(torch.randn(2, 3, 8, 8)).sum()
+
+    def differentiate() -> None:
+        torch.autograd.grad(loss, [network[3].weight], retain_graph=True)
+
+    assert held_bytes(differentiate) == 0
+    assert all(gradient is not None for gradient in torch.autograd.grad(loss, list(network.parameters())))
