@@ -13,39 +13,24 @@ from keepless.recompute.costs import peak_bytes, seconds_again, seconds_for, sec
 CUDA = torch.device("cuda", 1)
 
 
-class Clock:
-    """Only what is called takes time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def takes(self, *seconds: float):
-        """A call that takes these seconds, one after the other; then always the last of them."""
-        left = list(seconds)
-
-        def call() -> None:
-            self.now += left.pop(0) if len(left) > 1 else left[0]
-
-        return call
-
-
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    return clock
+def ticks(monkeypatch):
+    """Sets the times that the clock will show."""
+    return lambda *times: monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=iter(times).__next__))
 
 
-def test_the_first_call_warms_up_and_the_least_of_three_counts(clock):
-    assert seconds_again(clock.takes(100, 3, 2, 4), torch.device("cpu")) == 2
+def test_the_first_call_warms_up_and_the_least_of_three_counts(ticks):
+    ticks(0, 3, 3, 5, 5, 9)
+    calls: list[int] = []
+    assert seconds_again(lambda: calls.append(1), torch.device("cpu")) == 2 and len(calls) == 4
 
 
-def test_on_cuda_the_time_of_a_launch_is_taken_off(clock, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.takes(1)())
-    monkeypatch.setattr(costs, "_launch_seconds", lambda device: 1)
-    assert seconds_of(clock.takes(3), CUDA)[1] == 3
-    monkeypatch.setattr(costs, "_launch_seconds", lambda device: 9)
-    assert seconds_of(clock.takes(3), CUDA)[1] == 0
+def test_on_cuda_the_time_of_a_launch_is_taken_off(ticks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for launch, seconds in ((1, 3), (9, 0)):
+        ticks(0, 4)
+        monkeypatch.setattr(costs, "_launch_seconds", lambda device: launch)  # noqa: B023
+        assert seconds_of(lambda: None, CUDA)[1] == seconds
 
 
 def test_the_peak_is_that_of_the_given_device(monkeypatch):
