@@ -488,7 +488,7 @@ class Cube(torch.autograd.Function):
 UNARY = [F.silu, torch.relu, torch.sin, torch.sigmoid, F.gelu, F.softplus, torch.neg, Tensor.contiguous, torch.exp]
 UNARY += [F.relu6, F.leaky_relu, lambda x: 1 / (2 + x.sigmoid()), Cube.apply, partial(F.dropout, p=0.3)]
 UNARY += [lambda x: x.softmax(1), lambda x: x @ x.transpose(2, 3), lambda x: x.transpose(2, 3), lambda x: x[:, :, 1:]]
-UNARY += [lambda x: F.max_pool2d(x, 3, 1, 1), lambda x: x.double().to(x.dtype), lambda x: x.to(torch.bfloat16)]
+UNARY += [lambda x: F.max_pool2d(x.relu(), 3, 1, 1), lambda x: x.double().to(x.dtype), lambda x: x.to(torch.bfloat16)]
 UNARY += [lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)]
 
 

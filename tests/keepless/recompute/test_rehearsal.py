@@ -288,8 +288,8 @@ def test_a_rehearsal_does_not_communicate(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         plain = Layers(4, summed)
-        plain.group = dist.group.WORLD  # shared with the copy
         within = recompute_activations(copy.deepcopy(plain), budget=1.0)
+        within.group = dist.group.WORLD  # shared with its copies
         assert_like_plain(within, plain, [torch.rand(64, 32)] * 3)
         assert is_planned(within) == [True]
         parallel = recompute_activations(nn.parallel.DistributedDataParallel(Layers(4)), budget=1.0)
