@@ -454,7 +454,7 @@ ONE += (
 ONE += "in-place norm of a concatenation, slice of an upsampled one, cast by autocast"
 # {function: tensors that it keeps besides its input, and besides signs}; a chain keeps a value of every 13.
 TENSORS_KEPT = dict.fromkeys([*OPTIONS, *ONE.split(", ")], 1) | {"long chain": 2000 // 13, "conjugate": 4}
-TENSORS_KEPT |= dict.fromkeys(["forty products", "normalised", "batched", "pooled"], 3)
+TENSORS_KEPT |= dict.fromkeys(["forty products", "normalised", "batched", "pooled", "norms after chains"], 3)
 TENSORS_KEPT |= dict.fromkeys(["relu over a view", "relu over results that are views", "einsum of a list"], 2)
 
 
@@ -504,7 +504,7 @@ BINARY += [lambda x, y: x / (1 + y * y), lambda x, y: 1 - x, lambda x, y: torch.
 VIEWS = [lambda x: x[:, :2], lambda x: x.transpose(2, 3), lambda x: x.detach(), lambda x: x.view(2, 4, 36)]
 MOVES = st.tuples(
     st.sampled_from(["unary", "in place", "unseen", "part", "binary", "layer", "transposed"]),
-    st.integers(0, 20),
+    st.integers(0, 21),
     st.integers(0, 8),
     st.integers(0, 8),
 )
