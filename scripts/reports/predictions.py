@@ -10,7 +10,7 @@ from PIL import Image
 
 from engine.process.console import printable
 
-LONGEST_SIDE = 800  # pixels of an image on the page
+LARGEST = (800, 800)  # pixels of an image on the page
 _HEAD = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
 <style>
@@ -52,12 +52,14 @@ class Page:
 
     def add(self, name: str, image: np.ndarray, shares: np.ndarray, ids: np.ndarray | None = None) -> None:
         """An image, uint8 (H, W, 3) RGB, the share or probability of each class, and a segmentation's train ids."""
-        small = smaller(Image.fromarray(image), Image.Resampling.BOX)
+        small = Image.fromarray(image)
+        small.thumbnail(LARGEST, Image.Resampling.BOX)
         pictures = f'<img class="image" alt="" src="{encoded(small, "JPEG")}">'
         if ids is not None and self.palette is not None:
             mask = Image.fromarray(ids)
             mask.putpalette(self.palette.tobytes())
-            source = encoded(smaller(mask, Image.Resampling.NEAREST), "PNG")
+            mask.thumbnail(LARGEST, Image.Resampling.NEAREST)
+            source = encoded(mask, "PNG")
             pictures += f'<div class="over"><img class="copy" alt=""><img class="mask" alt="" src="{source}"></div>'
         self.total += shares
         layout, table = "row whole" if ids is None else "row", self.table(shares, self.shown)
@@ -84,13 +86,6 @@ class Page:
         yield f"<section><details open><summary>{what} in {count} images</summary>{overall}</details></section>\n"
         yield from self.sections
         yield _FOOT
-
-
-def smaller(image: Image.Image, resample: Image.Resampling) -> Image.Image:
-    """The image with at most `LONGEST_SIDE` pixels per side."""
-    factor = LONGEST_SIDE / max(image.size)
-    size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
-    return image.resize(size, resample) if factor < 1 else image
 
 
 def encoded(image: Image.Image, format: str) -> str:

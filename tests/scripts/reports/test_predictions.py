@@ -7,7 +7,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from scripts.reports.predictions import LONGEST_SIDE, Page
+from scripts.reports.predictions import LARGEST, Page
 
 PALETTE = np.array([[255, 0, 0], [0, 128, 0], [0, 0, 255]], np.uint8)
 
@@ -20,7 +20,7 @@ def test_a_segmented_image_has_its_classes_colours_and_shares():
     page = Page("A & B", ["road <1>", "sky", "car"], PALETTE, shown=5)
     ids = np.zeros((40, 50), np.uint8)
     ids[:10] = 1
-    large = np.full((10, 4 * LONGEST_SIDE), 2, np.uint8)
+    large = np.full((10, 4 * LARGEST[0]), 2, np.uint8)
     page.add('a"<b>.jpg', np.full((40, 50, 3), 77, np.uint8), np.array([0.75, 0.25, 0]), ids)
     page.add("large.png", np.dstack(3 * [0 * large]), np.array([0, 0, 1]), large)
     html = "".join(page.html())
@@ -28,7 +28,7 @@ def test_a_segmented_image_has_its_classes_colours_and_shares():
     image, mask, shrunk, _ = pictures(html)
     assert np.abs(np.asarray(image).astype(int) - 77).max() <= 1
     assert np.array_equal(np.asarray(mask.convert("RGB")), PALETTE[ids])
-    assert shrunk.width == LONGEST_SIDE
+    assert shrunk.width == LARGEST[0]
     overall, first, second = html.split("<section>")[1:]
     lines = re.compile(r"<td>([^<]+)</td>.*?background:(rgb\S+?)\".*?<td>([\d.]+%)</td>")
     road, sky = ("road &lt;1&gt;", "rgb(255,0,0)"), ("sky", "rgb(0,128,0)")
