@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -106,7 +107,9 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     plain = forward(config, nn.Identity(), torch.device("cpu")).through(network)
     trainer = replace(config.trainer, compile=False, capture=False)
     uncompiled = replace(config, trainer=trainer, lr_schedule=Poly())
-    learner = learner_of(uncompiled, plain, _STEPS, World())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # to copy the average's weights
+        learner = learner_of(uncompiled, plain, _STEPS, World())
     learner.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read the gradients' values
     learner.reads_flag = False
     for group in learner.optimizer.param_groups:

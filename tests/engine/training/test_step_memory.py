@@ -1,6 +1,7 @@
 """Traces of a step on fake tensors, judged by PyTorch's own tracker of memory and by the same step on real tensors."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -37,6 +38,17 @@ def tracked(config) -> dict[str, int]:
             learner.step(*torch.zeros(2, dtype=torch.float64))
     (of_device,) = tracker.get_tracker_snapshot("peak").values()
     return {getattr(kind, "value", kind): size for kind, size in of_device.items()}
+
+
+def test_averaged_weights_are_copied_without_a_warning():
+    """By default PyTorch warns once per process."""
+    torch.set_warn_always(True)
+    try:
+        with FakeTensors(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fake_step(runs.run_config("body=resnext_tiny", "trainer.ema_decay=0.9"), CROPS, SIZE)
+    finally:
+        torch.set_warn_always(False)
 
 
 @pytest.mark.parametrize(
