@@ -143,18 +143,18 @@ def test_no_file_or_folder_imports_itself_through_others():
 @pytest.mark.parametrize(
     "folders, depth, most", [(("", *MAY_IMPORT, "scripts"), 0, (9, 5, 14)), (("engine",), 1, (10, 5, 31))]
 )
-def test_the_house_has_few_rooms_floors_and_arrows(folders, depth, most):
-    """A room is an entry or a folder; a floor, the rooms that import only rooms below; an arrow, who imports whom."""
+def test_folders_are_few_in_few_layers_with_few_pairs_that_import(folders, depth, most):
+    """A layer imports only layers below. Entries and `setup` count as folders."""
     files = {source.module: source for source in sources(*folders) if source.module.count(".") >= depth}
-    rooms = {module: module.split(".")[depth] for module in files}
-    arrows = {(rooms[module], rooms[used]) for module, used in imports_among(files)}
-    below = {room: {used for user, used in arrows if user == room != used} for room in rooms.values()}
-    sorter, floors = graphlib.TopologicalSorter(below), 0
+    folder = {module: module.split(".")[depth] for module in files}
+    pairs = {(folder[module], folder[used]) for module, used in imports_among(files)}
+    below = {user: {used for other, used in pairs if other == user != used} for user in folder.values()}
+    sorter, layers = graphlib.TopologicalSorter(below), 0
     sorter.prepare()
     while sorter.is_active():
         sorter.done(*sorter.get_ready())
-        floors += 1
-    found = len(below), floors, sum(map(len, below.values()))
+        layers += 1
+    found = len(below), layers, sum(map(len, below.values()))
     assert all(number <= limit for number, limit in zip(found, most, strict=True)), found
 
 
