@@ -17,7 +17,7 @@ Other files use only private parts on which PyTorch's extensions rely: `Tensor._
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -136,6 +136,19 @@ def without_global_hooks() -> Iterator[None]:
     finally:
         for hooks, of_user in zip(_global_hooks, before, strict=True):
             hooks.update(of_user)
+
+
+def argument_copied_by(node: Any, arguments: Iterable[Any]) -> Tensor | None:
+    """The argument of a call that is a node's input, perhaps after being expanded."""
+    source, number = node.next_functions[0]
+    if type(source).__name__ == "ExpandBackward0":
+        source, number = source.next_functions[0]
+    leaf = getattr(source, "variable", None)
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if argument is leaf or (argument.grad_fn is source and argument.output_nr == number):
+                return argument
+    return None
 
 
 def calling_module() -> "weakref.ref[nn.Module] | None":

@@ -6,21 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from ..inputs import tensors_in
 from ..made_tensors import Change, MadeTensors
-from ..saved import PLAIN, Kept, adds_metadata, copied, is_ordinary
+from ..saved import Kept, copied, is_ordinary
 from ..torch_internals import (
     FakeTensor,
     OpOverload,
     backward_runs,
-    current_hooks,
     node_number,
     running_node,
-    subclasses_are_asked,
-    transform_level,
     tree_map,
     without_function_modes,
 )
@@ -37,7 +32,11 @@ from .costs import (
     temporaries_of,
     work_of,
 )
-from .functions import body, row_of
+from .functions import Call
+from .known_values import KnownValues
+from .recipes import ByPlan
+from .recording import Recording
+from .rules import Rule
 from .step import Event, Step
 from .trace import Trace
 
@@ -63,17 +62,21 @@ class _Packed(Kept):
     So the step's own tensors exist as long as the program holds them.
     """
 
-    __slots__ = ("device", "like")
+    __slots__ = ("counting", "device", "like", "number", "saved")
 
-    def __init__(self, tensor: Tensor):
-        self.device = tensor.device
+    def __init__(self, tensor: Tensor, counting: "Counting"):
+        self.counting, self.device = counting, tensor.device
+        self.saved = counting.saves(tensor)
+        self.number = counting.holds(self, self.saved, tensor)
         if not is_ordinary(tensor):
             self.like = tensor.detach()
         else:
             self.like = spec_of(tensor) if isinstance(tensor, FakeTensor) else copied(tensor).cpu()
 
     def get(self) -> Tensor:
-        return self.like.to(self.device) if isinstance(self.like, Tensor) else self.like.empty()
+        self.counting.reads(self.number)
+        with without_function_modes(), self.counting.made.off():
+            return self.like.to(self.device) if isinstance(self.like, Tensor) else self.like.empty()
 
 
 class Counting(Trace):
@@ -91,27 +94,14 @@ class Counting(Trace):
         self.measures = measures
         self.rebased: set[int] = set()  # numbers of nodes, of views over which a call has written
 
-    def ends(self, result: Any) -> None:
-        target = None if self.call is None else self.call.target
-        super().ends(result)
-        if target is not None and target._is_view() and target.grad_fn is not None:
-            self.rebased.add(node_number(target.grad_fn))
-
     def forward_pass(self, network: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass."""
-        with self.made, saved_tensors_hooks(self._pack, self._unpack) as _, _Calls(self, current_hooks()):
+        with self.made, _Recorded(self):
             return network(*args, **kwargs)
 
-    def _pack(self, tensor: Tensor) -> _Packed:
+    def pack(self, tensor: Tensor) -> _Packed:
         with without_function_modes(), self.made.off():
-            packed = _Packed(tensor)
-            self.saves(packed, tensor)
-        return packed
-
-    def _unpack(self, packed: _Packed) -> Tensor:
-        self.reads(packed)
-        with without_function_modes(), self.made.off():
-            return packed.get()
+            return _Packed(tensor, self)
 
     def happened(self) -> list[tuple[Event, int]]:
         """The events so far, with the temporary bytes of operators."""
@@ -162,8 +152,8 @@ class _Memories(MadeTensors):
         super().note(change)
         counting = self.counting
         if change.bytes >= 0 and change.number == len(self.memories):
-            self.memories.append(len(counting.memories))
-            counting.memories.append(change.bytes)
+            self.memories.append(len(counting.sizes))
+            counting.sizes.append(change.bytes)
             counting.events.append((Event.HOLD, self.memories[-1]))
         else:
             counting.events.append((Event.LET, self.memories[change.number]))
@@ -226,37 +216,29 @@ class _Memories(MadeTensors):
         self.counting.ran.append(_Ran(operator, moved, operations, spec_of(made[0])))
 
 
-class _Calls(TorchFunctionMode):
-    """Notes the outermost calls of functions as a recorder sees them."""
+class _Everything(ByPlan):
+    """Notes what could be recomputed, for a plan that is made later."""
 
-    def __init__(self, counting: Counting, hooks: Any) -> None:
-        super().__init__()
-        self.counting, self.hooks = counting, hooks
+    def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
+        assert isinstance(known, Trace)
+        known.decide(rule, call, result)
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs, row, counting = kwargs or {}, row_of(function), self.counting
-        if row.only_asks:
-            return function(*args, **kwargs)
-        are_plain = PLAIN.issuperset(types)
-        if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
-            with self:
-                results = (kind.__torch_function__(function, types, args, kwargs) for kind in types)
-                return next((result for result in results if result is not NotImplemented), NotImplemented)
-        if row.is_opened and are_plain:
-            with self:
-                return body(function)(*args, **kwargs)
-        is_wrapped, hooks = transform_level() is not None, current_hooks()
-        is_ours = hooks is not None and hooks[0] == self.hooks[0]
-        if not torch.is_grad_enabled() or is_wrapped or not is_ours:
-            needs_grad = torch.is_grad_enabled()
-            result = function(*args, **kwargs)
-            counting.passes((*args, *kwargs.values()), result, needs_grad, is_wrapped)
-            return result
-        counting.begins(function, row, args, kwargs)
-        try:
-            result = function(*args, **kwargs)
-        except BaseException:
-            counting.call = None
-            raise
-        counting.ends(result)
+
+class _Recorded(Recording):
+    """Records the forward pass of a counted step."""
+
+    def __init__(self, counting: Counting) -> None:
+        super().__init__(_Everything())
+        self.counting = counting
+
+    def registry(self) -> Counting:
+        return self.counting
+
+    def run(self, call: Call) -> Any:
+        counting = self.counting
+        call.began = len(counting.events), len(counting.ran)
+        result = super().run(call)
+        target = call.args[0] if call.overwrites and call.args and torch.is_grad_enabled() else None
+        if isinstance(target, Tensor) and target._is_view() and target.grad_fn is not None:
+            counting.rebased.add(node_number(target.grad_fn))
         return result

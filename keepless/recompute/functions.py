@@ -305,6 +305,14 @@ class RandomState:
             self.generator.set_state(present)
 
 
+_STATE_BYTES = torch.default_generator.get_state().nbytes
+
+
+def state_bytes(like: Tensor) -> int:
+    """Bytes of the state of the generator of a tensor's device; a fake tensor has no generator of its own."""
+    return 16 if like.is_cuda else _STATE_BYTES
+
+
 def random_state(like: Tensor) -> RandomState | None:
     """The state of the generator of a tensor's device; None if that generator is unknown.
 
@@ -348,6 +356,7 @@ class Call:
     inside: tuple[Inside, ...] = ()  # tensors saved inside the call, which it may have made itself
     random: RandomState | None = None  # state of the generator before the call, if it may be needed
     notes: "Notes | None" = None  # while a script is learned
+    began = (0, 0)  # in a counted step: the numbers of its first event and operator
 
     def __init__(self, function: Callable[..., Any], row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.function, self.row, self.args, self.kwargs = function, row, args, kwargs

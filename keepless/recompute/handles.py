@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from ..norms.bn_act import is_node
 from ..saved import PLAIN, copied, is_ordinary, view
-from ..torch_internals import address
-from .calls import argument_copied_by
+from ..torch_internals import address, argument_copied_by
 from .known_values import COPYING, checkpointed_output
 from .rules import overwritten
 from .script import HANDLES, Act, Form, Group, How, Keep, Pass, Slot, Take, at, unknown

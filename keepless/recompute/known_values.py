@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from ..inputs import tensors_in
 from ..norms.backends.eager import normalised
 from ..norms.bn_act import is_node, recompute_output
-from ..saved import ByStorage, Kept, current_stream, form_of, is_ordinary, view
+from ..saved import ByStorage, Kept, copied, current_stream, form_of, is_ordinary, view
 from ..torch_internals import (
     Hooks,
     address,
+    argument_copied_by,
     is_synchronised_norm,
     next_node_number,
     node_number,
     packed_by_function,
     without_function_modes,
 )
-from .calls import argument_copied_by
 from .functions import Call, Inside
 from .report import Log
 from .signs import ShapeOnly
@@ -49,6 +49,8 @@ class _Entry(weakref.ref[Tensor]):
 class KnownValues:
     """Registry of one forward pass: each living tensor's value, and what is kept in its storage.
 
+    A `Trace` counts the values of a step, by the same rules.
+
     Args:
         inputs: the network's inputs, which are not made in the forward pass.
         outer: the saved-tensor hooks around the recording.
@@ -56,6 +58,8 @@ class KnownValues:
         planned: numbers of the nodes whose results a plan keeps; they get a value once something reads them. None:
             there is no plan (rule 13).
     """
+
+    kept: type[Kept] = Kept  # holds a kept tensor
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class KnownValues:
         self.planned: Container[int] = () if planned is None else planned
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
         self.short = _FEW if self.by_plan else sys.maxsize
+        self.short_rows = _FEW  # so is a norm's statistic of each row
         self.log = Log()
         self.call: Call | None = None  # the running one
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
@@ -78,7 +83,8 @@ class KnownValues:
         self.dead: list[_Entry] = []  # entries of freed tensors
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
-        self.made: ByStorage[bool] = ByStorage()  # made without gradient by recorded calls
+        self.without_gradient: ByStorage[bool] = ByStorage()  # made by recorded calls
+        self.unseen = ""  # what has hidden calls, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
 
     def clear(self) -> None:
@@ -93,7 +99,7 @@ class KnownValues:
             for value in filter(None, kept):
                 if isinstance(value.source, Kept) and value.source.is_modified():
                     value.source.spoil()
-        for found in (self.entries, self.memories, self.dead, self.signs, self.gone, self.made):
+        for found in (self.entries, self.memories, self.dead, self.signs, self.gone, self.without_gradient):
             found.clear()
         self.outer = None
 
@@ -137,7 +143,7 @@ class KnownValues:
         """Keep a tensor, and remember its value."""
         storage = tensor.untyped_storage()
         own = 0 if tensor.is_leaf and tensor.requires_grad else storage.nbytes()
-        value = Value(Kept(tensor, None), address(storage), own)
+        value = Value(self.kept(tensor, None), address(storage), own)
         if self.outer is not None:
             if self.call is not None:  # the running call may still get a recipe
                 self.call.unsettled += ((value, tensor),)
@@ -145,6 +151,11 @@ class KnownValues:
                 value.source = Kept(tensor, self.outer)
         self.memory_of(tensor).values.append(weakref.ref(value))
         return self.remember(tensor, value)
+
+    def copied(self, tensor: Tensor) -> Value:
+        """Keep a copy of a tensor for a recipe, as the tensor may change."""
+        bytes = min(tensor.untyped_storage().nbytes(), tensor.nbytes)
+        return Value(Kept(copied(tensor), self.outer), bytes=bytes)
 
     def lend(self, tensor: Tensor) -> Value | Kept:
         """Keep a tensor for a recipe, if it has no value yet."""
@@ -154,6 +165,14 @@ class KnownValues:
         if value is None and isinstance(tensor, nn.Parameter):  # it stays where it is
             return Kept(tensor, None)
         return value or self.keep(tensor)
+
+    def is_lost(self, value: Value, overwritten: Tensor) -> bool:
+        """Whether a value can only be read from the memory of a tensor that a call has overwritten."""
+        return value.reads_storage(self.place(overwritten))
+
+    def place(self, tensor: Tensor) -> int:
+        """Tells memories apart: the address."""
+        return address(tensor.untyped_storage())
 
     def memory_of(self, tensor: Tensor) -> Memory:
         storage = tensor.untyped_storage()
@@ -211,18 +230,21 @@ class KnownValues:
         elif is_reshaped:
             found = None if value is None else Again(Tensor.reshape, (value, tensor.shape))
         else:
-            found = self._kept_in_copy(value, argument, tensor)
+            found = self.kept_in_copy(value, argument, tensor)
         return found
 
-    def _kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Value:
+    def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Value:
         """The value of an argument; if nothing else keeps it, it is kept in its copy instead."""
-        if value is None or (not value.unread and value.reads_storage(address(argument.untyped_storage()))):
+        if value is None or self.is_fixed(value, argument):
             value = self.remember(argument, self.keep(copy))
-        else:
-            if value.unread:
-                value.source, value.storage = Kept(copy, None), address(copy.untyped_storage())
-                self.memory_of(copy).values.append(weakref.ref(value))
+        elif value.unread:
+            value.source, value.storage = self.kept(copy, None), self.place(copy)
+            self.memory_of(copy).values.append(weakref.ref(value))
         return value
+
+    def is_fixed(self, value: Value, argument: Tensor) -> bool:
+        """Whether a value can only be read from the memory of an argument."""
+        return not value.unread and value.reads_storage(self.place(argument))
 
     def _smaller_value_of(self, argument: Tensor, copy: Tensor) -> Value | None:
         """The value of an argument, if keeping it takes no more bytes than its copy (with a plan: a few times more)."""
@@ -251,20 +273,24 @@ class KnownValues:
         if tensor.is_leaf:  # many are vectors, parameters, and views of these
             is_simple = (tensor.dim() < 2 and tensor.numel() < self.short) or isinstance(tensor, nn.Parameter)
             if not is_simple:  # statistics of a layer norm's rows are simple too
-                is_simple = tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < _FEW
+                is_simple = tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < self.short_rows
         else:
             is_simple = isinstance(tensor._base, nn.Parameter)
         if is_simple and self.outer is None:
-            saved = Kept(tensor, None)
+            saved = self.kept(tensor, None)
             if call is not None and tensor.requires_grad:
                 call.parameters += ((tensor, saved),)
         elif not is_ordinary(tensor):
-            saved = Kept(tensor, self.outer)
+            saved = self.kept(tensor, self.outer)
             self.log.keep_other(saved, tensor)
         elif call is not None and call.row.reads_shape_only and tensor.requires_grad and call.reads_shape_only():
             saved = ShapeOnly(tensor)
         elif call is not None and call.row.narrow and tensor.dtype is torch.int64:
-            saved = Saved(self.find(tensor) or self._narrowed(tensor, call), self.memory_of(tensor))
+            value = self.find(tensor)
+            if value is None:
+                kept = self.narrowed(tensor, call.row.narrow(call.args, call.kwargs))
+                value = self.remember(tensor, Value(Recipe(Again(Tensor.to, (kept, torch.int64)), tensor)))
+            saved = Saved(value, self.memory_of(tensor))
         elif call is not None and self.planned and self._stays_by_plan(tensor, call):
             saved = Kept(tensor, None)
             self.log.keep(saved, tensor)
@@ -272,13 +298,12 @@ class KnownValues:
             saved = self._saved(tensor, call)
         return saved
 
-    def _narrowed(self, indices: Tensor, call: Call) -> Value:
-        """The value of the indices that a call saves, which are kept in a smaller type."""
-        assert call.row.narrow is not None
-        small = indices.to(call.row.narrow(call.args, call.kwargs))
+    def narrowed(self, indices: Tensor, dtype: torch.dtype) -> Value:
+        """Keep the indices that a call saves in a smaller type."""
+        small = indices.to(dtype)
         kept = Value(Kept(small, self.outer), address(small.untyped_storage()), small.nbytes)
         self.log.keep(kept, small)
-        return self.remember(indices, Value(Recipe(Again(Tensor.to, (kept, torch.int64)), indices)))
+        return kept
 
     def _stays_by_plan(self, tensor: Tensor, call: Call) -> bool:
         """Whether a plan keeps a tensor that nothing has read yet, and the call needs all of it."""
@@ -343,15 +368,15 @@ class KnownValues:
             if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
                 continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
-            if not self.made.get(storage):
+            if not self.without_gradient.get(storage):
                 given = filter(is_ordinary, tensors_in(call.arguments))
                 if all(self.is_made(a) for a in given if address(a.untyped_storage()) == address(storage)):
-                    self.made.put(storage, True)
+                    self.without_gradient.put(storage, True)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor is in memory noted by `note_made`, and not shared with NumPy or the like."""
         storage = tensor.untyped_storage()
-        return bool(self.made.get(storage)) and storage.resizable()
+        return bool(self.without_gradient.get(storage)) and storage.resizable()
 
 
 def is_parameter(tensor: Tensor) -> bool:

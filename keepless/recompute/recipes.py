@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..inputs import tensors_in
-from ..saved import Kept, copied, is_ordinary
+from ..saved import Kept, is_ordinary
 from ..torch_internals import address, node_number
-from .functions import Call
+from .functions import Call, state_bytes
 from .known_values import KnownValues, is_parameter
 from .rerun import Rerun
 from .rules import NotFollowed, Rule
 from .step import Flag, Plan
-from .trace import MUCH
 from .values import Again, Recipe, Value, unread_bytes
 
+_MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 _LONGEST = 12  # recipes in a chain where no plan decides: the result of the next call is kept
 
 
@@ -46,8 +46,8 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
                     return kept
             if type(tensor) is nn.Parameter and tensor.requires_grad and known.outer is None:
                 # A faster path to the same result as below: it has no value, and stays where it is.
-                is_small = MUCH * _bytes(tensor) <= room
-                return _copy(known, tensor) if is_small else Kept(tensor, None)
+                is_small = _MUCH * _bytes(tensor) <= room
+                return known.copied(tensor) if is_small else known.kept(tensor, None)
         value = None if tensor is result else known.find(tensor)
         if value is None or not (value.readers or isinstance(value.source, Recipe)):
             value = _available(known, tensor, call, result)
@@ -56,7 +56,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
                 unread.append(value)
             return value
         stays = tensor.requires_grad and tensor.is_leaf
-        is_small = MUCH * _bytes(tensor) <= room
+        is_small = _MUCH * _bytes(tensor) <= room
         if tensor is result or not (is_small or ((lend or stays) and not copy_it)):
             raise NotFollowed
         lent, size = _lent(known, tensor, is_small)
@@ -68,7 +68,7 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
     except NotFollowed:
         return None
     if again.draws:
-        if call.random is None or MUCH * call.random.state.nbytes > room:
+        if call.random is None or _MUCH * state_bytes(result) > room:
             return None
         again = again._replace(function=partial(call.random.call, again.function))
     if unread and not known.by_plan:
@@ -79,7 +79,8 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
 def _available(known: KnownValues, tensor: Tensor, call: Call, result: Tensor) -> Value | None:
     """The value of an argument, if a recipe may read it."""
     if tensor is result:
-        value = _value_before(known, call, result)
+        value = call.before or known.find(tensor, overwrites=1)  # from a copy
+        value = None if value is None or known.is_lost(value, tensor) else value
     elif is_ordinary(tensor):
         value = known.value_of(tensor)
     else:
@@ -87,20 +88,12 @@ def _available(known: KnownValues, tensor: Tensor, call: Call, result: Tensor) -
     if not known.by_plan:
         return None if value is not None and value.unread else value
     if value is None and tensor is not result:
-        is_large = MUCH * _bytes(tensor) > call.room(result)  # e.g. a mask: a copy for each call would take too much
+        is_large = _MUCH * _bytes(tensor) > call.room(result)  # e.g. a mask: a copy for each call would take too much
         if known.is_made(tensor) or (is_large and known.has_made(tensor)):
             value = known.keep(tensor)
     if value is not None and value.unread:
         known.log.keep(value, tensor)
     return value
-
-
-def _value_before(known: KnownValues, call: Call, overwritten: Tensor) -> Value | None:
-    """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""
-    value = call.before or known.find(overwritten, overwrites=1)  # from a copy
-    if value is None:
-        return None
-    return None if value.reads_storage(address(overwritten.untyped_storage())) else value
 
 
 def _lent(known: KnownValues, tensor: Tensor, is_small: bool) -> tuple[Value | Kept, int]:
@@ -111,17 +104,12 @@ def _lent(known: KnownValues, tensor: Tensor, is_small: bool) -> tuple[Value | K
     else:
         is_copied = is_small or not known.has_made(tensor)
     if is_copied:
-        value = _copy(known, tensor)
+        value = known.copied(tensor)
         return value, value.bytes
     lent = known.lend(tensor)
     if isinstance(lent, Value) and lent.unread:
         known.log.keep(lent, tensor)
     return lent, size
-
-
-def _copy(known: KnownValues, tensor: Tensor) -> Value:
-    copy = copied(tensor)
-    return Value(Kept(copy, known.outer), bytes=min(_bytes(tensor), tensor.nbytes))
 
 
 def follow(
@@ -168,11 +156,11 @@ def _follow_base(known: KnownValues, call: Call, result: Tensor, base: Tensor, o
         value.become(recipe)
 
 
-def leave_own_inside(call: Call, result: Tensor) -> None:
+def leave_own_inside(known: KnownValues, call: Call, result: Tensor) -> None:
     """Reduce `call.inside` to tensors that the call itself has made, without its result and much smaller tensors."""
-    given = {address(one.untyped_storage()) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
+    given = {known.place(one) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
     call.inside = tuple(
-        part for part in call.inside if part.value.storage not in given and MUCH * part.value.bytes > result.nbytes
+        part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
     )
 
 

@@ -72,7 +72,6 @@ from .known_values import KnownValues
 from .recipes import ByPlan, follow, how_to_repeat, leave_own_inside
 from .report import KeptTensor, Log
 from .rules import may_overwrite, overwritten
-from .trace import Trace
 from .values import after_overwriting, before_overwriting
 
 _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -112,14 +111,17 @@ class Recording(TorchFunctionMode):
         self.kind: Any = None  # of the inputs
 
     def __enter__(self) -> "Recording":
-        policy = self.policy
-        planned = None if policy is None else policy.planned
-        self.known = KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned)
+        self.known = self.registry()
         self.inputs = ()
         self._start_hooks()
         if self.sees_calls:
             super().__enter__()
         return self
+
+    def registry(self) -> KnownValues:
+        """The registry of the pass that begins."""
+        planned = None if self.policy is None else self.policy.planned
+        return KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned)
 
     def _start_hooks(self) -> None:
         self.hooks = saved_tensors_hooks(self.known.pack if self.sees_calls else self._pack_unless_abandoned, unpack)
@@ -216,12 +218,12 @@ class Recording(TorchFunctionMode):
         if self.lesson is not None:
             call.notes = Notes()
         if not ((row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
-            return self._run(call)
+            return self.run(call)
         known, tensors = self.known, filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
         call.overwrites = True
         writes = [before_overwriting(tensor, known.memories, known.outer) for tensor in tensors]
         try:
-            return self._run(call)
+            return self.run(call)
         finally:
             for write in filter(None, writes):
                 if after_overwriting(write, known.memories) and self.lesson is not None:
@@ -253,7 +255,7 @@ class Recording(TorchFunctionMode):
             return False
         return self.known.memories.get(number.untyped_storage()) is None
 
-    def _run(self, call: Call) -> Any:
+    def run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""
         known, function = self.known, call.function
         # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
@@ -262,6 +264,8 @@ class Recording(TorchFunctionMode):
         if not (needs_grad and is_ours) or is_wrapped:
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
+            if needs_grad:
+                known.unseen = "torch.vmap" if is_wrapped else "a checkpoint or saved-tensor hooks of its own"
         else:
             target, version = None, 0
             if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
@@ -284,7 +288,7 @@ class Recording(TorchFunctionMode):
         rule = row.again if known.by_plan or not row.is_slow else None
         if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
             if call.inside:
-                leave_own_inside(call, result)
+                leave_own_inside(known, call, result)
             is_written = result is target and result._version == version + 1
             if is_written or id(result) not in map(id, call.arguments):
                 if self.policy is not None:
@@ -305,7 +309,7 @@ class Recording(TorchFunctionMode):
 
 def is_ours(hooks: Hooks) -> bool:
     """Whether saved-tensor hooks belong to a recording, or to a step that is counted for one."""
-    return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues, Trace))
+    return isinstance(getattr(hooks[0], "__self__", None), (Recording, KnownValues))
 
 
 def is_running(frame: FrameType | None) -> bool:

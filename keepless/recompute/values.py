@@ -34,7 +34,7 @@ class Value:
         self.storage = storage  # address, if the tensor is kept
         self.bytes = bytes  # of that storage; 0 for leaves with a gradient, which stay anyway
         self.recipes: list[weakref.ref[Any]] = []  # may still read it while they exist
-        self.number = -1  # in the trace of a step, if there is one
+        self.number = -1  # its call's in a plan; its own in a counted step
         self.readers = 0
         self.sign_readers = 0  # readers that only need to know which values are positive
         self.positive: Positive | None = None  # the function by which they find out
@@ -190,7 +190,7 @@ class Saved:
     def __init__(self, value: Value, memory: Memory):
         self.value = value
         self.memory = memory
-        self.number = -1  # in the trace of a step, if there is one
+        self.number = -1  # in a counted step
         self.reads_signs = False  # the operation only needs to know which entries are positive
         if value.readers:  # a quick `add_reader`
             value.readers += 1
@@ -292,7 +292,8 @@ def saved_value(packed: Any) -> Any:
     """The `Value` or `Kept` tensor that our node or PyTorch's holds; None for an absent tensor."""
     if isinstance(packed, Tensor):
         return Kept(packed, None)
-    return packed.value if isinstance(packed, Saved) else packed
+    saved = getattr(packed, "saved", packed)  # in a counted step, it stands in another's place
+    return saved.value if isinstance(saved, Saved) else saved
 
 
 def _is_spare(argument: object) -> bool:
