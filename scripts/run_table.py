@@ -6,7 +6,8 @@
 
 Lists each training with its command. Without dry_run it then runs them in RUNS/EXPERIMENT/seedN: the same command
 continues after a stop, and if a training fails, the others still run. Rows that are the same training run once.
-For the page: `python -m scripts.evidence.tables runs=[RUNS]`. `weights` are our checkpoints or the authors' files.
+For the page: `python -m scripts.evidence.tables runs=[RUNS] out=OUT`. `weights` are our checkpoints or the authors'
+files.
 """
 
 import shlex
