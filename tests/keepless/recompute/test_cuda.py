@@ -203,7 +203,7 @@ def train(network: nn.Module, x: Tensor) -> None:
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NEEDS_CUDA), SECOND]
 )
 def test_every_step_is_within_the_budget_and_exact(device, with_example):
-    """From the first on. Convolutions' workspace on a device is not planned, so that a step may take 5 % more."""
+    """The workspace of convolutions on a device is not planned, so a step may take 5 % more there."""
     torch.manual_seed(0)
     blocks = [(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.SiLU()) for _ in range(6)]
     layers = [nn.Conv2d(3, 32, 1), *(layer for block in blocks for layer in block), nn.AdaptiveAvgPool2d(1)]

@@ -138,7 +138,7 @@ class Same(nn.Module):
 
 
 def test_a_script_of_a_step_that_fits_as_it_is_makes_nothing():
-    """Its report lists what the first pass has kept."""
+    """The report lists what the first pass has kept."""
     network = nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU(), Same(), nn.Conv1d(4, 4, 1), nn.GELU(), nn.Conv1d(4, 4, 1))
     recompute_activations(network, budget="1GiB")
     x = torch.randn(2, 4, 64)

@@ -67,7 +67,7 @@ def test_an_operator_is_repeated_with_its_random_numbers_and_what_it_saves():
 
 
 def test_only_operators_that_write_over_nothing_have_a_rule():
-    """Nor do those of PyTorch, which has functions for them."""
+    """PyTorch's own operators have none either, because its functions have rules."""
     mine = torch.ops.keepless_tests
     others = {mine.counted, torch.ops.aten.dropout, torch.ops.profiler._record_function_enter_new}
     for operator in (mine.noisy_square, mine.noisy_square.default, *others):

@@ -26,7 +26,7 @@ class Residual(nn.Sequential):
 
 
 class Checkpointed(nn.Sequential):
-    """Its middle block is checkpointed. The checkpoint saves its input outside of calls that a script can see."""
+    """A network with a checkpointed block. The checkpoint saves its input outside of calls that a script can see."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Sequential(nn.Conv2d(n, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for n in (3, 4, 4)))
@@ -79,7 +79,7 @@ def test_a_new_reader_of_an_activation_gets_its_values_where_the_script_has_kept
 
 
 class Tuned(nn.Module):
-    """Its layers need gradients from some step on. This changes the arguments of calls alone."""
+    """A network whose layers need gradients from some step on: only the arguments of calls change."""
 
     def __init__(self) -> None:
         super().__init__()

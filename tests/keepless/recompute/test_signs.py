@@ -20,7 +20,7 @@ from keepless.recompute import sign_kernels  # noqa: E402
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def device(request, monkeypatch) -> str:
-    """Where the kernels run."""
+    """The device on which the kernels run."""
     if request.param == "cpu":
         kernels = interpreted(sign_kernels)
         interpret_language(monkeypatch)

@@ -116,7 +116,7 @@ def test_what_is_trained_from_now_on_is_planned_anew():
 
 
 class Deepened(nn.Module):
-    """Its steps are long ones from the fifth on."""
+    """A network whose steps are longer from the fifth on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -126,7 +126,7 @@ def test_each_value_is_computed_once_per_backward_pass(networks):
 
 @pytest.mark.parametrize("activation", [nn.ReLU6(), nn.ReLU6(True), nn.LeakyReLU(0.1), nn.Hardtanh(-1, 1)], ids=str)
 def test_an_activation_overwrites_what_only_it_reads(activation):
-    """Its gradient follows from its result, so that nobody else reads the normalised values."""
+    """Its gradient follows from its result, so nothing else reads the normalised values."""
     network = recompute_activations(nn.Sequential(nn.BatchNorm2d(3), activation, nn.Conv2d(3, 3, 1)))
     loss = loss_of(network, torch.randn(2, 3, 4, 4, requires_grad=True))
     name = "leaky_relu" if isinstance(activation, nn.LeakyReLU) else "hardtanh"
@@ -369,7 +369,7 @@ def test_code_that_is_no_module(networks):
 
 
 def test_memory_is_back_after_every_step(any_networks):
-    """Without waiting for the garbage collector."""
+    """The garbage collector need not run."""
     prepared = any_networks[0]
 
     def living() -> int:
