@@ -119,8 +119,8 @@ class Signs:
 
     def get(self) -> Tensor:
         """1 where the tensor is positive, otherwise 0."""
+        bits = self.bits.get()  # other hooks may run the network again, as a checkpoint's do, which is to be recorded
         with torch.no_grad(), without_function_modes():
-            bits = self.bits.get()
             wait_for(self.stream, bits)
             tensor = unpack_signs(bits, self.like.shape, self.like.stride, self.like.dtype)
             return laid_out(tensor, self.like.stride)
