@@ -1,5 +1,6 @@
 """Plain and prepared networks either agree, to the bit, or both raise; what is kept is counted."""
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from keepless import CheckpointedABN, InPlaceABN, upsampled_cross_entropy
+from keepless import CheckpointedABN, InPlaceABN, recompute_activations, upsampled_cross_entropy
 from keepless.recompute.compiler import script_of
 from keepless.recompute.counting import Counting
 from keepless.recompute.following import Following
@@ -472,16 +473,18 @@ def test_functions(name):
 
 
 class Cube(torch.autograd.Function):
-    """Saves its argument outside of the calls that a recording sees."""
+    """Saves its argument outside of the calls that a recording sees, and expects to read it as it was."""
 
     @staticmethod
     def forward(context, x):
         context.save_for_backward(x)
+        context.seen = x.clone(), x.stride()
         return x**3
 
     @staticmethod
     def backward(context, gradient):
         (x,) = context.saved_tensors
+        assert torch.equal(x, context.seen[0]) and x.stride() == context.seen[1], x.shape
         return 3 * x**2 * gradient
 
 
@@ -533,23 +536,30 @@ def _run(moves, w: Tensor, layers: nn.ModuleList) -> Tensor:
     return torch.stack([tensor.sin() for tensor in tensors]).sum(0)
 
 
-def program(
-    moves, size: int = 6, frozen: int = 1, training: bool = True, dtype: torch.dtype = torch.float32, autocast=False
-) -> Make:
-    """`frozen`: the layer whose parameters are not trained."""
-
-    def make():
+class Program(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
         norms = [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.RMSNorm(6)]
         ours = CheckpointedABN(4, activation="elu")
-        layers = nn.ModuleList([nn.Linear(6, 6), nn.BatchNorm2d(4), *norms, ours]).to(dtype).train(training)
-        layers[frozen].requires_grad_(False)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.BatchNorm2d(4), *norms, ours])
+
+    def forward(self, w: Tensor, moves: list[Any], autocast: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return _run(moves, w, self.layers)
+
+
+def program(
+    moves, size=6, frozen=1, training=True, dtype=torch.float32, autocast=False, network: nn.Module | None = None
+) -> Make:
+    """`frozen`: the layer whose parameters are not trained. `network`: a `Program`; otherwise a new one each time."""
+
+    def make():
+        module = Program() if network is None else network
+        module.to(dtype).train(training).requires_grad_(True)
+        module.layers[frozen].requires_grad_(False)
         w = torch.randn(2, 4, size, 6, dtype=dtype, requires_grad=True)
-
-        def forward() -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                return _run(moves, w, layers)
-
-        return forward, [w, *(p for p in layers.parameters() if p.requires_grad)], [*layers.buffers()]
+        sources = [w, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+        return partial(module, w, moves, autocast), sources, [*module.buffers()]
 
     return make
 
@@ -579,13 +589,13 @@ OPTIONS_OF_PROGRAMS: dict[str, dict[str, Any]] = {
 CHANGING = st.sampled_from(["move", "less", "more", *OPTIONS_OF_PROGRAMS])
 
 
-def changed(moves: list[Any], how: str, place: int, move: Any) -> Make:
+def changed(moves: list[Any], how: str, place: int, move: Any) -> Callable[..., Make]:
     """A program that differs from another one in one place."""
     place %= len(moves) + 1
     before, after = moves[:place], moves[place + (how != "more") :]
     new = [] if how == "less" else [move]
     options = OPTIONS_OF_PROGRAMS.get(how)
-    return program([*before, *new, *after]) if options is None else program(moves, **options)
+    return partial(program, [*before, *new, *after]) if options is None else partial(program, moves, **options)
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(1500, marks=pytest.mark.slow)])
@@ -596,7 +606,7 @@ def test_a_script_never_runs_where_the_program_differs(examples):
     @example(COPIED[:2], "more", 2, COPIED[2], 0)
     @given(st.lists(MOVES, min_size=3, max_size=12), CHANGING, st.integers(0, 11), MOVES, st.integers(0, 2**30))
     def check(moves, how, place, move, seed):
-        make, other = program(moves), changed(moves, how, place, move)
+        make, other = program(moves), changed(moves, how, place, move)()
         draws, calls = Random(seed), calls_of(make)
         flags = bytes(draws.choice(FLAGS) for _ in calls)
         plain, other_plain = run(make, nullcontext()), run(other, nullcontext())
@@ -609,21 +619,27 @@ def test_a_script_never_runs_where_the_program_differs(examples):
     check()
 
 
-class Read(torch.autograd.Function):
-    """Sums z, and lists it as it was and as the backward pass sees it."""
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_prepared_network_whose_steps_change_is_like_the_plain_one(examples):
+    """Within a budget and without: each step runs twice, and others come between."""
 
-    @staticmethod
-    def forward(context, z, seen):
-        context.save_for_backward(z)
-        context.seen = seen
-        seen.append((z.clone(), z.stride()))
-        return z.sum()
+    @settings(max_examples=examples)
+    @given(
+        st.lists(MOVES, min_size=2, max_size=6),
+        st.lists(st.tuples(CHANGING, st.integers(0, 6), MOVES), min_size=2, max_size=3),
+        st.sampled_from([None, 1.0, 0.7]),
+    )
+    def check(moves, changes, budget):
+        torch.manual_seed(1)
+        plain = Program()
+        within = recompute_activations(copy.deepcopy(plain), budget=budget)
+        for change in changes:
+            for make in (partial(program, moves), changed(moves, *change)):
+                for _ in range(2):
+                    agrees(*(run(make(network=network), nullcontext()) for network in (plain, within)))
 
-    @staticmethod
-    def backward(context, gradient):
-        (z,) = context.saved_tensors
-        context.seen.append((z, z.stride()))
-        return gradient.expand_as(z), None
+    check()
 
 
 LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -638,13 +654,11 @@ def test_what_is_computed_again_is_equal_to_the_bit_and_laid_out_alike(dtype):
     """Other kernels would round otherwise. PyTorch's norms of such layouts round after each step."""
     names = ["none", "relu_", "silu", "sum", "max-pooling", "concatenation", "tanh_"]
     for layout, name in product(LAYOUTS, names):
-        norm, seen = nn.BatchNorm2d(8) if name != "tanh_" else CheckpointedABN(8), []
+        norm = nn.BatchNorm2d(8) if name != "tanh_" else CheckpointedABN(8)
         for parameter in norm.parameters():
             nn.init.normal_(parameter)
         x = layout(torch.randn(2, 8, 7, 7, dtype=dtype)).detach().requires_grad_()
         with Recording():
             y = norm(x)
-            loss = Read.apply(y if name == "none" else ACTIVATIONS[name](y), seen)
-        loss.backward()
-        (expected, stride), (found, found_stride) = seen
-        assert torch.equal(found, expected) and found_stride == stride, (name, x.stride())
+            result = Cube.apply(y if name == "none" else ACTIVATIONS[name](y))
+        result.sum().backward()  # where `Cube` compares

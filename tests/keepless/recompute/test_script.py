@@ -105,23 +105,20 @@ def test_a_pass_is_recorded_at_once_if_gradients_are_enabled_where_they_were_not
     assert by_script <= peak_bytes(lambda: a_step(recompute_activations(network), x), "cpu")
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_an_output_may_be_overwritten_where_the_activation_is_computed_again(inplace):
-    """Here the plain network raises an error, because ReLU saves its result. The product's gradients are the same."""
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace))
-    prepared, x = recompute_activations(copy.deepcopy(plain)), torch.randn(2, 3, 9, 9)
+OUTPUTS = [(nn.ReLU(), None), (nn.ReLU(True), None), (nn.LeakyReLU(0.1), 1.0), (nn.LeakyReLU(0.1), "1GiB")]
+
+
+@pytest.mark.parametrize("activation, budget", OUTPUTS, ids=str)
+def test_an_output_may_be_overwritten_where_the_activation_is_computed_again(activation, budget):
+    """And in every step that fits as it is. The product's gradients are the same, if the plain network raises no error.
+
+    The plain network with ReLU does, because ReLU saves its result; with a smaller budget LeakyReLU's would be kept.
+    """
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), activation)
+    prepared, x = recompute_activations(copy.deepcopy(plain), budget=budget), torch.randn(2, 3, 9, 9)
     for _ in range(3):  # recorded, and twice by the script
         prepared.zero_grad()
         prepared(x).mul_(2).square().mean().backward()
     (plain(x) * 2).square().mean().backward()
     for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("budget", [1.0, "1GiB"])
-def test_an_output_may_be_overwritten_in_every_step_that_fits_as_it_is(budget):
-    """The plain network keeps the activation's argument. With a smaller budget its result would be kept instead."""
-    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.1))
-    recompute_activations(network, budget=budget)
-    for _ in range(3):
-        network(torch.randn(2, 3, 9, 9)).mul_(2).square().mean().backward()

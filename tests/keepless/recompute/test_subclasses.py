@@ -68,19 +68,15 @@ def network() -> nn.Module:
 def test_gradients_are_those_of_the_plain_network_and_types_stay(kind, budget, network):
     expected = torch.autograd.grad(network(images(kind)).square().mean(), [*network.parameters()])
     prepared = recompute_activations(copy.deepcopy(network), budget=budget)
+    if budget is None:
+        plain, other = images(Tensor), images(kind)
+        kept = [kept_bytes(prepared, lambda x=x: prepared(x), [x]) for x in (plain, other)]
+        assert kind is Doubling or kept[0] == kept[1]
     for _ in range(4):
         output = prepared(images(kind))
         assert type(output) is kind and output.meta == {"spacing": 2}
         found = torch.autograd.grad(output.square().mean(), [*prepared.parameters()])
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_as_few_bytes_are_kept_as_of_tensors(network):
-    prepared = recompute_activations(network)
-    plain, other = images(Tensor), images(WithMeta)
-    assert kept_bytes(prepared, lambda: prepared(other), [other]) == kept_bytes(
-        prepared, lambda: prepared(plain), [plain]
-    )
 
 
 def test_other_subclasses_are_named_in_the_report():

@@ -24,6 +24,7 @@ from keepless import CheckpointedABN, recompute_activations, recomputing, report
 from keepless.saved import kept_bytes
 from keepless.torch_internals import current_hooks
 from models.blocks import Convolutions, IdentityResidualBlock
+from tests.keepless.recompute.ahead import plans_of
 from tests.norms import CHECKPOINTED, STRATEGIES
 
 
@@ -395,6 +396,7 @@ def test_copies_and_pickles(networks):
     assert max(kept[1:]) < kept[0]
     for other in others[1:]:
         assert_same(gradients(other, IMAGES), gradients(plain, IMAGES))
+    assert plans_of(pickle.loads(pickle.dumps(planned(small())[0]))).budget == 0.5
 
 
 def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
