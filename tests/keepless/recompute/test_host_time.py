@@ -65,22 +65,17 @@ def per_block(make: Callable[[int], nn.Module], x: torch.Tensor) -> dict[str, fl
     return {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]}
 
 
-def test_what_a_block_takes_by_rules():
-    """A block is a convolution, a norm and an activation."""
-    counts = per_block(blocks, torch.randn(2, 4, 8, 8))
-    assert counts["Slot"] == 2  # the norm's result and the activation's
-    assert counts["Keep"] == 3  # the convolution's result and the norm's weight, for recipes, and the next weight
-    assert counts["calls"] <= 22 and counts.keys().isdisjoint(("Call", "Recipe", "Value", "Saved"))
+def ours(count: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), InPlaceABN(4)) for _ in range(count)])
 
 
-def test_a_layer_of_ours_is_two_calls_for_a_script():
-    """The layer and the convolution are compared with the script, and nothing else is done."""
-    counts = per_block(lambda n: nn.Sequential(*[layer_of_ours() for _ in range(n)]), torch.randn(2, 4, 8, 8))
-    assert counts["calls"] <= 29 and counts.keys().isdisjoint(("Slot", "Keep", "Call"))
-
-
-def layer_of_ours() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), InPlaceABN(4))
+# Of a convolution, a norm and an activation, slots are for the results of the last two. The convolution's result and
+# the norm's weight are kept for recipes, and the next weight. A layer of ours is only compared with the script.
+@pytest.mark.parametrize("make, slots, kept, calls", [(blocks, 2, 3, 22), (ours, 0, 0, 29)])
+def test_what_a_block_takes_by_a_script(make, slots, kept, calls):
+    counts = per_block(make, torch.randn(2, 4, 8, 8))
+    assert (counts.get("Slot", 0), counts.get("Keep", 0)) == (slots, kept) and counts["calls"] <= calls
+    assert counts.keys().isdisjoint(("Call", "Recipe", "Value", "Saved"))
 
 
 def test_what_a_block_takes_while_it_is_recorded():

@@ -56,7 +56,8 @@ def switched_on(network: Network, x: Tensor) -> Tensor:
 
 
 def sparse(network: Network, x: Tensor) -> Tensor:
-    return torch.sparse.mm(torch.eye(8).to_sparse(), x.flatten(0, 1)).view_as(x)
+    rows = x.flatten(0, 1)
+    return torch.sparse.mm(torch.eye(len(rows)).to_sparse(), rows).view_as(x)
 
 
 def routed(network: Network, x: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.1))
 
 
-X, ROWS = (2, 4, 8), (2, 8, 64)
+X, ROWS = (40, 4, 8), (2, 8, 64)
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "averages of activations": (partial(Network, averages), X),
     "angles of positions": (partial(Network, lambda network, x: x * angles(network, x.size(1)).cos()), X),

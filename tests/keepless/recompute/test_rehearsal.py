@@ -317,6 +317,16 @@ def decay(length: int) -> Tensor:
     return torch.arange(1.0, length + 1).reciprocal()
 
 
+@cache
+def calibrated(length: int) -> Tensor:
+    return torch.ones(length, 1)
+
+
+@lru_cache(4)
+def scaled(length: int, by: float) -> Tensor:
+    return torch.full((length, 1), by)
+
+
 ROWS: dict[int, tuple[Tensor, ...]] = {}
 FIRST: dict[int, Tensor] = {}  # inputs
 
@@ -325,11 +335,15 @@ def remembered(module: nn.Module, x: Tensor) -> Tensor:
     """Scale the input by tensors that are made once for a size, and remembered outside of the network."""
     if len(x) not in ROWS:
         ROWS[len(x)] = (torch.ones(len(x), 1) / 2,)
-    return x * decay(32) * ROWS[len(x)][0] - FIRST.setdefault(len(x), x)
+    x = x * calibrated(len(x)) * scaled(len(x), by=2.0)
+    return x * decay(32) * ROWS[len(x)][0] - FIRST.setdefault(len(x), x.detach())
 
 
 def test_fake_tensors_are_removed_from_caches_outside_of_the_network():
+    """A user's cache keeps what it had before."""
     torch.manual_seed(0)
+    calibrated(16).fill_(5.0)
+    scaled(16, by=2.0).fill_(6.0)
     plain, inputs = Layers(2, remembered), [torch.randn(size, 32) for size in (2, 2, 5)]
     within = recompute_activations(copy.deepcopy(plain), budget=0.8)
     for network in (within, plain):  # this one fills the caches
@@ -340,29 +354,8 @@ def test_fake_tensors_are_removed_from_caches_outside_of_the_network():
         assert all(type(one) is Tensor for one in kept) and len(kept) == 5
         assert all(type(one) is Tensor for of_step in found for one in of_step)
     assert_like_plain(within, plain, inputs)
-
-
-@cache
-def calibrated(length: int) -> Tensor:
-    return torch.ones(length)
-
-
-@lru_cache(4)
-def scaled(length: int, by: float) -> Tensor:
-    return torch.full((length,), by)
-
-
-def test_a_user_s_cache_keeps_its_state():
-    calibrated(16).fill_(5.0)
-    scaled(16, by=2.0).fill_(6.0)
-    within = recompute_activations(
-        Layers(2, lambda module, x: x * calibrated(len(x))[:, None] * scaled(len(x), by=2.0)[:, None]), budget=0.8
-    )
-    for size in (2, 5, 9):
-        gradients(within, torch.randn(size, 32))
-    assert is_planned(within) == [True] * 3
     assert calibrated(16)[0] == 5 and scaled(16, by=2.0)[0] == 6
-    assert all(type(calibrated(size)) is type(scaled(size, by=2.0)) is Tensor for size in (2, 5, 9))
+    assert all(type(calibrated(size)) is type(scaled(size, by=2.0)) is Tensor for size in (2, 5))
 
 
 def test_fake_tensors_that_are_kept_elsewhere_are_an_error_once_they_are_read():
