@@ -32,26 +32,20 @@ def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
     return [parameter.grad for parameter in network.parameters()]
 
 
-def results_of(network: nn.Module, x: Tensor, seed: int = 0) -> list[Tensor]:
-    """Outputs, gradients and buffers of a step, and the next random number."""
+def step(network: nn.Module, x: Tensor, plan: Plan | None = None, seed: int = 1) -> list[Tensor]:
+    """Outputs, gradients and buffers of a step, plain or by a plan, and the next random number.
+
+    Gradients are there before, and zeroed.
+    """
     torch.manual_seed(seed)
-    network.zero_grad()
-    outputs = tensors_in(network(x))
-    torch.autograd.backward([one.abs().square().mean() for one in outputs if one.requires_grad])
-    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
-    return [*(one.detach() for one in outputs), *gradients, *(one.clone() for one in network.buffers()), torch.rand(1)]
-
-
-def step(network: nn.Module, x: Tensor, plan: Plan | None = None) -> list[Tensor]:
-    """Output, gradients and buffers of a step, plain or by a plan. Gradients are there before, and zeroed."""
-    torch.manual_seed(1)
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
     with nullcontext() if plan is None else Recording(ByPlan([plan]), inputs=[x]):
-        output = network(x)
-    output.square().mean().backward()
+        outputs = tensors_in(network(x))
+    torch.autograd.backward([one.square().mean() for one in outputs if one.requires_grad])
     gradients = [parameter.grad.clone() for parameter in network.parameters()]
-    return [output.detach(), *gradients, *(buffer.clone() for buffer in network.buffers())]
+    buffers = [buffer.clone() for buffer in network.buffers()]
+    return [*(one.detach() for one in outputs), *gradients, *buffers, torch.rand(1)]
 
 
 def plans_of(network: nn.Module) -> Plans:

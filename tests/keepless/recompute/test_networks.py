@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
 from keepless.recompute.following import Following
-from tests.keepless.recompute.ahead import planned_sizes, results_of
+from tests.keepless.recompute.ahead import planned_sizes, step
 from tests.keepless.recompute.test_programs import Cube
 
 
@@ -208,7 +208,7 @@ def test_networks_are_like_the_plain_ones_to_the_bit(name, budget, monkeypatch):
         if name in UNPLANNED:
             warnings.filterwarnings("ignore", "the network runs a part of its forward pass")
         for seed in range(4):
-            assert all(map(torch.equal, results_of(within, x, seed), results_of(plain, x, seed)))
+            assert all(map(torch.equal, step(within, x, seed=seed), step(plain, x, seed=seed)))
     assert (followed == [True] * 3) is (name not in WITHOUT_SCRIPTS)
     if budget is not None:
         (size,) = planned_sizes(within)

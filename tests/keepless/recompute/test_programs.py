@@ -530,7 +530,8 @@ def _run(moves, w: Tensor, layers: nn.ModuleList) -> Tensor:
         elif kind == "binary":
             tensors.append(BINARY[number % len(BINARY)](x, y))
         elif kind == "layer":
-            tensors.append(layers[number % len(layers)](x))
+            layer = layers[number % len(layers)]
+            tensors.append(layer.train(layers.training and second % 3 > 0)(x))
         else:
             tensors.append(x.transpose(2, 3).contiguous())
     return torch.stack([tensor.sin() for tensor in tensors]).sum(0)

@@ -412,26 +412,6 @@ def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
     assert gradients_of(weights).keys() == weights.keys()
 
 
-class NormInBothModes(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        first, norm, last = self
-        x = first(x)
-        y = F.silu(norm.eval()(x)) + F.silu(x + norm.running_mean.view(1, -1, 1, 1))
-        norm.train()(3 * x)  # moves the running statistics, without a new version
-        return last(y)
-
-
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True)], ids=str)
-def test_running_statistics_may_move_before_the_backward_pass(norm):
-    results = []
-    for network in both(NormInBothModes(nn.Conv2d(3, 4, 1), norm, nn.Conv2d(4, 4, 1))):
-        loss = loss_of(network, IMAGES)
-        with torch.no_grad():
-            network(2 * IMAGES)
-        results.append(list(torch.autograd.grad(loss, [network[0].weight, network[2].weight])))
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("stem", [nn.Conv2d(3, 4, 3), CheckpointedABN(3)], ids=["convolution", "CheckpointedABN"])
 def test_a_checkpoint_may_repeat_the_forward_pass_in_another_thread(stem):
     """CUDA does this. Numbers of nodes begin anew in each thread."""
