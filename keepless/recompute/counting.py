@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..inputs import tensors_in
 from ..made_tensors import Change, MadeTensors
-from ..saved import Kept, copied, is_ordinary
+from ..saved import Gone, Kept, copied, is_ordinary
 from ..torch_internals import (
     FakeTensor,
     OpOverload,
@@ -66,8 +66,7 @@ class _Packed(Kept):
 
     def __init__(self, tensor: Tensor, counting: "Counting"):
         self.counting, self.device = counting, tensor.device
-        self.saved = counting.saves(tensor)
-        self.number = counting.holds(self, self.saved, tensor)
+        self.saved, self.number = counting.holds(self, tensor)
         if not is_ordinary(tensor):
             self.like = tensor.detach()
         else:
@@ -103,20 +102,16 @@ class Counting(Trace):
         with without_function_modes(), self.made.off():
             return _Packed(tensor, self)
 
-    def happened(self) -> list[tuple[Event, int]]:
-        """The events so far, with the temporary bytes of operators."""
-        events = super().happened()
+    def step(self) -> Step:
+        """The step, once it has ended."""
         if self.measures:
             measure(one.operator for one in self.ran if one.operator is not None)
+        events = [one.event if isinstance(one, Gone) else one for one in self.events]
         for i, (event, what) in enumerate(events):
             if event == Event.BUSY:
                 operator = self.ran[what].operator if what >= 0 else None
                 events[i] = event, 0 if operator is None else temporaries_of(operator)
-        return events
-
-    def step(self) -> Step:
-        """The step, once it has ended."""
-        events, host = self.happened(), host_seconds() if self.measures else 0.0
+        host = host_seconds() if self.measures else 0.0
         return self.step_of(events, list(map(_seconds, self.ran)), [one.operations for one in self.ran], host)
 
 

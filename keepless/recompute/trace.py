@@ -204,36 +204,29 @@ class Trace(KnownValues):
 
     # Saved tensors
 
-    def saves(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
-        """Autograd saves a tensor. Returns what a recorder would give it; `holds` notes what it gets."""
+    def holds(self, packed: Any, tensor: Tensor) -> tuple[Saved | Kept | ShapeOnly, int]:
+        """Autograd holds `packed` for a tensor. Returns what a recorder gives it, and the number of the save, or -1."""
         saved, call = self._packed(tensor), self.call
         if call is not None:
             call.parameters = ()  # small parameters that recipes read count as copied
         if isinstance(saved, _NotHeld):
-            return saved
+            if is_ordinary(tensor) and not (tensor.requires_grad and call is not None):
+                memory = self.place(tensor)
+                self.events.append((Event.HOLD, memory))
+                self.open.append(Gone(packed, self.events, (Event.LET, memory)))
+            return saved, -1
+        number, signs, unpacking = len(self.saved), 0, 0
         if isinstance(saved, Saved):
-            number = saved.value.number
-            saved.number = len(self.saved)
+            value, saved.number = saved.value.number, number
+            if saved.reads_signs and not tensor._is_view():  # else the base is kept
+                signs, unpacking = -(-tensor.numel() // 8), unpacking_bytes(tensor)
         else:  # it is made empty for its reader
-            number = len(self.values)
+            value = len(self.values)
             self.values.append(self._noted(Kind.FOLLOWS, tensor, ()))
-        save = Save(number, 0, self.place(tensor), -1 if call is None else len(self.calls))
-        if isinstance(saved, Saved) and saved.reads_signs and not tensor._is_view():  # else the base is kept
-            save = save._replace(signs=-(-tensor.numel() // 8), unpacking=unpacking_bytes(tensor))
-        self.saved.append(save)
-        return saved
-
-    def holds(self, packed: Any, saved: Saved | Kept | ShapeOnly, tensor: Tensor) -> int:
-        """Autograd holds `packed` for a saved tensor. Returns the number of the save; -1 if the tensor has no value."""
-        number = -1 if isinstance(saved, _NotHeld) else len(self.saved) - 1
-        if number >= 0:
-            self.events.append((Event.SAVE, number))
-            self.open.append(Gone(packed, self.events, (Event.RELEASE, number)))
-        elif is_ordinary(tensor) and not (tensor.requires_grad and self.call is not None):
-            memory = self.place(tensor)
-            self.events.append((Event.HOLD, memory))
-            self.open.append(Gone(packed, self.events, (Event.LET, memory)))
-        return number
+        self.saved.append(Save(value, signs, self.place(tensor), -1 if call is None else len(self.calls), unpacking))
+        self.events.append((Event.SAVE, number))
+        self.open.append(Gone(packed, self.events, (Event.RELEASE, number)))
+        return saved, number
 
     def reads(self, save: int) -> None:
         """The backward pass reads what autograd holds."""
@@ -254,10 +247,6 @@ class Trace(KnownValues):
         self.forward = len(self.events)
         if any(type(node).__name__ == _OF_CHECKPOINT for node in _nodes_of(outputs)):
             self.unseen = "a checkpoint of its own"
-
-    def happened(self) -> list[tuple[Event, int]]:
-        """The events so far."""
-        return [one.event if isinstance(one, Gone) else one for one in self.events]
 
     def step_of(
         self, events: list[tuple[Event, int]], seconds: Sequence[float], operations: Sequence[int], host: float

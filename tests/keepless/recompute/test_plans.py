@@ -216,6 +216,18 @@ def residuals(cls: type[ABN], blocks: int, **options) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Residual(cls, **options) for _ in range(blocks)))
 
 
+class OverHalf(nn.Module):
+    """`silu_` saves a copy of the view that it writes over: it follows from the projection, if that is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return x + self.second(y[..., :64].sigmoid() * F.silu(y[..., 64:], inplace=True))
+
+
 def images(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape) * torch.ones(1)  # in memory of its own
 
@@ -259,9 +271,10 @@ WITHIN = {
     "orthogonal": (orthogonal, (64, 96)),  # a matrix exponential's memory depends on values
     "I": (lambda: residuals(InPlaceABN, 6, variant="I"), (4, 3, 32, 32)),
     "II": (lambda: residuals(InPlaceABN, 6, variant="II"), (4, 3, 32, 32)),
+    "over halves": (lambda: nn.Sequential(*(OverHalf() for _ in range(4))), (16, 32, 64)),
 }
 SHARES = [("mixed", 0.9), ("mixed", None), ("chain", 0.9), ("chain", None), ("copies", 0.5)]
-SHARES += [("over views, then a layer", 0.7), ("orthogonal", 1.01), ("I", 0.5), ("II", 0.5)]
+SHARES += [("over views, then a layer", 0.7), ("orthogonal", 1.01), ("I", 0.5), ("II", 0.5), ("over halves", 0.6)]
 
 
 @pytest.mark.parametrize("name, share", SHARES)
