@@ -296,7 +296,7 @@ class Following(Recording):
 
     def _start_recorder(self, policy: ByPlan | None) -> None:
         self.script, self.policy = None, policy
-        self.known = KnownValues((), None, False, None if policy is None else policy.planned)
+        self.known = KnownValues((), None, False, policy is not None)
         self.known.start, self.known.outside = self.start, self.outside
         self.handles.clear()
         self.waits = True

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,8 +55,7 @@ class KnownValues:
         inputs: the network's inputs, which are not made in the forward pass.
         outer: the saved-tensor hooks around the recording.
         copy_parameters: recipes get copies of parameters, because FSDP frees gathered parameters after each use.
-        planned: numbers of the nodes whose results a plan keeps; they get a value once something reads them. None:
-            there is no plan (rule 13).
+        by_plan: a plan decides what is kept (rule 13).
     """
 
     kept: type[Kept] = Kept  # holds a kept tensor
@@ -66,13 +65,12 @@ class KnownValues:
         inputs: Sequence[Tensor],
         outer: Hooks | None,
         copy_parameters: bool,
-        planned: Container[int] | None,
+        by_plan: bool,
     ):
         self.start = next_node_number()
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.outer, self.copy_parameters = outer, copy_parameters
-        self.by_plan = planned is not None
-        self.planned: Container[int] = () if planned is None else planned
+        self.by_plan = by_plan
         # A vector without a grad_fn is saved directly, without a `Value`, if it has fewer elements.
         self.short = _FEW if self.by_plan else sys.maxsize
         self.short_rows = _FEW  # so is a norm's statistic of each row
@@ -106,11 +104,8 @@ class KnownValues:
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         value = self.find(tensor)
-        if value is None and not tensor.is_leaf:
-            if self.planned and self.is_kept_by_plan(tensor):
-                value = self.keep(tensor)
-            elif (found := self._followed(tensor)) is not None:
-                value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
+        if value is None and not tensor.is_leaf and (found := self._followed(tensor)) is not None:
+            value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
         return value
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
@@ -126,10 +121,6 @@ class KnownValues:
         if node is None or node_number(node) < self.start or not is_ordinary(tensor):
             return False
         return not self.outside or address(tensor.untyped_storage()) not in self.outside
-
-    def is_kept_by_plan(self, tensor: Tensor) -> bool:
-        """Whether a plan keeps a tensor; it gets a value once something reads it."""
-        return not tensor.is_leaf and node_number(tensor.grad_fn) in self.planned
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its current version."""
@@ -149,7 +140,7 @@ class KnownValues:
                 self.call.unsettled += ((value, tensor),)
             else:
                 value.source = Kept(tensor, self.outer)
-        self.memory_of(tensor).values.append(weakref.ref(value))
+        self.memory_of(tensor, is_saved=False).values.append(weakref.ref(value))
         return self.remember(tensor, value)
 
     def copied(self, tensor: Tensor) -> Value:
@@ -174,9 +165,12 @@ class KnownValues:
         """Tells memories apart: the address."""
         return address(tensor.untyped_storage())
 
-    def memory_of(self, tensor: Tensor) -> Memory:
+    def memory_of(self, tensor: Tensor, is_saved: bool = True) -> Memory:
+        """The memory of a tensor. `is_saved`: autograd saves the tensor."""
         storage = tensor.untyped_storage()
-        return self.memories.get(storage) or self.memories.put(storage, Memory())
+        memory = self.memories.get(storage) or self.memories.put(storage, Memory())
+        memory.is_saved = memory.is_saved or is_saved
+        return memory
 
     def _followed(self, tensor: Tensor) -> Again | Value | None:
         """How to recompute a tensor that is no call's result, or the value of another tensor that equals it."""
@@ -239,7 +233,7 @@ class KnownValues:
             value = self.remember(argument, self.keep(copy))
         elif value.unread:
             value.source, value.storage = self.kept(copy, None), self.place(copy)
-            self.memory_of(copy).values.append(weakref.ref(value))
+            self.memory_of(copy, is_saved=False).values.append(weakref.ref(value))
         return value
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
@@ -291,9 +285,6 @@ class KnownValues:
                 kept = self.narrowed(tensor, call.row.narrow(call.args, call.kwargs))
                 value = self.remember(tensor, Value(Recipe(Again(Tensor.to, (kept, torch.int64)), tensor)))
             saved = Saved(value, self.memory_of(tensor))
-        elif call is not None and self.planned and self._stays_by_plan(tensor, call):
-            saved = Kept(tensor, None)
-            self.log.keep(saved, tensor)
         else:
             saved = self._saved(tensor, call)
         return saved
@@ -304,11 +295,6 @@ class KnownValues:
         kept = Value(Kept(small, self.outer), address(small.untyped_storage()), small.nbytes)
         self.log.keep(kept, small)
         return kept
-
-    def _stays_by_plan(self, tensor: Tensor, call: Call) -> bool:
-        """Whether a plan keeps a tensor that nothing has read yet, and the call needs all of it."""
-        needs_all = call.row.positive is None and call.row.result_serves is None and self.outer is None
-        return needs_all and self.is_kept_by_plan(tensor) and self.find(tensor) is None
 
     def _saved(self, tensor: Tensor, call: Call | None) -> Saved:
         """Autograd saves the value of a tensor."""

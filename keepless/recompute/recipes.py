@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..inputs import tensors_in
 from ..saved import Kept, is_ordinary
-from ..torch_internals import address, node_number
+from ..torch_internals import address
 from .functions import Call, state_bytes
 from .known_values import KnownValues, is_parameter
 from .rerun import Rerun
@@ -190,10 +190,10 @@ def _bytes(tensor: Tensor) -> int:
 class ByPlan:
     """Follows the plan that matches the calls of the forward pass.
 
-    A result that is recomputed gets a recipe. A result that is kept gets a value once something reads it, which is
-    released with the original unless a reader appears (`Value.unread`). Convolutions, matrix products and the like have
-    rules too. Where no plan matches the calls, every result is recomputed that can be, in chains of at most `_LONGEST`
-    recipes: the next result is kept.
+    A result that is recomputed gets a recipe. A result that is kept gets a value, which is released with the original
+    unless a reader appears (`Value.unread`). Convolutions, matrix products and the like have rules too. Where no plan
+    matches the calls, every result is recomputed that can be, in chains of at most `_LONGEST` recipes: the next result
+    is kept.
 
     Args:
         plans: one for each known sequence of calls of the network.
@@ -203,7 +203,6 @@ class ByPlan:
         self.plans = list(plans)  # the plans that match the calls of this forward pass so far
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
-        self.planned: dict[int, int] = {}  # node number -> call number: of kept results
 
     def catch_up(self, functions: Sequence[Callable[..., Any]], total: int) -> None:
         """These calls have been made without this policy. `total`: bytes of their results."""
@@ -224,20 +223,10 @@ class ByPlan:
             flag = self.plans[0].flags[self.call] if self.plans else None
         return flag
 
-    def keep(self, call: Call, result: Tensor) -> None:
-        """Note that the result of the current call is kept, and its base if it is a view."""
-        self.planned[node_number(result.grad_fn)] = self.call
-        base = result._base
-        if base is not None and base.numel() == result.numel() and call.has_made(base):
-            self.planned[node_number(base.grad_fn)] = self.call  # other views of it follow
-
-    def why_kept(self, value: Value | Kept, node: int) -> str:
-        """`node`: number of the node that made the tensor."""
+    def why_kept(self, value: Value) -> str:
         if not self.plans:
             return "no plan"
-        number = value.number if isinstance(value, Value) else -1
-        call = self.planned.get(node, number)
-        is_planned = call >= 0 and self.plans[0].flags[call] & Flag.KEEP
+        is_planned = value.number >= 0 and self.plans[0].flags[value.number] & Flag.KEEP
         return "planned" if is_planned else "cannot be computed again"
 
     def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
@@ -247,10 +236,6 @@ class ByPlan:
         if flag is not None:
             computed &= flag
         replaceable = () if flag is not None and self.plans[0].fits else call.replaceable
-        if flag is not None and not (computed or replaceable or call.overwrites):
-            if known.find(result) is None:
-                self.keep(call, result)
-                return
         again = how_to_repeat(known, rule, call, result) if computed & Flag.AGAIN else None
         if row.mask is not None and call.inside and computed & Flag.MASK:
             if (mask := how_to_repeat(known, row.mask, call, result)) is not None:

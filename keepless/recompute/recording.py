@@ -28,8 +28,7 @@ Rule 12. Gradients never differ from autograd's. Random functions are repeated o
     kept as they are. Inside other saved-tensor hooks, such as a checkpoint's, and in functorch's transforms, no call
     is recorded. When in doubt, keep the tensor.
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
-    the forward pass has made (`ByPlan` in recipes.py). A tensor that a plan keeps gets a value only when a recipe reads
-    it, or an operation that needs less than the tensor.
+    the forward pass has made (`ByPlan` in recipes.py).
 Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
     passes with inputs of this kind follow it (following.py): one comparison a call, and hooks only around calls that
     save a dropped tensor; or around the pass, if autograd functions of the program save one outside of calls. From the
@@ -120,8 +119,7 @@ class Recording(TorchFunctionMode):
 
     def registry(self) -> KnownValues:
         """The registry of the pass that begins."""
-        planned = None if self.policy is None else self.policy.planned
-        return KnownValues(self.inputs, current_hooks(), self.copy_parameters, planned)
+        return KnownValues(self.inputs, current_hooks(), self.copy_parameters, self.policy is not None)
 
     def _start_hooks(self) -> None:
         self.hooks = saved_tensors_hooks(self.known.pack if self.sees_calls else self._pack_unless_abandoned, unpack)

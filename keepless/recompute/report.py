@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..saved import PLAIN, Kept
-from ..torch_internals import address, calling_module, node_number
+from ..torch_internals import address, calling_module
 from .signs import Signs
 from .values import Value
 
@@ -59,21 +59,20 @@ class Log:
     """The values of a forward pass whose tensors were kept at first."""
 
     def __init__(self) -> None:
-        # Each with the address and bytes of its storage, the number and name of the node that made it, the function
-        # that reads it, and the module that calls this.
-        self.entries: list[tuple[weakref.ref[Value | Kept], int, int, int, str, Any, Any]] = []
+        # Each with the address and bytes of its storage, the name of the node that made it, the function that reads it,
+        # and the module that calls this.
+        self.entries: list[tuple[weakref.ref[Value], int, int, str, Any, Any]] = []
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.function: Callable[..., Any] | None = None  # the one that is running
 
-    def keep(self, value: Value | Kept, tensor: Tensor) -> None:
+    def keep(self, value: Value, tensor: Tensor) -> None:
         node, base = tensor.grad_fn, tensor._base
         if base is not None and isinstance(base, nn.Parameter):
             return
         if node is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
             return
-        number, name = (-1, "input") if node is None else (node_number(node), type(node).__name__)
-        storage = tensor.untyped_storage()
-        entry = (weakref.ref(value), address(storage), storage.nbytes(), number, name, self.function, calling_module())
+        name, storage = "input" if node is None else type(node).__name__, tensor.untyped_storage()
+        entry = (weakref.ref(value), address(storage), storage.nbytes(), name, self.function, calling_module())
         self.entries.append(entry)
 
     def keep_other(self, kept: Kept, tensor: Tensor) -> None:
@@ -83,21 +82,18 @@ class Log:
             entry = KeptTensor(size, type(tensor).__name__, name, calling_module(), "a subclass of tensors")
             self.others.append((weakref.ref(kept), entry))
 
-    def kept(self, why: Callable[[Value | Kept, int], str] = lambda value, node: "") -> list[KeptTensor]:
-        """The tensors kept at the end of the forward pass, one per storage. `why`: (value, node's number) -> reason."""
+    def kept(self, why: Callable[[Value], str] = lambda value: "") -> list[KeptTensor]:
+        """The tensors kept at the end of the forward pass, one per storage. `why`: the reason."""
         found: dict[int, KeptTensor] = {}
-        for reference, storage, size, node, made_by, function, module in self.entries:
+        for reference, storage, size, made_by, function, module in self.entries:
             value = reference()
-            if value is None or storage in found:
+            if value is None or storage in found or value.unread or not isinstance(value.source, (Kept, Signs)):
                 continue
             kept_for = getattr(function, "__name__", "")
-            if isinstance(value, Value):
-                if value.unread or not isinstance(value.source, (Kept, Signs)):
-                    continue
-                if isinstance(value.source, Signs):
-                    size, kept_for = value.source.bytes, f"signs for {kept_for}"
+            if isinstance(value.source, Signs):
+                size, kept_for = value.source.bytes, f"signs for {kept_for}"
             made_by = made_by.partition("Backward")[0]
-            found[storage] = KeptTensor(size, made_by, kept_for, module, why(value, node))
+            found[storage] = KeptTensor(size, made_by, kept_for, module, why(value))
         return [*found.values(), *(entry for reference, entry in self.others if reference() is not None)]
 
 

@@ -37,7 +37,7 @@ class _NotHeld(Kept):
 class _NoLog(Log):
     """Notes nothing."""
 
-    def keep(self, value: Value | Kept, tensor: Tensor) -> None:
+    def keep(self, value: Value, tensor: Tensor) -> None:
         pass
 
 
@@ -64,7 +64,7 @@ class Trace(KnownValues):
     kept = _NotHeld
 
     def __init__(self, inputs: Sequence[Tensor], made_here: Callable[[Tensor], int | None]) -> None:
-        super().__init__(inputs, None, copy_parameters=False, planned={})
+        super().__init__(inputs, None, copy_parameters=False, by_plan=True)
         self.log = _NoLog()
         self.short_rows = 0  # statistics of rows have values
         self.made_here = made_here

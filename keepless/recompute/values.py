@@ -172,13 +172,16 @@ def _drop(reference: "weakref.ref[Value]") -> None:
 
 
 class Memory:
-    """A storage of the forward pass, until it is overwritten, and the values that are kept in it."""
+    """A storage of the forward pass, until it is overwritten, and the values that are kept in it.
 
-    __slots__ = ("earlier", "overwritten", "values")
+    `is_saved`: autograd has saved a tensor in it.
+    """
+
+    __slots__ = ("earlier", "is_saved", "overwritten", "values")
 
     def __init__(self) -> None:
         self.values: list[weakref.ref[Value]] = []
-        self.overwritten = False
+        self.is_saved = self.overwritten = False
         self.earlier: Memory | None = None  # for the same storage, if a call did not overwrite it after all
 
 
@@ -338,11 +341,13 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
     `memories`: of kept values. `outer`: hooks that get the copies.
     """
     storage = tensor.untyped_storage()
-    memory = memories.pop(storage)
-    if memory is None:
+    memory = memories.get(storage)
+    values = [] if memory is None else [one for one in (reference() for reference in memory.values) if one is not None]
+    if memory is None or not (memory.is_saved or any(value.may_be_read() for value in values)):
         return None
+    memories.pop(storage)
     write = _Overwriting(tensor, storage, tensor._version, memory, [])
-    for value in filter(None, (reference() for reference in memory.values)):
+    for value in values:
         if value.may_be_read() and isinstance(kept := value.source, Kept) and not kept.is_modified():
             write.copied.append((value, kept, value.storage))
             value.source, value.storage = Kept(kept.get().clone(), outer), 0
