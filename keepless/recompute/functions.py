@@ -1,7 +1,8 @@
 """The table of functions, with a row for each; and `Call`, the call that is running.
 
-To add a function, name it in its group of the table: with `rules.activation` if it has an argument `inplace`, else with
-`rules.made` if its result is always a new tensor, or `rules.repeated` if not; with `is_slow` if only plans repeat it.
+A plan may repeat every function of PyTorch's that is written in C++ and declares one new tensor (`learn`). To repeat one
+without a plan too, name it in its group of the table: with `rules.activation` if it has an argument `inplace`, else with
+`rules.made` if its result is always a new tensor, or `rules.repeated` if not; `is_slow` leaves it to plans.
 What it saves need not be said. Its test is an entry of `ACTIVATIONS` or `FUNCTIONS` in test_programs.py.
 
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
@@ -9,7 +10,7 @@ A question about a call takes its arguments and keyword arguments. None in a row
 
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,11 @@ Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
 _NOT_REPEATED = {"aten", "keepless", "prim", "prims"}  # namespaces: their functions have rules of their own
 _COMMUNICATE = ("c10d", "fsdp", "symm_mem")  # parts of namespaces
+# What these make is not equal when they run again: they update statistics, or add in an order that differs on CUDA (see
+# `torch.use_deterministic_algorithms`).
+_NOT_EQUAL = frozenset(
+    "batch_norm instance_norm cumsum index_add index_put index_reduce put scatter scatter_add scatter_reduce".split()
+)
 _INDICES = frozenset([int, slice, type(None), type(...)])
 
 
@@ -67,6 +73,8 @@ TABLE: dict[Function, Row] = {}
 def row_of(function: Function) -> Row:
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         learn(function)
+    elif isinstance(function, (BuiltinFunctionType, MethodDescriptorType)) and function not in TABLE:
+        _learn_own(function)
     row = TABLE.get(function, Row())
     return row._replace(
         only_asks=row.only_asks or getattr(function, "__name__", "") == "__get__",
@@ -89,6 +97,17 @@ def learn(operator: OpOverload | OpOverloadPacket) -> None:
     if overloads and all(map(_declares_one_new_tensor, overloads)):
         again = rules.random_again(operator)
         _add([operator], again=again, is_slow=True, inside=True, draws=_always)
+
+
+def _learn_own(function: BuiltinFunctionType | MethodDescriptorType) -> None:
+    """Give a function of PyTorch's a rule for plans, if it makes new tensors, and those alone: no random numbers."""
+    operator = getattr(torch.ops.aten, function.__name__, None)
+    if isinstance(operator, OpOverloadPacket) and function.__name__ not in _NOT_EQUAL:
+        overloads = [one for one in overloads_of(operator) if not written_arguments(one)]
+        is_random = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+        results = [result for one in overloads for result in declared_results(one)]
+        if results and not is_random and all(one.alias_info is None for one in results):
+            _add([function], again=rules.repeated(function), is_slow=True)
 
 
 def _declares_one_new_tensor(overload: OpOverload) -> bool:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from keepless import recompute_activations
 from keepless.recompute.costs import peak_bytes
-from keepless.recompute.functions import TABLE, learn
+from keepless.recompute.functions import TABLE, learn, row_of
 from keepless.recompute.rehearsal import counted_step
 from keepless.recompute.search import Choice
 from keepless.recompute.simulation import plain_peak, simulate
-from keepless.recompute.step import Flag
+from keepless.recompute.step import Flag, Kind
 from tests.keepless.recompute.ahead import step
 
 
@@ -97,3 +97,45 @@ def test_operators_get_no_values_but_the_network_s():
     for _ in range(4):
         network(torch.randn(16, 64)).square().mean().backward()
     assert from_outside == 4 * [False]
+
+
+class Functions(nn.Module):
+    """Functions of PyTorch that no row of the table names, as in the norm of ConvNeXt V2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = torch.lerp(x.sin(), x, 0.5)
+            x = torch.addcmul(layer.bias, layer.bias, x / torch.linalg.vector_norm(x, dim=0, keepdim=True))
+            x = torch.maximum(x, x.flip(1)).index_select(1, torch.arange(64))
+        return x.square().mean()
+
+
+def test_plans_repeat_functions_that_declare_a_new_tensor():
+    torch.manual_seed(0)
+    network, x = Functions(), torch.randn(800, 64)
+    expected = step(copy.deepcopy(network), x)
+    values = counted_step(network, (x,), {}).values
+    assert [value.bytes for value in values if value.kind == Kind.KEPT and value.bytes >= x.nbytes] == [x.nbytes]
+    with pytest.warns(UserWarning, match="no plan keeps this step"):
+        assert all(map(torch.equal, step(recompute_activations(network, budget=1000), x), expected))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Tensor.addcmul_,
+        torch.batch_norm,
+        torch.cumsum,
+        torch.rrelu,
+        Tensor.index_add,
+        torch.alpha_dropout,
+        Tensor.detach,
+    ],
+)
+def test_functions_that_write_or_draw_or_add_in_any_order_are_not_repeated(function):
+    assert row_of(function).again is None
