@@ -284,7 +284,7 @@ class Recording(TorchFunctionMode):
         """Decide about a call's result. `target`: argument it may have overwritten, with its `version` before."""
         row, known = call.row, self.known
         rule = row.again if known.by_plan or not row.is_slow else None
-        if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
+        if rule is not None and isinstance(result, Tensor) and result.grad_fn is not None and is_ordinary(result):
             if call.inside:
                 leave_own_inside(known, call, result)
             is_written = result is target and result._version == version + 1
