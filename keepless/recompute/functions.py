@@ -1,8 +1,9 @@
 """The table of functions, with a row for each; and `Call`, the call that is running.
 
-A plan may repeat every function of PyTorch's that is written in C++ and declares one new tensor (`learn`). To repeat one
-without a plan too, name it in its group of the table: with `rules.activation` if it has an argument `inplace`, else with
-`rules.made` if its result is always a new tensor, or `rules.repeated` if not; `is_slow` leaves it to plans.
+A plan may repeat every function that PyTorch has written in C++ and that declares one new tensor (`_learn_own`). To
+repeat one without a plan too, name it in its group of the table: with `rules.activation` if it has an argument
+`inplace`, else with `rules.made` if its result is always a new tensor, or `rules.repeated` if not. `is_slow` leaves a
+function written in Python to plans.
 What it saves need not be said. Its test is an entry of `ACTIVATIONS` or `FUNCTIONS` in test_programs.py.
 
 A question about a call takes its arguments and keyword arguments. None in a row: the answer is always no.
