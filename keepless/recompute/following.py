@@ -23,11 +23,12 @@ from ..torch_internals import (
     unpack,
     without_function_modes,
 )
-from .functions import body, random_state, row_of
+from .functions import body, row_of
 from .handles import Handles, Packing
 from .known_values import KnownValues
 from .recipes import ByPlan
 from .recording import Recording
+from .rerun import random_state
 from .script import END, HANDLES, WRITES, Act, Entry, How, Keep, Script, Slot, Take, at, same
 from .values import Again, Recipe, Value
 

@@ -22,20 +22,19 @@ from ..inputs import tensors_in
 from ..norms.bn_act import norm_and_activation
 from ..saved import Kept, is_ordinary
 from ..torch_internals import (
-    FakeTensor,
     OpOverload,
     OpOverloadPacket,
     address,
     declared_results,
-    is_capturing,
     next_node_number,
     node_number,
     written_arguments,
 )
 from . import rules
+from .rerun import RandomState, random_state
 from .rules import Function, Rule, overloads_of, writes
 from .signs import Positive, positive, positive_or_nan
-from .values import Again, Recipe, Saved, Value
+from .values import Again, Inside, Recipe, Saved, Value
 
 Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
@@ -305,52 +304,6 @@ _add(
     draws=rules.drops_weights,
 )
 _add_each(rules.made, [F.cross_entropy], is_slow=True, inside=True)
-
-
-class RandomState:
-    """State of a generator (CPU: 5 KB, CUDA: 16 bytes) before a call, so that it can draw the same numbers again."""
-
-    __slots__ = ("generator", "state")
-
-    def __init__(self, generator: torch.Generator):
-        self.generator, self.state = generator, generator.get_state()
-
-    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function with these random numbers. The generator's current state is restored."""
-        present = self.generator.get_state()
-        self.generator.set_state(self.state)
-        try:
-            return function(*arguments, **options)
-        finally:
-            self.generator.set_state(present)
-
-
-_STATE_BYTES = torch.default_generator.get_state().nbytes
-
-
-def state_bytes(like: Tensor) -> int:
-    """Bytes of the state of the generator of a tensor's device; a fake tensor has no generator of its own."""
-    return 16 if like.is_cuda else _STATE_BYTES
-
-
-def random_state(like: Tensor) -> RandomState | None:
-    """The state of the generator of a tensor's device; None if that generator is unknown.
-
-    Also None while a CUDA graph is captured: the backward pass has its own graph, which would draw other numbers.
-    """
-    if is_capturing():
-        return None
-    if like.is_cuda and not isinstance(like, FakeTensor):
-        return RandomState(torch.cuda.default_generators[like.device.index])
-    return RandomState(torch.default_generator) if like.is_cpu or isinstance(like, FakeTensor) else None
-
-
-class Inside(NamedTuple):
-    """A tensor that the running call has made itself, and saves."""
-
-    value: Value
-    number: int  # among the tensors that the call saves
-    is_base: bool  # the saved tensor is a view of it
 
 
 class Notes:

@@ -22,10 +22,10 @@ from ..torch_internals import (
     packed_by_function,
     without_function_modes,
 )
-from .functions import Call, Inside
+from .functions import Call
 from .report import Log
 from .signs import ShapeOnly
-from .values import Again, Memory, Recipe, Saved, Value, saved_value, unread_bytes
+from .values import Again, Inside, Memory, Recipe, Saved, Value, saved_value, unread_bytes
 
 _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..saved import Kept, is_ordinary
 from ..torch_internals import address, packed_by
-from .functions import Call, RandomState, Row
+from .functions import Call, Row
 from .known_values import KnownValues
+from .rerun import RandomState
 from .script import Form, Path
 from .signs import ShapeOnly
 from .values import Recipe, Saved, Value, saved_value

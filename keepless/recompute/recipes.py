@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..inputs import tensors_in
 from ..saved import Kept, is_ordinary
 from ..torch_internals import address
-from .functions import Call, state_bytes
+from .functions import Call
 from .known_values import KnownValues, is_parameter
-from .rerun import Rerun
+from .rerun import Rerun, state_bytes
 from .rules import NotFollowed, Rule
 from .step import Flag, Plan
 from .values import Again, Recipe, Value, unread_bytes

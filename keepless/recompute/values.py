@@ -368,3 +368,11 @@ def after_overwriting(write: _Overwriting, memories: ByStorage[Memory]) -> bool:
         now.values += write.memory.values
         now.earlier = write.memory
     return False
+
+
+class Inside(NamedTuple):
+    """A tensor that the running call has made itself, and saves."""
+
+    value: Value
+    number: int  # among the tensors that the call saves
+    is_base: bool  # the saved tensor is a view of it
