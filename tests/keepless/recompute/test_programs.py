@@ -419,7 +419,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded by a list that changes later": _change_list,
     **OPTIONS,
     "upsampled": _upsampled,
-    "nothing pooled": lambda x: F.max_pool2d(_opaque(x[:0], 1).relu(), 2),
+    "nothing pooled": lambda x: sum(pool(_opaque(x[:0], 1).relu()).sin() for pool in (POOLS[0], POOLS[2])),
     "cast by autocast": _cast_by_autocast,
     "cast": lambda x: F.silu(x).to(torch.float32).sin().double(),
     "sum in place of two dtypes": _add_another_dtype,
@@ -448,13 +448,16 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     # Of a pooling's input only the shape is kept, and so of the ReLU before it one bit per value; and narrow indices.
     "pooled": lambda x: torch.stack([pool(_opaque(x, 1).relu()) for pool in POOLS]).sum(0),
 }
-ONE = "replaced data, complex view, checkpoint inside, other hooks inside, view changed, upsampled, inference tensor, "
-ONE += (
-    "loss by tiles, mean of a concatenation, slice of a concatenation, mean of a stack, concatenation under autocast, "
-)
-ONE += "in-place norm of a concatenation, slice of an upsampled one, cast by autocast"
+ONE = """
+    replaced data, complex view, checkpoint inside, other hooks inside, view changed, upsampled, inference tensor,
+    loss by tiles, mean of a concatenation, slice of a concatenation, mean of a stack, concatenation under autocast,
+    in-place norm of a concatenation, slice of an upsampled one, cast by autocast
+"""
 # {function: tensors that it keeps besides its input, and besides signs}; a chain keeps a value of every 13.
-TENSORS_KEPT = dict.fromkeys([*OPTIONS, *ONE.split(", ")], 1) | {"long chain": 2000 // 13, "conjugate": 4}
+TENSORS_KEPT = dict.fromkeys([*OPTIONS, *re.split(r",\s+", ONE.strip())], 1) | {
+    "long chain": 2000 // 13,
+    "conjugate": 4,
+}
 TENSORS_KEPT |= dict.fromkeys(["forty products", "normalised", "batched", "pooled", "norms after chains"], 3)
 TENSORS_KEPT |= dict.fromkeys(["relu over a view", "relu over results that are views", "einsum of a list"], 2)
 
