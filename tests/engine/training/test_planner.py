@@ -46,11 +46,13 @@ def modelled(monkeypatch):
 def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys):
     root = trees.cityscapes(tmp_path)
     config = planned("data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std")
-    chosen = planner.fitted(config)
-    assert chosen.data.crops_per_minibatch == len(cityscapes(root, "train"))
+    chosen, images = planner.fitted(config), len(cityscapes(root, "train"))
+    assert chosen.data.crops_per_minibatch == images
+    assert planner.fitting(config, devices=2).data.crops_per_minibatch == images - images % 2
+    assert planner.share_of(planned("data.crops_per_minibatch=5"), devices=2) == 3  # the largest
     output = capsys.readouterr().out
     assert "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU nothing enforces it" in output
-    limit = f"; a minibatch has no more than the {len(cityscapes(root, 'train'))} training images"
+    limit = f"; a minibatch has no more than the {images} training images"
     assert limit in output and planner.all_images(planned("memory.fit=batch", "memory.budget=24GiB"), 1) == ""
 
 
