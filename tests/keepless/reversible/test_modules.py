@@ -499,6 +499,26 @@ def test_the_inverse_is_differentiated_without_its_input(make, keep_input_invers
     assert_same_use(lambda network, y: network.inverse(y * 1).square().sum().backward(), wrapper, module)
 
 
+class Times(nn.Module):
+    """A number times a tensor, which the quotient restores only up to rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        return self.factor * x
+
+    def inverse(self, y):
+        return y / self.factor
+
+
+def test_integers_are_restored_exactly():
+    numbers, times = torch.arange(1000), Times()
+    InvertibleModuleWrapper(times)(numbers.clone()).sum().backward()
+    assert (times.inverse(times(numbers)) < numbers).any() and times.factor.grad == numbers.sum()
+
+
 class Wide(nn.Module):
     forward = staticmethod(lambda x: torch.cat([x, x], dim=1))
 
