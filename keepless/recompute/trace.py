@@ -138,7 +138,12 @@ class Trace(KnownValues):
         return StepValue(kind, memory, size, inputs, alias, call, is_fresh=flags[0], overwrites=flags[1], leader=leader)
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
-        return bool(value.readers) and super().is_fixed(value, argument)  # what could be recomputed counts as kept
+        """What could be recomputed counts as kept, but views of it that nothing has read may follow it."""
+        number = value.number
+        while self.values[number].kind == Kind.FOLLOWS and self.values[number].inputs:
+            number = self.values[number].inputs[0]
+        is_kept = bool(value.readers) or self.values[number].kind == Kind.KEPT
+        return is_kept and super().is_fixed(value, argument)
 
     def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Value:
         kept = super().kept_in_copy(value, argument, copy)
