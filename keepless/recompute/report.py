@@ -84,16 +84,17 @@ class Log:
 
     def kept(self, why: Callable[[Value], str] = lambda value: "") -> list[KeptTensor]:
         """The tensors kept at the end of the forward pass, one per storage. `why`: the reason."""
-        found: dict[int, KeptTensor] = {}
+        found: dict[int | Signs, KeptTensor] = {}
         for reference, storage, size, made_by, function, module in self.entries:
             value = reference()
-            if value is None or storage in found or value.unread or not isinstance(value.source, (Kept, Signs)):
+            if value is None or value.unread or not isinstance(value.source, (Kept, Signs)):
                 continue
             kept_for = getattr(function, "__name__", "")
-            if isinstance(value.source, Signs):
-                size, kept_for = value.source.bytes, f"signs for {kept_for}"
+            key: int | Signs = storage
+            if isinstance(value.source, Signs):  # the tensor is freed, and others may have got its address
+                size, kept_for, key = value.source.bytes, f"signs for {kept_for}", value.source
             made_by = made_by.partition("Backward")[0]
-            found[storage] = KeptTensor(size, made_by, kept_for, module, why(value))
+            found.setdefault(key, KeptTensor(size, made_by, kept_for, module, why(value)))
         return [*found.values(), *(entry for reference, entry in self.others if reference() is not None)]
 
 

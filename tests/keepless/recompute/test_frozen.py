@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from keepless import recompute_activations
+from keepless import recompute_activations, report
 from keepless.saved import kept_bytes
 
 C = 4  # channels
@@ -82,6 +82,7 @@ def test_frozen_layers_keep_one_bit_per_value(norm, inplace, slope, hooks, layou
     statistics = 6 * 2 * C * 4 if norm else 0  # running statistics
     theirs = 6 + 6 * norm + (6 if slope and not inplace else 1)  # inputs of layers; inputs of activations, or a result
     assert kept == [6 * values // 8 + statistics, theirs * values * 4 + statistics]
+    assert report(prepared).bytes == 6 * values // 8 + x.nbytes
     assert held_bytes(lambda: loss_of(prepared)) - kept[0] < 500  # the loss and biases
 
 
