@@ -265,11 +265,11 @@ class _Hooks:
         kind, policy, is_free = None, None, current_hooks() is None  # otherwise the outer hooks decide what is kept
         if is_free and not (self.checkpointed_only or has_shards):
             kind = self.kinds.of(module, inputs, args, kwargs)
-        if plans is not None and is_free and plans.last is not None:
-            plans.last.note_last()
+        if plans is not None and is_free:
+            plans.note_last()
         if kind is not None and kind.now is not None and not kind.learns:
             if plans is None or (kind.size is not None and plans.are_settled(kind.size, kind.now.plan)):
-                resumed = partial(_policy, plans, kind.size, kind.given)
+                resumed = None if plans is None else partial(plans.resumed, kind.size, kind.given)
                 following = Following(kind.now, kind.scripts, resumed, inputs=inputs, frame=frame)
                 following.kind = kind
                 return following
@@ -283,12 +283,12 @@ class _Hooks:
             frame=frame,
         )
         if kind is not None:
-            if kind.now is not None and policy is not None:  # its plan has been corrected
+            if kind.now is not None and policy is not None:  # its plan has changed, or there is a new one
                 kind.learns = True
             if kind.learns:
                 recording.lesson, recording.kind = Lesson(), kind
-                if plans is not None and plans.last is not None and plans.last.last is not None:
-                    kind.size, kind.given = plans.last, plans.last.last[1]
+                if plans is not None and plans.last is not None:
+                    _, kind.size, kind.given = plans.last
         return recording
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -311,11 +311,6 @@ class _Hooks:
             "torch.jit.script cannot read the hooks of recompute_activations: call undo(network) first, "
             "or use torch.jit.trace"
         )
-
-
-def _policy(plans: Plans | None, size: Any, given: Any) -> Any:
-    """The policy of a pass that has left its script."""
-    return None if plans is None else plans.resumed(size, given)
 
 
 def _conclude(recording: Recording, kind: Kind, followed: Script | None, output: object) -> None:

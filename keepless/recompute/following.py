@@ -44,7 +44,7 @@ class Following(Recording):
     Args:
         script: of an earlier pass with inputs of this kind.
         others: scripts of the same kind of inputs, for passes that take another branch.
-        policy: makes the policy of the recorder, if it has to take over.
+        policy: makes the policy of the recorder, if it has to take over. None: it needs none.
         inputs, frame: see `Recording`.
     """
 
@@ -52,7 +52,7 @@ class Following(Recording):
         self,
         script: Script,
         others: Sequence[Script],
-        policy: Callable[[], ByPlan | None],
+        policy: Callable[[], ByPlan] | None,
         *,
         inputs: Sequence[Tensor] = (),
         frame: Any = None,
@@ -288,7 +288,7 @@ class Following(Recording):
         assert script is not None
         if self.is_abandoned():
             return
-        policy = self.make_policy()
+        policy = None if self.make_policy is None else self.make_policy()
         if policy is not None and script.plan is not None and self.next:
             last = self.entries[self.next - 1]
             policy.catch_up([one for one, _ in script.plan.calls[: last.calls + 1]], last.total)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ..saved import PLAIN, is_ordinary
 from ..torch_internals import is_any_autocast_enabled, is_capturing
-from .plans import Size
 from .script import Script
 from .values import autocast_of
 
@@ -24,8 +23,8 @@ class Kind:
         self.now: Script | None = None  # of the last pass that could follow one
         self.lessons = 0
         self.learns = True  # the next pass is recorded, to learn from it
-        self.size: Size | None = None  # whose plans the scripts follow
-        self.given: Any = None
+        self.size: Any = None  # the `plans.Size` whose plans the scripts follow
+        self.given: Any = None  # the sizes of the inputs, for these plans
 
     def learn(self, script: Script | None) -> None:
         """A pass has been recorded. None: there can be no script."""

@@ -56,7 +56,8 @@ class Plans:
     def __init__(self, budget: float | int):
         self.budget = budget
         self._kinds: dict[Hashable, list[Size]] = {}  # by what inputs of different sizes have in common
-        self.last: Size | None = None  # the size whose plan the last pass followed
+        # The policy of the last pass, the size whose plans it has, and the sizes of its inputs.
+        self.last: tuple[ByPlan, Size, _Given] | None = None
         self._waits = False  # a warning has said that planning waits for a profiler or a capture to end
         self._was_missed = False  # a warning has said that the budget cannot be met
         self._error: Exception | None = None  # of the last rehearsal
@@ -64,8 +65,6 @@ class Plans:
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
         """The policy of the next forward pass."""
-        if self.last is not None:
-            self.last.note_last()
         kind, given = _described(module, args, kwargs)
         size = self._followed(self._kinds.get(kind, []), given)
         if (captures := is_capturing()) or profiler_runs():  # measuring waits for the device, or ends the profiler
@@ -87,9 +86,19 @@ class Plans:
 
     def resumed(self, size: "Size", given: "_Given") -> ByPlan:
         """The policy of a pass that no script follows, or that has left its script."""
-        policy, self.last = ByPlan(size.plans), size
-        size.last = policy, given
+        policy = ByPlan(size.plans)
+        self.last = policy, size, given
         return policy
+
+    def note_last(self) -> None:
+        """Note whether the last pass left its plans, and forget it."""
+        last, self.last = self.last, None
+        if last is not None and not last[0].plans:
+            _, size, given = last
+            if given != size.given:  # too large despite fewer bytes, or other calls
+                size.serves = min(size.serves, sum(given[1]) - 1)
+            else:
+                size.strays = True
 
     def pass_has_ended(self) -> None:
         """The network itself has raised no error; if its rehearsal did, warn and make no more plans."""
@@ -237,23 +246,12 @@ class Size:
         self.passes = 0
         self.plans: list[Plan] = []
         self.rehearsals = 0
-        self.last: tuple[ByPlan, _Given] | None = None
         self.strays = False  # the network takes paths that have no plan
 
     @property
     def is_unsettled(self) -> bool:
         """Whether the next pass is to be rehearsed."""
         return (self.strays or not self.plans) and self.rehearsals < _MOST
-
-    def note_last(self) -> None:
-        """Note whether the last pass left its plans, and forget it."""
-        if self.last is not None:
-            policy, given = self.last
-            if given != self.given and not policy.plans:  # too large despite fewer bytes, or other calls
-                self.serves = min(self.serves, sum(given[1]) - 1)
-            else:
-                self.strays = self.strays or not policy.plans
-        self.last = None
 
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
