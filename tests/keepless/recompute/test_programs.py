@@ -470,7 +470,8 @@ def test_functions(name):
         return (lambda: FUNCTIONS[name](w * 1.0)), [w], []
 
     assert agree(make)
-    agree(make, USES.index(in_parts)), agree(make, USES.index(second_derivatives))
+    if name != "long chain":
+        agree(make, USES.index(in_parts)), agree(make, USES.index(second_derivatives))
     if not name.startswith("sparse"):  # sparse tensors have no memory that could be counted
         assert len(values_kept(*make())) == TENSORS_KEPT.get(name, 0)
 
@@ -572,7 +573,7 @@ def program(
 COPIED = [("in place", 8, 0, 0), ("transposed", 0, 0, 0), ("unseen", 0, 0, 0)]
 
 
-@pytest.mark.parametrize("examples", [150, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [110, pytest.param(1500, marks=pytest.mark.slow)])
 def test_random_graphs(examples):
     @settings(max_examples=examples)
     @example(COPIED, 0)
