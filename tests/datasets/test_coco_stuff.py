@@ -98,6 +98,14 @@ def test_a_list_that_does_not_fit_is_an_error(coco_root):
     assert len(coco_stuff(coco_root, "train", lists="full")) == 4
 
 
+def test_without_images_of_the_test_split_the_error_names_their_archive(tmp_path):
+    root = trees.coco_stuff(tmp_path)
+    shutil.rmtree(root / "test2017")
+    message = f"the folder {root}/test2017 is missing[^$]*Fix: unpack test2017.zip in {root}"
+    with pytest.raises(ValueError, match=message):
+        coco_stuff(root, "test")
+
+
 def unpacked(folder: Path, images: str, labels: str) -> Path:
     """The dataset with stuffthingmaps, in folders that people choose; they may share the folders of the images."""
     root = trees.coco_stuff(folder, pixel_maps=False)
