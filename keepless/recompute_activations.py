@@ -20,7 +20,7 @@ from .inputs import Network, check_has_forward, check_module, parts_with_forward
 from .recompute.compiler import script_of
 from .recompute.copied import is_sharded
 from .recompute.following import Following
-from .recompute.kinds import Kind, Kinds
+from .recompute.input_forms import InputForm, InputForms
 from .recompute.lesson import Lesson
 from .recompute.plans import Budget, Plans, arguments_of, checked
 from .recompute.recording import Recording, is_ours, is_running
@@ -44,7 +44,7 @@ def recompute_activations(
     (modules or functions) are cheap if their inputs are kept anyway. So are the outputs of `CheckpointedABN`. Each is
     computed once per backward pass, and held from its first to its last reader. No module is replaced. Outputs and
     gradients do not change, on CPUs in float32 to the bit. Frozen convolutions and norms keep only their input's shape;
-    ReLU and LeakyReLU keep one bit per value if nothing else reads the tensor.
+    what ReLU saves (its result) and LeakyReLU (its input) shrinks to one bit per value if nothing else reads it.
 
     It works in eager mode, while gradients are recorded, inside the network's own forward pass. In `torch.compile` the
     compiler decides what to keep, and a warning says so: wrap blocks in `torch.utils.checkpoint` there. Other
@@ -204,7 +204,7 @@ class _Hooks:
         self.checkpointed_only = checkpointed_only
         self.plans = plans
         self.kept: Sequence[KeptTensor] | None = None  # in the last forward pass
-        self.kinds = Kinds()
+        self.forms = InputForms()
         self.awaited: RemovableHandle | None = None  # of a parameter's hook, until the module is called
         self.is_compiled = False  # a compiled graph has called the module
 
@@ -259,19 +259,21 @@ class _Hooks:
     def _recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Recording:
+        """Follow a script, if these inputs have one whose plan still stands. Otherwise record, and learn one."""
         is_simple = not kwargs and PLAIN.issuperset(map(type, args))  # a faster path to the same result
         inputs = [*args] if is_simple else tensors_in((args, kwargs))
         plans, has_shards = self.plans, is_sharded(module)
-        kind, policy, is_free = None, None, current_hooks() is None  # otherwise the outer hooks decide what is kept
+        form, policy = None, None
+        is_free = current_hooks() is None  # if there are hooks around the network, they decide what is kept
         if is_free and not (self.checkpointed_only or has_shards):
-            kind = self.kinds.of(module, inputs, args, kwargs)
+            form = self.forms.of(module, inputs, args, kwargs)
         if plans is not None and is_free:
             plans.note_last()
-        if kind is not None and kind.now is not None and not kind.learns:
-            if plans is None or (kind.size is not None and plans.are_settled(kind.size, kind.now.plan)):
-                resumed = None if plans is None else partial(plans.resumed, kind.size, kind.given)
-                following = Following(kind.now, kind.scripts, resumed, inputs=inputs, frame=frame)
-                following.kind = kind
+        if form is not None and form.now is not None and not form.learns:
+            if plans is None or (form.size is not None and plans.are_settled(form.size, form.now.plan)):
+                make_policy = None if plans is None else partial(plans.start_policy, form.size, form.given)
+                following = Following(form.now, form.scripts, make_policy, inputs=inputs, frame=frame)
+                following.form = form
                 return following
         if plans is not None and is_free:
             policy = plans.of_pass(module, args, kwargs)
@@ -282,13 +284,13 @@ class _Hooks:
             inputs=inputs,
             frame=frame,
         )
-        if kind is not None:
-            if kind.now is not None and policy is not None:  # its plan has changed, or there is a new one
-                kind.learns = True
-            if kind.learns:
-                recording.lesson, recording.kind = Lesson(), kind
+        if form is not None:
+            if form.now is not None and policy is not None:  # its plan has changed, or there is a new one
+                form.learns = True
+            if form.learns:
+                recording.lesson, recording.form = Lesson(), form
                 if plans is not None and plans.last is not None:
-                    _, kind.size, kind.given = plans.last
+                    _, form.size, form.given = plans.last
         return recording
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -303,8 +305,8 @@ class _Hooks:
                 self.kept = recording.kept
                 if self.plans is not None and output is not None:  # None: it has raised an error
                     self.plans.pass_has_ended()
-                if recording.kind is not None:
-                    _conclude(recording, recording.kind, followed, output)
+                if recording.form is not None:
+                    _conclude(recording, recording.form, followed, output)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
@@ -313,20 +315,20 @@ class _Hooks:
         )
 
 
-def _conclude(recording: Recording, kind: Kind, followed: Script | None, output: object) -> None:
+def _conclude(recording: Recording, form: InputForm, followed: Script | None, output: object) -> None:
     """A pass has ended: learn its script, or note that it has left it. `followed`: the script that it has followed."""
     if isinstance(recording, Following):
         if followed is not None:
-            kind.now = followed
+            form.now = followed
         else:
-            kind.left()
+            form.left()
     elif recording.lesson is not None and output is not None:
         policy, plan = recording.policy, None
         if policy is not None:
             plan = policy.plans[0] if policy.plans else None
             if plan is None or policy.call + 1 != len(plan.calls):
                 return
-        kind.learn(script_of(recording.lesson, recording.known, recording.kept, plan))
+        form.learn(script_of(recording.lesson, recording.known, recording.kept, plan))
 
 
 def _can_record() -> bool:

@@ -42,9 +42,9 @@ class Following(Recording):
     """Context of a forward pass that follows a script.
 
     Args:
-        script: of an earlier pass with inputs of this kind.
-        others: scripts of the same kind of inputs, for passes that take another branch.
-        policy: makes the policy of the recorder, if it has to take over. None: it needs none.
+        script: of an earlier pass with inputs of this form.
+        others: scripts for the same form of inputs, for passes that take another branch.
+        make_policy: makes the policy of the recorder, if it has to take over. None: it needs none.
         inputs, frame: see `Recording`.
     """
 
@@ -52,14 +52,14 @@ class Following(Recording):
         self,
         script: Script,
         others: Sequence[Script],
-        policy: Callable[[], ByPlan] | None,
+        make_policy: Callable[[], ByPlan] | None,
         *,
         inputs: Sequence[Tensor] = (),
         frame: Any = None,
     ):
         super().__init__(None, inputs=inputs, frame=frame)
         self.script: Script | None = script
-        self.others, self.make_policy = others, policy
+        self.others, self.make_policy = others, make_policy
         self.entries = script.entries
         self.next = 0  # number of the next entry
         self.handles = Handles()

@@ -22,7 +22,7 @@ from .simulation import on_real_tensors, plain_peak, simulate
 from .step import Plan, Step
 from .values import autocast_of
 
-_MOST = 16  # planned sizes for one kind of inputs; also rehearsals of one size, as there may be several paths
+_MOST = 16  # planned sizes of one family of inputs; also rehearsals of one size, as there may be several paths
 _LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes
 _NEAR = 1.02  # a budget is searched again without the outputs if the lowest peak is at most this many times its bytes
 _BLOCK = 512  # bytes: CUDA's allocator rounds to it, so exceeding a budget by less is not reported
@@ -55,7 +55,7 @@ class Plans:
 
     def __init__(self, budget: float | int):
         self.budget = budget
-        self._kinds: dict[Hashable, list[Size]] = {}  # by what inputs of different sizes have in common
+        self._families: dict[Hashable, list[Size]] = {}  # by what inputs of different sizes have in common
         # The policy of the last pass, the size whose plans it has, and the sizes of its inputs.
         self.last: tuple[ByPlan, Size, _Given] | None = None
         self._waits = False  # a warning has said that planning waits for a profiler or a capture to end
@@ -65,8 +65,8 @@ class Plans:
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
         """The policy of the next forward pass."""
-        kind, given = _described(module, args, kwargs)
-        size = self._followed(self._kinds.get(kind, []), given)
+        family, given = _described(module, args, kwargs)
+        size = self._followed(self._families.get(family, []), given)
         if (captures := is_capturing()) or profiler_runs():  # measuring waits for the device, or ends the profiler
             if size is None and not self._waits:
                 self._waits = True
@@ -74,17 +74,17 @@ class Plans:
                 warn(cure if captures else "a PyTorch profiler is running: the budget is planned once it has ended")
             return ByPlan([] if size is None else size.plans)
         if size is None:
-            size = self._added(kind, given)
+            size = self._added(family, given)
         if given == size.given and size.is_unsettled and not self._cannot_rehearse:
             self._rehearse(size, module, args, kwargs)
         size.passes += 1
-        return self.resumed(size, given)
+        return self.start_policy(size, given)
 
     def are_settled(self, size: "Size", plan: Plan | None) -> bool:
         """Whether a pass may follow a script of this plan, because none is to be rehearsed."""
         return any(one is plan for one in size.plans) and not size.is_unsettled
 
-    def resumed(self, size: "Size", given: "_Given") -> ByPlan:
+    def start_policy(self, size: "Size", given: "_Given") -> ByPlan:
         """The policy of a pass that no script follows, or that has left its script."""
         policy = ByPlan(size.plans)
         self.last = policy, size, given
@@ -119,8 +119,8 @@ class Plans:
     def share(self) -> None:
         """Use the plans of rank 0 where it has planned the same calls on the same inputs."""
         mine = {
-            (kind, size.given, tuple(total for _, total in plan.calls)): (size, number, plan)
-            for kind, sizes in self._kinds.items()
+            (family, size.given, tuple(total for _, total in plan.calls)): (size, number, plan)
+            for family, sizes in self._families.items()
             for size in sizes
             for number, plan in enumerate(size.plans)
         }
@@ -138,9 +138,9 @@ class Plans:
         larger = [one for one in sizes if one.plans and bytes <= one.serves <= _LARGER * bytes]
         return own or min(larger, key=lambda one: one.serves, default=None)
 
-    def _added(self, kind: Hashable, given: "_Given") -> "Size":
+    def _added(self, family: Hashable, given: "_Given") -> "Size":
         """A new size. If there are too many, the one that served the fewest passes is dropped."""
-        sizes = self._kinds.setdefault(kind, [])
+        sizes = self._families.setdefault(family, [])
         if len(sizes) == _MOST:
             sizes.remove(min(sizes, key=lambda size: size.passes))
         sizes.append(Size(given))
@@ -233,8 +233,8 @@ def _described(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
     frozen = tuple(number for number, one in enumerate(module.parameters()) if not one.requires_grad)
     devices = {tensor.device.type for tensor in inputs}
-    kind = (forms, frozen, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
-    return kind, (tuple(size for one in ordinary for size in one.shape), tuple(one.nbytes for one in ordinary))
+    family = (forms, frozen, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
+    return family, (tuple(size for one in ordinary for size in one.shape), tuple(one.nbytes for one in ordinary))
 
 
 class Size:

@@ -30,7 +30,7 @@ Rule 12. Gradients never differ from autograd's. Random functions are repeated o
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
     the forward pass has made (`ByPlan` in recipes.py).
 Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
-    passes with inputs of this kind follow it (following.py): one comparison a call, and hooks only around calls that
+    passes with inputs of this form follow it (following.py): one comparison a call, and hooks only around calls that
     save a dropped tensor; or around the pass, if autograd functions of the program save one outside of calls. From the
     first call that differs on, the rest of the pass is recorded.
 
@@ -107,7 +107,7 @@ class Recording(TorchFunctionMode):
         self.hooks: saved_tensors_hooks | None = None
         self.kept: Sequence[KeptTensor] = ()  # at the end
         self.lesson: Any = None  # notes of the calls, from which a script is learned
-        self.kind: Any = None  # of the inputs
+        self.form: Any = None  # of the inputs
 
     def __enter__(self) -> "Recording":
         self.known = self.registry()

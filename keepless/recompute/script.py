@@ -1,5 +1,7 @@
 """A learned step as a list with an entry for each call, and what autograd holds for the tensors that it drops.
 
+A `Keep` is to a script what `Kept` is to a recording, and a `Slot` what a `Value` with a `Recipe` is. Both are handles.
+
 Every check of a script is made where it matters: a call must be of the expected function, a tensor that a recipe reads
 must be the object that the script expects, in the expected version, and a result must have the expected form. So the
 values that a script computes are right whatever the program does; where something differs, the recorder takes over.

@@ -11,7 +11,7 @@ _MORE = 1.01  # results may be this many times larger than planned, because dime
 class Flag:
     """A plan's decision for a call, as bits. No bit: the result is kept, because it cannot be recomputed."""
 
-    KEEP = 1  # keep the result, which could be recomputed
+    KEEP = 1  # only for reports: the result is kept, although it could be recomputed
     AGAIN = 2  # recompute the result and everything the call saved inside
     MASK = 4  # draw a dropout's saved mask again; the result follows from it
 

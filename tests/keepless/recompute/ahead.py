@@ -55,7 +55,7 @@ def plans_of(network: nn.Module) -> Plans:
 
 
 def planned_sizes(network: nn.Module) -> list:
-    return [size for sizes in plans_of(network)._kinds.values() for size in sizes]
+    return [size for sizes in plans_of(network)._families.values() for size in sizes]
 
 
 class Ahead(Plans):

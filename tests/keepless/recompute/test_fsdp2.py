@@ -63,7 +63,7 @@ def _within_a_budget(rank: int, is_prepared_first: bool) -> tuple[bool, Plan, in
     share_plans(within)  # the ranks' times differ, and their plans may
     same += [list(map(torch.equal, step(within, x), step(plain, x))) for _ in range(2)]
     owners = [getattr(hook, "__self__", None) for hook in within._forward_hooks.values()]
-    ((size,),) = next(owner.plans for owner in owners if hasattr(owner, "plans"))._kinds.values()
+    ((size,),) = next(owner.plans for owner in owners if hasattr(owner, "plans"))._families.values()
     (plan,) = size.plans
 
     def holding() -> None:

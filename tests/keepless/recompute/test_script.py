@@ -12,7 +12,7 @@ from torchvision.models import resnet
 
 from keepless import recompute_activations
 from keepless.recompute.costs import peak_bytes
-from keepless.recompute.kinds import Kind
+from keepless.recompute.input_forms import InputForm
 
 
 class Residual(nn.Sequential):
@@ -46,7 +46,7 @@ def test_a_step_by_a_script_has_the_peak_of_a_recorded_one(make, budget, monkeyp
     network, x = recompute_activations(make(), budget=budget), torch.randn(2, 3, 64, 64)
     step = partial(a_step, network, x)
     with monkeypatch.context() as patched:
-        patched.setattr(Kind, "learn", lambda kind, script: None)  # so the next pass is recorded, too
+        patched.setattr(InputForm, "learn", lambda form, script: None)  # so the next pass is recorded, too
         for _ in range(3):
             step()
         recorded = peak_bytes(step, "cpu")

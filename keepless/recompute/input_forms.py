@@ -1,4 +1,4 @@
-"""The scripts of a prepared network: one for each exact kind of input, and for each branch that it takes."""
+"""The scripts of a prepared network: one for each exact form of its inputs, and for each branch that it takes."""
 
 import weakref
 from collections.abc import Hashable, Sequence
@@ -11,12 +11,12 @@ from ..torch_internals import is_any_autocast_enabled, is_capturing
 from .script import Script
 from .values import autocast_of
 
-_MOST = 16  # kinds of inputs whose scripts are kept; also branches of a kind, and passes from which one is learned
+_MOST = 16  # forms of inputs whose scripts are kept; also branches of a form, and passes from which one is learned
 _SIMPLE = (bool, str, type(None))
 
 
-class Kind:
-    """The scripts for inputs of a kind."""
+class InputForm:
+    """The scripts for inputs of one form: shapes, dtypes, devices, modes."""
 
     def __init__(self) -> None:
         self.scripts: list[Script] = []
@@ -40,25 +40,25 @@ class Kind:
         self.learns = self.lessons < _MOST
 
 
-class Kinds:
-    """The last kinds of inputs of a network."""
+class InputForms:
+    """The last forms of inputs of a network."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Hashable, Kind] = {}
+        self._forms: dict[Hashable, InputForm] = {}
         self._parameters: list[Any] = []
 
-    def of(self, module: nn.Module, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Kind | None:
-        """The kind of these inputs; None if there are no scripts for tensors like them."""
+    def of(self, module: nn.Module, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> InputForm | None:
+        """The form of these inputs; None if there are no scripts for tensors like them."""
         if not PLAIN.issuperset(map(type, inputs)) or not all(map(is_ordinary, inputs)):
             return None
         key = self._key(module, inputs, args, kwargs)
-        kind = self._kinds.pop(key, None)
-        if kind is None:
-            kind = Kind()
-            if len(self._kinds) >= _MOST:
-                del self._kinds[next(iter(self._kinds))]
-        self._kinds[key] = kind  # the last one used comes last
-        return kind
+        form = self._forms.pop(key, None)
+        if form is None:
+            form = InputForm()
+            if len(self._forms) >= _MOST:
+                del self._forms[next(iter(self._forms))]
+        self._forms[key] = form  # the last one used comes last
+        return form
 
     def _frozen(self, module: nn.Module) -> tuple[bool, ...]:
         """Which parameters need gradients. They are not looked for again while they exist."""
