@@ -77,9 +77,9 @@ class Following(Recording):
         _enter(self)
         return self
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         if self.script is None:
-            super()._forget()
+            super().forget()
         else:
             self.kept, self.script, self.frame = self.script.kept, None, None
             self.handles.clear()

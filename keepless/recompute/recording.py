@@ -129,14 +129,14 @@ class Recording(TorchFunctionMode):
         if self.sees_calls:
             super().__exit__(*error)
         self._end_hooks()
-        self._forget()
+        self.forget()
 
     def _end_hooks(self) -> None:
         if self.hooks is not None:
             self.hooks.__exit__()
             self.hooks = None  # they refer to this recording
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Release the recording's tensors; autograd holds the ones it needs."""
         self.known.clear()
         self.kept = self.known.log.kept() if self.policy is None else self.known.log.kept(self.policy.why_kept)
@@ -146,8 +146,8 @@ class Recording(TorchFunctionMode):
     def is_abandoned(self) -> bool:
         """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
         if not is_running(self.frame):
-            self.abandoned, self.frame = True, None  # first: this mode sees the functions that `_forget` calls
-            self._forget()
+            self.abandoned, self.frame = True, None  # first: this mode sees the functions that `forget` calls
+            self.forget()
         if self.abandoned and self._is_innermost():
             self._end_hooks()
         return self.abandoned
