@@ -40,10 +40,15 @@ Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
 _NOT_REPEATED = {"aten", "keepless", "prim", "prims"}  # namespaces: their functions have rules of their own
 _COMMUNICATE = ("c10d", "fsdp", "symm_mem")  # parts of namespaces
-# What these make is not equal when they run again: they update statistics, or add in an order that differs on CUDA (see
-# `torch.use_deterministic_algorithms`).
+# What these make is not equal when they run again: they update statistics; or add in an order that differs on CUDA (see
+# `torch.use_deterministic_algorithms`); or use other algorithms if no gradient is needed.
 _NOT_EQUAL = frozenset(
-    "batch_norm instance_norm cumsum index_add index_put index_reduce put scatter scatter_add scatter_reduce".split()
+    """
+    batch_norm instance_norm
+    cross_entropy_loss cumprod cumsum cumulative_trapezoid index_add index_copy index_put index_reduce logcumsumexp
+    max_unpool2d max_unpool3d nll_loss nll_loss2d nll_loss_nd put scatter scatter_add scatter_reduce segment_reduce
+    linalg_cond linalg_eigvalsh linalg_matrix_norm linalg_matrix_rank linalg_norm linalg_svdvals nuclear_norm
+    """.split()
 )
 _INDICES = frozenset([int, slice, type(None), type(...)])
 
@@ -102,7 +107,7 @@ def learn(operator: OpOverload | OpOverloadPacket) -> None:
 def _learn_own(function: BuiltinFunctionType | MethodDescriptorType) -> None:
     """Give a function of PyTorch's a rule for plans, if it makes new tensors, and those alone: no random numbers."""
     operator = getattr(torch.ops.aten, function.__name__, None)
-    if isinstance(operator, OpOverloadPacket) and function.__name__ not in _NOT_EQUAL:
+    if isinstance(operator, OpOverloadPacket) and function.__name__.removeprefix("_unsafe_") not in _NOT_EQUAL:
         overloads = [one for one in overloads_of(operator) if not written_arguments(one)]
         is_random = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
         results = [result for one in overloads for result in declared_results(one)]
@@ -293,7 +298,8 @@ _add_each(rules.random_again, [torch.bernoulli], is_slow=True, draws=_always)
 _add_each(rules.made, _CONVOLUTIONS, is_slow=True, reads_shape_only=_has_frozen_weight)
 _add_each(rules.made, _named("mm bmm addmm baddbmm softmax log_softmax", torch, Tensor), is_slow=True)
 _add_each(rules.made, [F.softmax, F.log_softmax], is_slow=True)
-_add_each(rules.product, [torch.matmul, Tensor.matmul, Tensor.__matmul__, F.linear], is_slow=True)
+_PRODUCTS = [torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, F.linear]
+_add_each(rules.product, _PRODUCTS, is_slow=True)
 _add([torch.einsum], again=rules.repeated(torch.einsum), is_slow=True)  # not `made`: it may return a permuted view
 _add([F.embedding], again=rules.unless(F.embedding, 3, "max_norm"), is_slow=True)
 _add(

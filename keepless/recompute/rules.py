@@ -130,15 +130,20 @@ made: Callable[[Function], Rule] = partial(repeated, fresh=True)
 
 
 def product(function: Function) -> Rule:
-    """Multiply again. If `matmul` has to copy an input, how it multiplies depends on whether gradients are needed."""
+    """Multiply again. How `matmul` multiplies may depend on whether gradients are needed.
+
+    So it is if a batch of matrices is not contiguous, or is multiplied from the left by a matrix or a vector.
+    """
     again = made(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         found = again(find, args, kwargs, result)
         given = (*args, *kwargs.values())
         needed = [isinstance(one, Tensor) and one.requires_grad for one in given]
-        is_copied = any(isinstance(one, Tensor) and one.dim() > 2 and not one.is_contiguous() for one in given)
-        return found._replace(function=partial(with_gradients, found.function, needed)) if is_copied else found
+        factors = [one for one in given if isinstance(one, Tensor)][:2]
+        depends = any(one.dim() > 2 and not one.is_contiguous() for one in factors)
+        depends = depends or (len(factors) == 2 and factors[0].dim() <= 2 < factors[1].dim())
+        return found._replace(function=partial(with_gradients, found.function, needed)) if depends else found
 
     return rule
 

@@ -1,6 +1,7 @@
 """Custom operators that declare to write over nothing are repeated as one call, with equal gradients."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -128,14 +129,39 @@ def test_plans_repeat_functions_that_declare_a_new_tensor():
 @pytest.mark.parametrize(
     "function",
     [
-        Tensor.addcmul_,
-        torch.batch_norm,
-        torch.cumsum,
-        torch.rrelu,
-        Tensor.index_add,
-        torch.alpha_dropout,
-        Tensor.detach,
+        *(Tensor.addcmul_, torch.batch_norm, torch.cumsum, torch.rrelu, Tensor.index_add, torch.alpha_dropout),
+        *(Tensor.detach, torch.linalg.svdvals, torch.linalg.matrix_norm),
     ],
 )
-def test_functions_that_write_or_draw_or_add_in_any_order_are_not_repeated(function):
+def test_functions_that_write_or_draw_or_differ_when_they_run_again_are_not_repeated(function):
     assert row_of(function).again is None
+
+
+class Weighted(nn.Module):
+    """Multiplies by the mean of a function of the input."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.function(x).sin().exp().mean()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[:7] @ x.view(4, 64, 64),
+        lambda x: torch.matmul(x[0], x.view(4, 64, 64)),
+        lambda x: torch.linalg.matmul(x[:7], x.view(4, 64, 64).mT),
+        lambda x: torch.linalg.matmul(x.view(4, 64, 64).mT, x[0]),
+        lambda x: torch.linalg.norm(x, 2),
+    ],
+)
+def test_arithmetic_that_depends_on_gradients_is_repeated_as_it_was(function):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), Weighted(function), nn.Tanh()) for _ in range(3)]
+    network, x = nn.Sequential(*layers), torch.randn(256, 64)
+    expected = step(copy.deepcopy(network), x)
+    with pytest.warns(UserWarning, match="no plan keeps this step"):
+        assert all(map(torch.equal, step(recompute_activations(network, budget=1000), x), expected))
