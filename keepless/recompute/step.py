@@ -82,12 +82,16 @@ class Step(NamedTuple):
     operations: int = 0  # of the plain step: multiplications and additions
 
     def without_outputs(self) -> "Step":
-        """The same step if the program drops the outputs before the backward pass, instead of at the end."""
-        end = 1 + max((now for now, (event, _) in enumerate(self.events) if event == Event.PASS), default=-1)
-        dropped = [one for one in self.events[end:] if one[0] == Event.LET]
-        others = [one for one in self.events[end:] if one[0] != Event.LET]
-        events = [*self.events[: self.forward], *dropped, *self.events[self.forward : end], *others]
-        return self._replace(events=events, forward=self.forward + len(dropped))
+        """The same step if the program drops the outputs before the backward pass, so that only its loss holds them.
+
+        The loss does until its own gradients exist, when the backward pass reads the first tensor of the network.
+        """
+        events, ends = self.events, [now for now, (event, _) in enumerate(self.events) if event == Event.PASS]
+        end = 1 + max(ends, default=-1)
+        first = next((now for now in range(self.forward, end) if events[now][0] == Event.READ), self.forward)
+        dropped = [one for one in events[end:] if one[0] == Event.LET]
+        others = [one for one in events[end:] if one[0] != Event.LET]
+        return self._replace(events=[*events[:first], *dropped, *events[first:end], *others])
 
 
 def busy(events: Sequence[tuple[Event, int]], memories: Sequence[int]) -> int:
