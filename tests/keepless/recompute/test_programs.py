@@ -535,7 +535,9 @@ def _run(moves, w: Tensor, layers: nn.ModuleList) -> Tensor:
             tensors.append(BINARY[number % len(BINARY)](x, y))
         elif kind == "layer":
             layer = layers[number % len(layers)]
-            tensors.append(layer.train(layers.training and second % 3 > 0)(x))
+            is_trained = any(parameter.requires_grad for parameter in layer.parameters())
+            # Of a frozen norm's input in eval mode only the shape is kept, so it may be overwritten, unlike PyTorch's.
+            tensors.append(layer.train(layers.training and (second % 3 > 0 or not is_trained))(x))
         else:
             tensors.append(x.transpose(2, 3).contiguous())
     return torch.stack([tensor.sin() for tensor in tensors]).sum(0)
