@@ -252,7 +252,10 @@ class _Compiler:
             return Take(How.HOLD)
         if source.is_copy:
             return Take(How.COPY)
-        return self._handle(argument, taught.written and source.what == 0)
+        is_written = taught.written and source.what == 0
+        if source.is_elsewhere and not is_written:
+            return Take(How.GUARDED, self._number(argument))
+        return self._handle(argument, is_written)
 
     def _handle(self, value: Value, is_written: bool = False) -> Take:
         """How the handle of a value is found."""

@@ -113,7 +113,7 @@ class Handles:
         if how == How.COPY:
             return tensor.detach().clone() if type(tensor) is nn.Parameter else copied(tensor)
         handle: Any = None
-        if how == How.FIRST:
+        if how in (How.FIRST, How.GUARDED):
             handle = Keep(tensor)
         elif how == How.VIEW:
             handle = self._view(take, tensor)
@@ -121,8 +121,10 @@ class Handles:
             handle = self._norm(take, tensor)
         if handle is not None:
             self.found[take[1]] = ref(tensor), tensor._version, handle
-            if how == How.NORM:
+            if how in (How.NORM, How.GUARDED):
                 self.saved[id(tensor)] = ref(tensor)
+            if how == How.GUARDED and (base := tensor._base) is not None:
+                self.saved[id(base)] = ref(base)
         return handle
 
     def slot(self, form: Form | None, function: Callable[..., Any], *arguments: Any) -> Slot:

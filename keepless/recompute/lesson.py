@@ -23,8 +23,10 @@ _STATISTICS = "result1", "result2", "other"  # names under which nodes save what
 class Source:
     """An argument of a recipe."""
 
-    def __init__(self, kind: str, what: Any = None, is_copy: bool = False):
-        self.kind, self.what, self.is_copy = kind, what, is_copy
+    def __init__(self, kind: str, what: Any = None, is_copy: bool = False, is_elsewhere: bool = False):
+        self.kind, self.what = kind, what
+        self.is_copy = is_copy  # the recipe reads a copy of an argument
+        self.is_elsewhere = is_elsewhere  # it reads a copy that autograd saves, so the argument may be overwritten
 
 
 class Taught:
@@ -149,8 +151,10 @@ def _source(argument: Any, call: Call, result: Any, paths: dict[int, Path]) -> S
         assert call.notes is not None
         for tensor, found in call.notes.found:
             if found is argument and id(tensor) in paths:
-                is_copy = isinstance(argument, Value) and isinstance(argument.source, Kept) and not argument.storage
-                return Source("arg", paths[id(tensor)], is_copy)
+                if not (isinstance(argument, Value) and isinstance(argument.source, Kept)):
+                    return Source("arg", paths[id(tensor)])
+                is_elsewhere = argument.storage not in (0, address(tensor.untyped_storage()))
+                return Source("arg", paths[id(tensor)], not argument.storage, is_elsewhere)
         packs = enumerate(call.notes.packed)
         number = next((n for n, (_, one) in packs if getattr(one, "value", one) is argument), None)
         return Source("saved", (number, _name_of(argument, result.grad_fn)))

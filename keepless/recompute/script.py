@@ -203,17 +203,18 @@ class How:
 
     KNOWN = 0  # an earlier entry has made it
     FIRST = 1  # the tensor is kept; it is noted when it is seen for the first time
-    VIEW = 2  # a view of a dropped tensor
-    NORM = 3  # the output of a norm whose node can compute it
-    HOLD = 4  # it is kept for this reader alone
-    COPY = 5  # a copy is kept
+    GUARDED = 2  # as FIRST; but the recorder has kept a copy instead, so a call that writes over it ends the script
+    VIEW = 3  # a view of a dropped tensor
+    NORM = 4  # the output of a norm whose node can compute it
+    HOLD = 5  # it is kept for this reader alone
+    COPY = 6  # a copy is kept
     # Only for tensors that autograd saves:
-    SHAPE = 6  # only the shape is needed
-    SIGNS = 7  # only the signs are needed
-    COPIED = 8  # a copy of an argument, made inside the call
-    INSIDE = 9  # made inside the call, and computed again with its result
-    NARROW = 10  # indices, which are kept in a smaller type
-    RESULT = 11  # the result, or an argument in whose place the result will do
+    SHAPE = 7  # only the shape is needed
+    SIGNS = 8  # only the signs are needed
+    COPIED = 9  # a copy of an argument, made inside the call
+    INSIDE = 10  # made inside the call, and computed again with its result
+    NARROW = 11  # indices, which are kept in a smaller type
+    RESULT = 12  # the result, or an argument in whose place the result will do
 
 
 class Take(NamedTuple):
