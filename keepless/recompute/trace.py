@@ -42,13 +42,13 @@ class _NoLog(Log):
 
 
 class _Ran(NamedTuple):
-    """A call that has run: the numbers of its events and operators, and temporary bytes besides those of its events."""
+    """A call that has run."""
 
-    begin: int
-    end: int
-    first: int
+    begin: int  # its events: from this number
+    end: int  # to this one, excluded
+    first: int  # its operators, likewise
     last: int
-    besides: int = 0
+    besides: int = 0  # temporary bytes that these events do not show
 
 
 class Trace(KnownValues):

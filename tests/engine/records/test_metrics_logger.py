@@ -209,7 +209,7 @@ def test_the_best_score_is_known_without_the_file(tmp_path):
 
 
 def test_curves_layers_and_pictures_have_the_names_of_the_evaluation(tmp_path):
-    """What is not UTF-8 in a name is escaped."""
+    """Bytes of a file name that are not UTF-8 are escaped."""
     with logger(tmp_path) as running:
         shown = {"curves": {"val/a": 0.5, "b": 2.0}, "layers": {"smallest_gamma": ("body.bn", 0.25)}}
         picture = np.full((4, 12, 3), 7, np.uint8)

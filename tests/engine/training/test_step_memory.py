@@ -41,7 +41,7 @@ def tracked(config) -> dict[str, int]:
 
 
 def test_averaged_weights_are_copied_without_a_warning():
-    """By default PyTorch warns once per process."""
+    """PyTorch would warn only once per process, so another test may have had its warning: here it always warns."""
     torch.set_warn_always(True)
     try:
         with FakeTensors(), warnings.catch_warnings():

@@ -138,10 +138,10 @@ def angles(norm_act, reference: list, seed: int, ratio: float, dtype: torch.dtyp
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_bfloat16_gradients_of_a_deep_network_point_where_standard_ones_do(seed):
-    """They are at most 0.5 degree further from float32 than those of standard norms where |gamma| >= 0.01 |beta|.
+    """Where |gamma| >= 0.01 |beta|, our angle to float32's gradients is at most 0.5 degrees above standard norms'.
 
-    Below that ratio dL/dx (seen in the convolutions' gradients) keeps the bound. dL/dgamma loses its digits, because z
-    cannot hold gamma * x_hat next to beta, but stays finite.
+    Where gamma is smaller, dL/dx (seen in the convolutions' gradients) keeps this bound. dL/dgamma stays finite, but
+    loses its digits, because z cannot hold gamma * x_hat next to beta.
     """
     for ratio in (0.01, 1e-4):
         reference = network_gradients(residual_network(ABN, seed, ratio), seed, torch.float32)

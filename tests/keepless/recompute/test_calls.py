@@ -103,7 +103,7 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_are_drawn_again(name, device):
-    """As many numbers are drawn as without a plan, and whatever is drawn before the backward pass."""
+    """The forward pass draws as many numbers as without a plan, and draws between the passes change nothing."""
     network = Drawing(name).to(device)
     _, kept = repeated(network, torch.tensor(1.25, device=device))
     if device == "cpu":

@@ -53,7 +53,7 @@ FAMILIES = """
 
 
 def of_timm(name: str, pixels: int) -> nn.Module:
-    """What starts from zeros is random: behind zeros, all gradients would be zero."""
+    """A network of timm. Weights that start at zero would make all gradients before them zero, so they are random."""
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     try:

@@ -187,7 +187,7 @@ def distances() -> nn.Module:
 
 
 def read_again(y: Tensor) -> Tensor:
-    """The gradients of the last two readers are added up long before that of the first."""
+    """Backward adds up the gradients of `square` and `sin` early, and that of `repeat` much later."""
     y = y.exp()
     return y.repeat(1, 4).exp().sum() + (y.square() + y.sin()).sum()
 
