@@ -293,7 +293,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 @cache
 def host_seconds() -> float:
-    """Seconds of the host to repeat a call in the backward pass, besides its operators: measured on small tensors."""
+    """Seconds of the host to repeat a call by a saved-tensor hook, besides its operators: measured on small tensors."""
 
     def chain(unpack: Callable[[Tensor], Tensor]) -> float:
         y = x = torch.ones(8, requires_grad=True)

@@ -1,5 +1,6 @@
 """The values of a counted step, by the recorder's rules: numbered, and without their tensors."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from .signs import ShapeOnly, unpacking_bytes
 from .step import Event, Flag, Kind, Save, Step, StepValue, busy, in_order
 from .values import Again, Recipe, Saved, Value
 
+# The work of a script for a call that it repeats, and for each save of a dropped tensor: so many `host_seconds`.
+_REPEATS, _SAVES = 3, 2.5
 _OF_CHECKPOINT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which first runs without gradients
 
 
@@ -256,15 +259,21 @@ class Trace(KnownValues):
     def step_of(
         self, events: list[tuple[Event, int]], seconds: Sequence[float], operations: Sequence[int], host: float
     ) -> Step:
-        """The step with these events, whose operators took these seconds; `host`: more seconds of a repeated call."""
+        """The step with these events, whose operators took these seconds. `host`: see `host_seconds`."""
+        saves = Counter(one.value for one in self.saved)
+        for number, one in enumerate(self.values):
+            if one.leader not in (-1, number):
+                saves[one.leader] += saves[number]
         for number, ran in self.costly:
             self.values[number] = self.values[number]._replace(
-                seconds=sum(seconds[ran.first : ran.last]) + host,
+                seconds=sum(seconds[ran.first : ran.last]) + host * (_REPEATS + _SAVES * saves[number]),
                 operations=sum(operations[ran.first : ran.last]),
                 busy=max(0, busy(events[ran.begin : ran.end], self.sizes) + ran.besides),
             )
-        values = [one._replace(seconds=host) if one.kind == Kind.FOLLOWS else one for one in self.values]
-        values, saved = in_order(values, self.saved)
+        for number, one in enumerate(self.values):
+            if one.kind == Kind.FOLLOWS:
+                self.values[number] = one._replace(seconds=host * (_REPEATS + _SAVES * saves[number]))
+        values, saved = in_order(self.values, self.saved)
         found = Step(values, self.sizes, saved, events, self.forward, self.calls, self.unseen)
         return found._replace(seconds=sum(seconds), operations=sum(operations))
 

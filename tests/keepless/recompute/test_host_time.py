@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import keepless
 from keepless import InPlaceABN, recompute_activations, report
+from keepless.recompute.rehearsal import rehearsed_step
+from keepless.recompute.step import Kind
 
 FOLDER = str(Path(keepless.__file__).parent)
 
@@ -69,9 +71,14 @@ def ours(count: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), InPlaceABN(4)) for _ in range(count)])
 
 
+def linear(count: int) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)])
+
+
 # Of a convolution, a norm and an activation, slots are for the results of the last two. The convolution's result and
-# the norm's weight are kept for recipes, and the next weight. A layer of ours is only compared with the script.
-@pytest.mark.parametrize("make, slots, kept, calls", [(blocks, 2, 3, 22), (ours, 0, 0, 29)])
+# the norm's weight are kept for recipes, and the next weight. A layer of ours is only compared with the script, and so
+# is a linear layer, although PyTorch saves a view of its input: the input is kept.
+@pytest.mark.parametrize("make, slots, kept, calls", [(blocks, 2, 3, 22), (ours, 0, 0, 29), (linear, 0, 0, 1)])
 def test_what_a_block_takes_by_a_script(make, slots, kept, calls):
     counts = per_block(make, torch.randn(2, 4, 8, 8))
     assert (counts.get("Slot", 0), counts.get("Keep", 0)) == (slots, kept) and counts["calls"] <= calls
@@ -125,6 +132,17 @@ def test_a_steady_step_of_many_small_calls(budget, monkeypatch):
     for _ in range(4):  # with a budget: rehearsed, traced, and learned
         step()
     assert counted(step)["of everything"] <= 9000
+
+
+def test_a_plan_counts_the_host_for_each_repeated_call_and_each_save_of_its_result(monkeypatch):
+    """So a budget repeats no more small calls than it must."""
+    monkeypatch.setattr("keepless.recompute.counting.host_seconds", lambda: 1.0)
+    step = rehearsed_step(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 4, 1)), (torch.randn(2, 3, 8, 8),), {}
+    )
+    saves = Counter(one.value for one in step.saved)
+    seconds = {saves[number]: one.seconds for number, one in enumerate(step.values) if one.kind == Kind.FREE}
+    assert {count: round(value, 1) for count, value in seconds.items()} == {0: 3, 2: 8}
 
 
 class Same(nn.Module):
