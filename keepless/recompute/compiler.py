@@ -325,7 +325,8 @@ class _Compiler:
             return Take(How.NARROW, number, function=kept.source.packed.dtype, form=form)
         if value.source.function in (Tensor.to, Tensor.reshape) and number not in self.seen:
             raise _Unlearnable("a copy of an argument")
-        return self._handle(value)
+        take = self._handle(value)
+        return None if take.how == How.FIRST else take  # a view of a kept tensor
 
     def _copied(self, value: Value, number: int, path: Path) -> Take | None:
         """A copy of an argument, perhaps cast or in another shape."""
