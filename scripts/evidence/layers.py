@@ -43,7 +43,7 @@ COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
 
 
 @dataclass
-class LayersArguments(frame.TimedArguments):
+class LayersArguments(frame.CapturedArguments):
     threads: int = key(2, above=0)  # of PyTorch on the CPU
     groups: list[str] = key([*BLOCKS], one_of=(*BLOCKS, *HOST))  # of measurements: blocks, or the host's time
     dtypes: list[str] = key(["float32"], one_of=tuple(DTYPES))
@@ -54,12 +54,6 @@ class LayersArguments(frame.TimedArguments):
     backend: str = key("auto", one_of=BACKENDS)  # of the checkpointing and in-place strategies
     sample_ms: float = key(20.0, above=0)  # least time of one sample, a mean over repeats
     compiler: str | None = "inductor"  # of torch.compile, for whole blocks; null leaves those strategies out
-    captured: bool = False  # also time each step as a CUDA graph, where the host's time does not count
-
-    def check(self) -> None:
-        super().check()
-        if self.captured and self.device != "cuda":
-            raise ValueError(f"captured=true needs device=cuda: device={self.device} has no CUDA graphs")
 
 
 class Cell(NamedTuple):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from keepless import recompute_activations
 from keepless.recompute.costs import peak_bytes
 from keepless.saved import kept_bytes
-from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
+from keepless.torch_internals import is_capturing, tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence.zoo import blocks_of
 from scripts.reports.frame import reason
 from scripts.reports.markdown import Rows
@@ -24,6 +24,7 @@ PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per bl
 ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
 METHODS = (PLAIN, RECOMPUTED, BLOCKS, ON_CPU, COMPILED, BUDGET)
 AS_GRAPH = ", captured"  # in the name of a step that runs as a CUDA graph
+NOT_CAPTURED = (ON_CPU, COMPILED, BUDGET)  # memory on the host; code of a compiler that has graphs of its own
 WITH_COMPILER = ("resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny", "vit_b_16")
 FLOAT64 = "float64"
 WARM_UP_STEPS = 3  # before a peak is measured: the third corrects a plan, which no step does under the profiler
@@ -54,16 +55,13 @@ def training_step(network: nn.Module, inputs: Tensor, precision: str) -> None:
     loss.backward()
 
 
-def forward_of(network: nn.Module, method: str, compiler: str | None = None, draws: bool = True) -> Forward:
-    """A network's forward pass by one of the methods. This may change the network.
-
-    draws: checkpoints set the state of random numbers back; in a CUDA graph they must not.
-    """
+def forward_of(network: nn.Module, method: str, compiler: str | None = None) -> Forward:
+    """A network's forward pass by one of the methods. This may change the network."""
     if method == RECOMPUTED:
         return recompute_activations(network)
     if method == BLOCKS:
         for block in blocks_of(network):
-            block.forward = partial(checkpointed, block.forward, draws)
+            block.forward = partial(checkpointed, block.forward)
     elif method == ON_CPU:
         return partial(_saved_on_cpu, network)
     elif method in (COMPILED, BUDGET):
@@ -72,15 +70,18 @@ def forward_of(network: nn.Module, method: str, compiler: str | None = None, dra
     return network
 
 
-def checkpointed(forward: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any) -> Any:
-    """A block that keeps only its inputs. They are passed one by one, so that those in lists also count as kept."""
+def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A block that keeps only its inputs. They are passed one by one, so that those in lists also count as kept.
+
+    While a CUDA graph is captured, the state of random numbers cannot be set back: a replay may draw others again.
+    """
     leaves, structure = tree_flatten((args, kwargs))
 
     def run(*leaves: Any) -> Any:
         args, kwargs = tree_unflatten(leaves, structure)
         return forward(*args, **kwargs)
 
-    return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=draws)
+    return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=not is_capturing())
 
 
 def _saved_on_cpu(network: nn.Module, inputs: Tensor) -> object:
@@ -158,18 +159,23 @@ class Compared:
                 raise
             self.failed.append({**self.common, "method": method, "reason": reason(error)})
 
-    def add_captured(self, method: str, network: WithLoss) -> None:
-        """Add a method's step as a CUDA graph, which is only timed: its memory is the graph's own."""
-        if method not in self.rows:
-            return
-        step, device = partial(training_step, network, self.inputs, self.precision), self.inputs.device.type
-        try:
-            step()  # gradients exist
-            self.steps[method + AS_GRAPH] = captured(step, device)
-            self.rows[method + AS_GRAPH] = {**self.common, "method": method + AS_GRAPH}
-        except Exception as error:  # e.g. random numbers under checkpoints
-            self.failed.append({**self.common, "method": method + AS_GRAPH, "reason": reason(error)})
-
     def timed(self, rounds: int) -> Rows:
+        """Time all steps in turns. A row for each, and those that failed, with the reason."""
         times_ms = timed(self.steps, rounds, self.inputs.device.type)
         return [*({**row, "times_ms": times_ms[method]} for method, row in self.rows.items()), *self.failed]
+
+    def captured(self, rounds: int) -> Rows:
+        """Likewise as CUDA graphs, which are only timed: their memory is the graphs' own. All eager rows are known."""
+        device, graphs, failed = self.inputs.device.type, dict[str, Callable[[], object]](), Rows()
+        for method, step in self.steps.items():
+            if method not in NOT_CAPTURED:
+                method += AS_GRAPH
+                try:
+                    graphs[method] = captured(step, device)
+                except Exception as error:  # the others can still be captured
+                    failed.append({**self.common, "method": method, "reason": reason(error)})
+        try:
+            times_ms = timed(graphs, rounds, device)
+        except Exception as error:  # the device's, which ends all work on it in this process
+            return [*failed, {**self.common, "method": "CUDA graphs", "reason": reason(error)}]
+        return [*({**self.common, "method": method, "times_ms": own} for method, own in times_ms.items()), *failed]

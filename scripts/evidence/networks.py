@@ -45,14 +45,13 @@ HOST = 0.04  # of a plain step's time: estimate of a plan's overhead in Python
 
 
 @dataclass
-class NetworksArguments(frame.TimedArguments):
+class NetworksArguments(frame.CapturedArguments):
     rounds: int = key(5, above=0)  # each measures every network and method once
     images: int = key(8, least=2)  # per step (an eighth as many texts); some norms have one value per image
     image_size: int = key(224, above=0)  # pixels
     precisions: list[str] = key(["float32"], one_of=(FLOAT64, *PRECISIONS))  # bfloat16 is autocast
     shares: list[float] = field(default_factory=lambda: [0.8, 0.6, 0.45, 0.33])  # of the plain network's peak: budgets
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
-    captured: bool = False  # also time steps as CUDA graphs, where the host's time does not count
     exact: bool = False  # also compare gradients with the plain network's in float64, without tf32
 
 
@@ -76,14 +75,12 @@ def measure(arguments: NetworksArguments, name: str, precision: str) -> Rows:
         for method in methods.methods_of(name, plain, arguments.device, arguments.compiler):
             network = copy.deepcopy(plain)
             compared.add(method, WithLoss(network, methods.forward_of(network, method, arguments.compiler)))
-            if arguments.captured and method in (PLAIN, RECOMPUTED, BLOCKS):
-                network = copy.deepcopy(plain)
-                compared.add_captured(method, WithLoss(network, methods.forward_of(network, method, draws=False)))
         try:
             within_budgets(arguments, compared, plain)
         except Exception as error:  # e.g. a network without a plan
             compared.failed.append({**compared.common, "method": "budgets", "reason": frame.reason(error)})
-        return compared.timed(arguments.rounds)
+        rows = compared.timed(arguments.rounds)
+        return rows + compared.captured(arguments.rounds) if arguments.captured else rows
 
 
 def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.Module) -> None:
@@ -108,8 +105,6 @@ def within_budgets(arguments: NetworksArguments, compared: Compared, plain: nn.M
         # The budget for a limit of time is the peak of the plan.
         peak = next((row.peak for row in planned.rows if budget in (row.budget, row.peak)), planned.least)
         compared.add(label, trained, budget=budget if budget >= planned.least else None, planned_bytes=peak)
-        if arguments.captured:
-            compared.add_captured(label, trained)
 
 
 Networks = dict[str, dict[str, dict]]  # rows by network and method

@@ -60,6 +60,16 @@ class TimedArguments(DeviceArguments):
     rounds: int = key(15, above=0)  # each measures everything once
 
 
+@dataclass
+class CapturedArguments(TimedArguments):
+    captured: bool = False  # also time each step as a CUDA graph, where the host's time does not count
+
+    def check(self) -> None:
+        super().check()
+        if self.captured and self.device != "cuda":
+            raise ValueError(f"captured=true needs device=cuda: device={self.device} has no CUDA graphs")
+
+
 class Benchmark(NamedTuple):
     """A question to measure. docs/results/NAME.md has the answer."""
 

@@ -81,7 +81,11 @@ def captured(step: Step, device: str) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=_pool(), stream=stream):
         step()
-    return graph.replay
+
+    def replay(_: Step = step) -> None:  # keeps the tensors that the graph reads: the next capture unmaps freed memory
+        graph.replay()
+
+    return replay
 
 
 @functools.cache

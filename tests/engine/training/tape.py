@@ -1,32 +1,66 @@
-"""Stands in for a CUDA graph on a CPU: records the operators of a function, and runs them again on the same memory."""
+"""Stands in for a CUDA graph on a CPU: records the operators of a function, and runs them again on the same memory.
 
+Like a graph, it keeps the memory of its own results, but not that of other tensors, which the program must keep.
+"""
+
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Outside(NamedTuple):
+    """A tensor whose memory the tape does not keep."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    dtype: torch.dtype
+    form: tuple[Any, ...]
+
+    def tensor(self) -> Tensor:
+        storage = self.storage()
+        assert storage is not None, "a replay reads memory that was freed"
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.form)
 
 
 class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
+        self.own: set[int] = set()  # addresses of results' storages
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        given = tree_map(self.noted, (args, kwargs or {}))
         result = operator(*args, **(kwargs or {}))
-        self.calls.append((operator, args, kwargs or {}, result))
+        storages = [one.untyped_storage() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        of_others = {storage._cdata for storage in storages} - self.own
+        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self.own |= {one.untyped_storage()._cdata for one in made} - of_others
+        self.calls.append((operator, *given, tree_map(self.noted, result)))
         return result
+
+    def noted(self, one: Any) -> Any:
+        if not isinstance(one, Tensor) or one.untyped_storage()._cdata in self.own:
+            return one
+        form = one.storage_offset(), one.shape, one.stride()
+        return Outside(weakref.ref(one.untyped_storage()), one.dtype, form)
 
     def replay(self) -> None:
         """Run the operators again on the recorded tensors; results go to where the recorded ones lie."""
         with torch.no_grad():
-            for operator, args, kwargs, result in self.calls:
+            for call in self.calls:
+                operator, args, kwargs, result = tree_map(_there, call, is_leaf=lambda one: isinstance(one, Outside))
                 again = operator(*args, **kwargs)
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                     if isinstance(old, Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                         old.copy_(new)
+
+
+def _there(one: Any) -> Any:
+    return one.tensor() if isinstance(one, Outside) else one
 
 
 def recorded_on(network: nn.Module) -> Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]:

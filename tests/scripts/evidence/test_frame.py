@@ -6,18 +6,22 @@ import json
 import os
 import weakref
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import nn
 
 from engine.configuration.command_line import composed
 from keepless.saved import saved_for_backward
 from scripts import gpu_evidence
-from scripts.evidence import layers, loss, networks, reversible, training
-from scripts.reports import frame
+from scripts.evidence import layers, loss, methods, networks, reversible, training
+from scripts.reports import frame, measuring
 from scripts.reports.markdown import longer, ratio_of
-from scripts.reports.measuring import Elsewhere, interleaved
+from scripts.reports.measuring import Elsewhere, captured, interleaved
+from tests.cuda import NEEDS_CUDA
 
 
 def test_every_round_calls_every_timer_once_in_a_new_order():
@@ -34,6 +38,39 @@ def test_ratios_are_taken_within_a_round():
     assert ratio == (4.0, 3.0, 12.0) and f"{ratio:.1f}" == "4.0 (3.0 – 12.0)"
     assert ratio_of([3.0], [2.0]) == (1.5, 1.5, 1.5)
     assert longer({"a": 1.004, "b": 1.2, "c": 0.9}) == "b (1.20)" and longer({}) == "none"
+
+
+def test_a_captured_step_keeps_what_its_graph_reads(monkeypatch):
+    """The next capture gives freed memory back to the device, where a replay may not read it."""
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    monkeypatch.setattr(measuring, "_pool", MagicMock())
+    weight = torch.ones(2)
+    replay, gone = captured(partial(weight.add_, 1), "cuda"), weakref.ref(weight)
+    del weight
+    replay()
+    assert gone() is not None
+    del replay
+    assert gone() is None
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_captured_steps_compute_what_steps_do_after_others_were_captured(device):
+    """Nothing but the replay keeps a network, whose gradients are then compared."""
+    replays, expected, gradients = [], [], []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        network, x = nn.Linear(1024, 1024, device=device), torch.randn(64, 1024, device=device)
+        step = partial(methods.training_step, methods.WithLoss(network), x, "float32")
+        step()
+        replays.append(captured(step, device))
+        gradients.append(network.weight.grad)
+        expected.append(network.weight.grad.clone())
+    del network, x, step
+    torch.cuda.empty_cache()
+    for replay, gradient, wanted in zip(replays, gradients, expected, strict=True):
+        gradient.fill_(7.0)
+        replay()
+        torch.testing.assert_close(gradient, wanted)
 
 
 @pytest.mark.slow
@@ -73,6 +110,7 @@ IMPOSSIBLE = [  # (command, options, message)
     (layers, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (layers, "out=page.md", "ends in .json"),
     (layers, "measure=false", "does not exist"),
+    (networks, "captured=true", "captured=true needs device=cuda: device=cpu has no CUDA graphs"),
     (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, arms"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[all]", "only=all: there is no such item"),
