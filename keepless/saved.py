@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -82,6 +83,25 @@ def wait_for(stream: torch.cuda.Stream | None, *tensors: Any) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(present)  # otherwise its memory could be reused too early
+
+
+def autocast_as(autocast: tuple[bool, torch.dtype | None], device: str) -> AbstractContextManager:
+    """Context with the autocast that `autocast_of` has returned."""
+    enabled, dtype = autocast
+    return nullcontext() if autocast_of(device) == autocast else torch.autocast(device, dtype, enabled)
+
+
+def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
+    """Whether autocast is enabled for a type of device, and if so its dtype."""
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return True, torch.get_autocast_dtype(device)
+    return False, None
+
+
+@cache
+def _has_autocast(device: str) -> bool:
+    """Whether a type of device has autocast; meta, for example, does not."""
+    return torch.amp.is_autocast_available(device)
 
 
 def size_text(count: int) -> str:
@@ -205,6 +225,19 @@ def _modified(name: str, tensor: Tensor, found: int, expected: int) -> RuntimeEr
         f"{name} of shape {shape} needed for the gradient was modified by an inplace operation: it is at "
         f"version {found}, expected version {expected}"
     )
+
+
+class ShapeOnly:
+    """Saved in place of a tensor of which the gradient needs the shape and strides, but not the values."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
+
+    def __init__(self, tensor: Tensor):
+        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def get(self) -> Tensor:
+        """A tensor with arbitrary values. The same strides select the same algorithm."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:

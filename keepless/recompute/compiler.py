@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..saved import Kept, view
 from ..torch_internals import address, by_present_backends, saved_as
+from .calls import Rerun
 from .functions import Row
 from .known_values import KnownValues, checkpointed_output
 from .lesson import Lesson, Source, Taught
 from .report import KeptTensor
-from .rerun import Rerun
 from .rules import ByName, attention, with_gradients
 from .script import END, WRITES, Act, Entry, Form, How, Make, Path, Script, Take
 from .signs import Signs
@@ -22,7 +22,6 @@ from .step import Plan
 from .values import Recipe, Value
 
 _MANY = 2**12  # numbers for the values of one call
-_DEEPEST = 200  # recipes in a chain: a script computes them by recursion
 _IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
 
@@ -173,8 +172,6 @@ class _Compiler:
             outputs = [one if one is not None and one.source is recipe and one.readers else None for one in outputs]
             if not any(outputs):
                 continue
-            if recipe.depth > _DEEPEST:
-                raise _Unlearnable("long chains of recipes")
             makes.append(self._make(taught, recipe, sources, draws, function, outputs, takes))
             act.autocast = recipe.autocast
             act.device = recipe.device

@@ -19,6 +19,7 @@ from ..torch_internals import (
     tree_map,
     without_function_modes,
 )
+from .calls import Call
 from .costs import (
     Operator,
     TensorSpec,
@@ -32,7 +33,6 @@ from .costs import (
     temporaries_of,
     work_of,
 )
-from .functions import Call
 from .known_values import KnownValues
 from .recipes import ByPlan
 from .recording import Recording

@@ -1,4 +1,4 @@
-"""The table of functions, with a row for each; and `Call`, the call that is running.
+"""The table of functions, with a row for each.
 
 A plan may repeat every function that PyTorch has written in C++ and that declares one new tensor (`_learn_own`). To
 repeat one without a plan too, name it in its group of the table: with `rules.activation` if it has an argument
@@ -18,23 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..inputs import tensors_in
 from ..norms.bn_act import norm_and_activation
-from ..saved import Kept, is_ordinary
-from ..torch_internals import (
-    OpOverload,
-    OpOverloadPacket,
-    address,
-    declared_results,
-    next_node_number,
-    node_number,
-    written_arguments,
-)
+from ..torch_internals import OpOverload, OpOverloadPacket, declared_results, written_arguments
 from . import rules
-from .rerun import RandomState, random_state
 from .rules import Function, Rule, overloads_of, writes
 from .signs import Positive, positive, positive_or_nan
-from .values import Again, Inside, Recipe, Saved, Value
 
 Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
@@ -50,7 +38,6 @@ _NOT_EQUAL = frozenset(
     linalg_cond linalg_eigvalsh linalg_matrix_norm linalg_matrix_rank linalg_norm linalg_svdvals nuclear_norm
     """.split()
 )
-_INDICES = frozenset([int, slice, type(None), type(...)])
 
 
 class Row(NamedTuple):
@@ -65,7 +52,6 @@ class Row(NamedTuple):
     reads_shape_only: Question | None = None  # whether a call saves its input although the gradient needs no values
     narrow: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype] | None = None  # for the indices that a call saves
     draws: Question | None = None  # whether a call draws random numbers
-    saves_nothing: Question | None = None  # whether a call returns its argument or views of it, and saves nothing
     only_asks: bool = False  # it reads an attribute, such as `grad`, or a number, such as `dim()`: it saves nothing
     is_opened: bool = False  # the functions that it calls are recorded instead
     writes: bool = False  # it may write over an argument
@@ -164,21 +150,6 @@ def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _is_contiguous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return len(args) == 1 and not kwargs and args[0].is_contiguous()
-
-
-def _indexes_no_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor is indexed by numbers, slices and the like, not by tensors."""
-    index = args[1]
-    return _INDICES.issuperset(map(type, index if type(index) is tuple else (index,)))
-
-
-def _drops_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-    return not (given.get("p", 0.5) and given.get("training", True))
-
-
 def _keeps_signs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a leaky ReLU's result has the signs of its argument."""
     return bool((args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0)
@@ -268,10 +239,6 @@ _add_each(rules.repeated, [*_named("clone reshape flatten roll", torch, Tensor),
 _add_each(rules.repeated, _named("pad pixel_shuffle pixel_unshuffle", F))
 _add_each(rules.joined, _named("cat concat concatenate stack", torch))
 _add(_named("to float double half bfloat16", Tensor), again=rules.cast)
-_VIEWS = "chunk diagonal expand expand_as movedim narrow permute select split squeeze swapaxes swapdims t transpose"
-_add(_named(f"{_VIEWS} unbind unflatten unfold unsqueeze view view_as", Tensor, torch), saves_nothing=_always)
-_add([Tensor.__getitem__], saves_nothing=_indexes_no_values)
-_add([Tensor.contiguous], saves_nothing=_is_contiguous)
 _add(_named("dim ndimension size stride numel nelement element_size storage_offset __len__", Tensor), only_asks=True)
 _add(_named("is_contiguous is_floating_point is_complex", Tensor), only_asks=True)
 
@@ -291,7 +258,6 @@ _add_each(rules.made, [F.grid_sample], is_slow=True)
 _add([F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d], again=rules.dropout)
 for _function in (F.dropout, torch.dropout):
     _add([_function], inside=True, mask=rules.mask(_function), draws=_always)
-_add([F.dropout], saves_nothing=_drops_nothing)
 _add_each(rules.random_again, [torch.bernoulli], is_slow=True, draws=_always)
 
 # Convolutions, products and the like
@@ -310,63 +276,3 @@ _add(
     draws=rules.drops_weights,
 )
 _add_each(rules.made, [F.cross_entropy], is_slow=True, inside=True)
-
-
-class Notes:
-    """What is decided during a call, for the script that is learned. Holds tensors only while the call runs."""
-
-    __slots__ = ("found", "packed", "recipes")
-
-    def __init__(self) -> None:
-        self.packed: list[tuple[Tensor, Any]] = []  # tensors that autograd saves, and what it holds instead
-        self.found: list[tuple[Tensor, Any]] = []  # tensors that recipes read, and their values
-        self.recipes: list[tuple[Recipe, Again]] = []
-
-
-class Call:
-    """The running call of a function, and the tensors that autograd has saved in it."""
-
-    overwrites = False  # it overwrites an argument
-    before: Value | None = None  # value of the first argument, if the call overwrites it
-    replaceable: tuple[Saved, ...] = ()  # saved arguments that the result can stand for
-    parameters: tuple[tuple[Tensor, Kept], ...] = ()  # leaves saved without a `Value`
-    unsettled: tuple[tuple[Value, Tensor], ...] = ()  # kept, but not yet given to the outer hooks (rule 10)
-    saves = 0  # number of tensors saved so far
-    inside: tuple[Inside, ...] = ()  # tensors saved inside the call, which it may have made itself
-    random: RandomState | None = None  # state of the generator before the call, if it may be needed
-    notes: "Notes | None" = None  # while a script is learned
-    began = (0, 0)  # in a counted step: the numbers of its first event and operator
-
-    def __init__(self, function: Callable[..., Any], row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.function, self.row, self.args, self.kwargs = function, row, args, kwargs
-        self.arguments = (*args, *kwargs.values()) if kwargs else args
-        self.first_node = next_node_number()
-
-    def note_random(self) -> None:
-        """Note the state of the generator, if the call will draw from it."""
-        draws = self.row.draws
-        if draws is not None and draws(self.args, self.kwargs) and (given := tensors_in(self.arguments)):
-            self.random = random_state(given[0])
-
-    def has_made(self, base: Tensor) -> bool:
-        """Whether a result that is a view of `base` has new memory. Always False for calls that overwrite."""
-        node = base.grad_fn
-        if self.overwrites or node is None or node_number(node) < self.first_node:
-            return False
-        memory = address(base.untyped_storage())  # compared too: another thread's tensor may have a later node
-        given = filter(is_ordinary, tensors_in(self.arguments))
-        return all(address(tensor.untyped_storage()) != memory for tensor in given)
-
-    def room(self, result: Tensor) -> int:
-        """Bytes that can be freed if the call is repeated in the backward pass."""
-        return result.nbytes + (sum(part.value.bytes for part in self.inside) if self.inside else 0)
-
-    def reads_shape_only(self) -> bool:
-        """Whether the call saves its input although the gradient needs no values of it."""
-        asks = self.row.reads_shape_only
-        return asks is not None and asks(self.args, self.kwargs)
-
-    def result_serves(self) -> bool:
-        """Whether the call saves its argument although its result would do."""
-        asks = self.row.result_serves
-        return asks is not None and asks(self.args, self.kwargs)

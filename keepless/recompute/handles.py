@@ -8,12 +8,12 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ..norms.bn_act import is_node
-from ..saved import PLAIN, copied, is_ordinary, view
+from ..saved import PLAIN, ShapeOnly, copied, is_ordinary, view
 from ..torch_internals import address, argument_copied_by
 from .known_values import COPYING, checkpointed_output
 from .rules import overwritten
 from .script import HANDLES, Act, Form, Group, How, Keep, Pass, Slot, Take, at, unknown
-from .signs import ShapeOnly, Signs
+from .signs import Signs
 
 
 class Packing:

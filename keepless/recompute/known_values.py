@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..inputs import tensors_in
 from ..norms.backends.eager import normalised
 from ..norms.bn_act import is_node, recompute_output
-from ..saved import ByStorage, Kept, copied, current_stream, form_of, is_ordinary, view
+from ..saved import ByStorage, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, view
 from ..torch_internals import (
     Hooks,
     address,
@@ -22,10 +22,11 @@ from ..torch_internals import (
     packed_by_function,
     without_function_modes,
 )
-from .functions import Call
+from .calls import Call, Inside
+from .functions import Row
 from .report import Log
-from .signs import ShapeOnly
-from .values import Again, Inside, Memory, Recipe, Saved, Value, saved_value, unread_bytes
+from .rules import Again
+from .values import Memory, Recipe, Saved, Value, saved_value, unread_bytes
 
 _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has
@@ -79,8 +80,7 @@ class KnownValues:
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
         self.memories: ByStorage[Memory] = ByStorage()
         self.dead: list[_Entry] = []  # entries of freed tensors
-        self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
-        self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
+        self.gone: list[Value] = []  # values that are read for their signs, and whose tensors have been freed
         self.without_gradient: ByStorage[bool] = ByStorage()  # made by recorded calls
         self.unseen = ""  # what has hidden calls, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
@@ -90,14 +90,13 @@ class KnownValues:
 
         Hooks around the recording, such as a checkpoint's, might return them without a change of version.
         """
-        for value in filter(None, (reference() for reference in self.signs)):
-            value.settle(self.outer, at_end=True)
-        if self.outer is not None:
-            kept = [reference() for memory in self.memories.values() for reference in memory.values]
-            for value in filter(None, kept):
-                if isinstance(value.source, Kept) and value.source.is_modified():
-                    value.source.spoil()
-        for found in (self.entries, self.memories, self.dead, self.signs, self.gone, self.without_gradient):
+        kept = [reference() for memory in self.memories.values() for reference in memory.values]
+        for value in filter(None, kept):
+            if value.sign_readers:
+                value.settle(self.outer, at_end=True)
+            if self.outer is not None and isinstance(value.source, Kept) and value.source.is_modified():
+                value.source.spoil()
+        for found in (self.entries, self.memories, self.dead, self.gone, self.without_gradient):
             found.clear()
         self.outer = None
 
@@ -137,7 +136,7 @@ class KnownValues:
         value = Value(self.kept(tensor, None), address(storage), own)
         if self.outer is not None:
             if self.call is not None:  # the running call may still get a recipe
-                self.call.unsettled += ((value, tensor),)
+                self.call.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
         self.memory_of(tensor, is_saved=False).values.append(weakref.ref(value))
@@ -248,46 +247,43 @@ class KnownValues:
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""
-        if self.call is None:
-            with without_function_modes():  # the recording sees no calls of ours
-                saved = self._packed(tensor)
-            if isinstance(saved, Saved):
-                self.saved_outside.append(weakref.ref(saved))
+        if self.call is not None:
+            saved = self.packed(tensor, self.call)
+            self.call.packed.append((tensor, saved))
             return saved
-        saved = self._packed(tensor)
-        if self.call.notes is not None:
-            self.call.notes.packed.append((tensor, saved))
+        with without_function_modes():  # the recording sees no calls of ours
+            saved = self.packed(tensor, Call(type(None), Row(), (), {}))
+        if isinstance(saved, Saved):
+            self.saved_outside.append(weakref.ref(saved))
         return saved
 
-    def _packed(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
-        call = self.call
-        saved: Saved | Kept | ShapeOnly
-        if call is not None:
-            call.saves += 1
-        if tensor.is_leaf:  # many are vectors, parameters, and views of these
-            is_simple = (tensor.dim() < 2 and tensor.numel() < self.short) or isinstance(tensor, nn.Parameter)
-            if not is_simple:  # statistics of a layer norm's rows are simple too
-                is_simple = tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < self.short_rows
-        else:
-            is_simple = isinstance(tensor._base, nn.Parameter)
-        if is_simple and self.outer is None:
-            saved = self.kept(tensor, None)
-            if call is not None and tensor.requires_grad:
-                call.parameters += ((tensor, saved),)
-        elif not is_ordinary(tensor):
-            saved = self.kept(tensor, self.outer)
-            self.log.keep_other(saved, tensor)
-        elif call is not None and call.row.reads_shape_only and tensor.requires_grad and call.reads_shape_only():
-            saved = ShapeOnly(tensor)
-        elif call is not None and call.row.narrow and tensor.dtype is torch.int64:
-            value = self.find(tensor)
-            if value is None:
-                kept = self.narrowed(tensor, call.row.narrow(call.args, call.kwargs))
-                value = self.remember(tensor, Value(Recipe(Again(Tensor.to, (kept, torch.int64)), tensor)))
-            saved = Saved(value, self.memory_of(tensor))
-        else:
-            saved = self._saved(tensor, call)
-        return saved
+    def packed(self, tensor: Tensor, call: Call) -> Saved | Kept | ShapeOnly:
+        """See `pack`. `call`: the one that saves the tensor; a call of nothing for a tensor saved outside of calls."""
+        row = call.row
+        call.saves += 1
+        if self.outer is None and self._is_simple(tensor):
+            return self.kept(tensor, None)
+        if not is_ordinary(tensor):
+            kept = self.kept(tensor, self.outer)
+            self.log.keep_other(kept, tensor)
+            return kept
+        if row.reads_shape_only is not None and tensor.requires_grad and row.reads_shape_only(call.args, call.kwargs):
+            return ShapeOnly(tensor)
+        if row.narrow is None or tensor.dtype is not torch.int64:
+            return self._saved(tensor, call)
+        value = self.find(tensor)
+        if value is None:
+            small = self.narrowed(tensor, row.narrow(call.args, call.kwargs))
+            value = self.remember(tensor, Value(Recipe(Again(Tensor.to, (small, torch.int64)), tensor)))
+        return Saved(value, self.memory_of(tensor))
+
+    def _is_simple(self, tensor: Tensor) -> bool:
+        """Whether a saved tensor needs no value: parameters, their views, vectors, and statistics of a norm's rows."""
+        if not tensor.is_leaf:
+            return isinstance(tensor._base, nn.Parameter)
+        is_vector = tensor.dim() < 2 and tensor.numel() < self.short
+        is_of_rows = tensor.dim() > 1 and tensor.size(-1) == 1 and tensor.numel() < self.short_rows
+        return is_vector or is_of_rows or isinstance(tensor, nn.Parameter)
 
     def narrowed(self, indices: Tensor, dtype: torch.dtype) -> Value:
         """Keep the indices that a call saves in a smaller type."""
@@ -296,11 +292,11 @@ class KnownValues:
         self.log.keep(kept, small)
         return kept
 
-    def _saved(self, tensor: Tensor, call: Call | None) -> Saved:
+    def _saved(self, tensor: Tensor, call: Call) -> Saved:
         """Autograd saves the value of a tensor."""
-        value = self.value_of(tensor)
+        value, row = self.value_of(tensor), call.row
         if value is None:
-            value = self._keep_with_base(tensor)
+            value = self._keep_with_base(tensor, call)
         elif not value.readers and value.unread:
             self.log.keep(value, tensor)
         base = tensor._base
@@ -308,25 +304,23 @@ class KnownValues:
             if not of_base.readers and isinstance(of_base.source, Kept):
                 self.log.keep(of_base, base)  # the view is computed from it
         saved = Saved(value, self.memory_of(tensor))
-        positive = None if call is None else call.row.positive
-        is_replaceable = call is not None and call.row.result_serves is not None and call.result_serves()
-        if call is not None and is_replaceable and (self.by_plan or isinstance(value.source, Recipe)):
-            call.replaceable += (saved,)
-        elif positive is not None and value.positive in (None, positive):
-            saved.reads_signs, value.positive, value.stream = True, positive, current_stream(tensor)
+        serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
+        if serves and (self.by_plan or isinstance(value.source, Recipe)):
+            call.replaceable.append(saved)
+        elif row.positive is not None and value.positive in (None, row.positive):
+            saved.reads_signs, value.positive, value.stream = True, row.positive, current_stream(tensor)
             value.sign_readers += 1
-            self.signs.append(weakref.ref(value))
         return saved
 
-    def _keep_with_base(self, tensor: Tensor) -> Value:
+    def _keep_with_base(self, tensor: Tensor, call: Call) -> Value:
         """Keep a tensor; if it is a view of its whole base, keep the base, so that other views can be made from it."""
-        base, call = tensor._base, self.call
+        base = tensor._base
         is_base = base is not None and base.numel() == tensor.numel() and self.is_made(base)
         kept = base if base is not None and is_base else tensor
         value = self.keep(kept)
         self.log.keep(value, kept)
-        if call is not None and call.row.inside:
-            call.inside += (Inside(value, call.saves - 1, is_base),)
+        if call.row.inside:
+            call.inside.append(Inside(value, call.saves - 1, is_base))
         if not is_base:
             return value
         found = self.value_of(tensor)

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..saved import Kept, is_ordinary
-from ..torch_internals import address, packed_by
-from .functions import Call, Row
+from ..saved import Kept, ShapeOnly, is_ordinary
+from ..torch_internals import address
+from .calls import Call, RandomState
+from .functions import Row
 from .known_values import KnownValues
-from .rerun import RandomState
 from .script import Form, Path
-from .signs import ShapeOnly
-from .values import Recipe, Saved, Value, saved_value
-
-_STATISTICS = "result1", "result2", "other"  # names under which nodes save what their recipes read
+from .values import Recipe, Saved, Value
 
 
 class Source:
@@ -67,13 +64,12 @@ class Lesson:
 
     def ends(self, call: Call, result: Any, known: KnownValues) -> None:
         """A call has run with our hooks."""
-        notes, taught = call.notes, self.taught[-1]
-        assert notes is not None
-        if not (notes.packed or notes.recipes):
+        taught = self.taught[-1]
+        if not (call.packed or call.recipes):
             return
         taught.row = call.row
         paths = {id(tensor): path for path, tensor in reversed(list(_tensors(call.args, call.kwargs)))}
-        for tensor, saved in notes.packed:
+        for tensor, saved in call.packed:
             what = weakref.ref(saved) if isinstance(saved, Saved) else "shape" if type(saved) is ShapeOnly else None
             storage = address(tensor.untyped_storage()) if is_ordinary(tensor) else 0
             path, copy_of = paths.get(id(tensor)), None
@@ -102,8 +98,8 @@ class Lesson:
         taught.names, taught.count = tuple(call.kwargs), len(call.args)
         taught.grads = [(path, tensor.requires_grad) for path, tensor in _tensors(call.args, call.kwargs)]
         taught.consts = list(_constants(call.args, call.kwargs))
-        for recipe, again in notes.recipes:
-            sources = [_source(argument, call, result, paths) for argument in again.arguments]
+        for recipe, again in call.recipes:
+            sources = [_source(argument, call, paths) for argument in again.arguments]
             function, draws = again.function, False
             if isinstance(function, partial) and isinstance(getattr(function.func, "__self__", None), RandomState):
                 function, draws = function.args[0], True
@@ -145,34 +141,22 @@ def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[
             yield path, one
 
 
-def _source(argument: Any, call: Call, result: Any, paths: dict[int, Path]) -> Source:
+def _source(argument: Any, call: Call, paths: dict[int, Path]) -> Source:
     """Where a script finds an argument of a recipe."""
     if isinstance(argument, (Value, Kept)):
-        assert call.notes is not None
-        for tensor, found in call.notes.found:
-            if found is argument and id(tensor) in paths:
+        names = [one for one, found in call.found if found is argument and isinstance(one, str)]
+        for tensor, found in call.found:
+            if found is argument and isinstance(tensor, Tensor) and id(tensor) in paths:
                 if not (isinstance(argument, Value) and isinstance(argument.source, Kept)):
                     return Source("arg", paths[id(tensor)])
                 is_elsewhere = argument.storage not in (0, address(tensor.untyped_storage()))
                 return Source("arg", paths[id(tensor)], not argument.storage, is_elsewhere)
-        packs = enumerate(call.notes.packed)
+        packs = enumerate(call.packed)
         number = next((n for n, (_, one) in packs if getattr(one, "value", one) is argument), None)
-        return Source("saved", (number, _name_of(argument, result.grad_fn)))
+        return Source("saved", (number, names[0] if names else None))
     if isinstance(argument, Tensor):
         return Source("unknown")
     for path, one in [*enumerate(call.args), *call.kwargs.items()]:
         if one is argument or (isinstance(one, list) and isinstance(argument, tuple) and tuple(one) == argument):
             return Source("given", path)
     return Source("const", argument)
-
-
-def _name_of(argument: Value | Kept, node: Any) -> str | None:
-    """The name under which a node has saved an argument."""
-    for name in _STATISTICS:
-        packed = packed_by(node, name)
-        found = None if packed is None else saved_value(packed)
-        if found is argument or (
-            isinstance(packed, Tensor) and isinstance(argument, Kept) and argument.packed is packed
-        ):
-            return name
-    return None

@@ -1,25 +1,24 @@
 """Decide for each result of a call: a recipe that repeats the call from kept values, or a kept tensor."""
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..inputs import tensors_in
 from ..saved import Kept, is_ordinary
-from ..torch_internals import address
-from .functions import Call
+from ..torch_internals import address, packed_by
+from .calls import Call, Rerun, state_bytes
 from .known_values import KnownValues, is_parameter
-from .rerun import Rerun, state_bytes
-from .rules import NotFollowed, Rule
+from .rules import Again, NotFollowed, Rule
 from .step import Flag, Plan
-from .values import Again, Recipe, Value, unread_bytes
+from .values import Recipe, Value, saved_value, unread_bytes
 
 _MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
-_LONGEST = 12  # recipes in a chain where no plan decides: the result of the next call is kept
+# Most recipes in a chain where no plan decides, and in a plan; then a result is kept. They are computed by recursion.
+_LONGEST, _LONGEST_PLANNED = 12, 200
 
 
 def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again | None:
@@ -27,89 +26,91 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
 
     With a plan, recipes may read any tensor that the forward pass has made, and rule 5 does not apply.
     """
-    alone = 0  # bytes kept only for the recipe
-    room = call.room(result)
-    unread: list[Value] = []
-
-    def noted(tensor: Tensor, lend: bool = False) -> Value | Kept:
-        found = find(tensor, lend)
-        if call.notes is not None:
-            call.notes.found.append((tensor, found))
-        return found
-
-    def find(tensor: Tensor, lend: bool = False) -> Value | Kept:
-        nonlocal alone
-        copy_it = known.copy_parameters and is_parameter(tensor)
-        if not copy_it:
-            for parameter, kept in call.parameters:
-                if parameter is tensor:
-                    return kept
-            if type(tensor) is nn.Parameter and tensor.requires_grad and known.outer is None:
-                # A faster path to the same result as below: it has no value, and stays where it is.
-                is_small = _MUCH * _bytes(tensor) <= room
-                return known.copied(tensor) if is_small else known.kept(tensor, None)
-        value = None if tensor is result else known.find(tensor)
-        if value is None or not (value.readers or isinstance(value.source, Recipe)):
-            value = _available(known, tensor, call, result)
-        if value is not None and not copy_it:
-            if value.readers == value.sign_readers:
-                unread.append(value)
-            return value
-        stays = tensor.requires_grad and tensor.is_leaf
-        is_small = _MUCH * _bytes(tensor) <= room
-        if tensor is result or not (is_small or ((lend or stays) and not copy_it)):
-            raise NotFollowed
-        lent, size = _lent(known, tensor, is_small)
-        alone += 0 if stays else size
-        return lent
-
+    find = _Finder(known, call, result)
     try:
-        again = rule(noted, call.args, call.kwargs, result)
+        again = rule(find, call.args, call.kwargs, result)
     except NotFollowed:
         return None
     if again.draws:
-        if call.random is None or _MUCH * state_bytes(result) > room:
+        if call.random is None or _MUCH * state_bytes(result) > find.room:
             return None
         again = again._replace(function=partial(call.random.call, again.function))
-    if unread and not known.by_plan:
-        alone += unread_bytes(unread)
-    return again if alone <= room else None
+    alone = find.alone + (0 if known.by_plan else unread_bytes(find.unread))
+    return again if alone <= find.room else None
 
 
-def _available(known: KnownValues, tensor: Tensor, call: Call, result: Tensor) -> Value | None:
-    """The value of an argument, if a recipe may read it."""
-    if tensor is result:
-        value = call.before or known.find(tensor, overwrites=1)  # from a copy
-        value = None if value is None or known.is_lost(value, tensor) else value
-    elif is_ordinary(tensor):
-        value = known.value_of(tensor)
-    else:
-        raise NotFollowed
-    if not known.by_plan:
-        return None if value is not None and value.unread else value
-    if value is None and tensor is not result:
-        is_large = _MUCH * _bytes(tensor) > call.room(result)  # e.g. a mask: a copy for each call would take too much
-        if known.is_made(tensor) or (is_large and known.has_made(tensor)):
-            value = known.keep(tensor)
-    if value is not None and value.unread:
-        known.log.keep(value, tensor)
-    return value
+class _Finder:
+    """Finds what the recipe for a call reads."""
 
+    def __init__(self, known: KnownValues, call: Call, result: Tensor) -> None:
+        self.known, self.call, self.result = known, call, result
+        self.room = call.room(result)
+        self.alone = 0  # bytes kept only for the recipe
+        self.unread: list[Value] = []
 
-def _lent(known: KnownValues, tensor: Tensor, is_small: bool) -> tuple[Value | Kept, int]:
-    """Keep an argument for a recipe; return it and its bytes. It is copied if it is small or may change unseen."""
-    size = _bytes(tensor)
-    if tensor.requires_grad:
-        is_copied = is_small and tensor.is_leaf
-    else:
-        is_copied = is_small or not known.has_made(tensor)
-    if is_copied:
-        value = known.copied(tensor)
-        return value, value.bytes
-    lent = known.lend(tensor)
-    if isinstance(lent, Value) and lent.unread:
-        known.log.keep(lent, tensor)
-    return lent, size
+    def __call__(self, tensor: Tensor, lend: bool = False) -> Value | Kept:
+        found = self._found(tensor, lend)
+        self.call.found.append((tensor, found))
+        return found
+
+    def saved(self, node: Any, name: str) -> Value | Kept:
+        found = saved_value(packed_by(node, name))
+        if not isinstance(found, (Value, Kept)):
+            raise NotFollowed
+        if node is self.result.grad_fn:
+            self.call.found.append((name, found))
+        return found
+
+    def _found(self, tensor: Tensor, lend: bool) -> Value | Kept:
+        if not is_ordinary(tensor):
+            raise NotFollowed
+        copy_it = self.known.copy_parameters and is_parameter(tensor)
+        if tensor.requires_grad and not copy_it:
+            for saved, kept in self.call.packed:
+                if saved is tensor and isinstance(kept, Kept):  # such as a parameter
+                    return kept
+        value = self._available(tensor)
+        if value is not None and not copy_it:
+            if value.readers == value.sign_readers:
+                self.unread.append(value)
+            return value
+        stays = tensor.requires_grad and tensor.is_leaf
+        is_small = _MUCH * _bytes(tensor) <= self.room
+        if tensor is self.result or not (is_small or ((lend or stays) and not copy_it)):
+            raise NotFollowed
+        return self._lent(tensor, is_small)
+
+    def _available(self, tensor: Tensor) -> Value | None:
+        """The value of an argument, if a recipe may read it."""
+        known = self.known
+        if tensor is self.result:
+            value = self.call.before or known.find(tensor, overwrites=1)  # from a copy
+            value = None if value is None or known.is_lost(value, tensor) else value
+        else:
+            value = known.value_of(tensor)
+        if not known.by_plan:
+            return None if value is not None and value.unread else value
+        if value is None and tensor is not self.result:
+            is_large = _MUCH * _bytes(tensor) > self.room  # e.g. a mask: a copy for each call would take too much
+            if known.is_made(tensor) or (is_large and known.has_made(tensor)):
+                value = known.keep(tensor)
+        if value is not None and value.unread:
+            known.log.keep(value, tensor)
+        return value
+
+    def _lent(self, tensor: Tensor, is_small: bool) -> Value | Kept:
+        """Keep an argument for a recipe. It is copied if it is small or may change unseen."""
+        known = self.known
+        lent: Value | Kept
+        if is_small and tensor.is_leaf if tensor.requires_grad else is_small or not known.has_made(tensor):
+            lent = copy = known.copied(tensor)
+            size = copy.bytes
+        else:
+            lent, size = known.lend(tensor), _bytes(tensor)
+            if isinstance(lent, Value) and lent.unread:
+                known.log.keep(lent, tensor)
+        self.alone += 0 if tensor.requires_grad and tensor.is_leaf else size
+        return lent
 
 
 def follow(
@@ -120,12 +121,12 @@ def follow(
     `whole`: the recipe also computes what the call has saved inside.
     """
     recipe = Recipe(again, result)
-    if recipe.depth > longest:  # in a plan they may be any number, as they are computed without recursion
+    if recipe.depth > longest:
         return None
     if whole:
         recipe = _of_inside(again, call, result)
-    if call.notes is not None and not whole:
-        call.notes.recipes.append((recipe, again))
+    if not whole:
+        call.recipes.append((recipe, again))
     own = known.find(result)
     if own is None:
         own = known.remember(result, Value(recipe))
@@ -159,9 +160,9 @@ def _follow_base(known: KnownValues, call: Call, result: Tensor, base: Tensor, o
 def leave_own_inside(known: KnownValues, call: Call, result: Tensor) -> None:
     """Reduce `call.inside` to tensors that the call itself has made, without its result and much smaller tensors."""
     given = {known.place(one) for one in (*tensors_in(call.arguments), result) if is_ordinary(one)}
-    call.inside = tuple(
+    call.inside = [
         part for part in call.inside if part.value.storage not in given and _MUCH * part.value.bytes > result.nbytes
-    )
+    ]
 
 
 def draw_inside(again: Again, call: Call) -> None:
@@ -178,8 +179,7 @@ def _of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
     recipe.outputs = [weakref.ref(part.value) for part in call.inside]
     for part in call.inside:
         part.value.become(recipe)
-    if call.notes is not None:
-        call.notes.recipes.append((recipe, again))
+    call.recipes.append((recipe, again))
     return recipe
 
 
@@ -235,7 +235,7 @@ class ByPlan:
         computed = Flag.AGAIN | Flag.MASK  # if no plan matches this call
         if flag is not None:
             computed &= flag
-        replaceable = () if flag is not None and self.plans[0].fits else call.replaceable
+        replaceable = [] if flag is not None and self.plans[0].fits else call.replaceable
         again = how_to_repeat(known, rule, call, result) if computed & Flag.AGAIN else None
         if row.mask is not None and call.inside and computed & Flag.MASK:
             if (mask := how_to_repeat(known, row.mask, call, result)) is not None:
@@ -244,7 +244,7 @@ class ByPlan:
         if again is not None:
             # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
             is_whole = row.inside and row.mask is None
-            own = follow(known, again, call, result, is_whole, sys.maxsize if flag is not None else _LONGEST)
+            own = follow(known, again, call, result, is_whole, _LONGEST if flag is None else _LONGEST_PLANNED)
         own = own or known.find(result) or known.keep(result)
         own.number = self.call
         for saved in replaceable:

@@ -16,7 +16,7 @@ Rule 6. If no gradient needs an input's values (the convolution or eval-mode nor
     (`Signs`) once its tensor, and the tensors of recipes that read it, are freed.
 Rule 7. A value is computed for its first reader in a backward pass, and held until the last one has read it or the pass
     has ended. Another backward pass over the graph computes it again.
-Rule 8. A chain has at most `_LONGEST` recipes, except in a plan; views and casts may lengthen it a little.
+Rule 8. A chain has at most `_LONGEST` recipes, in a plan `_LONGEST_PLANNED`; views and casts may lengthen it a little.
 Rule 9. A value belongs to one version of a tensor (values.py). Before a call that may overwrite memory, the values
     in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
@@ -66,7 +66,8 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .functions import Call, Notes, Row, body, row_of
+from .calls import Call
+from .functions import Row, body, row_of
 from .known_values import KnownValues
 from .recipes import ByPlan, follow, how_to_repeat, leave_own_inside
 from .report import KeptTensor, Log
@@ -198,10 +199,8 @@ class Recording(TorchFunctionMode):
 
     def _seen(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         are_plain = PLAIN.issuperset(types)
-        if are_plain:
-            nothing = row.saves_nothing
-            if row.only_asks or (nothing is not None and torch.is_grad_enabled() and nothing(args, kwargs)):
-                return function(*args, **kwargs)
+        if row.only_asks and are_plain:
+            return function(*args, **kwargs)
         if (self.abandoned or not is_running(self.frame)) and self.is_abandoned():
             return function(*args, **kwargs)
         if self.known.dead or self.known.gone:
@@ -210,11 +209,7 @@ class Recording(TorchFunctionMode):
             return self._asked(function, types, args, kwargs)
         if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
-        if row.writes and self._only_counts(args, kwargs):
-            return function(*args, **kwargs)
         call = Call(function, row, args, kwargs)
-        if self.lesson is not None:
-            call.notes = Notes()
         if not ((row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
             return self.run(call)
         known, tensors = self.known, filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
@@ -243,15 +238,6 @@ class Recording(TorchFunctionMode):
             return body(function)(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
-
-    def _only_counts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call changes a single number that nothing reads, such as a norm's count of minibatches."""
-        if kwargs or len(args) != 2 or type(args[0]) not in PLAIN or type(args[1]) is not int:
-            return False
-        number = args[0]
-        if number.dim() or number.requires_grad or not is_ordinary(number):
-            return False
-        return self.known.memories.get(number.untyped_storage()) is None
 
     def run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..saved import PLAIN, Kept
 from ..torch_internals import address, calling_module
 from .signs import Signs
-from .values import Value
 
 
 class Line(NamedTuple):
@@ -61,11 +60,11 @@ class Log:
     def __init__(self) -> None:
         # Each with the address and bytes of its storage, the name of the node that made it, the function that reads it,
         # and the module that calls this.
-        self.entries: list[tuple[weakref.ref[Value], int, int, str, Any, Any]] = []
+        self.entries: list[tuple[weakref.ref[Any], int, int, str, Any, Any]] = []
         self.others: list[tuple[weakref.ref[Kept], KeptTensor]] = []
         self.function: Callable[..., Any] | None = None  # the one that is running
 
-    def keep(self, value: Value, tensor: Tensor) -> None:
+    def keep(self, value: Any, tensor: Tensor) -> None:
         node, base = tensor.grad_fn, tensor._base
         if base is not None and isinstance(base, nn.Parameter):
             return
@@ -82,7 +81,7 @@ class Log:
             entry = KeptTensor(size, type(tensor).__name__, name, calling_module(), "a subclass of tensors")
             self.others.append((weakref.ref(kept), entry))
 
-    def kept(self, why: Callable[[Value], str] = lambda value: "") -> list[KeptTensor]:
+    def kept(self, why: Callable[[Any], str] = lambda value: "") -> list[KeptTensor]:
         """The tensors kept at the end of the forward pass, one per storage. `why`: the reason."""
         found: dict[int | Signs, KeptTensor] = {}
         for reference, storage, size, made_by, function, module in self.entries:

@@ -6,18 +6,19 @@ the recipe may keep it (rules 4 and 5 in recording.py).
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
 from ..norms.backends.eager import normalised
 from ..norms.bn_act import BatchNormActivation
-from ..saved import Kept
+from ..saved import ShapeOnly
 from ..torch_internals import (
     FakeTensor,
     OpOverload,
@@ -25,15 +26,10 @@ from ..torch_internals import (
     by_present_backends,
     dropped_share,
     is_capturing,
-    packed_by,
-    pop_hooks,
-    push_hooks,
     without_dispatch_modes,
     without_function_modes,
     written_arguments,
 )
-from .signs import ShapeOnly
-from .values import Again, Value, saved_value
 
 _OPERATORS = frozenset(
     f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
@@ -99,10 +95,27 @@ class NotFollowed(Exception):
     """Raised by a rule: the call cannot be repeated, so its result has to be kept."""
 
 
+class Again(NamedTuple):
+    """A call that computes the same result again.
+
+    `fresh`: its result shares no memory with anything else. `can_overwrite`: the function is elementwise and takes
+    `inplace=True`, which is used where its first argument has no other reader. `draws`: it draws random numbers.
+    """
+
+    function: Callable[..., Tensor]
+    arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors for the recipe to keep, and constants
+    fresh: bool = False
+    can_overwrite: bool = False
+    draws: bool = False
+
+
 class Find(Protocol):
     """Returns the value of a tensor, or what the recipe keeps in its place."""
 
     def __call__(self, tensor: Tensor, lend: bool = False) -> Any: ...
+
+    def saved(self, node: Any, name: str) -> Any:
+        """The value of a tensor that a node has saved under this name."""
 
 
 Function = Callable[..., Any]
@@ -151,12 +164,8 @@ def product(function: Function) -> Rule:
 def with_gradients(function: Function, needed: list[bool], *arguments: Any) -> Tensor:
     """`needed`: which arguments needed gradients in the forward pass."""
     given = [one.detach().requires_grad_() if need else one for one, need in zip(arguments, needed, strict=True)]
-    with torch.enable_grad():
-        push_hooks(id, Tensor.detach)  # they keep no tensors
-        try:
-            return function(*given).detach()
-        finally:
-            pop_hooks()
+    with torch.enable_grad(), saved_tensors_hooks(id, Tensor.detach):  # they keep no tensors
+        return function(*given).detach()
 
 
 def unless(function: Function, position: int, name: str) -> Rule:
@@ -250,8 +259,6 @@ def activation(function: Function) -> Rule:
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
-        if not (others or named):
-            return Again(function, (find(x),), fresh=True, can_overwrite=True)
         if any(isinstance(option, Tensor) for option in (*others, *named.values())):  # it may change later
             raise NotFollowed
         if not named.keys() <= known or not all(isinstance(other, bool) for other in others[position - 1 :]):
@@ -282,23 +289,12 @@ def batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result
         raise NotFollowed
     if type(node).__name__ == "CudnnBatchNormBackward0" and torch.are_deterministic_algorithms_enabled():
         return Again(_by_cudnn, [x, *affine, given.get("eps", 1e-5)], fresh=True)
-    return Again(normalised, [x, *_saved(node, "result1", "result2"), *affine], fresh=True)
+    return Again(normalised, [x, find.saved(node, "result1"), find.saved(node, "result2"), *affine], fresh=True)
 
 
 def _by_cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Equal to cuDNN's norm to the bit, unlike `normalised`, but it computes the statistics again."""
     return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
-
-
-def _saved(node: Any, *names: str) -> list[Value | Kept]:
-    """The values that a node has saved."""
-    values = []
-    for name in names:
-        value = saved_value(packed_by(node, name))
-        if not isinstance(value, (Value, Kept)):
-            raise NotFollowed
-        values.append(value)
-    return values
 
 
 def instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -357,7 +353,7 @@ def max_pool(dimensions: int) -> Rule:
             raise NotFollowed
         x = find(args[0] if args else kwargs["input"])
         shape = (*result.shape[: result.dim() - dimensions], -1)
-        return Again(_gathered, [x, *_saved(node, "result1"), shape, result.shape], fresh=True)
+        return Again(_gathered, [x, find.saved(node, "result1"), shape, result.shape], fresh=True)
 
     return rule
 
@@ -371,11 +367,11 @@ def dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: T
     node: Any = result.grad_fn
     x = args[0] if args else kwargs["input"]
     if type(node).__name__ == "MulBackward0":
-        return Again(torch.mul, [find(x), *_saved(node, "other")], fresh=True)
+        return Again(torch.mul, [find(x), find.saved(node, "other")], fresh=True)
     if type(node).__name__ == "NativeDropoutBackward0" and (share := dropped_share(node)) is not None:
         double = x.dtype == torch.float64
         scale = 1 / (1 - share) if isinstance(x, FakeTensor) else dropout_scale(x.device, double, share)
-        return Again(_masked, [find(x), *_saved(node, "result1"), scale], fresh=True)
+        return Again(_masked, [find(x), find.saved(node, "result1"), scale], fresh=True)
     raise NotFollowed
 
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..saved import check_version, laid_out
+from ..saved import autocast_as, check_version, laid_out
 from ..torch_internals import at_end_of_backward, backward_number
 from .functions import Row
 from .report import KeptTensor
 from .step import Plan
-from .values import Memory, autocast_as
+from .values import Memory
 
 _is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..norms.backends import triton_launches
-from ..saved import Kept, current_stream, laid_out, wait_for
+from ..saved import Kept, ShapeOnly, current_stream, laid_out, wait_for
 from ..torch_internals import Hooks, dispatch_modes_on, without_function_modes
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
@@ -88,19 +88,6 @@ def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
             return False
         size *= length
     return True
-
-
-class ShapeOnly:
-    """Saved in place of a tensor of which the gradient needs the shape and strides, but not the values."""
-
-    __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
-
-    def __init__(self, tensor: Tensor):
-        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-    def get(self) -> Tensor:
-        """A tensor with arbitrary values. The same strides select the same algorithm."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 class Signs:

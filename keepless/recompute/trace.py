@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from ..inputs import tensors_in
-from ..saved import ByStorage, Gone, Kept, is_ordinary
+from ..saved import ByStorage, Gone, Kept, ShapeOnly, is_ordinary
 from ..torch_internals import at_end_of_backward, backward_runs
-from .functions import Call
+from .calls import Call
+from .functions import Row
 from .known_values import KnownValues
 from .recipes import how_to_repeat
 from .report import Log
-from .rules import Rule, is_mask_alike
-from .signs import ShapeOnly, unpacking_bytes
+from .rules import Again, Rule, is_mask_alike
+from .signs import unpacking_bytes
 from .step import Event, Flag, Kind, Save, Step, StepValue, busy, in_order
-from .values import Again, Recipe, Saved, Value
+from .values import Recipe, Saved, Value
 
 # The work of a script for a call that it repeats, and for each save of a dropped tensor: so many `host_seconds`.
 _REPEATS, _SAVES = 3, 2.5
@@ -214,9 +215,8 @@ class Trace(KnownValues):
 
     def holds(self, packed: Any, tensor: Tensor) -> tuple[Saved | Kept | ShapeOnly, int]:
         """Autograd holds `packed` for a tensor. Returns what a recorder gives it, and the number of the save, or -1."""
-        saved, call = self._packed(tensor), self.call
-        if call is not None:
-            call.parameters = ()  # small parameters that recipes read count as copied
+        call = self.call
+        saved = self.packed(tensor, call or Call(type(None), Row(), (), {}))
         if isinstance(saved, _NotHeld):
             if is_ordinary(tensor) and not (tensor.requires_grad and call is not None):
                 memory = self.place(tensor)

@@ -1,20 +1,16 @@
 """Values of a forward pass that its backward pass reads: kept, recomputed from others, or overwritten."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..saved import ByStorage, Kept, check_version, current_stream, laid_out, wait_for
-from ..torch_internals import (
-    Hooks,
-    at_end_of_backward,
-    backward_runs,
-)
+from ..saved import ByStorage, Kept, autocast_as, autocast_of, check_version, current_stream, laid_out, wait_for
+from ..torch_internals import Hooks, at_end_of_backward, backward_runs
+from .rules import Again
 from .signs import Positive, Signs
 
 
@@ -54,30 +50,19 @@ class Value:
             self.recipes.pop()
         return bool(self.recipes)
 
-    def add_reader(self) -> None:
-        values = [self]  # no recursion: chains may be long
-        while values:
-            value = values.pop()
-            value.readers += 1
-            if value.readers == 1 and isinstance(value.source, Recipe):
-                values += value.source.counted(1)
-
-    def remove_reader(self) -> None:
-        values = [self]
-        while values:
-            value = values.pop()
-            value.readers -= 1
-            if value.readers == 0 and isinstance(value.source, Recipe):
-                values += value.source.counted(-1)
+    def count(self, change: int) -> None:
+        """Count a reader that has come (1) or gone (-1)."""
+        self.readers += change
+        if self.readers == max(change, 0) and isinstance(self.source, Recipe):
+            self.source.count(change)
 
     def become(self, recipe: "Recipe") -> None:
         """Forget the tensor, or another recipe: from now on this recipe computes it."""
         before, self.source = self.source, recipe
         if self.readers:
-            for value in recipe.counted(1):
-                value.add_reader()
-            for value in before.counted(-1) if isinstance(before, Recipe) else ():
-                value.remove_reader()
+            recipe.count(1)
+            if isinstance(before, Recipe):
+                before.count(-1)
 
     def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
         """Keep only signs if all readers need nothing else; otherwise give the tensor to the outer hooks.
@@ -113,28 +98,19 @@ class Value:
 
     def get(self) -> Tensor:
         """Return the tensor. Raises RuntimeError if a tensor that it needs was modified in place."""
-        if isinstance(self.source, Kept) and self.source.hooks is None:
-            return self.source.get()
-        calls, tensor = [self.steps()], None  # no recursion: chains may be long
-        while True:
-            try:
-                calls.append(calls[-1].send(tensor).steps())
-                tensor = None
-            except StopIteration as returned:
-                tensor = returned.value
-                calls.pop()
-                if not calls:
-                    return tensor
-
-    def steps(self) -> Generator["Value", Any, Tensor]:
-        """Coroutine: yields each `Value` that it needs, is sent its tensor, and returns this value's."""
-        tensor = self.computed
-        if tensor is None:
-            source = self.source
-            tensor = (yield from source.steps(self)) if isinstance(source, Recipe) else source.get()
-        else:
+        source, tensor = self.source, self.computed
+        if tensor is not None:
             check_version(tensor, self.version)  # a backward function may have overwritten its input
             wait_for(self.stream, tensor)
+        elif isinstance(source, Recipe):
+            spare, given = source.can_overwrite and _is_spare(source.arguments[0]), []
+            for argument in source.arguments:  # one frame of Python for each recipe of a chain, which may be long
+                given.append(argument.get() if isinstance(argument, (Value, Kept)) else argument)
+            tensor = source.computed(self, given, {"inplace": True} if spare else {})
+        else:
+            tensor = source.get()
+            if isinstance(source, Kept) and source.hooks is None:
+                return tensor
         self.reads += 1
         if self.reads == self.readers or not backward_runs():  # not in a backward pass
             self.drop()
@@ -195,36 +171,19 @@ class Saved:
         self.memory = memory
         self.number = -1  # in a counted step
         self.reads_signs = False  # the operation only needs to know which entries are positive
-        if value.readers:  # a quick `add_reader`
-            value.readers += 1
-        else:
-            value.add_reader()
+        value.count(1)
 
     def read_instead(self, value: Value) -> None:
         """Replace the value."""
-        self.value.remove_reader()
+        self.value.count(-1)
         self.value = value
-        value.add_reader()
+        value.count(1)
 
     def get(self) -> Tensor:
         """Return the tensor. RuntimeError if it, or a tensor from which it is computed, was modified in place."""
         if self.memory.overwritten:
             raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
         return self.value.get()
-
-
-class Again(NamedTuple):
-    """A call that computes the same result again.
-
-    `fresh`: its result shares no memory with anything else. `can_overwrite`: the function is elementwise and takes
-    `inplace=True`, which is used where its first argument has no other reader. `draws`: it draws random numbers.
-    """
-
-    function: Callable[..., Tensor]
-    arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors for the recipe to keep, and constants
-    fresh: bool = False
-    can_overwrite: bool = False
-    draws: bool = False
 
 
 class Recipe:
@@ -256,39 +215,26 @@ class Recipe:
                 if isinstance(value.source, Recipe) and value.source.depth >= self.depth:
                     self.depth = 1 + value.source.depth
 
-    def counted(self, change: int) -> list[Value]:
-        """Count its values with readers. Returns the inputs if this is the first one (1), or was the last one (-1)."""
+    def count(self, change: int) -> None:
+        """Count a value with readers that has come (1) or gone (-1). While there is one, the inputs have a reader."""
         self.wanted += change
-        return self.inputs if self.wanted == max(change, 0) else []
+        if self.wanted == max(change, 0):
+            for value in self.inputs:
+                value.count(change)
 
-    def steps(self, value: Value) -> Generator[Value, Any, Tensor]:
-        """Compute a value's tensor: see `Value.steps`. RuntimeError if an argument was modified in place."""
-        options = {"inplace": True} if self.can_overwrite and _is_spare(self.arguments[0]) else {}
-        arguments = []
-        for argument in self.arguments:
-            if isinstance(argument, Value):
-                kept = argument.source
-                argument = kept.get() if isinstance(kept, Kept) and kept.hooks is None else (yield argument)
-            elif isinstance(argument, Kept):
-                argument = argument.get()
-            arguments.append(argument)
+    def computed(self, value: Value, arguments: Sequence[Any], options: dict[str, bool]) -> Tensor:
+        """The tensor of one of its values."""
         wait_for(self.stream, *arguments)
-        if torch.is_grad_enabled() or autocast_of(self.device) != self.autocast:
-            with torch.no_grad(), autocast_as(self.autocast, self.device):
-                return self._finished(self.function(*arguments, **options), value)
-        return self._finished(self.function(*arguments, **options), value)
-
-    def _finished(self, result: Any, value: Value) -> Tensor:
-        if self.outputs:  # each is held until its own last reader has read it
-            for reference, tensor in zip(self.outputs, result, strict=True):
-                if (other := reference()) is value:
-                    found = tensor
-                elif other is not None and other.readers and other.computed is None and other.source is self:
-                    other.hold(tensor)
-            return found
-        if result.dtype != self.dtype:
-            result = result.to(self.dtype)
-        return result if result.stride() == self.stride else laid_out(result, self.stride)
+        with torch.no_grad(), autocast_as(self.autocast, self.device):
+            result: Any = self.function(*arguments, **options)
+            if not self.outputs:
+                return laid_out(result.to(self.dtype), self.stride)
+        for reference, tensor in zip(self.outputs, result, strict=True):
+            if (other := reference()) is value:
+                found = tensor
+            elif other is not None and other.readers and other.computed is None and other.source is self:
+                other.hold(tensor)  # until its own last reader has read it
+        return found
 
 
 def saved_value(packed: Any) -> Any:
@@ -304,25 +250,6 @@ def _is_spare(argument: object) -> bool:
     if not isinstance(argument, Value) or argument.readers != 1:
         return False
     return isinstance(argument.source, Recipe) and argument.source.fresh
-
-
-def autocast_as(autocast: tuple[bool, torch.dtype | None], device: str) -> AbstractContextManager:
-    """Context with the autocast that `autocast_of` has returned."""
-    enabled, dtype = autocast
-    return nullcontext() if autocast_of(device) == autocast else torch.autocast(device, dtype, enabled)
-
-
-def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
-    """Whether autocast is enabled for a type of device, and if so its dtype."""
-    if _has_autocast(device) and torch.is_autocast_enabled(device):
-        return True, torch.get_autocast_dtype(device)
-    return False, None
-
-
-@cache
-def _has_autocast(device: str) -> bool:
-    """Whether a type of device has autocast; meta, for example, does not."""
-    return torch.amp.is_autocast_available(device)
 
 
 class _Overwriting(NamedTuple):
@@ -368,11 +295,3 @@ def after_overwriting(write: _Overwriting, memories: ByStorage[Memory]) -> bool:
         now.values += write.memory.values
         now.earlier = write.memory
     return False
-
-
-class Inside(NamedTuple):
-    """A tensor that the running call has made itself, and saves."""
-
-    value: Value
-    number: int  # among the tensors that the call saves
-    is_base: bool  # the saved tensor is a view of it

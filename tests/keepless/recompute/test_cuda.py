@@ -12,9 +12,9 @@ from keepless import recompute_activations
 from keepless.norms.backends.eager import EagerBackend
 from keepless.recompute import rules, signs, values
 from keepless.recompute.costs import peak_bytes
-from keepless.recompute.rules import NotFollowed, dropout_scale
+from keepless.recompute.rules import Again, NotFollowed, dropout_scale
 from keepless.recompute.signs import positive
-from keepless.recompute.values import Again, Recipe, Value
+from keepless.recompute.values import Recipe, Value
 from keepless.saved import Kept
 from tests.cuda import NEEDS_CUDA
 from tests.keepless.recompute.ahead import Ahead
@@ -82,7 +82,7 @@ def test_a_reader_on_another_stream_waits_and_records(monkeypatch):
         kept = Value(Kept(torch.empty(4), None))
         value = Value(Recipe(Again(torch.exp, [kept]), torch.empty(4)))
         for _ in range(4):
-            value.add_reader()
+            value.count(1)
         for present[0] in (first, first, second):
             value.get()
     assert log == ["first waits for forward", "first records", "second waits for first", "second records"]

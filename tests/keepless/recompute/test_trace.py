@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keepless import plan, recompute_activations, report
+from keepless.recompute.calls import random_state
 from keepless.recompute.costs import peak_bytes
-from keepless.recompute.rerun import random_state
 from keepless.torch_internals import current_hooks
 from tests.keepless.recompute.ahead import planned_sizes
 
@@ -177,7 +177,7 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
     for _ in range(3):
         assert_like_plain(within, plain)
     assert plans(within) == 1
-    monkeypatch.setattr("keepless.recompute.rerun.is_capturing", lambda: True)
+    monkeypatch.setattr("keepless.recompute.calls.is_capturing", lambda: True)
     assert random_state(torch.ones(2)) is None
 
 

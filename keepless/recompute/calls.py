@@ -1,16 +1,67 @@
-"""Run a call again as in the forward pass: with gradients, for what it saves inside, and with its random numbers."""
+"""The running call, and how to run it again as in the forward pass, with gradients or the same random numbers."""
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..saved import laid_out
-from ..torch_internals import FakeTensor, is_capturing
-from .values import Inside
+from ..inputs import tensors_in
+from ..saved import is_ordinary, laid_out
+from ..torch_internals import FakeTensor, address, is_capturing, next_node_number, node_number
+from .functions import Row
+from .rules import Again
+from .values import Recipe, Saved, Value
+
+
+class Inside(NamedTuple):
+    """A tensor that the running call has made itself, and saves."""
+
+    value: Value
+    number: int  # among the tensors that the call saves
+    is_base: bool  # the saved tensor is a view of it
+
+
+class Call:
+    """The running call of a function, and what autograd has saved in it. It holds tensors only while the call runs."""
+
+    def __init__(self, function: Callable[..., Any], row: Row, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.function, self.row, self.args, self.kwargs = function, row, args, kwargs
+        self.arguments = (*args, *kwargs.values())
+        self.first_node = next_node_number()
+        self.overwrites = False  # it overwrites an argument
+        self.before: Value | None = None  # value of the first argument, if the call overwrites it
+        self.random: RandomState | None = None  # state of the generator before the call, if it may be needed
+        self.saves = 0  # number of tensors saved so far
+        self.packed: list[tuple[Tensor, Any]] = []  # tensors that autograd saves, and what it holds instead
+        self.inside: list[Inside] = []  # tensors saved inside the call, which it may have made itself
+        self.replaceable: list[Saved] = []  # saved arguments that the result can stand for
+        self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
+        # What recipes read: tensors, or the names under which the result's node has saved them; and their values.
+        self.found: list[tuple[Tensor | str, Any]] = []
+        self.recipes: list[tuple[Recipe, Again]] = []
+        self.began = (0, 0)  # in a counted step: the numbers of its first event and operator
+
+    def note_random(self) -> None:
+        """Note the state of the generator, if the call will draw from it."""
+        draws = self.row.draws
+        if draws is not None and draws(self.args, self.kwargs) and (given := tensors_in(self.arguments)):
+            self.random = random_state(given[0])
+
+    def has_made(self, base: Tensor) -> bool:
+        """Whether a result that is a view of `base` has new memory. Always False for calls that overwrite."""
+        node = base.grad_fn
+        if self.overwrites or node is None or node_number(node) < self.first_node:
+            return False
+        memory = address(base.untyped_storage())  # compared too: another thread's tensor may have a later node
+        given = filter(is_ordinary, tensors_in(self.arguments))
+        return all(address(tensor.untyped_storage()) != memory for tensor in given)
+
+    def room(self, result: Tensor) -> int:
+        """Bytes that can be freed if the call is repeated in the backward pass."""
+        return result.nbytes + sum(part.value.bytes for part in self.inside)
 
 
 class Rerun:
