@@ -1,10 +1,12 @@
-"""Steps of networks with a budget, and their peaks, although measuring and planning both need the profiler."""
+"""Steps of plain and prepared networks, and their peaks, although measuring and planning both need the profiler."""
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless.inputs import tensors_in
@@ -26,6 +28,22 @@ class After(nn.Module):
         return self.function(self.layer(x))
 
 
+class Layers(nn.Module):
+    """Equal layers. `before` is called with the network and its input, and returns another input."""
+
+    def __init__(self, layers: int = 8, before: Callable[[Any, Tensor], Tensor] = lambda network, x: x):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+        self.before, self.calls = before, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.before(self, x)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.mean(1)
+
+
 def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
     network.zero_grad()
     network(x).square().mean().backward()
@@ -33,11 +51,11 @@ def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def step(network: nn.Module, x: Tensor, plan: Plan | None = None, seed: int = 1) -> list[Tensor]:
-    """Outputs, gradients and buffers of a step, plain or by a plan, and the next random number.
+    """Outputs, gradients and buffers of a step, plain or by a plan, and the next random numbers.
 
     Gradients are there before, and zeroed.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(seed), random.seed(seed)
     for parameter in network.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
     with nullcontext() if plan is None else Recording(ByPlan([plan]), inputs=[x]):
@@ -45,7 +63,15 @@ def step(network: nn.Module, x: Tensor, plan: Plan | None = None, seed: int = 1)
     torch.autograd.backward([one.square().mean() for one in outputs if one.requires_grad])
     gradients = [parameter.grad.clone() for parameter in network.parameters()]
     buffers = [buffer.clone() for buffer in network.buffers()]
-    return [*(one.detach() for one in outputs), *gradients, *buffers, torch.rand(1)]
+    numbers = [torch.get_rng_state(), torch.tensor(random.random())]
+    return [*(one.detach() for one in outputs), *gradients, *buffers, *numbers]
+
+
+def assert_like(plain: nn.Module, within: nn.Module, *inputs: Tensor) -> None:
+    """Steps of two networks are equal to the bit. Each gets inputs of its own."""
+    for seed, x in enumerate(inputs):
+        found = [step(network, x.clone(), seed=seed) for network in (plain, within)]
+        assert all(map(torch.equal, *found))
 
 
 def plans_of(network: nn.Module) -> Plans:
@@ -56,6 +82,11 @@ def plans_of(network: nn.Module) -> Plans:
 
 def planned_sizes(network: nn.Module) -> list:
     return [size for sizes in plans_of(network)._families.values() for size in sizes]
+
+
+def plans(network: nn.Module) -> list[int]:
+    """How many plans there are for each size."""
+    return [len(size.plans) for size in planned_sizes(network)]
 
 
 class Ahead(Plans):

@@ -1,219 +1,189 @@
-"""Networks of many kinds are like the plain ones to the bit, with a budget and without, and nothing is said."""
+"""Networks of many kinds are like the plain ones to the bit, in the bytes that are planned, and nothing is said."""
 
 import copy
+import random
 import warnings
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
-from keepless import recompute_activations
+from keepless import ABN, InPlaceABN, plan, recompute_activations
+from keepless.norms.bn_act import norm_and_activation
+from keepless.recompute.costs import peak_bytes
 from keepless.recompute.following import Following
-from tests.keepless.recompute.ahead import planned_sizes, step
-from tests.keepless.recompute.test_programs import Cube
+from keepless.recompute.rehearsal import counted_step, rehearsed_step
+from keepless.recompute.search import Choice
+from keepless.recompute.simulation import plain_peak, simulate
+from keepless.recompute.step import Kind
+from tests.keepless.recompute.ahead import Ahead, gradients, planned_sizes, step
+from tests.keepless.recompute.networks import COUNTED, IMAGES, NETWORKS, OURS, blocks, over_views, residuals
 
-
-class Network(nn.Module):
-    """Linear layers before and behind something that networks do."""
-
-    def __init__(self, between: "Callable[[Network, Tensor], Tensor] | None" = None) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.register_buffer("scale", torch.ones(8))
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.first(x))
-        x = self.second(F.gelu(x if self.between is None else self.between(self, x)))
-        return self.second(F.gelu(x))
-
-
-def averages(network: Network, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        network.scale.mul_(0.9).add_(0.1 * x.square().mean((0, 1)).sqrt())
-    return x / network.scale
-
-
-@torch.no_grad()
-def angles(network: Network, length: int) -> Tensor:
-    return torch.arange(length).float()[:, None] * network.scale
-
-
-def taught(network: Network, x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        target = F.gelu(network.second(x)).mean()
-    return x * target.clone()
-
-
-def switched_on(network: Network, x: Tensor) -> Tensor:
-    """A gradient that is needed whatever the mode outside."""
-    with torch.no_grad(), torch.enable_grad():
-        return F.silu(x)
-
-
-def sparse(network: Network, x: Tensor) -> Tensor:
-    rows = x.flatten(0, 1)
-    return torch.sparse.mm(torch.eye(len(rows)).to_sparse(), rows).view_as(x)
-
-
-def routed(network: Network, x: Tensor) -> Tensor:
-    """Reads how many rows an expert has."""
-    rows = x.flatten(0, 1)
-    chosen = (rows.mean(1) > 0).nonzero()[:, 0]
-    return rows.index_add(0, chosen, F.gelu(rows[chosen])).view_as(x)
-
-
-def without_rows(network: Network, x: Tensor) -> Tensor:
-    """Each of three experts gets a slice of a projection, the last one no rows."""
-    values, _ = network.first(x.flatten(0, 1)).repeat(1, 2).split(8, 1)
-    rows = len(values) // 2
-    return torch.cat([network.second(part) for part in (values[:rows], values[rows:], values[:0])]).view_as(x)
-
-
-def checkpointed(network: Network, x: Tensor) -> Tensor:
-    return checkpoint(lambda x: F.silu(network.second(x)), x, use_reentrant=False)
-
-
-def batched(network: Network, x: Tensor, overwrites: bool = False) -> Tensor:
-    """Each row predicts a kernel for itself."""
-    both = torch.cat([x, F.silu(x)], 1)
-    kernels = network.second(x.mean(1)).repeat(1, 12).view(-1, 4, 8, 3)
-    y = torch.vmap(lambda h, w: F.silu(F.conv1d(F.relu(h * 2)[None], w, padding=1))[0])(both, kernels)
-    if overwrites:
-        torch.vmap(lambda part: part.mul_(2))(y)
-    return y
-
-
-def returned(network: Network, x: Tensor) -> Tensor:
-    """Three equal calls, of which the first two return their argument."""
-    with torch.autocast("cpu", torch.bfloat16):
-        q, k, v = network.first(x), network.second(x), network.first(x)
-    q, k = q * 2.0 + x, k * 2.0 + x
-    return x + network.second(F.scaled_dot_product_attention(q.float(), k.float(), v.float()))
-
-
-class Frozen(Network):
-    """Freezes its first layer, like detectors."""
-
-    def forward(self, x):
-        torch.set_grad_enabled(False)
-        x = F.gelu(self.first(x))
-        torch.set_grad_enabled(True)
-        return self.second(F.gelu(self.second(x)))
-
-
-class Dictionary(Network):
-    def forward(self, x):
-        return {"out": super().forward(x), "ids": x.argmax(-1)}
-
-
-class InsideAutocast(Network):
-    """Turns autocast on in its own forward pass, as published models do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x).float()
-
-
-def reparametrised(norm) -> nn.Module:
-    network = Network()
-    norm(network.first)
-    return network
-
-
-class Transposed(nn.Module):
-    """Multiplies transposed inputs, as vision transformers do: pixels are rows, but lie in memory as columns.
-
-    PyTorch multiplies them in another way where weights need no gradient.
-    """
-
-    def __init__(self, multiply: Callable[[nn.Linear, Tensor], Tensor], frozen: bool) -> None:
-        super().__init__()
-        self.layers, self.multiply = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), multiply
-        self.layers[1:].requires_grad_(not frozen)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.gelu(self.multiply(layer, x.transpose(1, 2))).transpose(1, 2).contiguous()
-        return x
-
-
-def weighted(layer: nn.Linear, x: Tensor) -> Tensor:
-    return x @ layer.weight
-
-
-class Conjugates(nn.Module):
-    """A product saves a conjugate, which is a view that cannot be made again."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrix, self.vector = (nn.Parameter(torch.randn(*shape, 8, dtype=torch.cfloat)) for shape in ((8,), ()))
-
-    def forward(self, x):
-        return ((x.cfloat() @ self.matrix).conj() * self.vector).abs()
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.1))
-
-
-X, ROWS = (40, 4, 8), (2, 8, 64)
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "averages of activations": (partial(Network, averages), X),
-    "angles of positions": (partial(Network, lambda network, x: x * angles(network, x.size(1)).cos()), X),
-    "a teacher": (partial(Network, taught), X),
-    "gradients switched on": (partial(Network, switched_on), X),
-    "quantised": (partial(Network, lambda network, x: x + (x.round() - x).detach()), X),
-    "an own function": (partial(Network, lambda network, x: Cube.apply(x)), X),
-    "a sparse matrix": (partial(Network, sparse), X),
-    "an expert": (partial(Network, routed), X),
-    "an expert without rows": (partial(Network, without_rows), X),
-    "a checkpointed part": (partial(Network, checkpointed), X),
-    "calls that return their argument": (partial(Network, returned), X),
-    "frozen first layers": (Frozen, X),
-    "a dictionary": (Dictionary, X),
-    "autocast inside": (InsideAutocast, X),
-    "spectral norm": (partial(reparametrised, parametrizations.spectral_norm), X),
-    "weight norm": (partial(reparametrised, parametrizations.weight_norm), X),
-    "batch norm": (normed, X),
-    "transformer": (partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True), X),
-    "conjugates": (Conjugates, X),
-    "transposed inputs of layers": (partial(Transposed, nn.Linear.__call__, False), ROWS),
-    "transposed inputs of frozen layers": (partial(Transposed, nn.Linear.__call__, True), ROWS),
-    "transposed inputs of products": (partial(Transposed, weighted, False), ROWS),
-    "transposed inputs of frozen products": (partial(Transposed, weighted, True), ROWS),
-    "vmap inside": (partial(Network, batched), X),
-    "vmap inside that overwrites": (partial(Network, partial(batched, overwrites=True)), X),
+UNPLANNED = {
+    **dict.fromkeys(["a checkpointed part", "a part with a reentrant checkpoint"], "a checkpoint"),
+    **dict.fromkeys(["vmap inside", "vmap inside that overwrites"], "torch.vmap"),
 }
-# No budget can plan these, which is said.
-UNPLANNED = {"a checkpointed part", "vmap inside", "vmap inside that overwrites"}
 # Each of their steps is recorded.
 WITHOUT_SCRIPTS = {"conjugates", "calls that return their argument", "vmap inside", "vmap inside that overwrites"}
+OF_BUDGETS = "no plan keeps|this step is within"
 
 
 @pytest.mark.parametrize("budget", [None, "1KiB"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_are_like_the_plain_ones_to_the_bit(name, budget, monkeypatch):
-    """Each has one plan, and follows its script from the second step on."""
+    """Each has one plan, and follows its script from the second step on, which takes no more than the first step."""
     make, shape = NETWORKS[name]
     torch.manual_seed(0)
     plain, x = make(), torch.randn(shape)
-    within, followed = recompute_activations(copy.deepcopy(plain), budget=budget), []
+    within, followed, peaks = recompute_activations(copy.deepcopy(plain), budget=budget), [], []
     conclude = Following.has_followed.fget
     monkeypatch.setattr(Following, "has_followed", property(lambda one: followed.append(conclude(one)) or followed[-1]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "no plan keeps|this step is within")  # the budget
-        if name in UNPLANNED:
-            warnings.filterwarnings("ignore", "the network runs a part of its forward pass")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", OF_BUDGETS)
         for seed in range(4):
-            assert all(map(torch.equal, step(within, x, seed=seed), step(plain, x, seed=seed)))
+            expected, found = step(plain, x, seed=seed), []
+            if budget is None:
+                peaks.append(peak_bytes(lambda: found.extend(step(within, x, seed=seed)), "cpu"))  # noqa: B023
+            else:
+                found = step(within, x, seed=seed)
+            assert all(map(torch.equal, found, expected))
     assert (followed == [True] * 3) is (name not in WITHOUT_SCRIPTS)
-    if budget is not None:
+    if budget is None:
+        assert not said and max(peaks[1:]) <= peaks[0]
+    else:
         (size,) = planned_sizes(within)
         assert not size.strays and size.rehearsals == 1 and len(size.plans) == 1
+        unseen = UNPLANNED.get(name)
+        assert [unseen in str(one.message) and "cannot plan" in str(one.message) for one in said] == [True] * (
+            unseen is not None
+        )
+
+
+def layers_of_ours() -> list:
+    cases = []
+    for name, (cls, options) in OURS.items():
+        for training in (True, False):
+            for backend in ("eager", "compiled"):
+                make = lambda c=cls, t=training, b=backend, o=options: residuals(c, 2, backend=b, **o).train(t)  # noqa: E731
+                is_known = cls is not ABN and backend == "eager"  # others take more bytes than are known
+                marks = [pytest.mark.slow] if backend == "compiled" else []
+                id = f"{name} {training} {backend}"
+                cases.append(pytest.param(make, IMAGES, is_known, 0.4, marks=marks, id=id))
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "is_known", "share"),
+    [
+        *(pytest.param(*row, True, 0.4 * (name != "custom operators"), id=name) for name, row in COUNTED.items()),
+        *layers_of_ours(),
+    ],
+)
+def test_any_plan_is_exact_and_takes_the_bytes_that_are_simulated(make, shape, is_known, share):
+    """If nothing is computed again, the peak is the plain one. Running statistics move once.
+
+    `share`: of values that are kept although they may be computed again.
+    """
+    torch.manual_seed(0)
+    network = make()
+    x = torch.randn(shape).to(next(network.parameters()).dtype)
+    step(network, x)
+    counted = counted_step(network, (x,), {})
+    if is_known:
+        measured = peak_bytes(lambda: step(network, x), "cpu")
+        assert plain_peak(counted) == pytest.approx(measured, abs=256)
+        if make is not over_views:  # where fake tensors take more
+            assert plain_peak(rehearsed_step(network, (x,), {})) == pytest.approx(measured, abs=256)
+    for seed in range(4):
+        draws = random.Random(seed)
+        kept = [one.kind == Kind.KEPT or (one.kind == Kind.FREE and draws.random() < share) for one in counted.values]
+        plan, reference = Choice(0, 0.0, tuple(kept)).plan(counted), copy.deepcopy(network)
+        assert all(map(torch.equal, step(network, x, plan), step(reference, x)))
+        if is_known:
+            measured = peak_bytes(lambda: step(network, x, plan), "cpu")  # noqa: B023
+            assert simulate(counted, kept).peak == pytest.approx(measured, rel=0.03)
+
+
+def test_layers_that_overwrite_their_input_are_not_repeated():
+    for overwrites in (True, False):
+        network = residuals(InPlaceABN, 1, overwrite_input=overwrites)
+        counted = counted_step(network, (torch.randn(1, 3, 32, 32),), {})
+        assert (norm_and_activation in [function for function, *_ in counted.calls]) is not overwrites
+
+
+WITHIN = (
+    COUNTED
+    | NETWORKS
+    | {
+        # A matrix exponential's memory depends on values.
+        "orthogonal": (
+            lambda: nn.Sequential(*(parametrizations.orthogonal(nn.Linear(96, 96)) for _ in range(3))),
+            (64, 96),
+        ),
+        "I": (lambda: residuals(InPlaceABN, 6, variant="I"), IMAGES),
+        "II": (lambda: residuals(InPlaceABN, 6, variant="II"), IMAGES),
+    }
+)
+SHARES = [("mixed", 0.9), ("mixed", None), ("chain", 0.9), ("chain", None), ("copies", 0.5)]
+SHARES += [("over views, then a layer", 0.7), ("orthogonal", 1.01), ("I", 0.5), ("II", 0.5), ("residual blocks", 0.8)]
+
+
+@pytest.mark.parametrize("name, share", SHARES)
+def test_steps_are_within_their_budget_from_the_first_on_exact_and_silent(name, share):
+    """A share of None is a budget near the least, which varies with measured times. The first step is recorded."""
+    make, shape = WITHIN[name]
+    torch.manual_seed(0)
+    plain, x = make(), torch.randn(shape)
+    warm, within = copy.deepcopy(plain), copy.deepcopy(plain)
+    step(warm, x)
+    peak = peak_bytes(lambda: step(warm, x), "cpu")
+    if share is None:
+        found = plan(plain, x, budgets=(1.0,))
+        budget = found.least + (found.plain - found.least) // 5
+    else:
+        budget = int(share * peak)
+    plans, peaks = Ahead.of(recompute_activations(within, budget=budget)), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            found = []
+            peaks.append(plans.peak(within, x, lambda: found.extend(step(within, x))))  # noqa: B023
+            assert all(map(torch.equal, found, step(plain, x)))
+    assert max(peaks) <= 1.03 * budget and max(peaks[1:]) <= peaks[0]
+
+
+def within_a_share(network: nn.Module, x: Tensor, share: float, train) -> tuple[Ahead, float]:
+    """Prepare a network for a share of the peak of its steps. Returns its plans, and the bytes of the budget."""
+    step(network, x), train()
+    asked = share * peak_bytes(train, "cpu")
+    return Ahead.of(recompute_activations(network, budget=share)), asked
+
+
+def test_gradients_that_were_released_come_on_top_of_a_budget():
+    torch.manual_seed(0)
+    network, x = (
+        nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU()))),
+        torch.randn(128, 64),
+    )
+    plans, asked = within_a_share(network, x, 0.6, lambda: step(network, x))
+    trained = sum(parameter.nbytes for parameter in network.parameters())
+    for _ in range(4):
+        assert plans.peak(network, x, lambda: gradients(network, x)) <= 1.03 * asked + trained < asked / 0.6
+
+
+def test_two_backward_passes_over_a_graph_are_planned():
+    """The first keeps the graph for the second."""
+    torch.manual_seed(0)
+    network, x = blocks(12, nn.GELU(), width=4), torch.randn(2, 3, 24, 24)
+
+    def train() -> None:
+        y = network(x)
+        y.mean().backward(retain_graph=True)
+        y.square().mean().backward()
+
+    plans, asked = within_a_share(network, x, 0.7, train)
+    for number in range(5):
+        peak = plans.peak(network, x, train)
+        assert number < 2 or peak <= 1.05 * asked  # planned for one backward pass

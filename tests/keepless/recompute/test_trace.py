@@ -1,8 +1,9 @@
-"""Whatever happens around a step, a network with a budget is like the plain network."""
+"""Whatever happens around a step or changes between steps, a prepared network is like the plain one."""
 
 import copy
 import threading
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,53 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from keepless import plan, recompute_activations, report
+from keepless import recompute_activations, report
 from keepless.recompute.calls import random_state
 from keepless.recompute.costs import peak_bytes
 from keepless.torch_internals import current_hooks
-from tests.keepless.recompute.ahead import planned_sizes
+from tests.keepless.recompute.ahead import Layers, assert_like, planned_sizes, plans, step
+
+X = torch.linspace(-1, 1, 4 * 40 * 32).view(4, 40, 32)
 
 
-class Layers(nn.Module):
-    """`call` is called first, with the number of the forward pass."""
-
-    def __init__(self, call=lambda number: None):
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.call, self.calls = call, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        y = F.gelu(self.first(x))
-        self.call(self.calls)
-        return self.second(F.gelu(self.second(y)))
-
-
-X = torch.linspace(-1, 1, 4 * 40 * 16, dtype=torch.float64).view(4, 40, 16)
-
-
-def pair(budget: float | None = 1.0, **options) -> tuple[nn.Module, nn.Module]:
-    """The network, prepared with this budget, and the plain one."""
+def pair(budget: float | None = 1.0, before: Callable = lambda network, x: x) -> tuple[nn.Module, nn.Module]:
+    """The plain network, and prepared with this budget."""
     torch.manual_seed(0)
-    plain = Layers(**options).double()
-    return recompute_activations(copy.deepcopy(plain), budget=budget), plain
-
-
-def plans(network: nn.Module) -> int:
-    return sum(len(size.plans) for size in planned_sizes(network))
-
-
-def gradients(network: nn.Module, x: Tensor = X) -> list[Tensor]:
-    output = network(x)
-    loss = output.values() if output.is_nested and output.layout == torch.jagged else output
-    loss = loss.to_padded_tensor(0.0) if loss.is_nested else loss
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    return list(torch.autograd.grad(loss.square().mean(), trained, materialize_grads=True))
-
-
-def assert_like_plain(within: nn.Module, plain: nn.Module, x: Tensor = X) -> None:
-    for ours, theirs in zip(gradients(within, x), gradients(plain, x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    plain = Layers(3, before)
+    return plain, recompute_activations(copy.deepcopy(plain), budget=budget)
 
 
 @pytest.mark.parametrize("error, fails_in", [(ValueError, 1), (ValueError, 2), (KeyboardInterrupt, 2)])
@@ -68,17 +36,16 @@ def test_a_step_that_raises_is_planned_the_next_time(error, fails_in, at_once, b
     The rehearsal of the first step raises, too. As it has no output, no message speaks of one.
     """
 
-    def call(number: int) -> None:
-        if number == fails_in:
+    def fail(network: Layers, x: Tensor) -> Tensor:
+        x = x if at_once else F.gelu(x)
+        if network.calls == fails_in:
             raise error
+        return x
 
-    within, plain = pair(budget, call=call)
-    if at_once:
-        for network in (within, plain):
-            network.first.register_forward_pre_hook(lambda layer, args, n=network: call(n.calls))
+    plain, within = pair(budget, fail)
     for number in (1, 2, 3, 4, 5):
         if number != fails_in:
-            assert_like_plain(within, plain)
+            assert_like(plain, within, X)
             continue
         for network in (within, plain):
             with pytest.raises(error), warnings.catch_warnings(record=True) as said:
@@ -86,7 +53,7 @@ def test_a_step_that_raises_is_planned_the_next_time(error, fails_in, at_once, b
                 network(X)
             assert not said
         assert error is KeyboardInterrupt or current_hooks() is None
-    assert budget is None or plans(within) == 1
+    assert budget is None or plans(within) == [1]
 
 
 def test_a_network_inside_vmap_needs_no_plan():
@@ -102,17 +69,61 @@ def test_what_is_trained_from_now_on_is_planned_anew():
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)], nn.Linear(64, 1))
     x = torch.randn(256, 64, requires_grad=True)
-    network = copy.deepcopy(plain)
-    recompute_activations(network, budget=12 * x.nbytes)
+    network = recompute_activations(copy.deepcopy(plain), budget=12 * x.nbytes)
     for frozen in (True, False):
         for number in range(1, 8):
             network[number].requires_grad_(not frozen)
-        for parameter in network.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        network(x).sum().backward()  # planned, as no profiler runs
+        step(network, x)  # planned, as no profiler runs
         for _ in range(4):
             assert peak_bytes(lambda: network(x).sum().backward(), "cpu") < 12.5 * x.nbytes
     assert len(planned_sizes(network)) == 2
+
+
+class Changing(nn.Module):
+    """A network that does something else once it is changed: `parts` are its first and its last layers."""
+
+    def __init__(self, *parts: nn.Module, forward: Callable[["Changing", Tensor], Tensor]):
+        super().__init__()
+        self.parts, self.run, self.is_changed = nn.ModuleList(parts), forward, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def read_by_another(network: Changing, x: Tensor) -> Tensor:
+    """Another layer reads an activation of which only the signs were kept."""
+    y = F.relu(network.parts[0](x))
+    return y.mean() + (network.parts[1](y).square().sum() if network.is_changed else 0.0)
+
+
+def tuned(network: Changing, x: Tensor) -> Tensor:
+    """Only the arguments of calls change."""
+    with torch.set_grad_enabled(network.is_changed):
+        y = network.parts[0](x)
+    return network.parts[1](y).mean()
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU()] * 3)
+
+
+CHANGING = {
+    "read by another": lambda: Changing(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1), forward=read_by_another),
+    "tuned": lambda: Changing(convolutions(), nn.Conv2d(4, 1, 1), forward=tuned),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_step_that_changes_takes_no_more_than_one_that_is_recorded(name):
+    torch.manual_seed(0)
+    plain, x, found = CHANGING[name](), torch.randn(2, 4, 32, 32), []
+    within = recompute_activations(copy.deepcopy(plain))
+    assert_like(plain, within, x, x, x)
+    plain.is_changed = within.is_changed = True
+    by_script = peak_bytes(lambda: found.extend(step(within, x)), "cpu")
+    assert all(map(torch.equal, found, step(plain, x)))
+    recorded = recompute_activations(copy.deepcopy(plain))
+    assert by_script <= 1.01 * peak_bytes(lambda: step(recorded, x), "cpu")
 
 
 class Deepened(nn.Module):
@@ -120,7 +131,7 @@ class Deepened(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(16, 16), 0
+        self.layer, self.calls = nn.Linear(32, 32), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -132,51 +143,63 @@ class Deepened(nn.Module):
 def test_a_step_that_fits_as_it_is_is_recorded_once_it_strays():
     """Few of the long step's results are then kept, and the next step is rehearsed."""
     torch.manual_seed(0)
-    plain = Deepened().double()
+    plain, fits = Deepened(), {"planned", "cannot be computed again"}
     within = recompute_activations(copy.deepcopy(plain), budget="1GiB")
-    for _ in range(4):
-        assert_like_plain(within, plain)
-        assert {line.why for line in report(within).lines} == {"planned", "cannot be computed again"}
-    assert_like_plain(within, plain)
-    assert {line.why for line in report(within).lines} == {"no plan"}
-    assert report(within).bytes == 3 * X.nbytes  # of 13 results in a row one is kept
-    assert plans(within) == 1
-    assert_like_plain(within, plain)
-    assert plans(within) == 2
-    assert {line.why for line in report(within).lines} == {"planned", "cannot be computed again"}
+    for why, count in [*[(fits, 1)] * 4, ({"no plan"}, 1), (fits, 2)]:
+        assert_like(plain, within, X)
+        assert {line.why for line in report(within).lines} == why and plans(within) == [count]
+        if why != fits:
+            assert report(within).bytes == 3 * X.nbytes  # of 13 results in a row one is kept
+
+
+OUTPUTS = [(nn.ReLU(), None), (nn.ReLU(True), None), (nn.LeakyReLU(0.1), 1.0), (nn.LeakyReLU(0.1), "1GiB")]
+
+
+@pytest.mark.parametrize("activation, budget", OUTPUTS, ids=str)
+def test_an_output_may_be_overwritten_where_the_activation_is_computed_again(activation, budget):
+    """And in every step that fits as it is. The product's gradients are the same, if the plain network raises no error.
+
+    The plain network with ReLU does, because ReLU saves its result; with a smaller budget LeakyReLU's would be kept.
+    """
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), activation)
+    prepared, x = recompute_activations(copy.deepcopy(plain), budget=budget), torch.randn(2, 3, 9, 9)
+    for _ in range(3):  # recorded, and twice by the script
+        prepared.zero_grad()
+        prepared(x).mul_(2).square().mean().backward()
+    (plain(x) * 2).square().mean().backward()
+    for found, expected in zip(prepared.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
 
 
 def test_a_step_that_is_profiled_is_not_rehearsed():
     """One profiler inside another would end it, and in its warm-up crash the process."""
-    within, plain = pair()
+    plain, within = pair()
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profile:
         with pytest.warns(UserWarning, match="a PyTorch profiler is running: the budget is planned once it has ended"):
-            assert_like_plain(within, plain)
+            assert_like(plain, within, X)
         profile.step()
-        assert_like_plain(within, plain)
+        assert_like(plain, within, X)
         profile.step()
-    assert plans(within) == 0
+    assert plans(within) == []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        for _ in range(2):
-            assert_like_plain(within, plain)
+        assert_like(plain, within, X, X)
         torch.ones(3).erfinv()
-    assert "aten::erfinv" in {event.name for event in profile.events()} and plans(within) == 0
-    assert_like_plain(within, plain)
-    assert plans(within) == 1
+    assert "aten::erfinv" in {event.name for event in profile.events()} and plans(within) == []
+    assert_like(plain, within, X)
+    assert plans(within) == [1]
 
 
 def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
     """Measuring would wait for the device. Masks that are drawn again might get other numbers, so they are kept."""
-    within, plain = pair()
+    plain, within = pair()
     monkeypatch.setattr("keepless.recompute.plans.is_capturing", lambda: True)
     with pytest.warns(UserWarning, match="a CUDA graph is captured without a plan: run three steps before"):
-        assert_like_plain(within, plain)
-    assert plans(within) == 0
+        assert_like(plain, within, X)
+    assert plans(within) == []
     monkeypatch.undo()
-    for _ in range(3):
-        assert_like_plain(within, plain)
-    assert plans(within) == 1
+    assert_like(plain, within, X, X, X)
+    assert plans(within) == [1]
     monkeypatch.setattr("keepless.recompute.calls.is_capturing", lambda: True)
     assert random_state(torch.ones(2)) is None
 
@@ -184,13 +207,17 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
 @pytest.mark.parametrize("budget", [None, 1.0])
 def test_threads_measure_one_after_the_other(budget):
     """`nn.DataParallel` calls networks in threads. Two that start a profiler at once crash the process."""
-    within, plain = pair(budget)
+    plain, within = pair(budget)
     raised: list[BaseException] = []
 
     def work(size: int) -> None:
         try:
             for _ in range(10):
-                assert_like_plain(within, plain, X[:size])
+                trained = [
+                    torch.autograd.grad(one(X[:size]).square().mean(), list(one.parameters()))
+                    for one in (plain, within)
+                ]
+                assert all(map(torch.equal, *trained))
         except BaseException as error:
             raised.append(error)
 
@@ -203,21 +230,17 @@ def test_threads_measure_one_after_the_other(budget):
     assert not is_in_torch_dispatch_mode()  # PyTorch's flag, which modes of threads would leave behind
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:no plan can be made")
+@pytest.mark.parametrize("budget", [None, 1.0])
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_kept_as_they_are(layout):
-    within, plain = pair()
-    for network in (within, recompute_activations(copy.deepcopy(plain))):
-        for _ in range(4):
-            x = torch.nested.nested_tensor([X[0, :3], X[1, :5]], layout=layout)
-            assert_like_plain(network, plain, x)
-
-
-def test_a_plan_leaves_its_example_alone():
-    network = Layers().double()
-    x = X.clone().requires_grad_()
-    y = x * x  # its graph has one backward pass
-    plan(network, x)
-    plan(network, y)
-    y.sum().backward()
-    assert torch.equal(x.grad, 2 * x)
+def test_nested_tensors_are_kept_as_they_are(layout, budget):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    within = recompute_activations(copy.deepcopy(plain), budget=budget)
+    for _ in range(4):
+        found = []
+        for network in (plain, within):
+            y = network(torch.nested.nested_tensor([X[0, :3], X[1, :5]], layout=layout))
+            y = y.values() if layout is torch.jagged else y.to_padded_tensor(0.0)
+            found.append(torch.autograd.grad(y.square().mean(), list(network.parameters())))
+        assert all(map(torch.equal, *found))

@@ -310,50 +310,6 @@ def test_undone_traced_scripted_and_compiled_before():
     assert_same(gradients(prepared, x), gradients(plain, x))
 
 
-def test_a_report_says_what_is_kept_and_where(networks):
-    """A line per operation whose results are not computed again; the bytes are all that autograd holds but vectors."""
-    prepared, _ = networks
-    with pytest.raises(ValueError, match="nothing to report"):
-        report(prepared)
-    loss_of(prepared, IMAGES).backward()
-    found = report(prepared)
-    values = 2 * 4 * 8 * 8 * 8  # bytes of each of the others
-    assert found.lines[0] == (IMAGES.nbytes, 1, "input", "conv2d", "0", "")
-    assert set(found.lines[1:6]) == {
-        (values, 1, "Convolution", "batch_norm", "1.norm1", ""),
-        (values, 1, "Convolution", "group_norm", "1.norm2", ""),
-        (values, 1, "Add", "batch_norm", "2.norm1", ""),
-        (values, 1, "Convolution", "group_norm", "2.norm2", ""),
-        (values, 1, "Add", "conv2d", "3", ""),
-    }
-    assert str(found).splitlines()[-1].startswith(f"{found.bytes:,}")
-    with torch.autograd.graph.save_on_cpu():
-        loss_of(prepared, IMAGES).backward()
-    assert report(prepared) == found
-
-
-@pytest.mark.parametrize("budget", [None, "1GiB"])
-def test_a_report_names_the_module_that_calls_the_function(budget):
-    """The module may have no parameters, or call the function itself."""
-
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.silu(x) * 2
-
-    parts = [
-        nn.Conv2d(3, 4, 1),
-        nn.SiLU(),
-        nn.Sequential(nn.Conv2d(4, 4, 1), nn.Identity()),
-        Scaled(),
-        nn.Conv2d(4, 4, 1),
-    ]
-    network = recompute_activations(nn.Sequential(*parts), budget=budget)
-    for _ in range(3):
-        loss_of(network, IMAGES.float()).backward()
-        readers = {(line.kept_for, line.module) for line in report(network).lines if line.made_by == "Convolution"}
-        assert readers == {("silu", "1"), ("silu", "3")}
-
-
 def test_code_that_is_no_module(networks):
     """A context does what a prepared network does."""
     prepared, plain = networks

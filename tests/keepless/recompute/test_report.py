@@ -1,0 +1,84 @@
+"""A report lists what is kept, by which module for which function, and why."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from keepless import recompute_activations, report
+from tests.keepless.recompute.networks import Conjugates
+
+
+class Gated(nn.Module):
+    """Has no parameters, and calls functions itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x) * 2
+
+
+class Parts(nn.Sequential):
+    """A linear layer saves an input of three dimensions as a view; activations save their results; pooling, signs."""
+
+    def __init__(self) -> None:
+        layers = [nn.LayerNorm(64), nn.Linear(64, 64), nn.Sequential(Gated(), nn.Identity()), nn.Linear(64, 64)]
+        layers += [nn.Tanh(), drop := nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.AvgPool2d((1, 2)), drop]
+        super().__init__(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1).exp()
+
+
+X = torch.linspace(-1, 1, 4 * 32 * 64).sin().view(4, 32, 64)
+TEXTS = {
+    None: """
+bytes    tensors  made by  kept for        module
+49,152   2        input    dropout         5
+32,768   1        input    layer_norm      0
+32,768   1        Tanh     tanh            4
+32,768   1        Addmm    silu            2.0
+16,384   1        Softmax  softmax
+1,024    1        Relu     signs for relu  7
+164,864           total""",
+    "1GiB": """
+bytes    tensors  made by          kept for        module  why
+49,152   2        input            dropout         5       cannot be computed again
+32,768   1        input            layer_norm      0       cannot be computed again
+32,768   1        View             silu            2.0     planned
+32,768   1        Tanh             tanh            4       planned
+32,768   1        NativeLayerNorm  linear          1       planned
+32,768   1        Mul              linear          6       planned
+32,768   1        Mul              linear          3       planned
+16,384   1        Softmax          softmax                 planned
+16,384   1        Exp              exp                     planned
+1,024    1        Relu             signs for relu  7       planned
+279,552           total""",
+}
+
+
+@pytest.mark.parametrize("budget", TEXTS)
+def test_a_report_says_what_is_kept_for_what_and_why(budget):
+    """Another budget would compute again what is planned."""
+    network = recompute_activations(Parts(), budget=budget)
+    with pytest.raises(ValueError, match="nothing to report"):
+        report(network)
+    for _ in range(3):  # recorded, and by a script
+        network(X).sum().backward()
+        assert str(report(network)) == repr(report(network)) == TEXTS[budget][1:]  # repr: in a notebook
+
+
+@pytest.mark.parametrize(
+    "network, x, expected",
+    [
+        # Views that cannot be made again.
+        (Conjugates(), torch.randn(4, 8), {("Conj", "mul", ""): 256, ("input", "matmul", ""): 256}),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.SiLU()),
+            TwoTensor(torch.ones(3, 4), torch.ones(3, 4)),
+            {("TwoTensor", "linear", "a subclass of tensors"): 48, ("TwoTensor", "silu", "a subclass of tensors"): 48},
+        ),
+    ],
+)
+def test_a_report_lists_what_has_no_recipe(network, x, expected):
+    recompute_activations(network)(x).sum().backward()
+    assert {(line.made_by, line.kept_for, line.why): line.bytes for line in report(network).lines} == expected
