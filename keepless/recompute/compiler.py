@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..saved import Kept, view
 from ..torch_internals import address, by_present_backends, saved_as
-from .calls import Rerun
 from .functions import Row
 from .known_values import KnownValues, checkpointed_output
 from .lesson import Lesson, Source, Taught
+from .recipes import Rerun
 from .report import KeptTensor
 from .rules import ByName, attention, with_gradients
 from .script import END, WRITES, Act, Entry, Form, How, Make, Path, Script, Take

@@ -19,7 +19,6 @@ from ..torch_internals import (
     tree_map,
     without_function_modes,
 )
-from .calls import Call
 from .costs import (
     Operator,
     TensorSpec,
@@ -33,12 +32,11 @@ from .costs import (
     temporaries_of,
     work_of,
 )
-from .known_values import KnownValues
-from .recipes import ByPlan
 from .recording import Recording
 from .rules import Rule
 from .step import Event, Step
 from .trace import Trace
+from .values import Call
 
 _SMALL = 2**12  # bytes: an operator with smaller arguments is not measured
 _DEVICE = torch.ops.prim.device.default
@@ -211,23 +209,18 @@ class _Memories(MadeTensors):
         self.counting.ran.append(_Ran(operator, moved, operations, spec_of(made[0])))
 
 
-class _Everything(ByPlan):
-    """Notes what could be recomputed, for a plan that is made later."""
-
-    def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
-        assert isinstance(known, Trace)
-        known.decide(rule, call, result)
-
-
 class _Recorded(Recording):
-    """Records the forward pass of a counted step."""
+    """Records the forward pass of a counted step, and notes what could be recomputed, for a plan that is made later."""
 
     def __init__(self, counting: Counting) -> None:
-        super().__init__(_Everything())
+        super().__init__()
         self.counting = counting
 
     def registry(self) -> Counting:
         return self.counting
+
+    def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
+        self.counting.decide(rule, call, result)
 
     def run(self, call: Call) -> Any:
         counting = self.counting

@@ -23,14 +23,14 @@ from ..torch_internals import (
     unpack,
     without_function_modes,
 )
-from .calls import random_state
 from .functions import body, row_of
 from .handles import Handles, Packing
 from .known_values import KnownValues
-from .recipes import ByPlan
+from .recipes import random_state
 from .recording import Recording
 from .rules import Again
 from .script import END, HANDLES, WRITES, Act, Entry, How, Keep, Script, Slot, Take, at, same
+from .step import ByPlan
 from .values import Recipe, Value
 
 _is_compiling, _KEEPS = torch.compiler.is_dynamo_compiling, (How.HOLD, How.FIRST)

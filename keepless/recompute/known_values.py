@@ -22,11 +22,10 @@ from ..torch_internals import (
     packed_by_function,
     without_function_modes,
 )
-from .calls import Call, Inside
 from .functions import Row
 from .report import Log
 from .rules import Again
-from .values import Memory, Recipe, Saved, Value, saved_value, unread_bytes
+from .values import Call, Inside, Memory, Recipe, Saved, Value, saved_value, unread_bytes
 
 _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has

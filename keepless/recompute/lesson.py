@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..saved import Kept, ShapeOnly, is_ordinary
 from ..torch_internals import address
-from .calls import Call, RandomState
 from .functions import Row
 from .known_values import KnownValues
+from .recipes import RandomState
 from .script import Form, Path
-from .values import Recipe, Saved, Value
+from .values import Call, Recipe, Saved, Value
 
 
 class Source:

@@ -1,20 +1,22 @@
 """Decide for each result of a call: a recipe that repeats the call from kept values, or a kept tensor."""
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..inputs import tensors_in
-from ..saved import Kept, is_ordinary
-from ..torch_internals import address, packed_by
-from .calls import Call, Rerun, state_bytes
+from ..saved import Kept, is_ordinary, laid_out
+from ..torch_internals import FakeTensor, address, is_capturing, packed_by
 from .known_values import KnownValues, is_parameter
 from .rules import Again, NotFollowed, Rule
-from .step import Flag, Plan
-from .values import Recipe, Value, saved_value, unread_bytes
+from .step import ByPlan, Flag
+from .values import Call, Inside, Recipe, Value, saved_value, unread_bytes
 
 _MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 # Most recipes in a chain where no plan decides, and in a plan; then a result is kept. They are computed by recursion.
@@ -165,11 +167,6 @@ def leave_own_inside(known: KnownValues, call: Call, result: Tensor) -> None:
     ]
 
 
-def draw_inside(again: Again, call: Call) -> None:
-    """Give a recipe to what a call has saved inside, such as a dropout's mask."""
-    _of_inside(again, call, None)
-
-
 def _of_inside(again: Again, call: Call, result: Tensor | None) -> Recipe:
     """A recipe for what a call has saved inside, and last for its result, if given."""
     originals = [part.value.get() for part in call.inside] + ([] if result is None else [result])
@@ -187,70 +184,124 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-class ByPlan:
-    """Follows the plan that matches the calls of the forward pass.
+def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, result: Tensor) -> None:
+    """Decide by a plan whether the result of a call, and what it has saved inside, get recipes."""
+    flag, row = policy.next_flag(call.function, result.nbytes), call.row
+    computed = Flag.AGAIN | Flag.MASK  # if no plan matches this call
+    if flag is not None:
+        computed &= flag
+    replaceable = [] if flag is not None and policy.plans[0].fits else call.replaceable
+    again = how_to_repeat(known, rule, call, result) if computed & Flag.AGAIN else None
+    if row.mask is not None and call.inside and computed & Flag.MASK:
+        if (mask := how_to_repeat(known, row.mask, call, result)) is not None:
+            _of_inside(mask, call, None)
+    own = None
+    if again is not None:
+        # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
+        is_whole = row.inside and row.mask is None
+        own = follow(known, again, call, result, is_whole, _LONGEST if flag is None else _LONGEST_PLANNED)
+    own = own or known.find(result) or known.keep(result)
+    own.number = policy.call
+    for saved in replaceable:
+        saved.read_instead(own)
+        own.recipes.append(weakref.ref(saved))  # the result may be overwritten, as PyTorch alone does not read it
+    base = result._base
+    if base is not None and base.numel() == result.numel() and call.has_made(base):
+        of_base = known.find(base) or known.keep(base)  # other views of it follow
+        of_base.number = own.number
 
-    A result that is recomputed gets a recipe. A result that is kept gets a value, which is released with the original
-    unless a reader appears (`Value.unread`). Convolutions, matrix products and the like have rules too. Where no plan
-    matches the calls, every result is recomputed that can be, in chains of at most `_LONGEST` recipes: the next result
-    is kept.
 
-    Args:
-        plans: one for each known sequence of calls of the network.
+class Rerun:
+    """Runs a function with gradients, as in the forward pass; returns what it saves inside, and perhaps its result."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        needs_grad: Sequence[bool],
+        inside: Sequence[Inside],
+        originals: Sequence[Tensor],
+    ):
+        self.function, self.needs_grad = function, needs_grad
+        self.positions = {part.number: (position, part.is_base) for position, part in enumerate(inside)}
+        self.forms = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in originals]
+
+    def around(self, function: Callable[..., Any]) -> "Rerun":
+        """The same for another function that does the same, e.g. with other random numbers."""
+        other = copy.copy(self)
+        other.function = function
+        return other
+
+    def __call__(self, *arguments: Any) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        number = -1
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal number
+            number += 1
+            if number in self.positions:
+                position, is_base = self.positions[number]
+                base = tensor._base
+                found[position] = (base if is_base and base is not None else tensor).detach()
+
+        given = [
+            one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
+            for one, needs in zip(arguments, self.needs_grad, strict=True)
+        ]
+        with torch.enable_grad(), saved_tensors_hooks(pack, _never):
+            result = self.function(*given)
+        tensors = [*(found[position] for position in sorted(found)), result.detach()][: len(self.forms)]
+        if [(tensor.shape, tensor.dtype) for tensor in tensors] != [form[:2] for form in self.forms]:
+            raise RuntimeError(
+                f"{self.function} has run again for the backward pass, and has saved other tensors than in the forward "
+                f"pass: with a budget, a function must do the same each time it runs"
+            )
+        return [laid_out(tensor, stride) for tensor, (*_, stride) in zip(tensors, self.forms, strict=True)]
+
+
+def _never(_: object) -> Tensor:
+    raise AssertionError("the graph of a call that ran again is not differentiated")
+
+
+def note_random(call: Call) -> None:
+    """Note the state of the generator, if a call will draw from it."""
+    draws = call.row.draws
+    if draws is not None and draws(call.args, call.kwargs) and (given := tensors_in(call.arguments)):
+        call.random = random_state(given[0])
+
+
+class RandomState:
+    """State of a generator (CPU: 5 KB, CUDA: 16 bytes) before a call, so that it can draw the same numbers again."""
+
+    __slots__ = ("generator", "state")
+
+    def __init__(self, generator: torch.Generator):
+        self.generator, self.state = generator, generator.get_state()
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function with these random numbers. The generator's current state is restored."""
+        present = self.generator.get_state()
+        self.generator.set_state(self.state)
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.generator.set_state(present)
+
+
+_STATE_BYTES = torch.default_generator.get_state().nbytes
+
+
+def state_bytes(like: Tensor) -> int:
+    """Bytes of the state of the generator of a tensor's device; a fake tensor has no generator of its own."""
+    return 16 if like.is_cuda else _STATE_BYTES
+
+
+def random_state(like: Tensor) -> RandomState | None:
+    """The state of the generator of a tensor's device; None if that generator is unknown.
+
+    Also None while a CUDA graph is captured: the backward pass has its own graph, which would draw other numbers.
     """
-
-    def __init__(self, plans: Sequence[Plan] = ()) -> None:
-        self.plans = list(plans)  # the plans that match the calls of this forward pass so far
-        self.call = -1  # number of the current call
-        self.total = 0  # bytes of all results so far
-
-    def catch_up(self, functions: Sequence[Callable[..., Any]], total: int) -> None:
-        """These calls have been made without this policy. `total`: bytes of their results."""
-        count = len(functions)
-        same = [one for one in self.plans if [known for known, _ in one.calls[:count]] == [*functions]]
-        self.plans = [one for one in same if not count or one.flag(count - 1, functions[-1], total) is not None]
-        self.call, self.total = count - 1, total
-
-    def next_flag(self, function: Callable[..., Any], result: Tensor) -> int | None:
-        """The plan's flag for the next call, which has this result; None if no plan matches the calls."""
-        self.call += 1
-        self.total += result.nbytes
-        if not self.plans:
-            return None
-        flag = self.plans[0].flag(self.call, function, self.total)
-        if len(self.plans) > 1 or flag is None:
-            self.plans = [one for one in self.plans if one.flag(self.call, function, self.total) is not None]
-            flag = self.plans[0].flags[self.call] if self.plans else None
-        return flag
-
-    def why_kept(self, value: Value) -> str:
-        if not self.plans:
-            return "no plan"
-        is_planned = value.number >= 0 and self.plans[0].flags[value.number] & Flag.KEEP
-        return "planned" if is_planned else "cannot be computed again"
-
-    def decide(self, known: KnownValues, rule: Rule, call: Call, result: Tensor) -> None:
-        """Decide whether the result of a call, and what it has saved inside, get recipes."""
-        flag, row = self.next_flag(call.function, result), call.row
-        computed = Flag.AGAIN | Flag.MASK  # if no plan matches this call
-        if flag is not None:
-            computed &= flag
-        replaceable = [] if flag is not None and self.plans[0].fits else call.replaceable
-        again = how_to_repeat(known, rule, call, result) if computed & Flag.AGAIN else None
-        if row.mask is not None and call.inside and computed & Flag.MASK:
-            if (mask := how_to_repeat(known, row.mask, call, result)) is not None:
-                draw_inside(mask, call)
-        own = None
-        if again is not None:
-            # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
-            is_whole = row.inside and row.mask is None
-            own = follow(known, again, call, result, is_whole, _LONGEST if flag is None else _LONGEST_PLANNED)
-        own = own or known.find(result) or known.keep(result)
-        own.number = self.call
-        for saved in replaceable:
-            saved.read_instead(own)
-            own.recipes.append(weakref.ref(saved))  # the result may be overwritten, as PyTorch alone does not read it
-        base = result._base
-        if base is not None and base.numel() == result.numel() and call.has_made(base):
-            of_base = known.find(base) or known.keep(base)  # other views of it follow
-            of_base.number = own.number
+    if is_capturing():
+        return None
+    if like.is_cuda and not isinstance(like, FakeTensor):
+        return RandomState(torch.cuda.default_generators[like.device.index])
+    return RandomState(torch.default_generator) if like.is_cpu or isinstance(like, FakeTensor) else None

@@ -28,7 +28,7 @@ Rule 12. Gradients never differ from autograd's. Random functions are repeated o
     kept as they are. Inside other saved-tensor hooks, such as a checkpoint's, and in functorch's transforms, no call
     is recorded. When in doubt, keep the tensor.
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
-    the forward pass has made (`ByPlan` in recipes.py).
+    the forward pass has made (`decide_by_plan` in recipes.py).
 Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
     passes with inputs of this form follow it (following.py): one comparison a call, and hooks only around calls that
     save a dropped tensor; or around the pass, if autograd functions of the program save one outside of calls. From the
@@ -66,13 +66,13 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .calls import Call
 from .functions import Row, body, row_of
 from .known_values import KnownValues
-from .recipes import ByPlan, follow, how_to_repeat, leave_own_inside
+from .recipes import decide_by_plan, follow, how_to_repeat, leave_own_inside, note_random
 from .report import KeptTensor, Log
-from .rules import may_overwrite, overwritten
-from .values import after_overwriting, before_overwriting
+from .rules import Rule, may_overwrite, overwritten
+from .step import ByPlan
+from .values import Call, after_overwriting, before_overwriting
 
 _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -256,8 +256,8 @@ class Recording(TorchFunctionMode):
                 target = call.args[0]
                 version, call.before = target._version, known.value_of(target)
             known.log.function = function
-            if call.row.draws is not None and known.by_plan:
-                call.note_random()
+            if known.by_plan:
+                note_random(call)
             known.call = call
             try:
                 result = function(*call.args, **call.kwargs)
@@ -275,10 +275,7 @@ class Recording(TorchFunctionMode):
                 leave_own_inside(known, call, result)
             is_written = result is target and result._version == version + 1
             if is_written or id(result) not in map(id, call.arguments):
-                if self.policy is not None:
-                    self.policy.decide(known, rule, call, result)
-                elif (again := how_to_repeat(known, rule, call, result)) is not None:
-                    follow(known, again, call, result, bool(call.inside) and row.mask is None)
+                self.decide(rule, call, result)
         else:
             known.note_made(call, result)
         for value, tensor in call.unsettled:
@@ -286,6 +283,13 @@ class Recording(TorchFunctionMode):
                 value.source = Kept(tensor, known.outer)
         if self.lesson is not None:
             self.lesson.ends(call, result, known)
+
+    def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
+        """Decide whether a result gets a recipe."""
+        if self.policy is not None:
+            decide_by_plan(self.known, self.policy, rule, call, result)
+        elif (again := how_to_repeat(self.known, rule, call, result)) is not None:
+            follow(self.known, again, call, result, bool(call.inside) and call.row.mask is None)
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
         return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..inputs import tensors_in
 from ..saved import ByStorage, Gone, Kept, ShapeOnly, is_ordinary
 from ..torch_internals import at_end_of_backward, backward_runs
-from .calls import Call
 from .functions import Row
 from .known_values import KnownValues
 from .recipes import how_to_repeat
@@ -18,7 +17,7 @@ from .report import Log
 from .rules import Again, Rule, is_mask_alike
 from .signs import unpacking_bytes
 from .step import Event, Flag, Kind, Save, Step, StepValue, busy, in_order
-from .values import Recipe, Saved, Value
+from .values import Call, Recipe, Saved, Value
 
 # The work of a script for a call that it repeats, and for each save of a dropped tensor: so many `host_seconds`.
 _REPEATS, _SAVES = 3, 2.5

@@ -1,15 +1,26 @@
-"""Values of a forward pass that its backward pass reads: kept, recomputed from others, or overwritten."""
+"""What a backward pass reads: values that are kept, recomputed from others, or overwritten; and the running call."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..saved import ByStorage, Kept, autocast_as, autocast_of, check_version, current_stream, laid_out, wait_for
-from ..torch_internals import Hooks, at_end_of_backward, backward_runs
+from ..inputs import tensors_in
+from ..saved import (
+    ByStorage,
+    Kept,
+    autocast_as,
+    autocast_of,
+    check_version,
+    current_stream,
+    is_ordinary,
+    laid_out,
+    wait_for,
+)
+from ..torch_internals import Hooks, address, at_end_of_backward, backward_runs, next_node_number, node_number
 from .rules import Again
 from .signs import Positive, Signs
 
@@ -250,6 +261,49 @@ def _is_spare(argument: object) -> bool:
     if not isinstance(argument, Value) or argument.readers != 1:
         return False
     return isinstance(argument.source, Recipe) and argument.source.fresh
+
+
+class Inside(NamedTuple):
+    """A tensor that the running call has made itself, and saves."""
+
+    value: Value
+    number: int  # among the tensors that the call saves
+    is_base: bool  # the saved tensor is a view of it
+
+
+class Call:
+    """The running call of a function, and what autograd has saved in it. It holds tensors only while the call runs."""
+
+    def __init__(self, function: Callable[..., Any], row: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.row = row  # of the table of functions
+        self.arguments = (*args, *kwargs.values())
+        self.first_node = next_node_number()
+        self.overwrites = False  # it overwrites an argument
+        self.before: Value | None = None  # value of the first argument, if the call overwrites it
+        self.random: Any = None  # the state of the generator before the call, if it may be needed
+        self.saves = 0  # number of tensors saved so far
+        self.packed: list[tuple[Tensor, Any]] = []  # tensors that autograd saves, and what it holds instead
+        self.inside: list[Inside] = []  # tensors saved inside the call, which it may have made itself
+        self.replaceable: list[Saved] = []  # saved arguments that the result can stand for
+        self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
+        # What recipes read: tensors, or the names under which the result's node has saved them; and their values.
+        self.found: list[tuple[Tensor | str, Any]] = []
+        self.recipes: list[tuple[Recipe, Again]] = []
+        self.began = (0, 0)  # in a counted step: the numbers of its first event and operator
+
+    def has_made(self, base: Tensor) -> bool:
+        """Whether a result that is a view of `base` has new memory. Always False for calls that overwrite."""
+        node = base.grad_fn
+        if self.overwrites or node is None or node_number(node) < self.first_node:
+            return False
+        memory = address(base.untyped_storage())  # compared too: another thread's tensor may have a later node
+        given = filter(is_ordinary, tensors_in(self.arguments))
+        return all(address(tensor.untyped_storage()) != memory for tensor in given)
+
+    def room(self, result: Tensor) -> int:
+        """Bytes that can be freed if the call is repeated in the backward pass."""
+        return result.nbytes + sum(part.value.bytes for part in self.inside)
 
 
 class _Overwriting(NamedTuple):

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from keepless.inputs import tensors_in
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.plans import Plans
-from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
-from keepless.recompute.step import Plan
+from keepless.recompute.step import ByPlan, Plan
 
 
 class After(nn.Module):

@@ -11,11 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepless import recompute_activations
 from keepless.recompute.functions import row_of
-from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
 from keepless.recompute.rehearsal import counted_step
 from keepless.recompute.search import Choice
-from keepless.recompute.step import Kind
+from keepless.recompute.step import ByPlan, Kind
 from tests.keepless.recompute.ahead import After
 
 

@@ -11,11 +11,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from keepless import CheckpointedABN, recompute_activations, share_plans
 from keepless.recompute.costs import peak_bytes
-from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
 from keepless.recompute.rehearsal import counted_step
 from keepless.recompute.search import frontier
-from keepless.recompute.step import Plan
+from keepless.recompute.step import ByPlan, Plan
 from tests.cuda import FSDP2_ON_CPUS
 from tests.ranks import Ranks
 

@@ -22,10 +22,9 @@ from keepless.recompute.compiler import script_of
 from keepless.recompute.counting import Counting
 from keepless.recompute.following import Following
 from keepless.recompute.lesson import Lesson
-from keepless.recompute.recipes import ByPlan
 from keepless.recompute.recording import Recording
 from keepless.recompute.script import Script
-from keepless.recompute.step import Flag, Plan
+from keepless.recompute.step import ByPlan, Flag, Plan
 from keepless.saved import saved_for_backward
 
 FLAGS = 0, Flag.KEEP, Flag.AGAIN, Flag.AGAIN, Flag.AGAIN | Flag.MASK, Flag.MASK

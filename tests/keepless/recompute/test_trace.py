@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keepless import recompute_activations, report
-from keepless.recompute.calls import random_state
 from keepless.recompute.costs import peak_bytes
+from keepless.recompute.recipes import random_state
 from keepless.torch_internals import current_hooks
 from tests.keepless.recompute.ahead import Layers, assert_like, planned_sizes, plans, step
 
@@ -200,7 +200,7 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
     monkeypatch.undo()
     assert_like(plain, within, X, X, X)
     assert plans(within) == [1]
-    monkeypatch.setattr("keepless.recompute.calls.is_capturing", lambda: True)
+    monkeypatch.setattr("keepless.recompute.recipes.is_capturing", lambda: True)
     assert random_state(torch.ones(2)) is None
 
 
