@@ -16,15 +16,19 @@ _WITHOUT_PARTS = frozenset([int, float, bool, str, type(None)])
 
 def tensors_in(thing: object) -> list[Tensor]:
     """The tensors in nested lists, tuples, dictionaries and dataclasses."""
-    if type(thing) is tuple and all(isinstance(one, Tensor) or type(one) in _WITHOUT_PARTS for one in thing):
-        return [one for one in thing if isinstance(one, Tensor)]  # the usual case, ten times as fast as a tree walk
-    found = []
-    for leaf in tree_leaves(thing):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)])
-    return found
+    if isinstance(thing, Tensor):
+        return [thing]
+    kind = type(thing)
+    if kind is tuple or kind is list or kind is dict:  # the usual case, ten times as fast as a tree walk
+        return [tensor for part in (thing.values() if kind is dict else thing) for tensor in tensors_in(part)]
+    if kind in _WITHOUT_PARTS:
+        return []
+    leaves = tree_leaves(thing)
+    if len(leaves) != 1 or leaves[0] is not thing:
+        return tensors_in(leaves)
+    if not is_dataclass(thing) or isinstance(thing, type):
+        return []
+    return [tensor for field in fields(thing) for tensor in tensors_in(getattr(thing, field.name, None))]
 
 
 def check_module(value: object, receiver: str) -> None:

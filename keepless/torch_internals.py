@@ -39,6 +39,7 @@ try:
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorMode,
+        in_kernel_invocation_manager,
     )
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.attention import _cur_sdpa_kernel_backends as _attention_backends
@@ -267,6 +268,23 @@ def communicated_alone(operator: OpOverload, args: tuple[Any, ...]) -> Any:
     elif name not in ("allreduce_", "broadcast_"):
         raise RuntimeError(f"{operator} communicates with other processes: it cannot be rehearsed in one process")
     return args[0], done
+
+
+def quick_fake(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a view or of `empty_strided` on fake tensors, several times as fast as the mode makes it.
+
+    NotImplemented: the mode must make it.
+    """
+    if function is torch.ops.aten.empty_strided.default and kwargs.get("device") is not None:
+        with without_dispatch_modes():
+            return FakeTensor(mode, torch.empty_strided(*args, dtype=kwargs.get("dtype"), device="meta"), kwargs["device"])
+    base = args[0] if args and function.is_view and not kwargs else None
+    is_plain = isinstance(base, FakeTensor) and base.fake_mode is mode and base.layout is torch.strided
+    if not is_plain or base.constant is not None or function.overloadpacket.__name__ == "to":
+        return NotImplemented
+    with in_kernel_invocation_manager(mode):
+        made = function(*args)
+    return tree_map(lambda one: FakeTensor(mode, one, base.fake_device), made)
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:

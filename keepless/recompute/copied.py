@@ -30,6 +30,7 @@ from ..torch_internals import (
     address,
     communicated_alone,
     gathered_dtype,
+    quick_fake,
     tree_leaves,
     with_dispatch_modes_off,
     without_global_hooks,
@@ -71,7 +72,8 @@ class _Rehearsal(FakeTensorMode):
                 f"cache such tensors in the network, in a functools.lru_cache, or in a dictionary keyed by size, where "
                 f"fake tensors are found and removed"
             )
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        found = quick_fake(self, function, args, kwargs or {})
+        return super().__torch_dispatch__(function, types, args, kwargs) if found is NotImplemented else found
 
 
 def on_copy(
