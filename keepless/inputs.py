@@ -2,7 +2,7 @@
 
 from dataclasses import fields, is_dataclass
 from numbers import Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ Network = TypeVar("Network", bound=nn.Module)  # the type of a module that a fun
 _WITHOUT_PARTS = frozenset([int, float, bool, str, type(None)])
 
 
-def tensors_in(thing: object) -> list[Tensor]:
+def tensors_in(thing: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples, dictionaries and dataclasses."""
     if isinstance(thing, Tensor):
         return [thing]

@@ -277,14 +277,18 @@ def quick_fake(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...]
     """
     if function is torch.ops.aten.empty_strided.default and kwargs.get("device") is not None:
         with without_dispatch_modes():
-            return FakeTensor(mode, torch.empty_strided(*args, dtype=kwargs.get("dtype"), device="meta"), kwargs["device"])
+            empty = torch.empty_strided(*args, dtype=kwargs.get("dtype"), device="meta")
+        return FakeTensor(mode, empty, kwargs["device"])
     base = args[0] if args and function.is_view and not kwargs else None
-    is_plain = isinstance(base, FakeTensor) and base.fake_mode is mode and base.layout is torch.strided
-    if not is_plain or base.constant is not None or function.overloadpacket.__name__ == "to":
+    if not isinstance(base, FakeTensor) or base.fake_mode is not mode or base.layout is not torch.strided:
+        return NotImplemented
+    if base.constant is not None or function.overloadpacket.__name__ == "to":
         return NotImplemented
     with in_kernel_invocation_manager(mode):
         made = function(*args)
-    return tree_map(lambda one: FakeTensor(mode, one, base.fake_device), made)
+    if isinstance(made, Tensor):
+        return made if made is base else FakeTensor(mode, made, base.fake_device)
+    return [FakeTensor(mode, one, base.fake_device) for one in made]
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:

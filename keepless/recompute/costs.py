@@ -21,7 +21,6 @@ from ..torch_internals import FakeTensor, OpOverload, tree_map, without_dispatch
 _profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
 _BEGINS = "keepless: an operator begins"  # an event of the profiler
 _REPEATED = 32  # calls that `host_seconds` times at once
-_FREE_OF_TEMPORARIES = frozenset(["empty", "zeros", "fill_", "zero_", "copy_", "clone", "_to_copy", "set_", "resize_"])
 # PyTorch counts only CUDA's flash attention; the CPU's operators begin with the same arguments.
 _FLASH = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {f"{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, _FLASH + end) for end in ("", "_backward")}
@@ -76,12 +75,6 @@ class Operator(NamedTuple):
     @property
     def device(self) -> torch.device:
         return computing_device(self.specs)
-
-    @property
-    def takes_no_temporaries(self) -> bool:
-        return (
-            torch.Tag.pointwise in self.function.tags or self.function.overloadpacket.__name__ in _FREE_OF_TEMPORARIES
-        )
 
     def run(self) -> Callable[[], Any]:
         """The call on ones, with tensors that exist already."""
@@ -165,86 +158,83 @@ def _peaks_on_cpu(step: Callable[[], object]) -> list[int]:
     return peaks
 
 
-_temporaries: dict[Operator, int] = {}
-_seconds: dict[Operator, float] = {}
-_results: dict[Operator, Any] = {}
+class Cost(NamedTuple):
+    """The measured cost of an operator; zeros if it fails on ones."""
+
+    seconds: float = 0.0
+    temporaries: int = 0  # bytes besides arguments and results
+
+
+class _First(NamedTuple):
+    """The first call of an operator, which warms up, e.g. caches of kernels."""
+
+    results: Any  # `TensorSpec`s, and constants
+    seconds: float
+
+
+_first: dict[Operator, _First] = {}
+_costs: dict[Operator, Cost] = {}
 
 
 def measure(operators: Iterable[Operator]) -> None:
-    """Measure the temporary memory and the seconds of operators on ones, outside all modes, each once a process.
+    """Measure the cost of operators on ones, outside all modes, each once a process.
 
-    An operator that fails on ones, such as a Cholesky decomposition, gets zeros; but not after torch.OutOfMemoryError.
+    An operator that fails on ones, such as a Cholesky decomposition, costs nothing; one without memory is tried again.
     """
-    new = [one for one in dict.fromkeys(operators) if one not in _seconds]
+    new = [one for one in dict.fromkeys(operators) if one not in _costs]
     with _measured({one.device for one in new}):
-        on_cpu = [one for one in new if one.device.type == "cpu" and not one.takes_no_temporaries]
-        extra: dict[Operator, int] = {}
-        if on_cpu:
-            peaks = _peaks_on_cpu(lambda: _run_marked(on_cpu, extra))
-            for (one, size), peak in zip(extra.items(), peaks[1::2], strict=True):
-                _temporaries[one] = max(0, peak - size)
-        for one in (one for one in new if one not in extra):
-            if (ready := _runs(one)) is not None:
-                call, first = ready
-                if not one.takes_no_temporaries:
-                    results: list[Any] = []
-                    peak = peak_bytes(lambda c=call, r=results: r.append(c()), one.device)  # type: ignore[misc]
-                    _temporaries[one] = max(0, peak - sum(part.nbytes for part in tensors_in(results)))
-                _time(one, call, first)
+        ran: dict[Operator, tuple[int, float]] = {}  # bytes of results, and seconds
+        if on_cpu := [one for one in new if one.device.type == "cpu"]:
+            peaks = _peaks_on_cpu(lambda: ran.update(_run_marked(on_cpu)))
+            for (one, (size, seconds)), peak in zip(ran.items(), peaks[1::2], strict=True):
+                _costs[one] = Cost(min(seconds, _first[one].seconds), max(0, peak - size))
+        for one in (one for one in new if one.device.type != "cpu"):
+            if (call := _warmed(one)) is not None:
+                results: list[Any] = []
+                peak = peak_bytes(lambda c=call, r=results: r.append(c()), one.device)  # type: ignore[misc]
+                seconds = min(seconds_of(call, one.device)[1], _first[one].seconds)
+                _costs[one] = Cost(seconds, max(0, peak - sum(part.nbytes for part in tensors_in(results))))
 
 
-def _time(operator: Operator, call: Callable[[], Any], first: float) -> None:
-    """Note the shorter of two calls. `first`: seconds of one."""
-    _seconds[operator] = min(first, seconds_of(call, operator.device)[1])
-
-
-def _run_marked(operators: Iterable[Operator], extra: dict[Operator, int]) -> None:
-    """Run each operator between two events `_BEGINS`; note the bytes of its results in `extra`, and its seconds."""
+def _run_marked(operators: Iterable[Operator]) -> Iterator[tuple[Operator, tuple[int, float]]]:
+    """Run each operator between two events `_BEGINS`: the bytes of its results, and its seconds."""
     for one in operators:
-        if (ready := _runs(one)) is not None:
-            call, first = ready
+        if (call := _warmed(one)) is not None:
             with torch.profiler.record_function(_BEGINS):
                 pass
-            result = call()
+            result, seconds = seconds_of(call, one.device)
             with torch.profiler.record_function(_BEGINS):
                 pass
-            extra[one] = sum(part.nbytes for part in tensors_in(result))
+            yield one, (sum(part.nbytes for part in tensors_in(result)), seconds)
             del result
-            _time(one, call, first)
 
 
-def _runs(operator: Operator) -> tuple[Callable[[], Any], float] | None:
-    """`Operator.run` after one call that warms up, e.g. caches of kernels, and that call's seconds; None if it fails.
-
-    If memory is short, it is tried again next time.
-    """
+def _warmed(operator: Operator) -> Callable[[], Any] | None:
+    """`Operator.run`, after a first call in this process; None if it fails."""
     try:
         call = operator.run()
-        return call, seconds_of(call, operator.device)[1]
+        if operator not in _first:
+            result, seconds = seconds_of(call, operator.device)
+            _first[operator] = _First(tree_map(spec_of, result), seconds)
+        return call
     except torch.OutOfMemoryError:
         return None
     except (RuntimeError, IndexError):
-        _seconds[operator] = 0.0
+        _costs[operator] = Cost()
         return None
 
 
-def temporaries_of(operator: Operator) -> int:
-    """Measured temporary bytes, besides arguments and results."""
-    return _temporaries.get(operator, 0)
-
-
-def seconds_of_operator(operator: Operator) -> float | None:
-    """Measured seconds; None where memory was short."""
-    return _seconds.get(operator)
+def cost_of(operator: Operator) -> Cost | None:
+    """The measured cost; None where memory was short."""
+    return _costs.get(operator)
 
 
 def results_of(operator: Operator) -> Any:
     """The operator's results on real tensors, as `TensorSpec`s; fake ones may have others. None if it fails on ones."""
-    if operator not in _results:
+    if operator not in _first and operator not in _costs:
         with _measured({operator.device}):
-            ready = _runs(operator)
-            _results[operator] = None if ready is None else tree_map(spec_of, ready[0]())
-    return _results[operator]
+            _warmed(operator)
+    return _first[operator].results if operator in _first else None
 
 
 @contextmanager

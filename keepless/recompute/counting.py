@@ -22,14 +22,13 @@ from ..torch_internals import (
 from .costs import (
     Operator,
     TensorSpec,
+    cost_of,
     host_seconds,
     measure,
     operator_of,
     results_of,
     seconds_for,
-    seconds_of_operator,
     spec_of,
-    temporaries_of,
     work_of,
 )
 from .recording import Recording
@@ -108,14 +107,15 @@ class Counting(Trace):
         for i, (event, what) in enumerate(events):
             if event == Event.BUSY:
                 operator = self.ran[what].operator if what >= 0 else None
-                events[i] = event, 0 if operator is None else temporaries_of(operator)
+                cost = None if operator is None else cost_of(operator)
+                events[i] = event, 0 if cost is None else cost.temporaries
         host = host_seconds() if self.measures else 0.0
         return self.step_of(events, list(map(_seconds, self.ran)), [one.operations for one in self.ran], host)
 
 
 def _seconds(ran: _Ran) -> float:
-    measured = None if ran.operator is None else seconds_of_operator(ran.operator)
-    return seconds_for(ran.moved, ran.operations, ran.like) if measured is None else measured
+    cost = None if ran.operator is None else cost_of(ran.operator)
+    return seconds_for(ran.moved, ran.operations, ran.like) if cost is None else cost.seconds
 
 
 class _Memories(MadeTensors):
@@ -204,7 +204,7 @@ class _Memories(MadeTensors):
             return
         moved, operations = work_of(function, args, kwargs, result)
         operator = operator_of(function, args, kwargs) if self.counting.measures and moved >= _SMALL else None
-        if operator is not None and not operator.takes_no_temporaries:
+        if operator is not None:
             self.counting.events.append((Event.BUSY, len(self.counting.ran)))
         self.counting.ran.append(_Ran(operator, moved, operations, spec_of(made[0])))
 

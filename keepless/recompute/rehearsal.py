@@ -63,7 +63,7 @@ def counted_step(
     counting = Counting(inputs, measures or not is_fake)
     counting.copy_parameters = copy_parameters
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.empty_like(parameter)
     outputs = counting.forward_pass(network, args, kwargs)
     with counting.made:
         counting.forward_ends(tensors_in(outputs))

@@ -121,7 +121,7 @@ def narrow_resnet() -> nn.Module:
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_a_steady_step_of_many_small_calls(budget, monkeypatch):
     """Python's and C's calls, about 2,200 of which are the plain network's. Times are estimated: a plan is the same."""
-    monkeypatch.setattr("keepless.recompute.counting.seconds_of_operator", lambda operator: None)
+    monkeypatch.setattr("keepless.recompute.counting.cost_of", lambda operator: None)
     monkeypatch.setattr("keepless.recompute.counting.host_seconds", lambda: 12e-6)
     network, x = narrow_resnet(), torch.randn(2, 3, 32, 32)
     recompute_activations(network, budget=budget)
