@@ -164,8 +164,11 @@ class ClassTable:
 
 def rgb(values: Sequence[int]) -> tuple[int, int, int]:
     """A colour from a file. Raises ValueError or TypeError unless given three integers from 0 to 255."""
-    red, green, blue = bytes([*values])
-    return red, green, blue
+    red, green, blue = values
+    for level in values:
+        if level not in range(256):
+            raise ValueError(f"the colour {list(values)} has the level {level}, expected 0 to 255")
+    return int(red), int(green), int(blue)
 
 
 def distinct_colours(count: int) -> tuple[tuple[int, int, int], ...]:

@@ -53,6 +53,8 @@ def folder_classes(file: Path) -> ClassTable:
             raise ValueError('every class needs an object, such as {"name": "wood"}')
         if not isinstance(content.get("ignored", []), list):
             raise ValueError(f'"ignored" is {content["ignored"]}, expected a list of ids, such as [{_IGNORED}]')
+        if wrong := [number for number in content.get("ignored", []) if number not in range(256)]:
+            raise ValueError(f'"ignored" has {wrong[0]!r}, expected ids from 0 to 255')
         if len(content["classes"]) > 256:
             raise ValueError(f"the number of classes is {len(content['classes'])}, expected at most 256")
         entries, ignored = content["classes"], sorted(bytes(content.get("ignored", [_IGNORED])))

@@ -190,7 +190,8 @@ class _Tiles:
                 try:
                     own = tile.gather(1, labels)
                 except RuntimeError as error:
-                    raise IndexError(f"a label is not a class: expected 0 to {tile.shape[1] - 1}, {error}") from error
+                    known = f"0 to {tile.shape[1] - 1}, or the value of ignore_index"
+                    raise IndexError(f"a label is not a class: expected {known}; {error}") from error
                 highest = tile.amax(1, keepdim=True)
                 tile = tile.softmax(1)
                 losses[number, rows] = (highest - tile.amax(1, keepdim=True).log_() - own).squeeze(1)

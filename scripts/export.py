@@ -42,6 +42,7 @@ from engine.schema.keys import key
 
 METADATA = "network.json"  # an extra file of the program
 SIZES = ("base_size", "antialias", "resize", "crop_size")
+_INSTALL = "pip install onnx onnxscript onnxruntime"  # keepless is not on PyPI, so its extra is not either
 LARGEST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}  # differences of logits, as shares of the largest
 
 
@@ -138,7 +139,7 @@ def onnx_model(program: ExportedProgram, about: str, size: Sequence[int] | None)
             verbose=False,
         )
     except ImportError as error:  # torch.onnx's own error derives from it
-        raise ValueError(f"format=onnx needs packages ({error}): pip install keepless[onnx]") from error
+        raise ValueError(f"format=onnx needs packages ({error}): {_INSTALL}") from error
     assert made is not None
     made.model.metadata_props["network"] = about
     return made.model_proto.SerializeToString()
@@ -149,7 +150,7 @@ def run_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
     try:
         import onnxruntime
     except ImportError as error:
-        raise ValueError(f"format=onnx is checked with onnxruntime ({error}): pip install keepless[onnx]") from error
+        raise ValueError(f"format=onnx is checked with onnxruntime ({error}): {_INSTALL}") from error
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 

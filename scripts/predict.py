@@ -151,7 +151,8 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     files = sorted(
         path
         for path in source.rglob("*")
-        if path.is_file() and not any(map(is_hidden, path.relative_to(source).parts))
+        if (path.is_file() or (path.is_symlink() and not path.exists()))
+        and not any(map(is_hidden, path.relative_to(source).parts))
         if ours.isdisjoint([path.resolve(), *path.resolve().parents])
     )
     suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in PHOTOGRAPHS}

@@ -94,8 +94,9 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
         other = next(((there, here) for there, here in pairs if there != here), None)
         return None if other is None else f"for other classes, such as {other[0]} in place of {other[1]}"
 
-    trained = f"the body{weights.body}, head and norm.learn_scale that it was trained with"
-    advice = f"Give {trained}, or init.part=body for its body alone"
+    advice = f"Give the body{weights.body} and norm.learn_scale that it was trained with"
+    if init.part == "network":
+        advice = f"{advice}, and its head; or init.part=body for its body alone"
     remarks = (*weights.remarks, *weights.differences(config))
     report = load_by_name(network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=remarks)
     if weights.classes is None and any(map(is_of_classifier, report.matched)):

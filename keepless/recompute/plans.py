@@ -1,11 +1,13 @@
 """Budgets, and the plans of a prepared network, made from counted steps as new input sizes come."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -259,20 +261,21 @@ Budget = float | int | str
 
 
 def checked(budget: object) -> float | int:
-    """A number of bytes (an int), or a share of the plain network's peak (a float). ValueError if it is neither."""
-    number = budget
-    if isinstance(budget, str):
-        number = bytes_of(budget)
-    if (
-        not isinstance(number, (int, float))
-        or isinstance(number, bool)
-        or not (0 < number <= 1 if isinstance(number, float) else number >= _FEWEST)
-    ):
-        raise ValueError(
-            f"budget={budget!r}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or "
-            f"{6 * 2**30}, or a share of the plain network's peak up to 1.0, such as 0.3"
-        )
-    return number
+    """A number of bytes (an int), or a share of the plain network's peak (a float). ValueError if it is neither.
+
+    Floats such as `0.8 * free_bytes` are rounded down, and NumPy's numbers are taken too.
+    """
+    given = bytes_of(budget) if isinstance(budget, str) else budget
+    if isinstance(given, Real) and not isinstance(given, bool):
+        number = float(given)
+        if _FEWEST <= number < math.inf:
+            return int(number)
+        if 0 < number <= 1 and not isinstance(given, Integral):
+            return number
+    raise ValueError(
+        f"budget={budget!r}: expected at least {_FEWEST} bytes, such as '6GiB' ({', '.join(UNITS)}) or {6 * 2**30}, "
+        f"or a share of the plain network's peak up to 1.0, such as 0.3"
+    )
 
 
 class BudgetRow(NamedTuple):

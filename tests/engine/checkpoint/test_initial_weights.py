@@ -128,10 +128,14 @@ def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, par
     assert report.matched == [*body] and report.new == [name for name in tuned.state_dict() if name not in body]
 
 
-def test_the_kind_of_body_in_a_checkpoint_is_said(tmp_path):
+@pytest.mark.parametrize(
+    "part, advice", [("network", ", and its head; or init.part=body for its body alone"), ("body", "")]
+)
+def test_the_kind_of_body_in_a_checkpoint_is_said(part, advice, tmp_path):
     saved(tmp_path / "net.pt", classification_config(), CLASSES)
-    with pytest.raises(ValueError, match=r"does not fit the network.*Give the body \(a resnet\), head and"):
-        initialise_from(network(), tmp_path / "net.pt", CLASSES)
+    told = rf"Give the body \(a resnet\) and norm.learn_scale that it was trained with{advice}$"
+    with pytest.raises(ValueError, match=f"does not fit the network.*{told}"):
+        initialise_from(network(), tmp_path / "net.pt", CLASSES, part=part)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Budgets and plans: what users read about them, and that asking for a plan changes nothing."""
 
 import copy
+import math
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import plan, recompute_activations, report
 from keepless.recompute.costs import peak_bytes
+from keepless.recompute.plans import checked
 from keepless.recompute.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.search import frontier
 from tests.keepless.recompute.ahead import After, step
@@ -131,11 +134,17 @@ WRONG = {
     0: "budget=0: expected at least 1000 bytes, such as",
     2: "budget=2: expected at least 1000 bytes, .* or a share of the plain network's peak up to 1.0, such as",
     1.5: "budget=1.5",
+    math.inf: "budget=inf",
     -1: "budget=-1",
     True: "budget=True",
     "infGiB": "budget='infGiB'",
     (6,): r"budget=\(6,\)",
 }
+
+
+def test_budgets_may_be_floats_and_numbers_of_numpy():
+    for given, meant in {0.9 * 2**20: 943718, np.int64(4000): 4000, np.float32(0.5): 0.5}.items():
+        assert repr(checked(given)) == repr(meant)
 
 
 def test_wrong_budgets_name_the_value_and_what_can_be_met():
