@@ -18,6 +18,7 @@ ANSWERS = {
     "train_seg.py trainer.step=20": "there is no such key; give trainer.steps=20",
     "train_seg.py optimizer=adamw": "give optim=adamw",
     "train_seg.py momentum=0.9": "give norm.momentum=0.9 or optim.momentum=0.9",
+    "train_seg.py epochs=3": "epochs=3: there is no such key; give trainer.epochs=3",  # not a schedule's [30,60]
     "train_seg.py trainer.foo=1": "trainer.foo=1: there is no such key; --help lists them all",
     "train_seg.py ~trainer.steps": "~trainer.steps: leave trainer.steps out to keep its default",
     "train_seg.py data.colour_jitter.brightnes=0.4": "give data.colour_jitter.brightness=0.4",
