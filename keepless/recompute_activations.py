@@ -328,7 +328,7 @@ def _conclude(recording: Recording, form: InputForm, followed: Script | None, ou
             plan = policy.plans[0] if policy.plans else None
             if plan is None or policy.call + 1 != len(plan.calls):
                 return
-        form.learn(script_of(recording.lesson, recording.known, recording.kept, plan))
+        form.learn(script_of(recording.lesson, recording.kept, plan))
 
 
 def _can_record() -> bool:

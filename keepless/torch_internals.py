@@ -140,7 +140,11 @@ def without_global_hooks() -> Iterator[None]:
 
 
 def argument_copied_by(node: Any, arguments: Iterable[Any]) -> Tensor | None:
-    """The argument of a call that is a node's input, perhaps after being expanded."""
+    """The argument of a call that a node has copied, perhaps cast, expanded or reshaped; None if there is none."""
+    if type(node).__name__ == "UnsafeViewBackward0":  # of a copy
+        node = node.next_functions[0][0]
+    if type(node).__name__ not in ("ToCopyBackward0", "CloneBackward0"):
+        return None
     source, number = node.next_functions[0]
     if type(source).__name__ == "ExpandBackward0":
         source, number = source.next_functions[0]

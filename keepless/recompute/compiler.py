@@ -11,15 +11,13 @@ from torch import Tensor
 from ..saved import Kept, view
 from ..torch_internals import address, by_present_backends, saved_as
 from .functions import Row
-from .known_values import KnownValues, checkpointed_output
 from .lesson import Lesson, Source, Taught
 from .recipes import Rerun
-from .report import KeptTensor
 from .rules import ByName, attention, with_gradients
 from .script import END, WRITES, Act, Entry, Form, How, Make, Path, Script, Take
 from .signs import Signs
 from .step import Plan
-from .values import Recipe, Value
+from .values import Recipe, Value, checkpointed_output
 
 _MANY = 2**12  # numbers for the values of one call
 _IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
@@ -30,14 +28,12 @@ class _Unlearnable(Exception):
     """A step has something that no script can do."""
 
 
-def script_of(
-    lesson: Lesson, known: KnownValues, kept: Sequence[KeptTensor], plan: Plan | None = None
-) -> Script | None:
+def script_of(lesson: Lesson, kept: Sequence[Any], plan: Plan | None = None) -> Script | None:
     """The script of a pass that has just ended; None if there can be none: see `lesson.why_not`.
 
-    `known`, `kept`: of its recording. `plan`: that it has followed.
+    `kept`: of its recording. `plan`: that it has followed.
     """
-    outside = [one.value for one in (reference() for reference in known.saved_outside) if one is not None]
+    outside = [one.value for one in (reference() for reference in lesson.outside) if one is not None]
     if lesson.why_not:
         return None
     try:
@@ -60,7 +56,7 @@ class _Compiler:
         self.saved: set[int] = set()  # numbers of values that autograd may hold, or of their bases
         self.first = 0  # the first number that the present entry gives
 
-    def script(self, kept: Sequence[KeptTensor], plan: Plan | None) -> Script:
+    def script(self, kept: Sequence[Any], plan: Plan | None) -> Script:
         entries, fits = [], plan is not None and plan.fits
         for number, one in enumerate(self.taught):
             self.first = _MANY * number

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from ..norms.bn_act import is_node
 from ..saved import PLAIN, ShapeOnly, copied, is_ordinary, view
 from ..torch_internals import address, argument_copied_by
-from .known_values import COPYING, checkpointed_output
 from .rules import overwritten
 from .script import HANDLES, Act, Form, Group, How, Keep, Pass, Slot, Take, at, unknown
 from .signs import Signs
+from .values import checkpointed_output
 
 
 class Packing:
@@ -218,8 +218,7 @@ class Handles:
         form = take.form
         if node is None or (form is not None and (tensor.dtype is not form.dtype or tensor.stride() != form.stride)):
             return None
-        copying = node.next_functions[0][0] if type(node).__name__ == "UnsafeViewBackward0" else node
-        if type(copying).__name__ not in COPYING or argument_copied_by(copying, (argument,)) is not argument:
+        if argument_copied_by(node, (argument,)) is not argument:
             return None
         found = self.found.get(take.number if take.of is None else take.of.number)
         is_known = found is not None and found[0]() is argument and found[1] == argument._version

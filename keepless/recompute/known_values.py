@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..inputs import tensors_in
 from ..norms.backends.eager import normalised
-from ..norms.bn_act import is_node, recompute_output
+from ..norms.bn_act import is_node
 from ..saved import ByStorage, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, view
 from ..torch_internals import (
     Hooks,
@@ -25,14 +25,12 @@ from ..torch_internals import (
 from .functions import Row
 from .report import Log
 from .rules import Again
-from .values import Call, Inside, Memory, Recipe, Saved, Value, saved_value, unread_bytes
+from .values import Call, Inside, Memory, Recipe, Saved, Value, checkpointed_output, saved_value, unread_bytes
 
 _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has
 # at most this many times its bytes: it may itself be recomputed.
 _COPIES_ARE_WORTH = 4
-COPYING = frozenset(["ToCopyBackward0", "CloneBackward0"])
-_NODES = COPYING | {"BatchNormActivationBackward", "SyncBatchNormBackward", "UnsafeViewBackward0"}
 
 
 class _Entry(weakref.ref[Tensor]):
@@ -173,11 +171,10 @@ class KnownValues:
     def _followed(self, tensor: Tensor) -> Again | Value | None:
         """How to recompute a tensor that is no call's result, or the value of another tensor that equals it."""
         node: Any = tensor.grad_fn
-        name, is_view = type(node).__name__, tensor._is_view()
         found: Again | Value | None = None
-        if not (is_view or name in _NODES) or not self.is_made(tensor):
+        if not self.is_made(tensor):
             pass
-        elif is_view:
+        elif tensor._is_view():
             found = self._of_base(tensor)
         elif is_node(node):
             if node.strategy.recompute_output and tensor._version == node.output_version:
@@ -211,8 +208,7 @@ class KnownValues:
         by `silu_` before it overwrites it.
         """
         is_reshaped = type(node).__name__ == "UnsafeViewBackward0"
-        copying = node.next_functions[0][0] if is_reshaped else node
-        argument = argument_copied_by(copying, call.arguments) if type(copying).__name__ in COPYING else None
+        argument = argument_copied_by(node, call.arguments)
         if argument is None or argument.numel() != tensor.numel() or argument.device != tensor.device:
             return None
         value = self._smaller_value_of(argument, tensor)
@@ -247,19 +243,19 @@ class KnownValues:
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""
         if self.call is not None:
-            saved = self.packed(tensor, self.call)
+            saved = self.packed(tensor)
             self.call.packed.append((tensor, saved))
             return saved
         with without_function_modes():  # the recording sees no calls of ours
-            saved = self.packed(tensor, Call(type(None), Row(), (), {}))
+            saved = self.packed(tensor)
         if isinstance(saved, Saved):
             self.saved_outside.append(weakref.ref(saved))
         return saved
 
-    def packed(self, tensor: Tensor, call: Call) -> Saved | Kept | ShapeOnly:
-        """See `pack`. `call`: the one that saves the tensor; a call of nothing for a tensor saved outside of calls."""
-        row = call.row
-        call.saves += 1
+    def packed(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
+        """See `pack`."""
+        call = self.call or Call(type(None), Row(), (), {})  # outside of calls: one of nothing
+        row, call.saves = call.row, call.saves + 1
         if self.outer is None and self._is_simple(tensor):
             return self.kept(tensor, None)
         if not is_ordinary(tensor):
@@ -361,8 +357,3 @@ class KnownValues:
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, or a view of one, as FSDP1's gathered parameters are."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-
-
-def checkpointed_output(node: Any, kept: Tensor | None) -> Tensor:
-    """`kept`: the tensor that the node saved and reads by itself. As an argument, it is computed first if not kept."""
-    return recompute_output(node)

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..saved import Kept, ShapeOnly, is_ordinary
 from ..torch_internals import address
 from .functions import Row
-from .known_values import KnownValues
-from .recipes import RandomState
 from .script import Form, Path
 from .values import Call, Recipe, Saved, Value
 
@@ -56,14 +54,15 @@ class Lesson:
 
     def __init__(self) -> None:
         self.taught: list[Taught] = []
+        self.outside: list[Any] = []  # what autograd holds for tensors saved outside calls
         self.why_not = ""  # a reason why there can be no script
 
     def begins(self, function: Callable[..., Any]) -> Taught:
         self.taught.append(Taught(function))
         return self.taught[-1]
 
-    def ends(self, call: Call, result: Any, known: KnownValues) -> None:
-        """A call has run with our hooks."""
+    def ends(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
+        """A call has run with our hooks. `find`: finds the value of a tensor."""
         taught = self.taught[-1]
         if not (call.packed or call.recipes):
             return
@@ -74,7 +73,7 @@ class Lesson:
             storage = address(tensor.untyped_storage()) if is_ordinary(tensor) else 0
             path, copy_of = paths.get(id(tensor)), None
             if path is None and tensor is not result and isinstance(saved, Saved):
-                values = ((one, known.find(one)) for one in call.arguments if isinstance(one, Tensor))
+                values = ((one, find(one)) for one in call.arguments if isinstance(one, Tensor))
                 copied = [one for one, value in values if value is not None and value in _origins(saved.value)]
                 if call.before is not None and call.before is saved.value:
                     copied = [call.args[0]]
@@ -92,18 +91,18 @@ class Lesson:
             taught.alias = next((path for path, one in given if address(one.untyped_storage()) == storage), None)
             if result.is_complex():
                 self.why_not = "complex numbers"
-            taught.own = _reference(known.find(result))
+            taught.own = _reference(find(result))
             if result._base is not None:
-                taught.base, taught.base_form = _reference(known.find(result._base)), _form(result._base)
+                taught.base, taught.base_form = _reference(find(result._base)), _form(result._base)
         taught.names, taught.count = tuple(call.kwargs), len(call.args)
         taught.grads = [(path, tensor.requires_grad) for path, tensor in _tensors(call.args, call.kwargs)]
         taught.consts = list(_constants(call.args, call.kwargs))
         for recipe, again in call.recipes:
             sources = [_source(argument, call, paths) for argument in again.arguments]
-            function, draws = again.function, False
-            if isinstance(function, partial) and isinstance(getattr(function.func, "__self__", None), RandomState):
-                function, draws = function.args[0], True
-            taught.recipes.append((weakref.ref(recipe), sources, draws, function))
+            function: Any = again.function
+            if again.draws:
+                function = function.args[0]  # without the present random state
+            taught.recipes.append((weakref.ref(recipe), sources, again.draws, function))
             taught.given = not isinstance(function, partial) and all(one.kind != "const" for one in sources)
 
 

@@ -69,7 +69,6 @@ from ..torch_internals import (
 from .functions import Row, body, row_of
 from .known_values import KnownValues
 from .recipes import decide_by_plan, follow, how_to_repeat, leave_own_inside, note_random
-from .report import KeptTensor, Log
 from .rules import Rule, may_overwrite, overwritten
 from .step import ByPlan
 from .values import Call, after_overwriting, before_overwriting
@@ -106,13 +105,15 @@ class Recording(TorchFunctionMode):
         self.frame = frame
         self.abandoned = False
         self.hooks: saved_tensors_hooks | None = None
-        self.kept: Sequence[KeptTensor] = ()  # at the end
+        self.kept: Sequence[Any] = ()  # at the end: each a `KeptTensor`
         self.lesson: Any = None  # notes of the calls, from which a script is learned
         self.form: Any = None  # of the inputs
 
     def __enter__(self) -> "Recording":
         self.known = self.registry()
         self.inputs = ()
+        if self.lesson is not None:
+            self.lesson.outside = self.known.saved_outside
         self._start_hooks()
         if self.sees_calls:
             super().__enter__()
@@ -141,7 +142,6 @@ class Recording(TorchFunctionMode):
         """Release the recording's tensors; autograd holds the ones it needs."""
         self.known.clear()
         self.kept = self.known.log.kept() if self.policy is None else self.known.log.kept(self.policy.why_kept)
-        self.known.log = Log()
         self.frame = None
 
     def is_abandoned(self) -> bool:
@@ -282,7 +282,7 @@ class Recording(TorchFunctionMode):
             if isinstance(value.source, Kept) and not value.sign_readers:
                 value.source = Kept(tensor, known.outer)
         if self.lesson is not None:
-            self.lesson.ends(call, result, known)
+            self.lesson.ends(call, result, known.find)
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:
         """Decide whether a result gets a recipe."""

@@ -82,9 +82,11 @@ class Log:
             self.others.append((weakref.ref(kept), entry))
 
     def kept(self, why: Callable[[Any], str] = lambda value: "") -> list[KeptTensor]:
-        """The tensors kept at the end of the forward pass, one per storage. `why`: the reason."""
+        """The tensors kept at the end of the forward pass, one per storage. Empties the log. `why`: the reason."""
         found: dict[int | Signs, KeptTensor] = {}
-        for reference, storage, size, made_by, function, module in self.entries:
+        entries, others = self.entries, self.others
+        self.entries, self.others = [], []
+        for reference, storage, size, made_by, function, module in entries:
             value = reference()
             if value is None or value.unread or not isinstance(value.source, (Kept, Signs)):
                 continue
@@ -94,7 +96,7 @@ class Log:
                 size, kept_for, key = value.source.bytes, f"signs for {kept_for}", value.source
             made_by = made_by.partition("Backward")[0]
             found.setdefault(key, KeptTensor(size, made_by, kept_for, module, why(value)))
-        return [*found.values(), *(entry for reference, entry in self.others if reference() is not None)]
+        return [*found.values(), *(entry for reference, entry in others if reference() is not None)]
 
 
 def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..saved import autocast_as, check_version, laid_out
 from ..torch_internals import at_end_of_backward, backward_number
 from .functions import Row
-from .report import KeptTensor
 from .step import Plan
 from .values import Memory
 
@@ -310,7 +309,7 @@ class Script(NamedTuple):
 
     entries: list[Entry]
     functions: list[Any]  # of the entries without the last, `END`
-    kept: Sequence[KeptTensor]
+    kept: Sequence[Any]  # each a `KeptTensor`
     plan: Plan | None  # that the learned pass has followed
     has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
 

@@ -10,10 +10,8 @@ from torch import Tensor
 from ..inputs import tensors_in
 from ..saved import ByStorage, Gone, Kept, ShapeOnly, is_ordinary
 from ..torch_internals import at_end_of_backward, backward_runs
-from .functions import Row
 from .known_values import KnownValues
 from .recipes import how_to_repeat
-from .report import Log
 from .rules import Again, Rule, is_mask_alike
 from .signs import unpacking_bytes
 from .step import Event, Flag, Kind, Save, Step, StepValue, busy, in_order
@@ -35,13 +33,6 @@ class _NotHeld(Kept):
     def is_modified(self) -> bool:
         """True: the tensor can be neither copied nor packed."""
         return True
-
-
-class _NoLog(Log):
-    """Notes nothing."""
-
-    def keep(self, value: Value, tensor: Tensor) -> None:
-        pass
 
 
 class _Ran(NamedTuple):
@@ -68,7 +59,6 @@ class Trace(KnownValues):
 
     def __init__(self, inputs: Sequence[Tensor], made_here: Callable[[Tensor], int | None]) -> None:
         super().__init__(inputs, None, copy_parameters=False, by_plan=True)
-        self.log = _NoLog()
         self.short_rows = 0  # statistics of rows have values
         self.made_here = made_here
         self.sizes: list[int] = []  # bytes of each memory
@@ -214,8 +204,7 @@ class Trace(KnownValues):
 
     def holds(self, packed: Any, tensor: Tensor) -> tuple[Saved | Kept | ShapeOnly, int]:
         """Autograd holds `packed` for a tensor. Returns what a recorder gives it, and the number of the save, or -1."""
-        call = self.call
-        saved = self.packed(tensor, call or Call(type(None), Row(), (), {}))
+        saved, call = self.packed(tensor), self.call
         if isinstance(saved, _NotHeld):
             if is_ordinary(tensor) and not (tensor.requires_grad and call is not None):
                 memory = self.place(tensor)

@@ -101,7 +101,7 @@ class Learning(Recording):
     def __exit__(self, *error):
         super().__exit__(*error)
         if error[0] is None:
-            self.script = script_of(self.lesson, self.known, self.kept, self.plan)
+            self.script = script_of(self.lesson, self.kept, self.plan)
 
 
 def _policy_of(plan: Plan | None) -> ByPlan | None:
