@@ -4,11 +4,15 @@ python -m scripts.evidence.check out=FILE.json
 python -m scripts.evidence.check only=[layers] out=FILE.json
 """
 
+from engine.process.start import die_with_parent
+
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
@@ -41,7 +45,8 @@ def measure(arguments: frame.Arguments, files: list[str]) -> Rows:
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1", "--continue-on-collection-errors"]
         if find_spec("xdist") is not None:  # kernels are compiled at the same time
             command += ["-nauto", "--dist=worksteal"]
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+        kill = partial(die_with_parent, signal.SIGKILL)  # when this item is stopped
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, preexec_fn=kill)
         if done.returncode not in (0, 1) or not report.is_file():  # 1: tests have failed
             raise RuntimeError((done.stdout + done.stderr).strip()[-300:] or f"pytest ended with {done.returncode}")
         cases: dict[str, list[ElementTree.Element]] = {file: [] for file in files}

@@ -21,6 +21,7 @@ from scripts.compare_runs import compared, report
 from scripts.evidence import (
     check,
     counted,
+    equal_memory,
     fit,
     layers,
     loader,
@@ -39,7 +40,9 @@ BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end --
 DOCUMENTS = [papers.REPOSITORY / f"{name}.md" for name in ("README", "docs/memory", "docs/training")]
 DOCUMENTS += sorted(RESULTS.glob("*.md"))
 BENCHMARKS = [module.BENCHMARK for module in (layers, loader, loss, memory_plan, networks, reversible, training)]
-OF_A_GPU = [module.BENCHMARK for module in (check, fit, ranks)]  # their records are in docs/results/gpu
+OF_A_GPU = [module.BENCHMARK for module in (check, equal_memory, fit, ranks)]
+RECORDS = {own.name: RESULTS / f"{own.name}.json" for own in BENCHMARKS}
+RECORDS |= {own.name: RESULTS / "gpu" / f"{own.name}.json" for own in OF_A_GPU}
 FOLDERS = {file.parents[1].relative_to(RESULTS).as_posix() for file in RESULTS.rglob("results.json")}
 COMPARISONS = {f"runs_{folder.replace('/', '_')}": folder for folder in FOLDERS}  # of runs in a folder of docs/results
 
@@ -64,8 +67,11 @@ def comparison(name: str, before: str) -> str:
     return report(groups, left_out, title, f"{folder}.png").split("\n", 2)[2].strip()
 
 
-def benchmark_text(benchmark: Benchmark, name: str, _: str) -> str:
-    return calls_text(benchmark, json.loads((RESULTS / f"{name}.json").read_text()), name)
+def benchmark_text(benchmark: Benchmark, _: str) -> str:
+    """Nothing if there is no record yet."""
+    file = RECORDS[benchmark.name]
+    name = file.relative_to(RESULTS).with_suffix("").as_posix()
+    return calls_text(benchmark, json.loads(file.read_text()), name) if file.is_file() else ""
 
 
 # By name: text in the block -> its new text.
@@ -74,8 +80,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     "recomputation": lambda _: counted.recomputation_table(),
     "ranges": lambda _: counted.ranges_table(),
     **{name: partial(comparison, name) for name in COMPARISONS},
-    **{own.name: partial(benchmark_text, own, own.name) for own in BENCHMARKS},
-    **{own.name: partial(benchmark_text, own, f"gpu/{own.name}") for own in OF_A_GPU},
+    **{own.name: partial(benchmark_text, own) for own in (*BENCHMARKS, *OF_A_GPU)},
     **{name: partial(lambda name, _: tables.of_results()[name], name) for name in (*papers.TABLES, tables.LEFT_OUT)},
 }
 

@@ -172,7 +172,7 @@ def sections(call: dict, _: str) -> Iterator[str]:
         standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
         free = _gib(Memory(budget=BUDGET).available(DEVICES) or 0)
         left = f"{BUDGET}, less {deductions(DEVICES)}, leave {free} GiB for tensors."
-        shown = ({**row, "standard": standard[row["column"], row["fit"]]} for row in fits)
+        shown = ({**row, "standard": standard.get((row["column"], row["fit"]))} for row in fits)
         yield section("Table 3: what fits", columns(shown, FIT, left=3), left)
     if rows := frame.rows_of(call, "one_device"):
         yield section("A minibatch of Tables 3 and 4 on one device", _one_device(rows))
@@ -222,8 +222,10 @@ FIT: Columns = [
 
 
 def _more(row: dict, by: str) -> str:
-    """How many more pixels a minibatch has than with standard norms."""
-    return "" if row["norm"] == "std" else f"{_pixels(row, by) / _pixels(row['standard'], by) - 1:+.0%}"
+    """How many more pixels a minibatch has than with standard norms, if that was measured too."""
+    if row["norm"] == "std" or row["standard"] is None:
+        return ""
+    return f"{_pixels(row, by) / _pixels(row['standard'], by) - 1:+.0%}"
 
 
 def _pixels(row: dict, by: str) -> int:

@@ -63,6 +63,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *(DEFAULT, CAPTURE, BFLOAT16, f"{BFLOAT16} {CAPTURE}", f"{STANDARD} {FULL_FLOAT32}", STANDARD),
         *(f"{STANDARD} {BFLOAT16}", f"{STANDARD} {BFLOAT16} {CAPTURE}"),
         *(f"{BFLOAT16} {RECOMPUTE[1]}", f"{BFLOAT16} {RECOMPUTE[1]} {CAPTURE}", f"{STANDARD} {BFLOAT16} {COMPILE}"),
+        f"{BFLOAT16} trainer.channels_last=false",
     ),
     "arms": (  # of camvid_table3_trained, in the memory of its standard norms with crops of 240 pixels
         DEFAULT,

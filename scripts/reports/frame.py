@@ -6,7 +6,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,7 +33,8 @@ RESULTS = CONFIGS.parent / "docs" / "results"
 PACKAGES = ("timm", "segmentation_models_pytorch", "inplace-abn")  # measured if they are installed
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
 PLACES = {"camvid": "DIR"}  # arguments that are folders of this machine
-NOT_STARTED, REHEARSED = "not started", "Rehearsed on a CPU, on tiny tensors: no number here is a result."
+NOT_STARTED, STOPPED, FAILED = "not started", "stopped", "failed: "  # why an item is left
+REHEARSED = "Rehearsed on a CPU, on tiny tensors: no number here is a result."
 
 
 @dataclass
@@ -104,24 +105,51 @@ def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, cal
 
     ValueError: an argument is impossible, or there is no record.
     """
-    if not arguments.out.endswith(".json"):
-        raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
     out = Path(arguments.out)
+    if out.suffix != ".json":
+        raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
     if arguments.measure:
-        for record in measured(benchmark, arguments, rehearsal, called):
-            replace_file(out, json_lines(record))
+        measure(benchmark, arguments, rehearsal, called)
     elif not out.is_file():
         raise ValueError(f"measure=false shows a record, and {out} does not exist")
     record = json.loads(out.read_text())
+    draw(benchmark, record, out)
+    text = calls_text(benchmark, record, out.stem)
+    print(text)
+    return text
+
+
+def add_calls(benchmark: Benchmark, file: Path, out: Path) -> None:
+    """Add the calls of a record to another, and draw it. Items replace those of the same call on the same hardware."""
+    record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
+    for call in (call for call in json.loads(file.read_text())["calls"] if call["items"]):
+        before = next((other for other in record["calls"] if _identity(other) == _identity(call)), None)
+        if before is None:
+            record["calls"].append(call)
+            continue
+        if before["items"].keys() - call["items"].keys():  # some stay
+            call["environment"]["commit"] = _joined(before["environment"]["commit"], call["environment"]["commit"])
+            call["seconds"] = round(before["seconds"] + call["seconds"], 1)
+        items, left = before["items"] | call["items"], before["left"] | call["left"]
+        before |= call | {"items": items, "left": {name: why for name, why in left.items() if name not in items}}
+    replace_file(out, json_lines(record))
+    draw(benchmark, record, out)
+
+
+def _joined(*commits: str | None) -> str | None:
+    """Different commits in the order in which they measured. None: it is not known."""
+    known = [each for commit in commits for each in (commit or "").split(", ")]
+    return ", ".join(dict.fromkeys(filter(None, known))) or None
+
+
+def draw(benchmark: Benchmark, record: dict, out: Path) -> None:
+    """Write the pictures of a record beside it."""
     for number, call in enumerate(record["calls"]):
         figure = benchmark.picture(call) if call["items"] else None
         if figure is not None:
             if call["rehearsal"]:
                 figure.text(0.5, 0.5, "REHEARSAL", fontsize=60, color="red", alpha=0.4, ha="center", rotation=20)
             charts.save(figure, out.with_name(f"{picture_of(out.stem, number)}.png"))
-    text = calls_text(benchmark, record, out.stem)
-    print(text)
-    return text
 
 
 def picture_of(name: str, number: int) -> str:
@@ -154,8 +182,13 @@ def named(row: dict) -> str:
     return ", ".join(str(value) for name, value in row.items() if name != "reason" and not isinstance(value, list))
 
 
-def measured(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "") -> Iterator[dict]:
-    """Yield the record before the first item and after each. Items that are in the record are not measured again."""
+def measure(
+    benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "", again: bool = True
+) -> dict:
+    """Measure what is missing of a record, which is written before the first item and after each; return its call.
+
+    `again`: also what has failed, or was stopped twice.
+    """
     started_s, out = time.monotonic(), Path(arguments.out)
     items, environment = benchmark.items(arguments), provenance(PACKAGES)
     chosen = chosen_of(items, arguments.only)
@@ -171,33 +204,35 @@ def measured(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, call
     done, before_s = call["items"], call["seconds"]
     left = call["left"] = call["left"] | {name: NOT_STARTED for name in chosen if name not in {*done, *call["left"]}}
 
-    def written_down() -> dict:
+    def write_down() -> None:
         known = [name for name in items if name in done or name in left]
         call["command"] = called or command_again(benchmark, arguments, known if len(known) < len(items) else [])
         call["items"] = {name: done[name] for name in items if name in done}
         call["seconds"] = round(before_s + time.monotonic() - started_s, 1)
-        return record
+        replace_file(out, json_lines(record))
 
-    yield written_down()
+    write_down()
     with ExitStack() as stack:
         process: Elsewhere | None = None
-        for name in [name for name in chosen if name in left]:
-            seconds = 60 * arguments.minutes - (time.monotonic() - started_s) if arguments.minutes else None
+        for name in [name for name in chosen if name in left and (again or not left[name].startswith(FAILED))]:
+            seconds = None if arguments.minutes is None else 60 * arguments.minutes - (time.monotonic() - started_s)
             if seconds is not None and seconds <= 0:
                 break
             process = process or stack.enter_context(Elsewhere(Worker, benchmark.measure, arguments))
             try:
                 done[name] = process.call("rows", items[name], seconds)
                 del left[name]
+            except BrokenProcessPool:
+                left[name] = STOPPED if left[name] == NOT_STARTED else f"{FAILED}{STOPPED} again"
             except Exception as error:  # the other items can still be measured
-                left[name] = "stopped" if isinstance(error, BrokenProcessPool) else reason(error)
+                left[name] = reason(error)
             if benchmark.apart or name in left:
                 stack.close()  # frees its memory
                 process = None
-            commits = [*(call["environment"]["commit"] or "").split(", "), environment["commit"]]
-            call["environment"]["commit"] = ", ".join(dict.fromkeys(filter(None, commits))) or None
+            call["environment"]["commit"] = _joined(call["environment"]["commit"], environment["commit"])
             print(f"{time.monotonic() - started_s:6.1f} s  {name}: {left.get(name, 'done')}", flush=True)
-            yield written_down()
+            write_down()
+    return call
 
 
 def _identity(call: dict) -> tuple:
@@ -254,7 +289,7 @@ def command_again(benchmark: Benchmark, arguments: Any, only: list[str]) -> str:
 def reason(error: Exception) -> str:
     """Why a measurement failed, for the record."""
     first, *_ = str(error).strip().splitlines() or [""]
-    return f"failed: {type(error).__name__}: {first}"
+    return f"{FAILED}{type(error).__name__}: {first}"
 
 
 def json_lines(record: Any) -> str:

@@ -114,9 +114,12 @@ IMPOSSIBLE = [  # (command, options, message)
     (training, "parts=[all]", "parts=.*one of switches, norms, allocation, recompute, compile, card, arms"),
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[all]", "only=all: there is no such item"),
-    (gpu_evidence, "part=all", "part=all: expected one of check, steps, fit, abn"),
+    (gpu_evidence, "part=every", "part=every: expected one of all, check, steps, fit, abn"),
+    (gpu_evidence, "only=[resnet50]", "only=.resnet50. needs part=NAME, the part whose items these are"),
     (gpu_evidence, "part=host", "PyTorch sees no CUDA device"),
     (gpu_evidence, "part=host measure=false", "does not exist"),
+    (gpu_evidence, "measure=false", "measure=false shows records, and file.json has none"),
+    (gpu_evidence, "keep=true", "keep=true needs measure=false"),
 ]
 
 
@@ -140,6 +143,10 @@ def faked(in_process, monkeypatch) -> list[str]:
         measured.append(what)
         if what == "fails" and measured.count(what) == 1:
             raise RuntimeError("out of memory\nat length")
+        if what == "always fails":
+            raise RuntimeError("out of memory")
+        if what == "stopped":
+            raise BrokenProcessPool
         if what == "dies" and measured.count(what) == 1:
             raise KeyboardInterrupt
         return [{"what": what}]
@@ -190,6 +197,18 @@ def test_calls_on_other_hardware_or_versions_are_others_and_another_commit_count
         monkeypatch.setattr(frame, "provenance", lambda *_, changed=changed: now | changed)
         carried_out(tmp_path, only=["a/1"])
     assert len(json.loads((tmp_path / "record.json").read_text())["calls"]) == 3
+
+
+def test_what_has_failed_or_was_stopped_twice_is_tried_again_only_if_asked(faked, monkeypatch, tmp_path):
+    arguments = loss.LossArguments(out=str(tmp_path / "record.json"))
+    monkeypatch.setitem(ITEMS, "a/2", ("always fails",))
+    monkeypatch.setitem(ITEMS, "b", ("stopped",))
+    for why in ("stopped", "failed: stopped again", "failed: stopped again"):
+        call = frame.measure(loss.BENCHMARK, arguments, again=False)
+        assert call["left"] == {"a/2": "failed: RuntimeError: out of memory", "b": why}
+    assert faked == ["a", "always fails", "stopped", "stopped"]
+    frame.measure(loss.BENCHMARK, arguments)
+    assert faked[4:] == ["always fails", "stopped"]
 
 
 def test_without_time_nothing_is_started(faked, tmp_path):

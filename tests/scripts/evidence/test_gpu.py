@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from engine.configuration.command_line import composed
-from scripts.evidence import check, layers
-from scripts.gpu_evidence import PARTS, run
+from scripts import gpu_evidence
+from scripts.evidence import check, documents, fit, layers
+from scripts.gpu_evidence import PARTS, Part, run
 from scripts.reports import frame
 
 
@@ -36,8 +37,73 @@ def test_a_rehearsal_runs_and_says_what_it_is(in_process, monkeypatch, tmp_path)
     assert not layers.picture(call).texts
 
 
+def test_one_command_goes_through_all_parts_in_pieces(in_process, monkeypatch, tmp_path):
+    """Each part has its minutes. What has failed, or does not fit into them, keeps no other part from its turn."""
+    clock, measured = [0.0], []
+
+    def part(name: str, minutes: float) -> Part:
+        """Of three items that take a minute each; the second fails."""
+
+        def measure(arguments: frame.Arguments, number: int) -> list[dict]:
+            clock[0] += 60
+            measured.append(f"{name}{number}")
+            if number == 2:
+                raise RuntimeError("out of memory")
+            return [{"number": number}]
+
+        items = {str(number): (number,) for number in (1, 2, 3)}
+        about = frame.Benchmark(name, frame.Arguments, lambda arguments: items, measure, lambda arguments: (name, ""))
+        return Part(minutes, about, [{}], {})
+
+    monkeypatch.setattr(gpu_evidence, "PARTS", {"host": part("a", 5), "abn": part("b", 1), "fit": part("c", 5)})
+    monkeypatch.setattr(gpu_evidence, "device_of", lambda name: None)
+    for module in (gpu_evidence, frame):
+        monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    first = command(tmp_path, "minutes=2")
+    assert measured == ["a1", "a2"] and first.splitlines()[:2] == [
+        "host: 2: failed: RuntimeError: out of memory",
+        "host: 3: not started",
+    ]
+    assert first.endswith("the same command goes on")
+    command(tmp_path, "minutes=2")
+    last = command(tmp_path, "minutes=4")
+    assert measured == ["a1", "a2", "a3", "b1", "c1", "c2", "c3"]
+    assert last.endswith("done; part=NAME tries again what is left of it") and "abn: 3: not started" in last
+    tables = command(tmp_path, "measure=false")
+    assert [line for line in tables.splitlines() if line.startswith("## ")] == ["## a", "## b", "## c"]
+    command(tmp_path, "part=abn")
+    assert measured[7:] == ["b2", "b3"]
+
+
+def test_measured_parts_go_into_the_records_of_the_pages(monkeypatch, tmp_path):
+    """A record of one new item replaces that item, and keeps the others; a new call is added."""
+    record = tmp_path / "fit.json"
+    monkeypatch.setitem(documents.RECORDS, "fit", record)
+    record.write_text((frame.RESULTS / "gpu" / "fit.json").read_text())
+    first, second = json.loads(record.read_text())["calls"]
+    name, missing = next(iter(first["items"])), next(iter(first["left"]))
+    new = [{"network": "a network", "norm": "std", "most": 3}]
+    own = {"items": {name: new, missing: new}, "environment": first["environment"] | {"commit": "another"}}
+    (tmp_path / "gpu_fit.json").write_text(json.dumps({"calls": [first | own, first | own | {"arguments": {}}]}))
+    command(tmp_path, "measure=false", "keep=true")
+    changed, same, added = json.loads(record.read_text())["calls"]
+    assert changed["items"] == first["items"] | own["items"] and missing not in changed["left"]
+    assert changed["environment"]["commit"] == f"{first['environment']['commit']}, another"
+    assert same == second and added["arguments"] == {}
+    assert "| a network | std |" in documents.calls_text(fit.BENCHMARK, json.loads(record.read_text()), "fit")
+
+
+@pytest.mark.parametrize("benchmark", [*documents.BENCHMARKS, check.BENCHMARK, fit.BENCHMARK], ids=lambda own: own.name)
+def test_a_page_can_be_written_from_any_item_alone(benchmark):
+    """A call may be stopped after any item."""
+    for call in json.loads(documents.RECORDS[benchmark.name].read_text())["calls"]:
+        for name, rows in call["items"].items():
+            assert frame.calls_text(benchmark, {"calls": [call | {"items": {name: rows}}]}, benchmark.name)
+
+
 def test_every_part_has_the_arguments_of_its_benchmark_and_names_what_it_measures(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sum(part.minutes for part in PARTS.values()) <= 40
     for part in PARTS.values():
         for own in (*part.calls, part.rehearsed):
             arguments = part.benchmark.schema(out="x.json", **own)
