@@ -77,7 +77,8 @@ class KnownValues:
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
         self.memories: ByStorage[Memory] = ByStorage()
         self.dead: list[_Entry] = []  # entries of freed tensors
-        self.gone: list[Value] = []  # values that are read for their signs, and whose tensors have been freed
+        self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs, in the order of these reads
+        self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.without_gradient: ByStorage[bool] = ByStorage()  # made by recorded calls
         self.unseen = ""  # what has hidden calls, such as a checkpoint
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
@@ -87,13 +88,13 @@ class KnownValues:
 
         Hooks around the recording, such as a checkpoint's, might return them without a change of version.
         """
+        for value in filter(None, (reference() for reference in self.signs)):
+            value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
         kept = [reference() for memory in self.memories.values() for reference in memory.values]
-        for value in filter(None, kept):
-            if value.sign_readers:
-                value.settle(self.outer, at_end=True)
-            if self.outer is not None and isinstance(value.source, Kept) and value.source.is_modified():
+        for value in filter(None, kept if self.outer is not None else ()):
+            if isinstance(value.source, Kept) and value.source.is_modified():
                 value.source.spoil()
-        for found in (self.entries, self.memories, self.dead, self.gone, self.without_gradient):
+        for found in (self.entries, self.memories, self.dead, self.signs, self.gone, self.without_gradient):
             found.clear()
         self.outer = None
 
@@ -305,6 +306,7 @@ class KnownValues:
         elif row.positive is not None and value.positive in (None, row.positive):
             saved.reads_signs, value.positive, value.stream = True, row.positive, current_stream(tensor)
             value.sign_readers += 1
+            self.signs.append(weakref.ref(value))
         return saved
 
     def _keep_with_base(self, tensor: Tensor, call: Call) -> Value:
