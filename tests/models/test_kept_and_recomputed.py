@@ -1,105 +1,68 @@
-"""Every strategy keeps and recomputes what the slides of the paper say; docs/memory.md shows it.
+"""BN + ACT + CONV keeps the buffers and repeats the operations of the slides "Strategies Comparisons" of the paper.
 
-Buffers are recognised by their values among the tensors that autograd keeps, recomputed operations among the operators
-that the backward pass calls.
+Buffers are recognised by their values, operations among the operators of the backward pass, on the reference backend.
 """
 
-from collections import Counter
-from functools import partial
-from typing import NamedTuple
-
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keepless import ABN, recompute_activations
+from keepless import recompute_activations
 from keepless.saved import saved_for_backward
+from tests.bodies import kept_maps
 from tests.norms import STRATEGIES
 
 CHANNELS, SLOPE = 16, 0.01
-# The slides' "Strategies Comparisons"; they misprint x for x_hat in the proposed checkpointing (section 3.2).
-SLIDES = {
-    "std": (["x", "z"], ["mean", "sigma"], []),
-    "checkpoint": (["x"], ["mean", "sigma"], ["BN", "phi"]),
-    "checkpoint_xhat": (["x_hat"], ["sigma"], ["pi", "phi"]),
-    "inplace_1": (["z"], ["sigma"], ["phi^-1", "pi^-1"]),
-    "inplace": (["z"], ["sigma"], ["phi^-1"]),
+SLIDES = {  # what is kept, and repeated; the slides misprint x for x_hat in the proposed checkpointing (section 3.2)
+    "std": ({"x", "z", "mean", "sigma"}, set()),
+    "checkpoint": ({"x", "mean", "sigma"}, {"BN", "phi"}),
+    "checkpoint_xhat": ({"x_hat", "sigma"}, {"pi", "phi"}),
+    "inplace_1": ({"z", "sigma"}, {"phi^-1", "pi^-1"}),
+    "inplace": ({"z", "sigma"}, {"phi^-1"}),
 }
 
 
-def test_every_strategy_keeps_and_recomputes_what_the_slides_say():
-    for norm, (buffers, statistics, recomputed) in SLIDES.items():
-        own = kept_by_block(norm)
-        assert (own.buffers, own.statistics, sorted(own.recomputed)) == (buffers, statistics, sorted(recomputed)), norm
-        assert own.activation_bytes == len(buffers) * 16384
+class Repeated(TorchDispatchMode):
+    """Context that notes the paper's names of the operations that run again, or backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> object:
+        operator = function.overloadpacket.__name__
+        if operator == "native_batch_norm":
+            mean, var = args[3], args[4]
+            self.names.add("pi" if not mean.any() and bool((var == 1).all()) else "BN")
+        elif operator in ("leaky_relu", "leaky_relu_"):
+            self.names.add("phi" if len(args) < 2 or args[1] < 1 else "phi^-1")
+        elif operator in ("sub", "div") and args[0].dim() == 4:
+            self.names.add("pi^-1")
+        return function(*args, **(kwargs or {}))
 
 
-class Kept(NamedTuple):
-    """The buffers that BN + ACT + CONV keeps, and the operations that it repeats."""
-
-    buffers: list[str]  # a value per pixel: x, x_hat, z
-    statistics: list[str]  # a value per channel: mean, sigma
-    recomputed: list[str]  # operations in the backward pass that the standard one does not need
-    activation_bytes: int  # of the buffers
-
-
-def kept_by_block(norm: str) -> Kept:
-    """Run BN + ACT + CONV forward and backward once, on the reference backend."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_keeps_and_repeats_what_the_slides_say(strategy):
     torch.manual_seed(0)
-    layer = STRATEGIES[norm](CHANNELS, activation_param=SLOPE, backend="eager")
+    layer = STRATEGIES[strategy](CHANNELS, activation_param=SLOPE, backend="eager")
     gamma, beta = layer.parameters()
     nn.init.uniform_(gamma, 0.5, 1.5)
     nn.init.uniform_(beta, -0.5, 0.5)
     block = nn.Sequential(layer, nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False))
     recompute_activations(block, checkpointed_only=True)
     x = torch.randn(4, CHANNELS, 8, 8, requires_grad=True) * 2 + 1
-    output, saved = saved_for_backward(lambda: block(x), block.parameters())
-    sizes = {_name(tensor, x, layer): tensor.untyped_storage().nbytes() for tensor in saved}
-    with _Operators(x.shape) as operators:
+    var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    x_hat, y = (F.batch_norm(x, None, None, *scale, training=True, eps=layer.eps) for scale in ((), (gamma, beta)))
+    known = {"x": x, "x_hat": x_hat, "z": F.leaky_relu(y, SLOPE), "mean": mean, "sigma": torch.rsqrt(var + layer.eps)}
+    output, saved = saved_for_backward(lambda: block(x))
+    with Repeated() as repeated:
         output.sum().backward()
-    buffers: list[str] = [name for name in ("x", "x_hat", "z") if name in sizes]
-    recomputed = [name for name in ("BN", "pi", "phi", "phi^-1", "pi^-1") if operators.calls[name]]
-    statistics: list[str] = [name for name in ("mean", "sigma") if name in sizes]
-    return Kept(buffers, statistics, recomputed, sum(sizes[name] for name in buffers))
-
-
-def _name(saved: Tensor, x: Tensor, layer: ABN) -> str:
-    """The paper's name for a kept tensor, recognised by its values."""
-    with torch.no_grad():
-        var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
-        sigma = torch.rsqrt(var + layer.eps)
-        gamma, beta = layer.parameters()
-        as_images = partial(torch.Tensor.view, size=(1, -1, 1, 1))
-        x_hat = (x - as_images(mean)) * as_images(sigma)
-        z = F.leaky_relu(x_hat * as_images(gamma) + as_images(beta), SLOPE)
-        known = {"x": x, "x_hat": x_hat, "z": z, "mean": mean, "sigma": sigma, "gamma": gamma}
-        for name, tensor in {**known, **dict(layer.named_buffers())}.items():
-            if tensor.shape == saved.shape and torch.allclose(tensor, saved, atol=1e-5):
-                return name
-    raise AssertionError(f"a kept tensor of shape {tuple(saved.shape)} is none of {', '.join(known)}")
-
-
-class _Operators(TorchDispatchMode):
-    """Counts operators whose results have the given shape: in a backward pass, recomputed steps and inverses."""
-
-    def __init__(self, shape: torch.Size):
-        super().__init__()
-        self.shape = shape
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> object:
-        result = function(*args, **(kwargs or {}))
-        first = result[0] if isinstance(result, (tuple, list)) else result
-        if torch.is_tensor(first) and first.shape == self.shape:
-            self.calls[self._paper_name(function.overloadpacket.__name__, args)] += 1
-        return result
-
-    @staticmethod
-    def _paper_name(operator: str, args: tuple) -> str:
-        if operator == "native_batch_norm":
-            mean, var = args[3], args[4]
-            return "pi" if not mean.any() and bool((var == 1).all()) else "BN"
-        if operator in ("leaky_relu", "leaky_relu_"):
-            return "phi" if len(args) < 2 or args[1] < 1 else "phi^-1"
-        return "pi^-1" if operator in ("sub", "div") else operator
+    kept = {
+        name
+        for name, value in known.items()
+        if any(tensor.shape == value.shape and torch.allclose(tensor, value, atol=1e-5) for tensor in saved)
+    }
+    assert (kept, repeated.names) == SLIDES[strategy]
+    assert [*kept_maps(block, x).values()] == [x.nbytes] * len(kept & {"x", "x_hat", "z"})

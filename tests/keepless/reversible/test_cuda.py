@@ -4,42 +4,26 @@ import pytest
 import torch
 from torch import nn
 
-from keepless import AdditiveCoupling, InPlaceABN, ReversibleSequence
+from keepless import AdditiveCoupling
 from keepless.reversible import checks, replay, state
 from keepless.reversible.replay import Section
 from keepless.torch_internals import FakeTensorMode
 from tests.cuda import NEEDS_CUDA
-
-ON_CUDA = pytest.param("cuda", marks=NEEDS_CUDA)
-
-
-def sequence(*extra: nn.Module) -> ReversibleSequence:
-    def branch() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), InPlaceABN(4, backend="eager"), *extra)
-
-    torch.manual_seed(0)
-    return ReversibleSequence([AdditiveCoupling(branch(), branch()) for _ in range(2)])
+from tests.keepless.reversible.test_modules import IMAGES, additive, step, twins
 
 
-def gradients(network, x, precision=None) -> list[torch.Tensor]:
-    x = x.clone().requires_grad_()
-    with torch.autocast(x.device.type, dtype=precision, enabled=precision is not None):
-        output = network(x)
-    return [output, *torch.autograd.grad(output.float().square().sum(), [x, *network.parameters()])]
-
-
-@pytest.mark.parametrize("device", [ON_CUDA])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_dropout_and_autocast(device, precision):
     """The repetition draws the same mask from the device's generator, in the same precision."""
-    network, x = sequence(nn.Dropout(0.5)).to(device), torch.randn(2, 8, 6, 6, device=device)
-    results = []
-    for network.disable in (False, True):
-        torch.manual_seed(1)
-        results.append(gradients(network, x, precision))
-    tolerance = 1e-4 if precision is None else 0.1
-    for result, wanted in zip(*results, strict=True):
-        assert (result - wanted).float().norm() <= tolerance * wanted.float().norm()
+    networks, results = twins("sequence", additive, dropout=0.5), []
+    for network in networks:
+        with torch.autocast(device, precision, enabled=precision is not None):
+            results.append(step(network.float().to(device), IMAGES.float().to(device)))
+    found, expected = results
+    for name, wanted in expected.items():
+        error = (found[name].double() - wanted.double()).norm()
+        assert error <= (1e-4 if precision is None else 0.1) * wanted.double().norm(), name
 
 
 @pytest.fixture
@@ -59,6 +43,6 @@ def test_dropout_is_refused_while_a_graph_is_captured(capturing):
     with FakeTensorMode():
         x = torch.empty(2, 8, 6, 6, device="cuda")
     with pytest.raises(RuntimeError, match=r"captures a reversible module that contains Dropout\(p=0.5"):
-        Section(sequence(nn.Dropout(0.5)).blocks, [x])
-    Section(sequence(nn.Dropout(0.0)).blocks, [x])
-    Section(sequence(nn.Dropout(0.5)).eval().blocks, [x])
+        Section([AdditiveCoupling(nn.Dropout(0.5))], [x])
+    Section([AdditiveCoupling(nn.Dropout(0.0))], [x])
+    Section([AdditiveCoupling(nn.Dropout(0.5)).eval()], [x])
