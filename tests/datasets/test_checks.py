@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 import pytest
 from PIL import Image
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from datasets import SegmentationDataset, camvid, cityscapes, imagenet, inspect, reading_errors, verify
 from datasets.registry import FOR_SEGMENTATION
@@ -238,10 +239,15 @@ def test_success_is_remembered_until_a_file_changes(camvid_folders, tmp_path, mo
     assert checked_files(camvid(moved, "val")) == checked_files(camvid(moved, "val")) == 2
 
 
-def test_a_file_that_blocks_its_reader_is_named(camvid_folders):
+def test_a_file_that_blocks_its_reader_is_named(camvid_folders, monkeypatch):
+    """However long the files before it take on a busy machine."""
     file = sorted((camvid_folders / "train" / "labels").iterdir())[3]
     file.unlink()
     os.mkfifo(file)
     named = camvid_folders / "train" / "images" / f"{file.stem}.jpg"
+    seen, wait = [], _MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(
+        _MultiProcessingDataLoaderIter, "_try_get_data", lambda own, limit: wait(own, limit if len(seen) == 3 else 300)
+    )
     with pytest.raises(TimeoutError, match=f"^{named}: no data came for timeout_seconds=1 "), reading_errors(1):
-        verify(camvid(camvid_folders, "train"), workers=2)
+        verify(camvid(camvid_folders, "train"), 2, lambda *counts: seen.append(counts))

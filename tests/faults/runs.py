@@ -215,7 +215,7 @@ def torchrun(
     )
 
 
-def until_step(run_dir: Path, step: int, launched: subprocess.Popen, seconds: float = 90) -> list[int]:
+def until_step(run_dir: Path, step: int, launched: subprocess.Popen, seconds: float = 300) -> list[int]:
     """Wait for a step; return the pids of torchrun's processes, by rank."""
     deadline = time.monotonic() + seconds
     while step not in steps_of(run_dir):
@@ -224,7 +224,7 @@ def until_step(run_dir: Path, step: int, launched: subprocess.Popen, seconds: fl
     return children(launched.pid)
 
 
-def ends(launched: subprocess.Popen, seconds: float = 120) -> str:
+def ends(launched: subprocess.Popen, seconds: float = 300) -> str:
     """Wait for torchrun to end in time; return its output."""
     try:
         return launched.communicate(timeout=seconds)[0]

@@ -48,11 +48,11 @@ def test_torchrun_restarts_a_classification_that_resumes(tmp_path, whole_of):
 
 def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # torchrun's grace period for the stopped rank
-    launched, ranks = launched_until(3, tmp_path / "run", "trainer.timeout_seconds=5")
+    launched, ranks = launched_until(3, tmp_path / "run", "trainer.timeout_seconds=60")
     os.kill(ranks[1], signal.SIGSTOP)
     output = ends(launched)
     assert launched.returncode != 0
-    lost = "process 0 of the run lost another process, or waited for it longer than trainer.timeout_seconds=5"
+    lost = "process 0 of the run lost another process, or waited for it longer than trainer.timeout_seconds=60"
     assert says(output, lost)
     survived(tmp_path / "run", whole_of_two, processes=2)
 

@@ -44,7 +44,7 @@ def job(tmp_path):
 
 def test_a_job_that_is_warned_goes_back_into_the_queue(job, tmp_path):
     start, queue = job
-    process = start(f"run_dir={tmp_path}", "data.root=a folder", NAPS="300", SLURM_CPUS_PER_TASK="24")
+    process = start(f"run_dir={tmp_path}", "data.root=a folder", NAPS="2400", SLURM_CPUS_PER_TASK="24")
     of_srun = [process.stdout.readline().strip() for _ in range(2)]
     assert of_srun == ["--kill-on-bad-exit=0", "--cpus-per-task=24"]
     started = process.stdout.readline()
