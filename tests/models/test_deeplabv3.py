@@ -51,14 +51,6 @@ def test_training_pools_globally_whatever_the_window():
     assert torch.equal(*outputs)
 
 
-def test_one_crop_in_training_raises_and_says_what_to_do():
-    for norm_act in (ABN, InPlaceABN):
-        head = small_head(3, norm_act=norm_act)
-        with pytest.raises(ValueError, match=r"\(1, 4, 1, 1\).*at least two crops"):
-            head(torch.randn(1, 3, 6, 6))
-        assert head.eval()(torch.randn(1, 3, 6, 6)).shape == (1, 6, 6, 6)
-
-
 def test_every_parameter_gets_a_gradient_and_overwriting_norms_fit():
     def gradients(norm_act) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

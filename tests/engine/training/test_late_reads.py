@@ -23,9 +23,10 @@ from engine.schema.schedule import Schedule
 from engine.segmentation.cross_entropy import CrossEntropy
 from engine.training import loop
 from engine.training.learner import Learner
+from engine.training.run import Run
 from keepless.reversible import checks
 from tests.engine.learners import learner_of
-from tests.runs import REPOSITORY
+from tests.runs import REPOSITORY, run_config
 
 WORLD_SIZE, STEPS = 2, 7
 CALLS_BEFORE = 129  # of our files in each step, outside the network, when every step was read at once
@@ -43,7 +44,7 @@ class FakeRun(SimpleNamespace):
         self.directory = SimpleNamespace(saved=lambda wait=True: None)
         trainer, data = SimpleNamespace(profile=0), SimpleNamespace(crops_per_minibatch=2)
         self.config = SimpleNamespace(trainer=trainer, data=data)
-        self.share_plans = lambda: None
+        self.share_plans = lambda: self.events.append(("share", loop.PLANNED_STEPS))
 
     def save(self, step: int) -> None:
         self.events.append(("save", step))
@@ -87,11 +88,19 @@ def noted(monkeypatch) -> FakeRun:
 def test_a_step_is_read_after_the_next_is_launched_and_before_checkpoints_evaluations_and_the_end(noted):
     assert loop.train(noted, minibatches(STEPS), CrossEntropy(), lambda: None) == STEPS
     assert [f"{event} {step}" for event, step in noted.events] == [
-        *("take 1", "take 2", "read 1", "take 3", "read 2", "read 3", "save 3"),
+        *("take 1", "take 2", "read 1", "take 3", "share 3", "read 2", "read 3", "save 3"),
         *("take 4", "take 5", "read 4", "read 5", "save 5", "evaluate 5"),
         *("take 6", "read 6", "save 6", "take 7", "read 7", "save 7", "evaluate 7"),
     ]
     assert noted.metrics.all["steps"] == STEPS
+
+
+def test_a_run_within_a_budget_shares_its_plans():
+    """tests/keepless/recompute/test_fsdp2.py shows that all ranks then follow rank 0's."""
+    config = run_config("trainer.recompute=budget", "memory.activations=1MiB")
+    run = SimpleNamespace(config=config, learner=SimpleNamespace(network=small_network()))
+    with pytest.raises(ValueError, match="share_plans got a network without a budget"):
+        Run.share_plans(run)
 
 
 def test_each_step_counts_its_own_time_and_wait(noted, monkeypatch):
@@ -137,7 +146,7 @@ def test_a_step_that_is_not_finite_is_named_one_step_later(noted):
     largest = r"the weights with the largest norm are 1\.weight \(2\.83\)"
     with pytest.raises(FloatingPointError, match=rf"^step 2: the loss is inf; {largest} \(images crop 2\)$"):
         loop.train(noted, minibatches(STEPS), loss, lambda: None)
-    assert noted.events == [("take", 1), ("take", 2), ("read", 1), ("take", 3), ("read", 2)]
+    assert noted.events == [("take", 1), ("take", 2), ("read", 1), ("take", 3), ("share", 3), ("read", 2)]
 
 
 def test_repetitions_of_reversible_branches_are_checked_in_the_first_two_steps(noted, monkeypatch):
@@ -205,5 +214,5 @@ def stopped(rank: int) -> tuple[str, list, int, int]:
 
 def test_all_ranks_stop_after_the_same_step_without_a_collective_of_their_own(ranks):
     """There is one collective for the question before the first step, and one for each step's loss."""
-    expected = ("stopped after step 4 of 7", [("save", 4)], 4, 1 + 4)
+    expected = ("stopped after step 4 of 7", [("share", 3), ("save", 4)], 4, 1 + 4)
     assert ranks.run(stopped) == [expected, expected]
