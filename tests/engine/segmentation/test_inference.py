@@ -1,7 +1,6 @@
 """Windows and views: when they equal the whole image, what is averaged, and how much memory they take."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -14,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from datasets.transforms import scaled
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from engine.segmentation.inference import Views, predict, windows_along
 from keepless import ABN
+from keepless.recompute.costs import peak_bytes
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
 from tests.engine.learners import forward_of
@@ -248,25 +246,13 @@ def test_pixels_are_where_the_cells_saw_them(size, views):
     torch.testing.assert_close(found[middle], image[:2].double()[middle], rtol=0, atol=0.02)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest float tensor that any operator returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function, types, arguments: Sequence = (), options=None):
-        result = function(*arguments, **(options or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
-        return result
-
-
 @pytest.mark.parametrize("views, factor", [({}, None), ({"scales": (0.7, 1.0, 1.2), "flip": True}, 0.9)])
-def test_memory_is_bounded_by_the_window(views, factor, monkeypatch):
-    """No float tensor is larger than the network's features of a window, or all cells' logits, with one view or six."""
+def test_memory_is_of_a_window_and_not_of_the_image(views, factor, monkeypatch):
+    """Neither logits nor probabilities of all pixels exist at once, with one view or six."""
     monkeypatch.setattr("engine.segmentation.inference._SCORES_AT_ONCE", 2**14)
-    network, (height, width) = small_network(), (800, 100)
-    with LargestTensor() as tensors:
-        predicted(network, pictures(height, width), factor and int(height * factor), window=64, **views)
-    features, logits = 64 * 64 * 16 * 2, 1.2**2 * height * width * network.classes / STRIDE**2
-    assert tensors.bytes < 4 * max(features, 1.1 * logits) < 4 * height * width * network.classes / 2
+    network, images, size = small_network(), pictures(800, 100), factor and int(800 * factor)
+    own, whole = (
+        peak_bytes(lambda window=window: predicted(network, images, size, window=window, **views), "cpu")
+        for window in (64, None)
+    )
+    assert own < 0.3 * whole
