@@ -41,10 +41,7 @@ OUR_NAMES = {"widths": "channels", "channels": "stem_channels", "base": "base_ch
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("resnext152", "densenet264", "resnet101")))
-        for name in FULL
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("resnext152", "densenet264"))) for name in FULL],
 )
 def test_names_and_shapes_of_the_released_networks(name):
     """Every tensor of ours but the counts is in the file, and no other. The architecture is read off the file."""
