@@ -25,7 +25,7 @@ from ..torch_internals import (
 from .functions import Row
 from .report import Log
 from .rules import Again
-from .values import Call, Inside, Memory, Recipe, Saved, Value, checkpointed_output, saved_value, unread_bytes
+from .values import Call, Inside, Memory, Recipe, Saved, Value, checkpointed_output, kept_bytes_below, saved_value
 
 _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has
@@ -239,7 +239,7 @@ class KnownValues:
         """The value of an argument, if keeping it takes no more bytes than its copy (with a plan: a few times more)."""
         value = self.value_of(argument)
         most = _COPIES_ARE_WORTH * copy.nbytes if self.by_plan else copy.nbytes
-        return None if value is None or unread_bytes([value]) > most else value
+        return None if value is None or kept_bytes_below([value], only_unread=True) > most else value
 
     def pack(self, tensor: Tensor) -> Saved | Kept | ShapeOnly:
         """Return what autograd saves in place of a tensor: the tensor itself, only its shape, or its value."""

@@ -16,7 +16,7 @@ from ..torch_internals import FakeTensor, address, is_capturing, packed_by
 from .known_values import KnownValues, is_parameter
 from .rules import Again, NotFollowed, Rule
 from .step import ByPlan, Flag
-from .values import Call, Inside, Recipe, Value, saved_value, unread_bytes
+from .values import Call, Inside, Recipe, Value, kept_bytes_below, saved_value
 
 _MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 # Most recipes in a chain where no plan decides, and in a plan; then a result is kept. They are computed by recursion.
@@ -37,7 +37,11 @@ def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) ->
         if call.random is None or _MUCH * state_bytes(result) > find.room:
             return None
         again = again._replace(function=partial(call.random.call, again.function))
-    alone = find.alone + (0 if known.by_plan else unread_bytes(find.unread))
+    alone = find.alone
+    if not known.by_plan:
+        alone += kept_bytes_below(find.unread, only_unread=True)
+        if kept_bytes_below(one for one in again.arguments if isinstance(one, Value)) > _MUCH * find.room:
+            return None  # e.g. a mean: reading all values again would take longer than keeping it is worth
     return again if alone <= find.room else None
 
 

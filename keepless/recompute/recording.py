@@ -10,7 +10,8 @@ Rule 3. A saved tensor is kept at first. If its call has a rule (functions.py) w
 Rule 4. A recipe reads values that are kept anyway. It may also keep alive leaves with a gradient, arguments that are
     `_MUCH` times smaller than its result, and arguments for which its rule says lend=True.
 Rule 5. Apart from leaves, the bytes kept only for a recipe never exceed the bytes of its result: the parts of a
-    concatenation are not kept just to recompute their mean.
+    concatenation are not kept just to recompute their mean. Nor is a result recomputed that is over `_MUCH` times
+    smaller than the kept tensors that this would read: the mean of an activation is kept itself.
 Rule 6. If no gradient needs an input's values (the convolution or eval-mode norm that reads it is frozen), only its
     shape and strides are kept (`ShapeOnly`). A value that only ReLU and LeakyReLU read shrinks to one bit per entry
     (`Signs`) once its tensor, and the tensors of recipes that read it, are freed.

@@ -142,13 +142,16 @@ class Value:
         self.computed, self.stream, self.reads = None, None, 0
 
 
-def unread_bytes(values: Iterable[Value]) -> int:
-    """Bytes of kept memory that these values need, and that operations do not read or only for signs."""
+def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
+    """Bytes of the kept memory that these values are, or are computed from.
+
+    `only_unread`: without what operations read, but not only for signs.
+    """
     seen: set[Value] = set()
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if value.readers == value.sign_readers and value not in seen:
+        if value not in seen and not (only_unread and value.readers > value.sign_readers):
             seen.add(value)
             waiting += value.source.inputs if isinstance(value.source, Recipe) else ()
     return sum(value.bytes for value in seen if isinstance(value.source, Kept))

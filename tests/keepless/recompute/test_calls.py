@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepless import recompute_activations
 from keepless.recompute.functions import row_of
@@ -177,3 +178,27 @@ def test_operators_get_no_values_but_the_network_s():
 )
 def test_functions_that_write_or_draw_or_differ_when_they_run_again_are_not_repeated(function):
     assert row_of(function).again is None
+
+
+class RootMeanSquare(nn.Module):
+    """Llama's norm."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def test_a_mean_is_kept_instead_of_the_way_to_it():
+    """Computing it again would read all values that it is the mean of, for a few bytes."""
+    operators: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            operators.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    network = recompute_activations(nn.Sequential(nn.Linear(64, 64), RootMeanSquare(), nn.Linear(64, 64)))
+    loss = network(torch.randn(8, 64)).sum()
+    with Seen():
+        loss.backward()
+    assert "mul.Tensor" in operators  # the norm's result
+    assert {"mean.dim", "rsqrt.default"}.isdisjoint(operators)
