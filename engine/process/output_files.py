@@ -28,9 +28,15 @@ def writable_folder(key: str, folder: Path) -> Path:
 
 
 def writable_file(key: str, file: Path, source: Path | None = None) -> None:
-    """Create a file's folder if needed. ValueError, naming `key`: not writable, or `file` is a folder or `source`."""
-    if file.is_dir() or (source is not None and file.exists() and source.exists() and file.samefile(source)):
-        raise ValueError(f"{key}={file} is {'a folder' if file.is_dir() else 'the input'}: give another file")
+    """Create a file's folder if needed. ValueError, naming `key`: not writable, or `file` is a folder or `source`.
+
+    Devices such as /dev/null are refused too: root would replace them by a file.
+    """
+    if file.exists():
+        is_source = source is not None and source.exists() and file.samefile(source)
+        what = "a folder" if file.is_dir() else "the input" if is_source else "" if file.is_file() else "a device"
+        if what:
+            raise ValueError(f"{key}={file} is {what}: give another file")
     writable_folder(key, file.parent)
 
 

@@ -1,5 +1,6 @@
 """Files stay inside the user's folder; errors name the key of a folder, and the file that could not be written."""
 
+import os
 import re
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from engine.checkpoint import files as checkpoint
-from engine.process.output_files import writable_folder, write_figure, write_file, write_png
+from engine.process.output_files import writable_file, writable_folder, write_figure, write_file, write_png
 from scripts.predict import write_classes
 from tests.engine.checkpoint.test_files import files_of_at_most
 from tests.runs import REPOSITORY
@@ -23,6 +24,13 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_its_key(tmp_path):
         expected = rf"predictions: {folder} is not a writable folder \({reason}\); give another with predictions="
         with pytest.raises(ValueError, match=expected):
             writable_folder("predictions", folder)
+
+
+def test_a_device_is_no_place_for_a_file(tmp_path):
+    """As root, which containers are, results=/dev/null replaced the device."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=f"^results={tmp_path / 'pipe'} is a device: give another file"):
+        writable_file("results", tmp_path / "pipe")
 
 
 def test_every_file_that_the_disk_does_not_take_is_named(tmp_path):
