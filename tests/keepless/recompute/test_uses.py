@@ -1,7 +1,4 @@
-"""Small networks that compute activations again: bytes, gradients, and whatever else surrounds a forward pass.
-
-Then ways in which it could go wrong, found by trying: each is like the plain network, or an error as there.
-"""
+"""Small networks that compute activations again: bytes, operators, and whatever else surrounds a forward pass."""
 
 import copy
 import gc
@@ -24,24 +21,8 @@ from keepless import CheckpointedABN, recompute_activations, recomputing, report
 from keepless.saved import kept_bytes
 from keepless.torch_internals import current_hooks
 from models.blocks import Convolutions, IdentityResidualBlock
-from tests.keepless.recompute.ahead import plans_of
+from tests.keepless.recompute.ahead import gradients, plans_of
 from tests.norms import CHECKPOINTED, STRATEGIES
-
-
-def loss_of(network: nn.Module, images: Tensor) -> Tensor:
-    torch.manual_seed(1)  # for dropout
-    output = network(images)
-    return output.square().mean() + output.mean()
-
-
-def gradients(network: nn.Module, images: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(loss_of(network, images), [p for p in network.parameters() if p.requires_grad]))
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
-    largest = max(gradient.abs().max().item() for gradient in expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(1.0, largest))
 
 
 class Block(nn.Module):
@@ -56,18 +37,18 @@ class Block(nn.Module):
         return x + self.conv2(y * y.mean((2, 3), keepdim=True).sigmoid())
 
 
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), Block(), Block(), nn.Conv2d(4, 2, 1)).double()
-
-
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 10 * 10, dtype=torch.float64).sin().view(2, 3, 10, 10)
 
 
-def both(plain: nn.Module) -> tuple[nn.Module, nn.Module]:
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), Block(), Block(), nn.Conv2d(4, 2, 1))
+
+
+def both(plain: nn.Module, **options) -> tuple[nn.Module, nn.Module]:
     """A network in float64, prepared and plain."""
     plain = plain.double()
-    return recompute_activations(copy.deepcopy(plain)), plain
+    return recompute_activations(copy.deepcopy(plain), **options), plain
 
 
 @pytest.fixture
@@ -75,34 +56,18 @@ def networks() -> tuple[nn.Module, nn.Module]:
     return both(small())
 
 
-def planned(plain: nn.Module, images: Tensor = IMAGES, budget: float = 0.5) -> tuple[nn.Module, nn.Module]:
-    """A network within a budget, whose plan is in force for these images; and the plain one."""
-    plain = plain.double()
-    prepared = recompute_activations(copy.deepcopy(plain), budget=budget)
-    for network in (plain, prepared):
-        for _ in range(2):
-            loss_of(network, images).backward()
-        network.zero_grad()
-    return prepared, plain
-
-
-@pytest.fixture(params=["rules", "budget"])
-def ruled_or_planned(request) -> tuple[nn.Module, nn.Module]:
-    """Prepared and plain, without a budget and with one."""
-    return both(small()) if request.param == "rules" else planned(small())
-
-
 @pytest.fixture(params=["standard", "budget", *CHECKPOINTED])
-def any_networks(request, networks) -> tuple[nn.Module, nn.Module]:
+def any_networks(request) -> tuple[nn.Module, nn.Module]:
     """Prepared and plain; of checkpointed layers nothing but their outputs is computed again."""
-    if request.param == "standard":
-        return networks
-    if request.param == "budget":
-        return planned(small())
-    norm = STRATEGIES[request.param]
-    block = IdentityResidualBlock(Convolutions(4, (4, 8)), norm)
-    prepared, plain = both(nn.Sequential(nn.Conv2d(3, 4, 3), block, norm(8), nn.Conv2d(8, 2, 1), nn.Sigmoid()))
-    return recompute_activations(prepared, checkpointed_only=True), plain
+    if request.param in CHECKPOINTED:
+        norm = STRATEGIES[request.param]
+        block = IdentityResidualBlock(Convolutions(4, (4, 8)), norm)
+        network = nn.Sequential(nn.Conv2d(3, 4, 3), block, norm(8), nn.Conv2d(8, 2, 1), nn.Sigmoid())
+        return both(network, checkpointed_only=True)
+    prepared, plain = both(small(), budget=0.5 if request.param == "budget" else None)
+    for _ in range(2):  # a plan is in force
+        assert all(map(torch.equal, gradients(prepared, IMAGES), gradients(plain, IMAGES)))
+    return prepared, plain
 
 
 class Operators(TorchDispatchMode):
@@ -118,7 +83,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_each_value_is_computed_once_per_backward_pass(networks):
-    loss = loss_of(networks[0], IMAGES)
+    loss = networks[0](IMAGES).square().mean()
     for retain in (True, True, False):
         with Operators() as operators:
             loss.backward(retain_graph=retain)
@@ -129,7 +94,7 @@ def test_each_value_is_computed_once_per_backward_pass(networks):
 def test_an_activation_overwrites_what_only_it_reads(activation):
     """Its gradient follows from its result, so nothing else reads the normalised values."""
     network = recompute_activations(nn.Sequential(nn.BatchNorm2d(3), activation, nn.Conv2d(3, 3, 1)))
-    loss = loss_of(network, torch.randn(2, 3, 4, 4, requires_grad=True))
+    loss = network(torch.randn(2, 3, 4, 4, requires_grad=True)).sum()
     name = "leaky_relu" if isinstance(activation, nn.LeakyReLU) else "hardtanh"
     with Operators() as operators:
         loss.backward()
@@ -149,41 +114,28 @@ def test_a_graph_freed_in_part_still_gives_the_other_part():
     for network in both(Heads(Block(), nn.Conv2d(4, 1, 1), nn.Conv2d(4, 1, 1))):
         first, second = network(IMAGES[:, :1].expand(-1, 4, -1, -1))
         first.sum().backward()
-        results.append(list(torch.autograd.grad(second.square().sum(), network[2].parameters())))
-    assert_same(*results)
-
-
-def backward(network: nn.Module, loss: Tensor) -> list[Tensor]:
-    """Gradients; a reentrant checkpoint gives them only to `backward`."""
-    network.zero_grad()
-    loss.backward()
-    return [parameter.grad for parameter in network.parameters()]
-
-
-class Inside(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.silu(self[0](x))
-        return self[3](checkpoint(nn.Sequential(self[1], self[2]), x, use_reentrant=self.use_reentrant).relu())
+        results.append(torch.autograd.grad(second.square().sum(), list(network[2].parameters())))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_outside_save_their_bytes_and_may_be_inside(ruled_or_planned, use_reentrant):
+def test_checkpoints_outside_save_their_bytes(any_networks, use_reentrant):
     """A reentrant one repeats the forward pass inside of a backward pass."""
     results, kept = [], []
-    for network in ruled_or_planned:
+    for network in any_networks:
 
         def loss(n=network) -> Tensor:
             x = IMAGES.clone().requires_grad_()
             return checkpoint(n, x, use_reentrant=use_reentrant).square().mean()
 
-        results.append([gradient for _ in range(4) for gradient in backward(network, loss())])
+        for _ in range(4):
+            network.zero_grad()
+            loss().backward()
+        results.append([parameter.grad for parameter in network.parameters()])
         kept.append(kept_bytes(network, loss, []))
-    assert_same(*results)
+    assert all(map(torch.equal, *results))
     assert kept[0] == kept[1]
-    assert "no plan" not in {line.why for line in report(ruled_or_planned[0]).lines}
-    inside = Inside(*ruled_or_planned[1])
-    inside.use_reentrant = use_reentrant
-    assert_same(*(backward(network, loss_of(network, IMAGES)) for network in both(inside)))
+    assert "no plan" not in {line.why for line in report(any_networks[0]).lines}
 
 
 def test_hooks_around_it_are_asked_once_for_what_they_keep(any_networks):
@@ -197,12 +149,10 @@ def test_hooks_around_it_are_asked_once_for_what_they_keep(any_networks):
     prepared, plain = any_networks
     expected = gradients(plain, IMAGES)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (object(), tensor), unpack):
-        assert_same(gradients(prepared, IMAGES), expected)
+        assert all(map(torch.equal, gradients(prepared, IMAGES), expected))
     assert 0 < len(unpacked) == len(set(unpacked))
     with torch.autograd.graph.save_on_cpu():
-        assert_same(gradients(prepared, IMAGES), expected)
-    loss = checkpoint(lambda images: loss_of(prepared, images), IMAGES, use_reentrant=False)
-    assert_same(list(torch.autograd.grad(loss, list(prepared.parameters()))), expected)
+        assert all(map(torch.equal, gradients(prepared, IMAGES), expected))
 
 
 def test_no_gradients_no_cost(networks):
@@ -247,7 +197,7 @@ def test_ctrl_c_ends_the_recording(nested, options):
     assert torch.autograd.grad(loss, w)[0] is not None
     del y, loss
     assert alive() is None
-    assert_same(gradients(network, IMAGES), gradients(plain, IMAGES))
+    assert all(map(torch.equal, gradients(network, IMAGES), gradients(plain, IMAGES)))
     assert current_hooks() is None and _get_current_function_mode() is None
     assert traceback.value is not None
 
@@ -299,15 +249,15 @@ def test_undone_traced_scripted_and_compiled_before():
     x = IMAGES
     prepared, plain = both(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 2, 1)))
     traced = torch.jit.trace(prepared, x)
-    assert_same(gradients(traced, x), gradients(plain, x))
+    assert all(map(torch.equal, gradients(traced, x), gradients(plain, x)))
     with pytest.raises(RuntimeError, match=r"call undo\(network\)"):
         torch.jit.script(prepared)
     with pytest.warns(UserWarning, match="does nothing inside torch.compile"):
         recompute_activations(torch.compile(copy.deepcopy(plain), backend="eager"))  # torch 2.14 marks it
-    kept = [kept_bytes(n, lambda n=n: loss_of(n, x), [x]) for n in (plain, prepared)]
-    assert kept_bytes(prepared, lambda: loss_of(undo(prepared), x), [x]) == kept[0] > kept[1]
+    kept = [kept_bytes(n, lambda n=n: n(x), [x]) for n in (plain, prepared)]
+    assert kept_bytes(prepared, lambda: undo(prepared)(x), [x]) == kept[0] > kept[1]
     assert prepared.__dict__.keys() == plain.__dict__.keys()
-    assert_same(gradients(prepared, x), gradients(plain, x))
+    assert all(map(torch.equal, gradients(prepared, x), gradients(plain, x)))
 
 
 def test_code_that_is_no_module(networks):
@@ -316,11 +266,11 @@ def test_code_that_is_no_module(networks):
 
     def inside() -> Tensor:
         with recomputing():
-            return loss_of(plain, IMAGES)
+            return plain(IMAGES)
 
-    kept = kept_bytes(prepared, lambda: loss_of(prepared, IMAGES), [IMAGES])
+    kept = kept_bytes(prepared, lambda: prepared(IMAGES), [IMAGES])
     assert kept_bytes(plain, inside, [IMAGES]) == kept
-    assert torch.equal(inside(), loss_of(plain, IMAGES))
+    assert torch.equal(inside(), plain(IMAGES))
     with torch.no_grad(), recomputing():
         assert current_hooks() is None
 
@@ -348,11 +298,11 @@ def test_memory_is_back_after_every_step(any_networks):
 def test_copies_and_pickles(networks):
     prepared, plain = networks
     others = [plain, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
-    kept = [kept_bytes(other, lambda o=other: loss_of(o, IMAGES), [IMAGES]) for other in others]
+    kept = [kept_bytes(other, lambda o=other: o(IMAGES), [IMAGES]) for other in others]
     assert max(kept[1:]) < kept[0]
     for other in others[1:]:
-        assert_same(gradients(other, IMAGES), gradients(plain, IMAGES))
-    assert plans_of(pickle.loads(pickle.dumps(planned(small())[0]))).budget == 0.5
+        assert all(map(torch.equal, gradients(other, IMAGES), gradients(plain, IMAGES)))
+    assert plans_of(pickle.loads(pickle.dumps(both(small(), budget=0.5)[0]))).budget == 0.5
 
 
 def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
@@ -361,7 +311,7 @@ def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
     with pytest.warns(UserWarning, match="does nothing inside torch.compile") as warned:
         found = [gradients(compiled, IMAGES) for _ in range(2)]
     assert sum(issubclass(each.category, UserWarning) for each in warned) == 1  # the compiler has others on Python 3.13
-    assert_same(found[1], gradients(plain, IMAGES))
+    assert all(map(torch.equal, found[1], gradients(plain, IMAGES)))
     network = recompute_activations(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     gradients_of = grad(lambda weights: functional_call(network, weights, (torch.ones(1, 3),)).sum())
@@ -378,4 +328,4 @@ def test_a_checkpoint_may_repeat_the_forward_pass_in_another_thread(stem):
         with ThreadPoolExecutor(1) as thread:
             thread.submit(loss.backward).result()
         results.append([parameter.grad for parameter in network.parameters()])
-    assert_same(*results)
+    assert all(map(torch.equal, *results))
