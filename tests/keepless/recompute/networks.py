@@ -138,27 +138,6 @@ def reparametrised(norm) -> nn.Module:
     return network
 
 
-class Transposed(nn.Module):
-    """Multiplies transposed inputs, as vision transformers do: pixels are rows, but lie in memory as columns.
-
-    PyTorch multiplies them in another way where weights need no gradient.
-    """
-
-    def __init__(self, multiply: Callable[[nn.Linear, Tensor], Tensor], frozen: bool) -> None:
-        super().__init__()
-        self.layers, self.multiply = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), multiply
-        self.layers[1:].requires_grad_(not frozen)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.gelu(self.multiply(layer, x.transpose(1, 2))).transpose(1, 2).contiguous()
-        return x
-
-
-def weighted(layer: nn.Linear, x: Tensor) -> Tensor:
-    return x @ layer.weight
-
-
 class Conjugates(nn.Module):
     """A product saves a conjugate, which is a view that cannot be made again."""
 
@@ -234,25 +213,6 @@ class Shared(nn.Module):
         return x + q.sigmoid() * k.tanh() * v
 
 
-class Pyramid(nn.Module):
-    """Looks up windows of a pyramid of correlations, as RAFT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features, self.update = nn.Conv2d(3, 16, 3, 4, 1), nn.Conv2d(2, 2, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.features(x).flatten(2).chunk(2)
-        levels = [torch.matmul(a.transpose(1, 2), b).view(-1, 1, 16, 16)]
-        levels.append(F.avg_pool2d(levels[0], 2))
-        flow, total = torch.zeros(256, 1, 1, 2), torch.zeros(())
-        for _ in range(3):
-            found = [F.grid_sample(level, flow, align_corners=True).view(1, 1, 16, 16) for level in levels]
-            change = self.update(torch.cat(found, 1))
-            flow, total = flow + change.detach().view(2, 256).t().view(256, 1, 1, 2), total + change.abs().mean()
-        return total
-
-
 def read_again(y: Tensor) -> Tensor:
     """Backward adds up the gradients of `square` and `sin` early, and that of `repeat` much later."""
     y = y.exp()
@@ -287,7 +247,7 @@ OURS = {
 }
 X_HAT = CheckpointedABN(8, store="x_hat")
 Row = tuple[Callable[[], nn.Module], tuple[int, ...]]
-X, ROWS, IMAGES = (40, 4, 8), (2, 8, 64), (4, 3, 32, 32)
+X, IMAGES = (40, 4, 8), (4, 3, 32, 32)
 NETWORKS: dict[str, Row] = {
     "averages of activations": (partial(Network, averages), X),
     "angles of positions": (partial(Network, lambda network, x: x * angles(network, x.size(1)).cos()), X),
@@ -310,10 +270,6 @@ NETWORKS: dict[str, Row] = {
     "batch norm": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(True), nn.Dropout(0.1)), X),
     "transformer": (partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True), X),
     "conjugates": (Conjugates, X),
-    "transposed inputs of layers": (partial(Transposed, nn.Linear.__call__, False), ROWS),
-    "transposed inputs of frozen layers": (partial(Transposed, nn.Linear.__call__, True), ROWS),
-    "transposed inputs of products": (partial(Transposed, weighted, False), ROWS),
-    "transposed inputs of frozen products": (partial(Transposed, weighted, True), ROWS),
     "vmap inside": (partial(Network, batched), X),
     "vmap inside that overwrites": (partial(Network, partial(batched, overwrites=True)), X),
 }
@@ -339,7 +295,6 @@ COUNTED: dict[str, Row] = {
     "copies": (lambda: nn.Sequential(*(Shared() for _ in range(4))), (48, 15, 64)),
     "over halves": (partial(Network, over_half, 64), (16, 32, 64)),
     "custom operators": (lambda: nn.Sequential(*(After(nn.Linear(64, 64), noisy) for _ in range(2))), (800, 64)),
-    "pyramid": (Pyramid, (2, 3, 64, 64)),
     # Statistics of norms are saved without gradient, and take as many bytes as their inputs.
     "statistics": (lambda: nn.Sequential(*[nn.BatchNorm1d(512), nn.SiLU()] * 9), (2, 512)),
     # `torch.cdist` is written in Python, and takes memory while it runs and in its backward pass.

@@ -100,6 +100,10 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "a folded product by name": (weighted(lambda x: torch.matmul(x[0, 0], x)), [1]),
     "a folded product of a transposed tensor": (weighted(lambda x: torch.linalg.matmul(x[0, :7], x.mT)), []),
     "a folded product with a vector": (weighted(lambda x: torch.linalg.matmul(x.mT, x[0, 0])), []),
+    "a layer of transposed inputs": (weighted(lambda x: F.linear(x.mT, x[0])), []),
+    "a frozen layer of transposed inputs": (weighted(lambda x: F.linear(x.mT, x.new_ones(64, 64))), []),
+    "a product of transposed inputs": (weighted(lambda x: x.mT @ x[0]), []),
+    "a product of transposed inputs and constants": (weighted(lambda x: x.mT @ x.new_ones(64, 64)), []),
     "a norm": (weighted(lambda x: torch.linalg.norm(x.flatten(0, 1), 2)), [1]),  # singular vectors
 }
 

@@ -1,4 +1,4 @@
-"""Networks of torchvision and timm keep a share of their bytes, with the same results; slowly also whole ones."""
+"""Networks of torchvision and timm keep a share of their bytes, with the same results."""
 
 import copy
 from functools import partial
@@ -25,16 +25,6 @@ NARROW = {
     "efficientnet": (lambda: networks.EfficientNet([MBConvConfig(4, 3, 2, 16, 24, 2, 1, 1)], 0.2, num_classes=5), 0.33),
     "shufflenet": (lambda: networks.ShuffleNetV2([2, 2, 2], [8, 16, 32, 64, 64], 5), 0.48),
     "swin": (lambda: networks.SwinTransformer([4, 4], 16, [1, 2], [1, 2], [7, 7], num_classes=5), 0.75),
-}
-WHOLE = {
-    "resnet50": 0.60,
-    "densenet121": 0.25,
-    "mobilenet_v2": 0.37,
-    "efficientnet_b0": 0.34,
-    "regnet_y_400mf": 0.52,
-    "shufflenet_v2_x1_0": 0.50,
-    "mobilenet_v3_large": 0.48,
-    "swin_t": 0.73,
 }
 # NAME or NAME:PIXELS, if it takes no images of 64 pixels.
 FAMILIES = """
@@ -68,8 +58,6 @@ def of_timm(name: str, pixels: int) -> nn.Module:
 
 
 CASES = [pytest.param(make, 64, share, id=name) for name, (make, share) in NARROW.items()]
-for name, share in WHOLE.items():
-    CASES.append(pytest.param(getattr(networks, name), 64, share, id=name + " whole", marks=pytest.mark.slow))
 for family in FAMILIES:
     name, _, pixels = family.partition(":")
     make, marks = partial(of_timm, name, size := int(pixels or 64)), [pytest.mark.slow]

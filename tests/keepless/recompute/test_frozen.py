@@ -1,16 +1,12 @@
 """Frozen layers keep signs or shapes instead of values, with gradients equal to the bit."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations, report
@@ -26,26 +22,6 @@ def chain(norm: bool, inplace: bool = False, slope: float = 0.0) -> nn.Sequentia
         convolution = nn.ConvTranspose2d if number == 2 else nn.Conv2d
         layers += [convolution(C, C, 3, padding=1), *([nn.BatchNorm2d(C)] if norm else []), activation]
     return nn.Sequential(*layers)
-
-
-def held_bytes(run: Callable[[], object]) -> int:
-    """Bytes of the memory that a function makes and that is held while its result is."""
-
-    class Made(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor) and function is not torch.ops.aten.detach.default:
-                    storage = tensor.untyped_storage()
-                    made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-            return result
-
-    made: dict[int, tuple[StorageWeakRef, int]] = {}
-    with Made():
-        result = run()
-    total = sum(size for storage, size in made.values() if not storage.expired())
-    del result
-    return total
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -83,7 +59,6 @@ def test_frozen_layers_keep_one_bit_per_value(norm, inplace, slope, hooks, layou
     theirs = 6 + 6 * norm + (6 if slope and not inplace else 1)  # inputs of layers; inputs of activations, or a result
     assert kept == [6 * values // 8 + statistics, theirs * values * 4 + statistics]
     assert report(prepared).bytes == 6 * values // 8 + x.nbytes
-    assert held_bytes(lambda: loss_of(prepared)) - kept[0] < 500  # the loss and biases
 
 
 @pytest.mark.parametrize("activations", [[nn.ReLU()], [nn.LeakyReLU()], [nn.ReLU(), nn.LeakyReLU()]], ids=str)
@@ -106,15 +81,3 @@ def test_signs_are_kept_only_where_nobody_reads_values(activations):
             results.append(torch.autograd.grad(other(network), trained))
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-
-
-def test_nothing_computed_stays_after_a_part_of_the_graph_was_differentiated():
-    """Silu, which reads the norm's output as well, is not reached."""
-    network = nn.Sequential(nn.Conv2d(3, C, 1), nn.BatchNorm2d(C), nn.SiLU(), nn.Conv2d(C, C, 1))
-    loss = recompute_activations(network)(torch.randn(2, 3, 8, 8)).sum()
-
-    def differentiate() -> None:
-        torch.autograd.grad(loss, [network[3].weight], retain_graph=True)
-
-    assert held_bytes(differentiate) == 0
-    assert all(gradient is not None for gradient in torch.autograd.grad(loss, list(network.parameters())))
