@@ -20,21 +20,22 @@ from keepless import recompute_activations
 from keepless.saved import kept_bytes
 
 ERROR = "modified by an inplace operation"
+IMAGES = torch.linspace(-3, 3, 2 * 3 * 4 * 4).sin().view(2, 3, 4, 4)
 
 
 class Joined(nn.Module):
-    """Concatenates a value f with another one and, where `write` says so, writes over f."""
+    """Concatenates a value f with another one and writes over f. Returns f, and a function of the result."""
 
-    def __init__(self, write: Callable[[Tensor], object] = id):
+    def __init__(self, write: Callable[[Tensor], object] = id, last: Callable[[Tensor], Tensor] = torch.square):
         super().__init__()
-        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 2, 1)
-        self.write = write
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 2, 1)
+        self.write, self.last = write, last
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         f = self.first(x)
-        y = self.last(torch.cat([f, f * 2], 1))
+        y = self.second(torch.cat([f, f * 2], 1))
         self.write(f)
-        return f, y
+        return f, self.last(y)
 
 
 def found(network: nn.Module, run: Callable[[nn.Module], Tensor]) -> list[Tensor] | str:
@@ -54,26 +55,6 @@ def assert_right_or_refused(plain: nn.Module, run: Callable[[nn.Module], Tensor]
         assert all(map(torch.equal, ours, expected))
     else:
         assert ERROR in ours
-
-
-IMAGES = torch.linspace(-3, 3, 2 * 3 * 4 * 4).sin().view(2, 3, 4, 4)
-SAME = partial(saved_tensors_hooks, lambda tensor: tensor, lambda tensor: tensor)
-ALIAS = partial(saved_tensors_hooks, lambda tensor: tensor.data, lambda tensor: tensor)
-COPY = partial(saved_tensors_hooks, lambda tensor: tensor.clone(), lambda tensor: tensor)
-
-
-@pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu, SAME, ALIAS, COPY])
-def test_what_the_caller_writes_over_is_refused_under_other_hooks_as_well(hooks):
-    """Hooks that make a copy keep the right values."""
-    plain = Joined()
-
-    def run(network: nn.Module) -> Tensor:
-        with hooks():
-            f, y = network(IMAGES)
-        f.relu_()
-        return y.sum()
-
-    assert_right_or_refused(plain, run, right=hooks is COPY)
 
 
 @torch.library.custom_op("in_place_abn::halved", mutates_args=["x"])
@@ -106,39 +87,47 @@ SEEN = {
     "operator by name": lambda f: torch.ops.aten.relu_.default(self=f),
     "custom operator": lambda f: halved(f.detach()),
     "operator with out": lambda f: torch.ops.aten.sin.out(f.detach(), out=f.detach()),
+    # timm's TNT does this.
+    "dropout of nothing": lambda f: F.dropout(f, 0.0, inplace=True),
+    "dropout in evaluation": lambda f: F.dropout(f, 0.5, False, inplace=True),
 }
 UNSEEN = {"script": lambda f: script()(f), "thread": in_another_thread, "no functions": without_functions}
+# Hooks that pass tensors on, alias them, or copy them, and so keep the right values.
+AROUND = {
+    "nothing": nullcontext,
+    "save_on_cpu": save_on_cpu,
+    "same": partial(saved_tensors_hooks, lambda tensor: tensor, lambda tensor: tensor),
+    "alias": partial(saved_tensors_hooks, lambda tensor: tensor.data, lambda tensor: tensor),
+    "copy": partial(saved_tensors_hooks, lambda tensor: tensor.clone(), lambda tensor: tensor),
+}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("around", ["nothing", "checkpoint", "save_on_cpu"])
-@pytest.mark.parametrize("write", SEEN | UNSEEN)
+@pytest.mark.parametrize("around", [*AROUND, "checkpoint"])
+@pytest.mark.parametrize("write", [*SEEN, *UNSEEN, "by the caller"])
 def test_writes_by_operators_are_seen_and_others_refused(write, around):
+    """Right is what the network does: a caller's writes are refused."""
+
     def run(network: nn.Module) -> Tensor:
         if around == "checkpoint":
-            return checkpoint(network, IMAGES, use_reentrant=False)[1].square().sum()
-        with save_on_cpu() if around == "save_on_cpu" else nullcontext():
-            return network(IMAGES)[1].square().sum()
+            f, y = checkpoint(network, IMAGES, use_reentrant=False)
+        else:
+            with AROUND[around]():
+                f, y = network(IMAGES)
+        if write == "by the caller":
+            f.relu_()
+        return y.sum()
 
-    assert_right_or_refused(Joined((SEEN | UNSEEN)[write]), run, right=write in SEEN)
+    plain = Joined((SEEN | UNSEEN).get(write, id))
+    assert_right_or_refused(plain, run, right=write in SEEN or (around == "copy" and write == "by the caller"))
 
 
-@pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
-def test_dropout_in_place_that_drops_nothing_writes_nothing(p, training):
-    """timm's TNT does this: what sigmoid saved is right, and the parts of the concatenation are not copied."""
-
-    def drop(f: Tensor) -> None:
-        F.dropout(f, p, training, inplace=True)
-
-    class Drops(Joined):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            f, y = super().forward(x)
-            z = torch.sigmoid(y)
-            self.write(z)
-            return f, z
-
-    assert_right_or_refused(Drops(drop), lambda network: network(IMAGES)[1].square().sum(), right=True)
-    networks = [recompute_activations(Joined(write)) for write in (drop, id)]
+@pytest.mark.parametrize("name", [name for name in SEEN if "dropout" in name])
+def test_dropout_in_place_that_drops_nothing_writes_nothing(name):
+    """What sigmoid saved is right, and the parts of the concatenation are not copied."""
+    plain = Joined(last=lambda y: SEEN[name](z := torch.sigmoid(y)) is None or z)
+    assert_right_or_refused(plain, lambda network: network(IMAGES)[1].square().sum(), right=True)
+    networks = [recompute_activations(Joined(write)) for write in (SEEN[name], id)]
     assert len({kept_bytes(network, lambda n=network: n(IMAGES)[1], [IMAGES]) for network in networks}) == 1
 
 
