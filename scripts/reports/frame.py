@@ -214,10 +214,12 @@ def measure(
     write_down()
     with ExitStack() as stack:
         process: Elsewhere | None = None
+        took_s = 0.0
         for name in [name for name in chosen if name in left and (again or not left[name].startswith(FAILED))]:
             seconds = None if arguments.minutes is None else 60 * arguments.minutes - (time.monotonic() - started_s)
-            if seconds is not None and seconds <= 0:
+            if seconds is not None and (seconds <= 0 or seconds < took_s):  # it would hardly end in time
                 break
+            item_s = time.monotonic()
             process = process or stack.enter_context(Elsewhere(Worker, benchmark.measure, arguments))
             try:
                 done[name] = process.call("rows", items[name], seconds)
@@ -226,6 +228,7 @@ def measure(
                 left[name] = STOPPED if left[name] == NOT_STARTED else f"{FAILED}{STOPPED} again"
             except Exception as error:  # the other items can still be measured
                 left[name] = reason(error)
+            took_s = time.monotonic() - item_s
             if benchmark.apart or name in left:
                 stack.close()  # frees its memory
                 process = None
