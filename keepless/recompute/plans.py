@@ -19,7 +19,7 @@ from ..torch_internals import is_capturing, profiler_runs, tree_map, warn
 from ..units import UNITS, bytes_of
 from .rehearsal import rehearsed_step
 from .search import Choice, frontier
-from .simulation import on_real_tensors, plain_peak, simulate
+from .simulation import Simulation, plain_peak, simulate
 from .step import ByPlan, Plan, Step
 
 _MOST = 16  # planned sizes of one family of inputs; also rehearsals of one size, as there may be several paths
@@ -330,7 +330,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
     asked = [checked(budget) for budget in (_SHARES if budgets is None else budgets)]
     args, kwargs = tree_map(_apart, arguments_of(example))
     step = rehearsed_step(network, args, kwargs)
-    choices, plain = frontier(step), plain_peak(step)
+    choices, plain, simulation = frontier(step), plain_peak(step), Simulation(step)
     if budgets is None:
         asked = [share for share in asked if share * plain >= choices[-1].peak] or [choices[-1].peak]
     rows = []
@@ -338,11 +338,10 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] | None = No
         limit = budget if isinstance(budget, int) else int(budget * plain)
         choice = next((choice for choice in choices if choice.peak <= limit), None)
         if choice is not None:
-            outcome = simulate(step, choice.kept)
+            outcome = simulation.run(choice.kept)
             needed = zip(step.values, choice.kept, outcome.readers, strict=True)
             again = sum(value.operations for value, is_kept, readers in needed if readers and not is_kept)
-            with on_real_tensors():
-                kept = int(outcome.levels[step.forward - 1])
+            kept = outcome.levels[simulation.forward]
             share = again / max(step.operations, 1)
             rows.append(BudgetRow(limit, choice.peak, kept, share, choice.seconds / step.seconds))
     if not rows:

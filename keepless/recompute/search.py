@@ -1,10 +1,11 @@
 """Choose what a step keeps: the least time for every memory budget, or for one."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
 
-from .simulation import Outcome, Simulation, on_real_tensors, plain_peak
+from .simulation import Outcome, Simulation, plain_peak
 from .step import Flag, Kind, Plan, Step, StepValue
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -65,24 +66,23 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
             contains what was found on the way. If the plain network is within the limit, nothing is searched.
     """
-    with on_real_tensors():
-        search = _Search(step)
-        plain = search.plain()
-        if plain.peak <= limit:
-            return search.found
-        counted = _Search(step._replace(values=list(map(_by_counting, step.values))))
-        met = counted.any_within(limit)
-        for choice in [met] if limit else pareto(counted.found):
-            search.tried(choice.kept)
-        if limit and met.peak > limit:
-            search.tidied(search.tried(met.kept), met.peak)
-            return pareto(search.found)
-        search.lower(plain, limit)
-        search.segment(limit)
-        for choice in sorted((one for one in search.found if one.peak <= limit), key=attrgetter("seconds"))[:_BEST]:
-            search.tidied(search.tried(choice.kept), limit)
-        least = 0 if limit else met.peak  # the lowest peak is the same for all budgets
-        return pareto(choice for choice in search.found if choice.peak >= least)
+    search = _Search(step)
+    plain = search.plain()
+    if plain.peak <= limit:
+        return search.found
+    counted = _Search(step._replace(values=list(map(_by_counting, step.values))))
+    met = counted.any_within(limit)
+    for choice in [met] if limit else pareto(counted.found):
+        search.tried(choice.kept)
+    if limit and met.peak > limit:
+        search.tidied(search.tried(met.kept), met.peak)
+        return pareto(search.found)
+    search.lower(plain, limit)
+    search.segment(limit)
+    for choice in sorted((one for one in search.found if one.peak <= limit), key=attrgetter("seconds"))[:_BEST]:
+        search.tidied(search.tried(choice.kept), limit)
+    least = 0 if limit else met.peak  # the lowest peak is the same for all budgets
+    return pareto(choice for choice in search.found if choice.peak >= least)
 
 
 def _by_counting(value: StepValue) -> StepValue:
@@ -131,7 +131,7 @@ class _Search:
 
     def any_within(self, limit: int) -> Choice:
         """A choice within the limit, as soon as one is found; if there is none, the one with the lowest peak."""
-        self.wanted = max(limit, int(_CLOSE * self.simulation.bound()))
+        self.wanted = max(limit, int(_CLOSE * plain_peak(self.step, saves=False)))
         plain = self.plain()
         self.segment(1)
         self.lower(plain, 1)
@@ -204,7 +204,7 @@ class _Search:
     def drops(self, at: Tried, target: int) -> list[tuple[int, list[int]]]:
         """Values to drop while the step is above the target, each with its group; the cheapest per byte first."""
         outcome, ranked = at.outcome, []
-        counts = [0, *(outcome.levels > target).cumsum(0).tolist()]
+        counts = [0, *accumulate(level > target for level in outcome.levels)]
         for i in self.free:
             if at.kept[i] and outcome.readers[i]:
                 moments = counts[outcome.first[i]] - counts[outcome.born[i]]
@@ -215,13 +215,13 @@ class _Search:
 
     def enough(self, ranked: list[tuple[int, list[int]]], outcome: Outcome, target: int) -> list[list[int]]:
         """As many groups as seem to bring the peak down to the target."""
-        over = (outcome.levels - target).clamp_(min=0)
+        over = [max(0, level - target) for level in outcome.levels]
         groups = []
         for i, group in ranked:
-            span = over[outcome.born[i] : outcome.first[i]]
-            if len(span) and span.any():
+            where, size = slice(outcome.born[i], outcome.first[i]), self.bytes[i]
+            if any(span := over[where]):
                 groups.append(group)
-                span.sub_(self.bytes[i]).clamp_(min=0)
+                over[where] = [one - size if one > size else 0 for one in span]
         return groups
 
     def group(self, at: Tried, number: int) -> tuple[list[int], float]:
@@ -241,19 +241,20 @@ class _Search:
 
     def dropped_at_peak(self, at: Tried) -> list[int]:
         """The recomputed values in memory at the peak, the smallest first."""
-        outcome, peak = at.outcome, int(at.outcome.levels.argmax())
+        outcome, peak = at.outcome, at.outcome.levels.index(at.outcome.peak)
         dropped = (i for i in self.free if not at.kept[i] and outcome.readers[i])
         return sorted((i for i in dropped if outcome.first[i] <= peak <= outcome.last[i]), key=self.bytes.__getitem__)
 
     def tidied(self, at: Tried, target: int) -> Tried:
         """Use the remaining memory to keep values again, the most expensive to recompute first."""
-        outcome, kept, levels = at.outcome, list(at.kept), at.outcome.levels.clone()
+        outcome, kept, levels = at.outcome, list(at.kept), list(at.outcome.levels)
         dropped = [i for i in self.free if not kept[i] and outcome.readers[i]]
         for i in sorted(dropped, key=lambda i: -self.step.values[i].seconds):
-            span = levels[outcome.born[i] : outcome.first[i]]
-            if not len(span) or int(span.max()) + self.bytes[i] <= target:
+            where, size = slice(outcome.born[i], outcome.first[i]), self.bytes[i]
+            span = levels[where]
+            if not span or max(span) + size <= target:
                 kept[i] = True
-                span += self.bytes[i]
+                levels[where] = [level + size for level in span]
         if kept == list(at.kept):
             return at
         found = self.tried(kept)
@@ -270,7 +271,7 @@ def _flipped(kept: Sequence[bool], move: Iterable[int]) -> list[bool]:
 
 def _excess(outcome: Outcome, target: int) -> int:
     """Bytes above the target, over all events."""
-    return int((outcome.levels - target).clamp_(min=0).sum())
+    return sum(level - target for level in outcome.levels if level > target)
 
 
 def segmented(step: Step) -> Iterator[list[bool]]:
