@@ -207,7 +207,8 @@ FOREIGN = {
     "page": (lambda path: path.write_text("<!DOCTYPE html><html>Not found</html>"), "begins with b'<!DOCTYPE html>"),
     "pointer": (lambda path: path.write_text("version https://git-lfs.github.com"), "begins with b'version https://"),
     "tar": (partial(archive, kind="tar"), r"is damaged, or no file of torch.save"),
-    "zip": (partial(archive, kind="zip"), r"is damaged, or no file of torch.save \(RuntimeError; begins with b'PK"),
+    # Its time, among the bytes that are shown, may have a quotation mark.
+    "zip": (partial(archive, kind="zip"), r"is damaged, or no file of torch.save \(RuntimeError; begins with b.PK"),
     "global": (lambda path: torch.save({"best_prec1": path}, path), r"\(pathlib.*Path\).*weights_only=False"),
     "folder": (lambda path: path.mkdir(), "is a folder: expected a checkpoint of the in-place ABN release"),
     "missing": (lambda path: None, "does not exist: expected .*not unpacked, although it is called .pth.tar"),
