@@ -3,10 +3,8 @@
 import ctypes
 import gc
 import os
-import re
 import signal
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 # The machine's environment does not decide a test. Threads: two test processes share two cores, where second OpenMP
@@ -20,34 +18,21 @@ sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
+from datasets.synthetic import write_streets  # noqa: E402
 from engine.process.allocations import keep_freed_memory  # noqa: E402
-
-# A rented GPU may have torch, triton and pytest alone: there the layers' tests for GPUs start, and no others.
-LAYERS_ALONE = find_spec("hydra") is None
+from tests.ranks import Ranks  # noqa: E402
+from tests.runs import hasten  # noqa: E402
 
 # Without xdist, pytest has imported torch before this file, for a filter of warnings in pyproject.toml.
 torch.set_num_threads(1)
 
-if not LAYERS_ALONE:
-    from hypothesis import settings
-
-    from tests.runs import hasten
-
-    settings.register_profile("same", derandomize=True, database=None, deadline=None)  # examples in every run
-    settings.load_profile("same")
+settings.register_profile("same", derandomize=True, database=None, deadline=None)  # examples in every run
+settings.load_profile("same")
 
 # A shell starts background processes with SIGINT ignored, and whatever they start ignores it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    layers = Path(__file__).parent / "keepless"
-    if not LAYERS_ALONE or collection_path in (layers, *layers.parents):
-        return None
-    if layers not in collection_path.parents:
-        return True
-    return None if collection_path.is_dir() or re.search("NEEDS_CUDA|mark.gpu", collection_path.read_text()) else True
 
 
 def pytest_collection_finish() -> None:
@@ -76,8 +61,7 @@ def without_tf32():
 @pytest.fixture(autouse=True, scope="session")
 def hastened():
     with pytest.MonkeyPatch.context() as patch:
-        if not LAYERS_ALONE:
-            hasten(patch)
+        hasten(patch)
         yield
 
 
@@ -94,8 +78,6 @@ def freed_memory():
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
     """Processes that run functions of a module together: its WORLD_SIZE."""
-    from tests.ranks import Ranks  # which imports the engine
-
     started = Ranks(request.module.WORLD_SIZE, tmp_path_factory.mktemp("ranks"))
     yield started
     started.stop()
@@ -104,8 +86,6 @@ def ranks(request, tmp_path_factory):
 @pytest.fixture(scope="session")
 def drawn(tmp_path_factory) -> Path:
     """Drawn streets in the layout of Cityscapes: 12 to train on, 3 to evaluate."""
-    from datasets.synthetic import write_streets  # here, because the layers' tests may have no OpenCV
-
     folder = tmp_path_factory.mktemp("drawn") / "streets"
     write_streets(folder, {"train": 12, "val": 3}, seed=0)
     return folder

@@ -9,6 +9,7 @@ from torch import Tensor
 from keepless import losses, upsampled_cross_entropy
 from keepless.recompute.costs import peak_bytes
 from keepless.torch_internals import FakeTensorMode
+from tests.cuda import NEEDS_CUDA
 from tests.loss_cases import plain, sample, value_and_gradient
 
 
@@ -127,6 +128,17 @@ def test_on_cuda_its_products_are_in_full_float32_and_the_settings_are_put_back(
         finally:
             torch.set_float32_matmul_precision("highest")
             matmul.fp32_precision = mkldnn.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("chosen", [{"fraction": 0.25}, {"reduction": "mean", "align_corners": True}, {}])
+def test_on_a_device_the_loss_equals_float64_on_the_cpu(chosen, tf32, device, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    logits, labels = sample(2, 3, (4, 5), (9, 19), dtype=torch.float32)
+    expected = value_and_gradient(plain, logits.double(), labels, **chosen)
+    found = value_and_gradient(upsampled_cross_entropy, logits.to(device), labels.to(device), **chosen)
+    torch.testing.assert_close([one.cpu().double() for one in found], list(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_channels_last_logits_give_a_gradient_in_their_format():
