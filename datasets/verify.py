@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from datasets.cache import cache_folder
-from datasets.class_table import Palettes, UnknownIds
+from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.reading import label_palette, read
 from datasets.segmentation import SegmentationDataset
@@ -66,7 +66,7 @@ class Inspection:
 
 
 def verify(dataset: Split, workers: int | None = None, progress: Progress = None) -> list[str]:
-    """`inspect` a training split quickly, once. ValueError lists the first problems and counts all.
+    """`inspect` a split quickly, once. ValueError lists the first problems and counts all, or no pixel has a class.
 
     Returns doubts about its labels, such as classes that no image shows. TimeoutError names the first image that takes
     longer than `reading_errors` around this call allows. The cache folder remembers success until a path, size or
@@ -77,18 +77,20 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
     else:
         key = dataset.fingerprint([_CHECKS, dataset.palette_fix])
     remembered = cache_folder() / "verified" / key
+    found, split = None, f"{dataset.name}, split {dataset.split!r}"
     with suppress(OSError, ValueError, TypeError):
-        return Inspection(dataset, (), *json.loads(remembered.read_text())).doubts("training image")
-    found = inspect(dataset, workers, progress, decode=False)
-    if found.problems:
-        listed = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in found.problems]))
-        raise ValueError(
-            f"{dataset.name}, split {dataset.split!r}: {len(found.problems)} problem(s) in {len(dataset)} images:\n"
-            f"{listed}"
-        )
-    with suppress(OSError):  # a read-only cache folder only costs the time of the next check
-        remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.write_text(json.dumps([found.values, found.holding, found.conflict]))
+        found = Inspection(dataset, (), *json.loads(remembered.read_text()))
+    if found is None:
+        found = inspect(dataset, workers, progress, decode=False)
+        if found.problems:
+            listed = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in found.problems]))
+            raise ValueError(f"{split}: {len(found.problems)} problem(s) in {len(dataset)} images:\n{listed}")
+        with suppress(OSError):  # a read-only cache folder only costs the time of the next check
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            remembered.write_text(json.dumps([found.values, found.holding, found.conflict]))
+    if any(found.values) and not any(found.by_class[:IGNORED]):
+        why = ". ".join(found.doubts("image"))
+        raise ValueError(f"{split}: no pixel has a class, so nothing can be learnt or scored: {why}")
     return found.doubts("training image")
 
 

@@ -67,16 +67,6 @@ DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts abo
             "82% of .* by the dataset's list of classes: their ids are 0-6, 9-10, 14-16, 18, 255",
         ],
     ),
-    "nothing labelled": (
-        "cityscapes",
-        lambda root: relabelled(root, TRAIN_IDS, cycled(0)),
-        ["no .* shows road, .*, bicycle: check the labels and the classes$", "100% of the .*: their ids are 0"],
-    ),
-    "train ids of stuffthingmaps": (
-        "coco_stuff",
-        train_ids("coco_stuff"),
-        ["no .* shows banner, .* They hold 0-90, 255, which look like train ids; expected 91-181$", "100% of .*"],
-    ),
     "a class that no image shows": (
         "camvid",
         lambda root: relabelled(root, "train/labels/*", lambda label: label % 10),
@@ -113,6 +103,32 @@ def refusal(dataset: SegmentationDataset, workers: int = 0) -> str:
     with pytest.raises(ValueError) as error:
         verify(dataset, workers)
     return str(error.value)
+
+
+UNLABELLED = {  # kind of dataset, what is wrong with its labels, and the message
+    "nothing labelled": (
+        "cityscapes",
+        lambda root: relabelled(root, TRAIN_IDS, cycled(0)),
+        "no image shows road, .*, bicycle: check the labels and the classes. 100% of the .*: their ids are 0$",
+    ),
+    "train ids of stuffthingmaps": (
+        "coco_stuff",
+        train_ids("coco_stuff"),
+        "no image shows banner, .* They hold 0-90, 255, which look like train ids; expected 91-181. 100% of .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNLABELLED)
+def test_a_split_in_which_no_pixel_has_a_class_is_refused(what, tmp_path):
+    """It trained nothing, and ended in scores that are no numbers."""
+    kind, change, expected = UNLABELLED[what]
+    root = trees.SEGMENTATION[kind](tmp_path / "data")
+    change(root)
+    dataset = FOR_SEGMENTATION[kind].make(root, "train")
+    for _ in range(2):  # the second time it is remembered
+        told = refusal(dataset)
+        assert re.search(f"^{kind}, split 'train.*': no pixel has a class, .* scored: {expected}", told), told
 
 
 @pytest.mark.parametrize("kind", trees.SEGMENTATION)
