@@ -224,9 +224,11 @@ class _Recorded(Recording):
 
     def run(self, call: Call) -> Any:
         counting = self.counting
-        call.began = len(counting.events), len(counting.ran)
+        call.began, before = (len(counting.events), len(counting.ran)), len(counting.values)
         result = super().run(call)
         target = call.args[0] if call.overwrites and call.args and torch.is_grad_enabled() else None
-        if isinstance(target, Tensor) and target._is_view() and target.grad_fn is not None:
-            counting.rebased.add(node_number(target.grad_fn))
+        if isinstance(target, Tensor) and target.grad_fn is not None and is_ordinary(target):
+            counting.note_overwritten(target, before)
+            if target._is_view():
+                counting.rebased.add(node_number(target.grad_fn))
         return result

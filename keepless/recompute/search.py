@@ -59,8 +59,8 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
 
     Both try checkpoints of whole blocks, and lower the peak of the best of these (the second also of the plain step) by
     3 % at a time, in large steps 10 % first: they drop the values that cost the least for the bytes that they free
-    while the step is above the target. Where too much is recomputed at once, they keep some values again to shorten the chains of
-    recipes. They end after a number of simulations, not of seconds.
+    while the step is above the target. Where too much is recomputed at once, they keep some values again to shorten the
+    chains of recipes. They end after a number of simulations, not of seconds.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front

@@ -159,6 +159,14 @@ class Trace(KnownValues):
             self.values[number] = self.values[number]._replace(kind=Kind.OVERWRITTEN)
         return False
 
+    def note_overwritten(self, tensor: Tensor, before: int) -> None:
+        """What recipes read of a memory that was overwritten is in a copy. `before`: number of values before that."""
+        memory, read = self.place(tensor), {i for one in self.values for i in one.inputs}
+        for number, one in enumerate(self.values[:before]):
+            if one.kind == Kind.KEPT and one.memory == memory and number in read:
+                self.sizes.append(one.bytes)
+                self.values[number] = one._replace(memory=len(self.sizes) - 1)
+
     # Calls
 
     def decide(self, rule: Rule, call: Call, result: Tensor) -> None:

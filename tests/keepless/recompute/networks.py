@@ -213,6 +213,14 @@ class Shared(nn.Module):
         return x + q.sigmoid() * k.tanh() * v
 
 
+def read_before(y: Tensor) -> Tensor:
+    """Its recipes read a sum before it is written over."""
+    sums = y.cumsum(1)
+    read = (sums * 2).sin()
+    sums.add_(1)
+    return (read * sums).sin().mean()
+
+
 def read_again(y: Tensor) -> Tensor:
     """Backward adds up the gradients of `square` and `sin` early, and that of `repeat` much later."""
     y = y.exp()
@@ -299,5 +307,6 @@ COUNTED: dict[str, Row] = {
     "statistics": (lambda: nn.Sequential(*[nn.BatchNorm1d(512), nn.SiLU()] * 9), (2, 512)),
     # `torch.cdist` is written in Python, and takes memory while it runs and in its backward pass.
     "distances": (lambda: After(nn.Linear(64, 64), lambda y: torch.cdist(y, y[:64].exp()).mean()), (512, 64)),
+    "a copy of what is overwritten": (lambda: After(nn.Linear(64, 64), read_before), (512, 64)),
     "sums of gradients that wait for more": (lambda: After(nn.Linear(16, 64), read_again), (256, 16)),
 }
