@@ -81,7 +81,8 @@ def write_alone(path: Path, content: dict) -> None:
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
     unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
-    _replace(path, content, unfinished, lambda reason: f"{path} cannot be written: {reason.strerror or reason}")
+    advice = "make room there, or give another file"
+    _replace(path, content, unfinished, lambda why: f"{path} cannot be written: {why.strerror or why}; {advice}")
 
 
 def _replace(
