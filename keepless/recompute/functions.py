@@ -21,7 +21,7 @@ from torch import Tensor
 from ..norms.bn_act import norm_and_activation
 from ..torch_internals import OpOverload, OpOverloadPacket, declared_results, written_arguments
 from . import rules
-from .rules import Function, Rule, overloads_of, writes
+from .rules import Function, Rule, overloads_of
 from .signs import Positive, positive, positive_or_nan
 
 Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
@@ -54,7 +54,6 @@ class Row(NamedTuple):
     draws: Question | None = None  # whether a call draws random numbers
     only_asks: bool = False  # it reads an attribute, such as `grad`, or a number, such as `dim()`: it saves nothing
     is_opened: bool = False  # the functions that it calls are recorded instead
-    writes: bool = False  # it may write over an argument
 
 
 TABLE: dict[Function, Row] = {}
@@ -70,7 +69,6 @@ def row_of(function: Function) -> Row:
     return row._replace(
         only_asks=row.only_asks or getattr(function, "__name__", "") == "__get__",
         is_opened=function in _CALL_OTHERS and row.again is None,
-        writes=writes(function),
     )
 
 

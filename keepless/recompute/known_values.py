@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..inputs import tensors_in
 from ..norms.backends.eager import normalised
 from ..norms.bn_act import is_node
-from ..saved import ByStorage, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, view
+from ..saved import ByStorage, Gone, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, view
 from ..torch_internals import (
     Hooks,
     address,
@@ -31,17 +31,6 @@ _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan,
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has
 # at most this many times its bytes: it may itself be recomputed.
 _COPIES_ARE_WORTH = 4
-
-
-class _Entry(weakref.ref[Tensor]):
-    """A reference to a tensor, with its value in one version."""
-
-    __slots__ = ("key", "storage", "value", "version")
-
-    key: int  # id of the tensor
-    storage: int  # address; assigning to `data` changes it, but not the version
-    value: Value
-    version: int
 
 
 class KnownValues:
@@ -74,9 +63,10 @@ class KnownValues:
         self.short_rows = _FEW  # so is a norm's statistic of each row
         self.log = Log()
         self.call: Call | None = None  # the running one
-        self.entries: dict[int, _Entry] = {}  # by id of the tensor
+        # By id of a tensor. Events: the id, the value, the version, and the storage's address; it may change alone.
+        self.entries: dict[int, Gone] = {}
         self.memories: ByStorage[Memory] = ByStorage()
-        self.dead: list[_Entry] = []  # entries of freed tensors
+        self.dead: list[Gone] = []  # entries of freed tensors
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs, in the order of these reads
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
         self.without_gradient: ByStorage[bool] = ByStorage()  # made by recorded calls
@@ -108,9 +98,11 @@ class KnownValues:
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
         entry = self.entries.get(id(tensor))
-        if entry is None or entry.version != tensor._version - overwrites or entry() is not tensor:
+        if entry is None or entry() is not tensor:
             return None
-        return entry.value if entry.storage == address(tensor.untyped_storage()) else None
+        _, value, version, storage = entry.event
+        is_now = version == tensor._version - overwrites and storage == address(tensor.untyped_storage())
+        return value if is_now else None
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this forward pass."""
@@ -121,10 +113,8 @@ class KnownValues:
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its current version."""
-        entry = _Entry(tensor, self.dead.append)  # not a Python function, which would swallow a Ctrl-C
-        entry.key = key = id(tensor)
-        entry.value, entry.version, entry.storage = value, tensor._version, address(tensor.untyped_storage())
-        self.entries[key] = entry
+        event = id(tensor), value, tensor._version, address(tensor.untyped_storage())
+        self.entries[id(tensor)] = Gone(tensor, self.dead, event)
         return value
 
     def keep(self, tensor: Tensor) -> Value:
@@ -330,10 +320,11 @@ class KnownValues:
         """Forget tensors that have been freed, and settle their values that are read for signs: see `Value.settle`."""
         while self.dead:
             entry = self.dead.pop()
-            if self.entries.get(entry.key) is entry:
-                del self.entries[entry.key]
-                if entry.value.sign_readers:
-                    self.gone.append(entry.value)
+            key, value, *_ = entry.event
+            if self.entries.get(key) is entry:
+                del self.entries[key]
+                if value.sign_readers:
+                    self.gone.append(value)
         if self.gone:
             self.gone = [value for value in self.gone if not value.settle(self.outer)]
 

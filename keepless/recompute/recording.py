@@ -186,7 +186,7 @@ class Recording(TorchFunctionMode):
         taught.asks = row.only_asks
         taught.only = args if function is set_gradients else None
         taught.opened = row.is_opened
-        taught.writes = (row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)
+        taught.writes = may_overwrite(function, args, kwargs)
         if function == _SETS_DATA or not PLAIN.issuperset(types) or any(issubclass(kind, FakeTensor) for kind in types):
             lesson.why_not = "tensors that change unseen"
         policy = self.policy
@@ -202,16 +202,15 @@ class Recording(TorchFunctionMode):
         are_plain = PLAIN.issuperset(types)
         if row.only_asks and are_plain:
             return function(*args, **kwargs)
-        if (self.abandoned or not is_running(self.frame)) and self.is_abandoned():
+        if self.is_abandoned():
             return function(*args, **kwargs)
-        if self.known.dead or self.known.gone:
-            self.known.settle_gone()
+        self.known.settle_gone()
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
             return self._asked(function, types, args, kwargs)
         if row.is_opened and are_plain:
             return self._opened(function, args, kwargs)
         call = Call(function, row, args, kwargs)
-        if not ((row.writes or "out" in kwargs) and may_overwrite(function, args, kwargs)):
+        if not may_overwrite(function, args, kwargs):
             return self.run(call)
         known, tensors = self.known, filter(is_ordinary, map(unwrapped, overwritten(function, args, kwargs)))
         call.overwrites = True
@@ -244,9 +243,8 @@ class Recording(TorchFunctionMode):
         """Run a call, and find out whether its result can be recomputed."""
         known, function = self.known, call.function
         # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
-        needs_grad, is_wrapped, hooks = torch.is_grad_enabled(), transform_level() is not None, current_hooks()
-        is_ours = hooks is not None and self.hooks is not None and hooks[0] is self.hooks.pack_hook
-        if not (needs_grad and is_ours) or is_wrapped:
+        needs_grad, is_wrapped = torch.is_grad_enabled(), transform_level() is not None
+        if not (needs_grad and self._is_innermost()) or is_wrapped:
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
             if needs_grad:

@@ -44,20 +44,15 @@ INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
 
 
 def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call writes over its first argument or `out`, judging by its name and arguments."""
-    if (position := INPLACE.get(function)) is not None:
-        return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
-    return kwargs.get("out") is not None or writes(function)
-
-
-def writes(function: Callable[..., Any]) -> bool:
-    """Whether calls of a function may write over an argument other than `out`.
+    """Whether a call may write over its first argument or `out`, judging by its name and arguments.
 
     Operators (`torch.ops`) declare all their mutations.
     """
+    if (position := INPLACE.get(function)) is not None:
+        return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
     if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return bool(_written(function))
-    return function in INPLACE or _writes(getattr(function, "__name__", ""))
+        return kwargs.get("out") is not None or bool(_written(function))
+    return kwargs.get("out") is not None or _writes(getattr(function, "__name__", ""))
 
 
 @cache
