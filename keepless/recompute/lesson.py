@@ -87,8 +87,9 @@ class Lesson:
             if result.is_cuda:
                 taught.stream = result.device.index
             storage = address(result.untyped_storage())
-            given = ((path, one) for path, one in _tensors(call.args, call.kwargs) if is_ordinary(one))
-            taught.alias = next((path for path, one in given if address(one.untyped_storage()) == storage), None)
+            given = [(path, one) for path, one in _tensors(call.args, call.kwargs) if is_ordinary(one)]
+            sharing = [path for path, one in given if address(one.untyped_storage()) == storage]
+            taught.alias = sharing[0] if sharing else None
             if result.is_complex():
                 self.why_not = "complex numbers"
             taught.own = _reference(find(result))
@@ -150,9 +151,9 @@ def _source(argument: Any, call: Call, paths: dict[int, Path]) -> Source:
                     return Source("arg", paths[id(tensor)])
                 is_elsewhere = argument.storage not in (0, address(tensor.untyped_storage()))
                 return Source("arg", paths[id(tensor)], not argument.storage, is_elsewhere)
-        packs = enumerate(call.packed)
-        number = next((n for n, (_, one) in packs if getattr(one, "value", one) is argument), None)
-        return Source("saved", (number, names[0] if names else None))
+        # No suspended generator, which would swallow a Ctrl-C when it is freed.
+        numbers = [n for n, (_, one) in enumerate(call.packed) if getattr(one, "value", one) is argument]
+        return Source("saved", (numbers[0] if numbers else None, names[0] if names else None))
     if isinstance(argument, Tensor):
         return Source("unknown")
     for path, one in [*enumerate(call.args), *call.kwargs.items()]:
