@@ -39,17 +39,39 @@ ENTRIES = ["train_seg", pytest.param("train_imagenet", marks=pytest.mark.slow)]
 
 
 class Run:
-    """A training started in a process of its own, with `OPTIONS` and `overrides`.
+    """A training in a process of its own, or under torchrun in several, with `OPTIONS` and `overrides`.
 
-    `inject` is called there before the training; it is pickled by name, so it must stand at the top of a module.
+    `inject` is called there before a training in one process; it is pickled by name, so it must stand at the top of a
+    module. `torchrun`: options of that program.
     """
 
-    def __init__(self, run_dir: Path, *overrides: str, entry: str = "train_seg", inject: Callable | None = None):
+    def __init__(
+        self,
+        run_dir: Path,
+        *overrides: str,
+        entry: str = "train_seg",
+        processes: int = 1,
+        inject: Callable | None = None,
+        torchrun: tuple[str, ...] = (),
+    ):
         self.run_dir = run_dir
         self.output_file = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.txt")
-        arguments = (self.output_file, inject, entry, f"run_dir={run_dir}", *OPTIONS[entry], *overrides)
-        self.process = FORKSERVER.Process(target=_main, args=arguments)
-        self.process.start()
+        words = (f"run_dir={run_dir}", *OPTIONS[entry], *overrides)
+        if processes == 1:
+            self.process = FORKSERVER.Process(target=_main, args=(self.output_file, inject, entry, *words))
+            self.process.start()
+            return
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *torchrun]
+        port = ("--master-port", str(free_port()))  # other tests run at the same time
+        with open(self.output_file, "w") as output:
+            self.process = subprocess.Popen(
+                [*launcher, *port, f"{entry}.py", *words], cwd=REPOSITORY, stdout=output, stderr=output
+            )
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, or None."""
+        return self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
 
     @property
     def last(self) -> Path:
@@ -59,12 +81,14 @@ class Run:
     def output(self) -> str:
         return self.output_file.read_text() if self.output_file.exists() else ""
 
-    def until(self, condition: Callable[[], bool], seconds: float = 180) -> "Run":
+    def until(self, condition: Callable[[], bool], seconds: float = 300) -> "Run":
         """Wait until the condition is true or the training has ended."""
         deadline = time.monotonic() + seconds
-        while not condition() and self.process.is_alive():
-            assert time.monotonic() < deadline, f"condition not met within {seconds} s:\n{self.output}"
-            time.sleep(0.001)
+        while not condition() and self.status is None:
+            if time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"it hangs:\n{self.output}")
+            time.sleep(0.005)
         return self
 
     def until_step(self, step: int) -> "Run":
@@ -81,13 +105,9 @@ class Run:
         assert self.ends() == -signal.SIGKILL, "it ended before it was killed"
         return self
 
-    def ends(self, seconds: float = 180) -> int:
+    def ends(self) -> int:
         """Wait for the training to end in time; return its exit status."""
-        self.process.join(seconds)
-        if self.process.is_alive():
-            self.process.kill()
-            raise AssertionError(f"it hangs:\n{self.output}")
-        return self.process.exitcode
+        return self.until(lambda: False).status
 
     def fails(self, *words: str) -> str:
         """Wait for the training to end with an error that contains all words, no traceback; return its output."""
@@ -136,16 +156,11 @@ def killed_after(step: int, run_dir: Path, *overrides: str, **options) -> Run:
     return Run(run_dir, *overrides, inject=waiting_after(step), **options).until_step(step).killed()
 
 
-def finished(run_dir: Path, *overrides: str, entry: str = "train_seg", processes: int = 1) -> str:
+def finished(run_dir: Path, *overrides: str, **options) -> str:
     """Train or resume to the end; return the output."""
-    if processes == 1:
-        run = Run(run_dir, *overrides, entry=entry)
-        assert run.ends() == 0, run.output
-        return run.output
-    launched = torchrun(run_dir, *overrides, entry=entry, processes=processes)
-    output = ends(launched)
-    assert launched.returncode == 0, output
-    return output
+    run = Run(run_dir, *overrides, **options)
+    assert run.ends() == 0, run.output
+    return run.output
 
 
 def last_of(run_dir: Path) -> Path:
@@ -197,40 +212,6 @@ def survived(run_dir: Path, whole: Path, *overrides: str, **options) -> str:
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names == {"last.pt", "previous.pt", "best.pt"}
     return output
-
-
-def torchrun(
-    run_dir: Path, *overrides: str, entry: str = "train_seg", processes: int = 2, options: tuple[str, ...] = ()
-) -> subprocess.Popen:
-    """Start a training under torchrun; its standard output has the output of all processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    launcher += ["--master-port", str(free_port())]  # other tests run at the same time
-    return subprocess.Popen(
-        [*launcher, *options, f"{entry}.py", f"run_dir={run_dir}", *OPTIONS[entry], *overrides],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def until_step(run_dir: Path, step: int, launched: subprocess.Popen, seconds: float = 300) -> list[int]:
-    """Wait for a step; return the pids of torchrun's processes, by rank."""
-    deadline = time.monotonic() + seconds
-    while step not in steps_of(run_dir):
-        assert launched.poll() is None and time.monotonic() < deadline, launched.communicate(timeout=60)[0]
-        time.sleep(0.005)
-    return children(launched.pid)
-
-
-def ends(launched: subprocess.Popen, seconds: float = 300) -> str:
-    """Wait for torchrun to end in time; return its output."""
-    try:
-        return launched.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        launched.kill()
-        raise AssertionError(f"it hangs:\n{launched.communicate(timeout=60)[0]}") from None
 
 
 def free_port() -> int:
