@@ -116,7 +116,6 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
         (["memory.budget=1GiB"], r"memory.budget=1GiB: expected more than 0.5GiB for CUDA"),
         (["memory.budget=twelve"], r"memory.budget=twelve: expected a number and one of KiB, .*, such as 12GiB"),
         (["memory.fit=batch"], r"memory.fit=batch needs a device's memory: give memory.budget="),
-        (["memory.fit=size", "memory.budget=2GiB"], r"memory.fit=size: expected one of batch, crop"),
         # Nothing fits.
         ([leaving(3), "memory.fit=batch"], r"nothing fits; 2 crops of \d+x\d+ pixels already need .* MiB"),
         ([leaving(3), "memory.fit=crop"], r"nothing fits; \d+ crops of 64x64 pixels already need .* MiB"),
