@@ -1,7 +1,7 @@
 """Choose what a step keeps: the least time for every memory budget, or for one."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice, zip_longest
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ _RUNS, _FEWEST = 700, 60  # simulations in each part of the search: at most (sma
 _WORK = 5 * 10**5  # values in all simulations of a part, between these limits: about two seconds
 _BYTES_PER_CALL = 20_000  # moving them takes as long as the overhead of a call
 _OPERATIONS_PER_BYTE = 4
-_TRIED = 12  # single moves of each kind to simulate before choosing one
+_TRIED, _MOST = 3, 12  # single moves of each kind to simulate before choosing one: enough; more if none helps
 _BEST = 3  # choices that use up the memory left below the limit
 _CLOSE = 1.02  # the lowest peak is not lowered further if it is at most this many times a bound for all choices
 
@@ -192,12 +192,16 @@ class _Search:
                 return found
             count //= 3
         best: tuple[float, Tried] | None = None
-        for move in [*(group for _, group in ranked[:_TRIED]), *([i] for i in self.dropped_at_peak(at)[:_TRIED])]:
-            found = self.tried(_flipped(at.kept, move))
-            gain = before - _excess(found.outcome, target)
-            rate = gain / max(found.outcome.seconds - at.outcome.seconds, 1e-9)
-            if gain > 0 and (best is None or rate > best[0]):
-                best = rate, found
+        again = ([i] for i in self.dropped_at_peak(at))
+        for number, pair in enumerate(islice(zip_longest((group for _, group in ranked), again), _MOST)):
+            if best is not None and number >= _TRIED:
+                break
+            for move in filter(None, pair):
+                found = self.tried(_flipped(at.kept, move))
+                gain = before - _excess(found.outcome, target)
+                rate = gain / max(found.outcome.seconds - at.outcome.seconds, 1e-9)
+                if gain > 0 and (best is None or rate > best[0]):
+                    best = rate, found
         return None if best is None else best[1]
 
     def drops(self, at: Tried, target: int) -> list[tuple[int, list[int]]]:
