@@ -41,10 +41,11 @@ def recompute_activations(
     """Make a network recompute cheap activations in its backward pass, instead of keeping them.
 
     The results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and upsampling
-    (modules or functions) are cheap if their inputs are kept anyway. So are the outputs of `CheckpointedABN`. Each is
-    computed once per backward pass, and held from its first to its last reader. No module is replaced. Outputs and
-    gradients do not change, on CPUs in float32 to the bit. Frozen convolutions and norms keep only their input's shape;
-    what ReLU saves (its result) and LeakyReLU (its input) shrinks to one bit per value if nothing else reads it.
+    (modules or functions) are cheap if their inputs are kept anyway, and are at most 16 times larger (a small mean is
+    kept). So are the outputs of `CheckpointedABN`. Each is computed once per backward pass, and held from its first to
+    its last reader. No module is replaced. Outputs and gradients do not change, on CPUs in float32 to the bit. Frozen
+    convolutions and norms keep only their input's shape; what ReLU saves (its result) and LeakyReLU (its input) shrinks
+    to one bit per value if nothing else reads it.
 
     It works in eager mode, while gradients are recorded, inside the network's own forward pass. In `torch.compile` the
     compiler decides what to keep, and a warning says so: wrap blocks in `torch.utils.checkpoint` there. Other
