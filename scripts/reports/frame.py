@@ -220,12 +220,14 @@ def measure(
             if seconds is not None and (seconds <= 0 or seconds < took_s):  # it would hardly end in time
                 break
             item_s = time.monotonic()
+            left[name] = STOPPED if left[name] == NOT_STARTED else f"{FAILED}{STOPPED} again"
+            write_down()  # in case that this process is killed
             process = process or stack.enter_context(Elsewhere(Worker, benchmark.measure, arguments))
             try:
                 done[name] = process.call("rows", items[name], seconds)
                 del left[name]
-            except BrokenProcessPool:
-                left[name] = STOPPED if left[name] == NOT_STARTED else f"{FAILED}{STOPPED} again"
+            except BrokenProcessPool:  # it has taken too long
+                pass
             except Exception as error:  # the other items can still be measured
                 left[name] = reason(error)
             took_s = time.monotonic() - item_s

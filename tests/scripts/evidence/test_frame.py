@@ -168,8 +168,8 @@ def test_a_stopped_call_goes_on_with_what_is_missing_and_another_one_is_added(fa
         carried_out(tmp_path)
     (call,), text = carried_out(tmp_path, measure=False)
     assert call["items"] == {"a/1": [{"what": "a"}]}
-    assert call["left"] == {"a/2": "failed: RuntimeError: out of memory", "b": "not started"}
-    assert "- a/2: failed: RuntimeError: out of memory\n- b: not started" in text
+    assert call["left"] == {"a/2": "failed: RuntimeError: out of memory", "b": "stopped"}
+    assert "- a/2: failed: RuntimeError: out of memory\n- b: stopped" in text
     carried_out(tmp_path, only=["b"])
     assert faked == ["a", "fails", "dies", "dies"]
     (call,), _ = carried_out(tmp_path)
