@@ -5,6 +5,7 @@ Like a graph, it keeps the memory of its own results, but not that of other tens
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 
-class Outside(NamedTuple):
-    """A tensor whose memory the tape does not keep."""
+class Noted(NamedTuple):
+    """Where a tensor lies. The tensor itself would keep its graph, and so the parameters."""
 
-    storage: weakref.ref[torch.UntypedStorage]
+    storage: Callable[[], torch.UntypedStorage | None]
     dtype: torch.dtype
     form: tuple[Any, ...]
 
@@ -35,32 +36,36 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         given = tree_map(self.noted, (args, kwargs or {}))
         result = operator(*args, **(kwargs or {}))
-        storages = [one.untyped_storage() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        of_others = {storage._cdata for storage in storages} - self.own
-        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        self.own |= {one.untyped_storage()._cdata for one in made} - of_others
+        before = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        after = {one.untyped_storage()._cdata for one in tree_leaves(result) if isinstance(one, Tensor)}
+        self.own |= after - before
         self.calls.append((operator, *given, tree_map(self.noted, result)))
         return result
 
     def noted(self, one: Any) -> Any:
-        if not isinstance(one, Tensor) or one.untyped_storage()._cdata in self.own:
+        if not isinstance(one, Tensor):
             return one
-        form = one.storage_offset(), one.shape, one.stride()
-        return Outside(weakref.ref(one.untyped_storage()), one.dtype, form)
+        storage = one.untyped_storage()
+        kept = partial(_itself, storage) if storage._cdata in self.own else weakref.ref(storage)
+        return Noted(kept, one.dtype, (one.storage_offset(), one.shape, one.stride()))
 
     def replay(self) -> None:
         """Run the operators again on the recorded tensors; results go to where the recorded ones lie."""
         with torch.no_grad():
             for call in self.calls:
-                operator, args, kwargs, result = tree_map(_there, call, is_leaf=lambda one: isinstance(one, Outside))
+                operator, args, kwargs, result = tree_map(_there, call, is_leaf=lambda one: isinstance(one, Noted))
                 again = operator(*args, **kwargs)
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                     if isinstance(old, Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                         old.copy_(new)
 
 
+def _itself(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return storage
+
+
 def _there(one: Any) -> Any:
-    return one.tensor() if isinstance(one, Outside) else one
+    return one.tensor() if isinstance(one, Noted) else one
 
 
 def recorded_on(network: nn.Module) -> Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]:

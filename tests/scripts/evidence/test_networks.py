@@ -3,6 +3,10 @@
 tests/scripts/evidence/test_gpu.py runs it, and tests/keepless/recompute has what the methods keep.
 """
 
+import copy
+import gc
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +15,7 @@ from keepless.saved import kept_bytes
 from scripts.evidence import methods, zoo
 from scripts.evidence.methods import BLOCKS, BUDGET
 from scripts.evidence.zoo import blocks_of, build
+from tests.engine.training.tape import Tape
 
 
 class BasicBlock(nn.Module):
@@ -50,6 +55,27 @@ def test_there_are_enough_networks_and_their_blocks_are_known():
             assert "/" in name
             continue
         assert (len(blocks_of(network)) >= 8) == (name not in ("alexnet", "vgg16_bn")), name
+
+
+def test_captured_steps_read_no_memory_that_was_freed(monkeypatch):
+    """A graph keeps no parameters: after each measurement here, only the steps do."""
+
+    def as_graph(step: Callable[[], object], device: str) -> Callable[[], None]:
+        with Tape() as tape:
+            step()
+        return tape.replay
+
+    monkeypatch.setattr(methods, "captured", as_graph)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    compared = methods.Compared("small", "float32", plain, torch.randn(2, 3, 8, 8))
+    for method in (methods.PLAIN, methods.RECOMPUTED):
+        network = copy.deepcopy(plain)
+        compared.add(method, methods.WithLoss(network, methods.forward_of(network, method)))
+    del network
+    gc.collect()
+    rows = compared.captured(rounds=2)
+    assert [row["method"] for row in rows] == ["plain, captured", "recompute_activations, captured"]
+    assert all(len(row["times_ms"]) == 2 for row in rows)
 
 
 def test_the_compiler_gets_no_budget_where_its_gradients_would_be_wrong():
