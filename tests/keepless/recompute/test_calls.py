@@ -73,9 +73,9 @@ def without_rows(x: Tensor) -> Tensor:
     return torch.maximum(x, x.flip(1)).index_select(1, torch.arange(4, device=x.device))
 
 
-def weighted(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def weighted(function: Callable[[Tensor], Tensor], height: int = 64) -> Callable[[Tensor], Tensor]:
     """PyTorch multiplies and takes norms in another way where nothing needs a gradient."""
-    return lambda x: x * function(x.view(32, 64, 64)).sin().exp().mean()
+    return lambda x: x * function(x.view(-1, height, 64)).sin().exp().mean()
 
 
 # Functions of x (8, 4, 64, 64), and the bytes of tensors that are kept, relative to x.
@@ -100,10 +100,10 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "a folded product by name": (weighted(lambda x: torch.matmul(x[0, 0], x)), [1]),
     "a folded product of a transposed tensor": (weighted(lambda x: torch.linalg.matmul(x[0, :7], x.mT)), []),
     "a folded product with a vector": (weighted(lambda x: torch.linalg.matmul(x.mT, x[0, 0])), []),
-    "a layer of transposed inputs": (weighted(lambda x: F.linear(x.mT, x[0])), []),
-    "a frozen layer of transposed inputs": (weighted(lambda x: F.linear(x.mT, x.new_ones(64, 64))), []),
-    "a product of transposed inputs": (weighted(lambda x: x.mT @ x[0]), []),
-    "a product of transposed inputs and constants": (weighted(lambda x: x.mT @ x.new_ones(64, 64)), []),
+    "a layer of transposed inputs": (weighted(lambda x: F.linear(x.mT, x[0, :, :8]), 8), []),
+    "a frozen layer of transposed inputs": (weighted(lambda x: F.linear(x.mT, x[0, :, :8].detach()), 8), [1]),
+    "a product of transposed inputs": (weighted(lambda x: x.mT @ x[0, :, :8], 8), []),
+    "a product of transposed inputs and constants": (weighted(lambda x: x.mT @ x[0, :, :8].detach(), 8), [1]),
     "a norm": (weighted(lambda x: torch.linalg.norm(x.flatten(0, 1), 2)), [1]),  # singular vectors
 }
 

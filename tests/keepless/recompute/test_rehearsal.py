@@ -28,7 +28,6 @@ from keepless.recompute import plans as plans_module
 from keepless.recompute.copied import LeftBehind
 from keepless.recompute.costs import peak_bytes
 from keepless.recompute.rehearsal import backward_starts, rehearsed_step
-from keepless.torch_internals import FakeTensorMode
 from tests.keepless.recompute.ahead import Ahead, Layers, assert_like, gradients, plans, plans_of
 
 
@@ -296,16 +295,6 @@ def test_norms_that_to_inplace_merged_with_an_activation_are_rehearsed_as_they_r
     merged[2].included = (Activation("leaky_relu", 0.01),)
     steps = [rehearsed_step(network, (x,), {}) for network in (own, merged)]
     assert steps[0].memories == steps[1].memories
-
-
-def test_a_network_on_the_meta_device_is_rehearsed_as_one_on_fake_tensors():
-    with torch.device("meta"):
-        network, x = Layers(2), torch.randn(64, 32)
-    step = rehearsed_step(network, (x,), {})
-    with FakeTensorMode():
-        other = rehearsed_step(Layers(2), (torch.randn(64, 32),), {})
-    assert step.memories == other.memories and step.calls == other.calls
-    assert all(parameter.is_meta for parameter in network.parameters())
 
 
 def test_a_network_that_reads_values_is_rehearsed_on_real_tensors():
