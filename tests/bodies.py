@@ -59,16 +59,15 @@ def kept_maps(network: nn.Module, x: torch.Tensor) -> dict[int, int]:
 
 
 def trained(network: nn.Module, seed: int = 0) -> nn.Module:
-    """Random statistics, scales and shifts, as if trained, in float64 and eval mode."""
+    """Random statistics, scales of both signs and shifts, as if trained, in float64 and eval mode."""
     generator = torch.Generator().manual_seed(seed)
     network = network.double().eval()
+    ranges = {"weight": (0.5, 1.5), "bias": (-0.5, 0.5), "running_mean": (-0.5, 0.5), "running_var": (0.5, 2.0)}
     for module in network.modules():
-        if isinstance(module, (ABN, nn.BatchNorm2d)):
-            for values, low, high in (
-                (module.weight.data, 0.5, 1.5),
-                (module.bias.data, -0.5, 0.5),
-                (module.running_mean, -0.5, 0.5),
-                (module.running_var, 0.5, 2.0),
-            ):
-                values.uniform_(low, high, generator=generator)
+        if isinstance(module, (ABN, nn.modules.batchnorm._BatchNorm)):
+            for name, ends in ranges.items():
+                if (values := getattr(module, name)) is not None:
+                    values.data.uniform_(*ends, generator=generator)
+            if module.weight is not None:
+                module.weight.data *= torch.randint(0, 2, module.weight.shape, generator=generator) * 2 - 1
     return network

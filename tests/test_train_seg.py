@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from datasets import cityscapes
 from engine.checkpoint import files as checkpoint
 from engine.records.metrics_logger import MetricsLogger
+from tests.cuda import NEEDS_CUDA
 from tests.faults.runs import before_call
 from tests.runs import NARROW_A2, SHORT, composed, run, same
 from train_seg import train
@@ -180,9 +181,7 @@ def test_errors_reach_the_user_as_one_message(tmp_path):
     assert "layout" in done.stderr
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", [pytest.param(name, marks=NEEDS_CUDA) for name in ("float32", "bfloat16")])
 def test_trains_on_a_gpu(tmp_path, precision):
     results = train_short(tmp_path, "trainer.steps=3", "trainer.device=cuda", f"trainer.precision={precision}")
     assert results["images"] == 2 and "NVIDIA" in results["environment"]["hardware"]

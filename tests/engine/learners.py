@@ -38,3 +38,11 @@ def learner_of(
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     scaler = torch.amp.GradScaler(device, enabled=precision == "float16")
     return Learner(network, forward, optimizer, scheduler, scaler, **options)
+
+
+def minibatch(number: int = 0, crops: int = 4, size: int = 8, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Random images, and labels of five classes."""
+    generator = torch.Generator().manual_seed(number)
+    images = torch.randint(0, 256, (crops, 3, size, size), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, 5, (crops, size, size), dtype=torch.uint8, generator=generator)
+    return {"image": images.to(device), "label": labels.to(device)}

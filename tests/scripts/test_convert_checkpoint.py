@@ -19,6 +19,7 @@ from scripts.predict import predict
 from tests import released_files as files
 from tests import trees
 from tests.bodies import small_resnext
+from tests.checkpoints import saved
 from tests.released_files import IMAGES, Released
 from tests.runs import SHORT_SHAPES, classification_config, composed, same, without_counts
 
@@ -101,8 +102,7 @@ def test_to_standard_norms(vistas, tmp_path):
 
 def test_norms_of_another_library_s_network_keep_their_eps_in_what_is_printed(tmp_path):
     config = classification_config("body=torchvision", "body.network=mobilenet_v3_small", "norm=std")
-    state = {"task": "classification", "step": 2, "config": cfg.plain(config), "network": {}, "classes": list(CLASSES)}
-    checkpoint.save(tmp_path / "last.pt", state)
+    saved(tmp_path / "last.pt", config, CLASSES)
     printed = run(tmp_path, tmp_path / "std.pth", "format=standard_bn")
     assert "eps=1e-05 and relu (in the body mobilenet_v3_small's own eps, and this for its ReLUs alone), but" in printed
 
@@ -143,9 +143,8 @@ def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path, mo
     monkeypatch.setitem(IMAGES_OF_SHAPES, "val", 40)
     folders = (f"run_dir={tmp_path}", f"init.weights={tmp_path / 'start.pt'}")
     config = classification_config(*SHORT_SHAPES, *folders, "trainer.ema_decay=0.9", "trainer.steps=2")
-    network, average = (assemble.network_of(config, 8).state_dict() for _ in range(2))
-    state = {"task": "classification", "step": 2, "config": cfg.plain(config), "network": network, "ema": average}
-    checkpoint.save(tmp_path / "last.pt", {**state, "classes": list(CLASSES), "optimizer": {}, "random": {}})
+    average = assemble.network_of(config, 8).state_dict()
+    saved(tmp_path / "last.pt", config, CLASSES, ema=average, optimizer={}, random={})
     assert "the averaged weights of step 2" in run(tmp_path, tmp_path / "net.pt")
     alone = checkpoint.load(tmp_path / "net.pt")
     assert alone.keys() == {"format", "task", "step", "classes", "config", "network"}

@@ -13,7 +13,7 @@ from engine.training.capture import CapturedMicroBatches
 from engine.training.learner import Learner
 from engine.training.loop import accumulate_gradients, train_step
 from keepless import InPlaceABN
-from tests.engine.learners import forward_of, learner_of
+from tests.engine.learners import forward_of, learner_of, minibatch
 from tests.engine.training.tape import recorded_on
 from tests.runs import run_config, same
 
@@ -38,13 +38,6 @@ def small_learner(captured: bool = False, precision: str = "float32", extra: nn.
     if captured:
         learner.captured = CapturedMicroBatches(network, ADVICE, record=recorded_on(network))
     return learner
-
-
-def minibatch(number: int) -> dict:
-    generator = torch.Generator().manual_seed(number)
-    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(0, 5, (4, 8, 8), dtype=torch.uint8, generator=generator)
-    return {"image": images, "label": labels}
 
 
 def losses_of(learner: Learner, steps: int) -> list[float]:

@@ -21,6 +21,7 @@ from engine.training.learner import Learner
 from engine.training.loop import PLANNED_STEPS, train_step
 from keepless import checking_repetitions
 from tests.cuda import NEEDS_CUDA
+from tests.engine.learners import minibatch
 from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
 from train_seg import train
 
@@ -42,11 +43,7 @@ def learner_and_loss(*overrides: str) -> tuple[Learner, nn.Module]:
     return learner, assemble.loss(config.loss).cuda()
 
 
-def minibatch(number: int) -> dict:
-    generator = torch.Generator().manual_seed(number)
-    images = torch.randint(0, 256, (CROPS, 3, SIZE, SIZE), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(0, CLASSES, (CROPS, SIZE, SIZE), dtype=torch.uint8, generator=generator)
-    return {"image": images.cuda(), "label": labels.cuda()}
+drawn = partial(minibatch, crops=CROPS, size=SIZE, device="cuda")
 
 
 def trained(*overrides: str, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float], Learner]:
@@ -58,7 +55,7 @@ def trained(*overrides: str, steps: int = STEPS) -> tuple[dict[str, Tensor], lis
             if learner.captured is not None and number == PLANNED_STEPS:
                 learner.captured.begin()
             with checking_repetitions() if number < 2 else warnings.catch_warnings():
-                outcome = train_step(learner, loss, minibatch(number), CROPS, World(device=torch.device("cuda")))
+                outcome = train_step(learner, loss, drawn(number), CROPS, World(device=torch.device("cuda")))
             losses.append(learner.read(outcome)[0])
         assert learner.captured is None or learner.captured.replay is not None
         return {name: tensor.clone() for name, tensor in learner.network.state_dict().items()}, losses, learner
@@ -128,10 +125,10 @@ def test_a_body_that_reads_a_value_is_named():
     learner, loss = learner_and_loss("norm=std", "trainer.capture=true")
     learner.network.cls = nn.Sequential(Reads(), learner.network.cls)
     world = World(device=torch.device("cuda"))
-    train_step(learner, loss, minibatch(0), CROPS, world)  # cuDNN chooses its algorithms
+    train_step(learner, loss, drawn(0), CROPS, world)  # cuDNN chooses its algorithms
     learner.captured.begin()
     with pytest.raises(ValueError, match=r"^cls\.0 \(Reads\) cannot be captured .*: give trainer.capture=false"):
-        train_step(learner, loss, minibatch(0), CROPS, world)
+        train_step(learner, loss, drawn(0), CROPS, world)
 
 
 def test_a_captured_step_waits_for_nothing_and_takes_the_eager_memory():
@@ -146,7 +143,7 @@ def test_a_captured_step_waits_for_nothing_and_takes_the_eager_memory():
         gradients = sum(parameter.nbytes for parameter in learner.network.parameters())
     assert peaks[1] < 1.1 * peaks[0] + 2 * gradients + 2**20
     loss = assemble.loss(run_config().loss).cuda()
-    given = minibatch(0)
+    given = drawn(0)
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -16,18 +16,12 @@ from engine.training.learner import Learner, WeightAverage
 from engine.training.loop import _explain, train_step
 from keepless import InPlaceABN
 from tests.cuda import NEEDS_CUDA
-from tests.engine.learners import learner_of
+from tests.engine.learners import learner_of, minibatch
 from tests.host_reads import host_reads
 
 
-def minibatch_of_four() -> dict:
-    torch.manual_seed(0)
-    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
-    return {"image": images, "label": torch.randint(0, 5, (4, 8, 8), dtype=torch.uint8)}
-
-
 def step(learner: Learner) -> tuple[float, float]:
-    outcome = train_step(learner, CrossEntropy(fraction=0.25), minibatch_of_four(), minibatch_size=4, world=World())
+    outcome = train_step(learner, CrossEntropy(fraction=0.25), minibatch(), minibatch_size=4, world=World())
     loss, norm, *_ = learner.read(outcome)
     return loss, norm
 
@@ -55,8 +49,7 @@ def test_logits_are_freed_before_the_backward_pass_reaches_the_network():
         value.register_hook(lambda gradient: freed.append(seen() is None))
         return value
 
-    minibatch = {"image": torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "label": torch.zeros(2, 4, 4)}
-    train_step(learner_of(nn.Conv2d(3, 5, 1)), loss, minibatch, minibatch_size=2, world=World())
+    train_step(learner_of(nn.Conv2d(3, 5, 1)), loss, minibatch(), minibatch_size=4, world=World())
     assert freed == [True]
 
 
@@ -69,11 +62,11 @@ def test_a_step_that_fails_after_a_request_to_stop_is_a_stop(requested):
         stop=SimpleNamespace(requested=requested),
         world=World(),
     )
-    minibatch = {"image": torch.zeros(2, 3, 4, 4), "name": ["a", "b"]}
+    given = {"image": torch.zeros(2, 3, 4, 4), "name": ["a", "b"]}
     for error in (RuntimeError("C++ compile error"), ValueError("cannot compile")):
         expected = (Preempted, "stopped in step 3, which did not end") if requested else (type(error), str(error))
         with pytest.raises(expected[0], match=expected[1].replace("+", r"\+")):
-            _explain(error, 3, minibatch, run)
+            _explain(error, 3, given, run)
             raise error
 
 
@@ -143,17 +136,18 @@ def learner_with_everything(precision: str, device: str = "cpu") -> Learner:
 def test_a_step_waits_for_nothing_and_is_read_at_once(precision):
     learner = learner_with_everything(precision)
     step(learner)
+    given = minibatch()
     with host_reads() as reads:
-        outcome = train_step(learner, CrossEntropy(fraction=0.25), minibatch_of_four(), 4, World())
+        outcome = train_step(learner, CrossEntropy(fraction=0.25), given, 4, World())
         assert not reads
         learner.read(outcome)
     assert len(reads) == 1 and "read: Tensor.tolist" in reads[0]
 
 
 def test_an_optimiser_that_cannot_skip_a_step_waits_for_the_flag():
-    learner = learner_of(nn.Conv2d(3, 5, 1), fused=False)
+    learner, given = learner_of(nn.Conv2d(3, 5, 1), fused=False), minibatch()
     with host_reads() as reads:
-        train_step(learner, CrossEntropy(), minibatch_of_four(), 4, World())
+        train_step(learner, CrossEntropy(), given, 4, World())
     assert len(reads) == 1 and "learner.py" in reads[0]
 
 
@@ -162,8 +156,8 @@ def test_an_optimiser_that_cannot_skip_a_step_waits_for_the_flag():
 )
 def test_a_step_on_a_gpu_waits_for_nothing(precision):
     learner = learner_with_everything(precision, "cuda")
-    minibatch = {key: value.cuda() for key, value in minibatch_of_four().items()}
-    arguments = (learner, CrossEntropy(fraction=0.25), minibatch, 4, World(device=torch.device("cuda")))
+    given = minibatch(device="cuda")
+    arguments = (learner, CrossEntropy(fraction=0.25), given, 4, World(device=torch.device("cuda")))
     for _ in range(3):
         train_step(*arguments)
     with warnings.catch_warnings(record=True) as waits:

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
 from keepless.conversion.convert import ConversionReport, to_inplace, to_standard
-from tests.bodies import small_resnet, small_resnext, small_segmentation, small_wider_a2
+from tests.bodies import small_resnet, small_resnext, small_segmentation, small_wider_a2, trained
 
 C = 4
 
@@ -39,20 +39,6 @@ NORMS = {
     "checkpoint": CheckpointedABN,
     "checkpoint-x-hat": partial(CheckpointedABN, store="x_hat", activation="tanh"),
 }
-
-
-def trained(network: nn.Module) -> nn.Module:
-    """Give the norms random positive and negative scales, random shifts and random running statistics."""
-    generator = torch.Generator().manual_seed(0)
-    for module in network.modules():
-        if isinstance(module, (ABN, nn.modules.batchnorm._BatchNorm)):
-            ranges = {"weight": (0.5, 1.5), "bias": (-0.5, 0.5), "running_mean": (-0.5, 0.5), "running_var": (0.5, 2.0)}
-            for name, ends in ranges.items():
-                if (values := getattr(module, name)) is not None:
-                    values.data.uniform_(*ends, generator=generator)
-            if module.weight is not None:
-                module.weight.data *= torch.randint(0, 2, module.weight.shape, generator=generator) * 2 - 1
-    return network
 
 
 def converted(convert, network: nn.Module, **options) -> tuple[nn.Module, ConversionReport]:
@@ -93,8 +79,8 @@ def test_networks_of_ours_keep_their_outputs_and_gradients(norm, build):
     torch.manual_seed(0)
     network = trained(build(NORMS[norm]))
     layers = [name for name, module in network.named_modules() if isinstance(module, ABN)]
-    x = torch.randn(2, 3, 33, 33)
-    before = network.eval()(x)
+    x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
+    before = network(x)
     reference, state = copy.deepcopy(network), state_of(network)
 
     result, report = converted(to_inplace, network)
@@ -103,13 +89,12 @@ def test_networks_of_ours_keep_their_outputs_and_gradients(norm, build):
         layer, original = network.get_submodule(name), reference.get_submodule(name)
         assert type(layer) is InPlaceABN and name in report.replaced and not layer.training
         assert layer.extra_repr().startswith(original.extra_repr().split(", variant")[0].split(", store")[0])
-    torch.testing.assert_close(network(x), before, rtol=0, atol=1e-6)
+    torch.testing.assert_close(network(x), before, rtol=0, atol=1e-12)
     assert_same_training(network, reference, x)
 
 
 def assert_same_training(network: nn.Module, reference: nn.Module, x: torch.Tensor) -> None:
-    x = x.double()
-    theirs, ours = gradients(reference.double().train(), x), gradients(network.double().train(), x)
+    theirs, ours = gradients(reference.train(), x), gradients(network.train(), x)
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
     torch.testing.assert_close(list(network.buffers()), list(reference.buffers()))
 
@@ -118,7 +103,7 @@ def assert_same_training(network: nn.Module, reference: nn.Module, x: torch.Tens
 def test_to_standard_leaves_pytorchs_modules_only(norm, build):
     """Outputs in evaluation are equal to the bit in float64. The Parameters stay: `bn.weight` becomes `bn.0.weight`."""
     torch.manual_seed(0)
-    network = trained(build(NORMS[norm])).double().eval()
+    network = trained(build(NORMS[norm]))
     reference, (state, _) = copy.deepcopy(network), state_of(network)
     x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
     with torch.no_grad():
@@ -147,7 +132,7 @@ def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims):
     norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims]
     acts = [nn.LeakyReLU(0.2, inplace=True), nn.ELU(0.7, inplace=True), nn.Sigmoid(), nn.Tanh(), nn.Identity()]
     network = nn.Sequential(*(nn.Sequential(make(C, C), norm(C, eps=1e-3), act) for act in acts), make(C, C))
-    trained(network).double().eval()
+    trained(network)
     reference, state, x = copy.deepcopy(network), state_of(network), torch.randn(5, C, *(3,) * dims).double()
     network, report = converted(to_standard, to_inplace(network, example=x))
     assert len(report.replaced) == 5 and report.replaced["0.1"].endswith(f"-> {norm.__name__} + LeakyReLU")
@@ -160,8 +145,8 @@ def test_what_to_inplace_made_of_pytorchs_modules_becomes_them_again(dims):
 def test_pytorchs_functions_for_its_own_norms_work_on_the_standard_network():
     """docs/keepless.md says what they do to ours. Synchronised layers become ordinary ones where asked."""
     layers = nn.Conv2d(3, C, 3), InPlaceABNSync(C), nn.Conv2d(C, C, 1), ABN(C, sync=True), nn.SyncBatchNorm(C)
-    network = trained(nn.Sequential(*layers)).eval()
-    x = torch.randn(2, 3, 5, 5)
+    network = trained(nn.Sequential(*layers))
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
     before = network(x)
     nn.SyncBatchNorm.convert_sync_batchnorm(network)
     assert [type(layer) for layer in network[1:4:2]] == [InPlaceABNSync, ABN]
@@ -238,7 +223,7 @@ BATCH_NORMS = {
 def test_every_kind_of_pytorchs_norms(kind):
     torch.manual_seed(0)
     build, conv, dims = BATCH_NORMS[kind]
-    network = trained(nn.Sequential(conv(3, C, 3), build(), nn.LeakyReLU(0.2), conv(C, 2, 1))).double()
+    network = trained(nn.Sequential(conv(3, C, 3), build(), nn.LeakyReLU(0.2), conv(C, 2, 1))).train()
     reference, state = copy.deepcopy(network), state_of(network)
     x = torch.randn(3, 3, *(7,) * dims, dtype=torch.float64)
     result, report = converted(to_inplace, network, example=x)
@@ -341,7 +326,7 @@ def test_to_standard_reports_what_it_leaves():
 
 
 def test_single_layers_are_returned():
-    layer = trained(ABN(C, activation="tanh")).eval()
+    layer = trained(ABN(C, activation="tanh"))
     inplace, report = converted(to_inplace, layer)
     assert type(inplace) is InPlaceABN and inplace.weight is layer.weight and not inplace.training
     assert report.replaced == {"": "ABN(tanh) -> InPlaceABN(tanh)"} and "(the module itself)" in str(report)
