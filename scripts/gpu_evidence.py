@@ -142,11 +142,12 @@ def run(values: DictConfig) -> str:
 
 def shown(name: str, arguments: GpuArguments, end_s: float) -> str:
     """Measure what is missing of a part; return its tables."""
-    for given, called in calls_of(name, arguments, end_s):
-        text = frame.carry_out(PARTS[name].benchmark, given, arguments.rehearse, called)
+    benchmark, file = PARTS[name].benchmark, file_of(name, arguments)
+    for given, called in calls_of(name, arguments, end_s) if arguments.measure else ():
+        frame.measure(benchmark, given, arguments.rehearse, called)
     if arguments.keep:
-        frame.add_calls(PARTS[name].benchmark, Path(given.out), RECORDS[PARTS[name].benchmark.name])
-    return text
+        frame.add_calls(benchmark, file, RECORDS[benchmark.name])
+    return frame.show(benchmark, file)
 
 
 def measured(arguments: GpuArguments, end_s: float) -> str:
@@ -173,7 +174,7 @@ def file_of(name: str, arguments: GpuArguments) -> Path:
 def calls_of(name: str, arguments: GpuArguments, end_s: float) -> Iterator[tuple[Any, str]]:
     """The arguments of each call of a part's benchmark, and the command for its record."""
     part, rehearse = PARTS[name], " rehearse=true" * arguments.rehearse
-    shared: dict[str, Any] = {"out": str(file_of(name, arguments)), "measure": arguments.measure}
+    shared: dict[str, Any] = {"out": str(file_of(name, arguments))}
     shared |= {"only": arguments.only} if arguments.only else {}
     shared |= {"camvid": arguments.camvid} if name == "train" else {}
     for own in [part.rehearsed] if arguments.rehearse else part.calls:

@@ -100,8 +100,8 @@ arguments is added. Prints its tables, and draws FILE.png if the benchmark has a
 """
 
 
-def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, called: str = "") -> str:
-    """Measure what is missing, draw, print and return the tables. `called`: the command, if not the benchmark's own.
+def carry_out(benchmark: Benchmark, arguments: Any) -> str:
+    """Measure what is missing, draw, print and return the tables.
 
     ValueError: an argument is impossible, or there is no record.
     """
@@ -109,8 +109,13 @@ def carry_out(benchmark: Benchmark, arguments: Any, rehearsal: bool = False, cal
     if out.suffix != ".json":
         raise ValueError(f"out={arguments.out}: expected a file that ends in .json")
     if arguments.measure:
-        measure(benchmark, arguments, rehearsal, called)
-    elif not out.is_file():
+        measure(benchmark, arguments)
+    return show(benchmark, out)
+
+
+def show(benchmark: Benchmark, out: Path) -> str:
+    """Draw, print and return the tables of a record. ValueError: there is none."""
+    if not out.is_file():
         raise ValueError(f"measure=false shows a record, and {out} does not exist")
     record = json.loads(out.read_text())
     draw(benchmark, record, out)
@@ -127,10 +132,13 @@ def add_calls(benchmark: Benchmark, file: Path, out: Path) -> None:
         if before is None:
             record["calls"].append(call)
             continue
-        if before["items"].keys() - call["items"].keys():  # some stay
-            call["environment"]["commit"] = _joined(before["environment"]["commit"], call["environment"]["commit"])
-            call["seconds"] = round(before["seconds"] + call["seconds"], 1)
         items, left = before["items"] | call["items"], before["left"] | call["left"]
+        if before["items"] == items:  # added before
+            continue
+        if before["items"].keys() - call["items"].keys():  # some stay
+            commit = _joined(before["environment"]["commit"], call["environment"]["commit"])
+            call["environment"] = before["environment"] | call["environment"] | {"commit": commit}
+            call["seconds"] = round(before["seconds"] + call["seconds"], 1)
         before |= call | {"items": items, "left": {name: why for name, why in left.items() if name not in items}}
     replace_file(out, json_lines(record))
     draw(benchmark, record, out)
@@ -187,7 +195,7 @@ def measure(
 ) -> dict:
     """Measure what is missing of a record, which is written before the first item and after each; return its call.
 
-    `again`: also what has failed, or was stopped twice.
+    `called`: the command, if not the benchmark's own. `again`: also what has failed, or was stopped twice.
     """
     started_s, out = time.monotonic(), Path(arguments.out)
     items, environment = benchmark.items(arguments), provenance(PACKAGES)

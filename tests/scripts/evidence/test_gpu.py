@@ -87,9 +87,13 @@ def test_measured_parts_go_into_the_records_of_the_pages(monkeypatch, tmp_path):
     own = {"items": {name: new, missing: new}, "environment": first["environment"] | {"commit": "another"}}
     (tmp_path / "gpu_fit.json").write_text(json.dumps({"calls": [first | own, first | own | {"arguments": {}}]}))
     command(tmp_path, "measure=false", "keep=true")
+    before = record.read_text()
+    command(tmp_path, "measure=false", "keep=true")
+    assert record.read_text() == before
     changed, same, added = json.loads(record.read_text())["calls"]
     assert changed["items"] == first["items"] | own["items"] and missing not in changed["left"]
-    assert changed["environment"]["commit"] == f"{first['environment']['commit']}, another"
+    commits = f"{first['environment']['commit']}, another"
+    assert changed["environment"] == first["environment"] | {"commit": commits}
     assert same == second and added["arguments"] == {}
     assert "| a network | std |" in documents.calls_text(fit.BENCHMARK, json.loads(record.read_text()), "fit")
 
