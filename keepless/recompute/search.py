@@ -57,10 +57,10 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     same path for every limit: so all budgets agree on the lowest peak, and if a budget can be met, so can any larger
     one. If the limit is met, a second search uses the seconds of each call, and finds the fastest choice.
 
-    Both try checkpoints of whole blocks, and lower the peak of the best of these (the second also of the plain step) by
-    3 % at a time, in large steps 10 % first: they drop the values that cost the least for the bytes that they free
-    while the step is above the target. Where too much is recomputed at once, they keep some values again to shorten the
-    chains of recipes. They end after a number of simulations, not of seconds.
+    Both try checkpoints of whole blocks, and lower the peak of the best of these, and of the plain step, by 3 % at a
+    time (in large steps 10 % first): they drop the values that cost the least for the bytes that they free while the
+    step is above the target. Where too much is recomputed at once, they keep some values again to shorten the chains of
+    recipes. They end after a number of simulations, not of seconds.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
@@ -132,8 +132,9 @@ class _Search:
     def any_within(self, limit: int) -> Choice:
         """A choice within the limit, as soon as one is found; if there is none, the one with the lowest peak."""
         self.wanted = max(limit, int(_CLOSE * plain_peak(self.step, saves=False)))
-        self.plain()
+        plain = self.plain()
         self.segment(1)
+        self.lower(plain, 1)
         choices = pareto(self.found)
         return next((choice for choice in choices if choice.peak <= limit), choices[-1])
 

@@ -81,6 +81,21 @@ def test_an_operator_is_measured_on_other_tensors():
     assert [cost.seconds == 0 for cost in found] == [False, True]
 
 
+def test_an_operator_runs_twice_to_be_measured_also_if_its_results_were_asked_for(monkeypatch):
+    """Once to warm up. The second call is the one whose memory is watched."""
+    one, calls, run = operator(torch.ops.aten.logsumexp.default, torch.randn(64, 1002), [1]), [], costs.Operator.run
+
+    def counted(self):
+        call = run(self)
+        return lambda: calls.append(1) or call()
+
+    monkeypatch.setattr(costs.Operator, "run", counted)
+    assert costs.results_of(one).shape == (64,)
+    costs.measure([one, one])
+    costs.measure([one])
+    assert len(calls) == 2
+
+
 def test_a_measurement_without_memory_is_made_again_later(monkeypatch):
     x = torch.randn(64, 1001)
     one, run = operator(torch.ops.aten.logsumexp.default, x, [1]), costs.Operator.run
