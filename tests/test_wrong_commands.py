@@ -46,6 +46,7 @@ ANSWERS = {
     "eval.py FILE.pt": "FILE.pt: expected key=value; give checkpoint=FILE.pt",
     "train_seg.py configs/experiment/camvid/resnext_small.yaml": "give experiment=camvid/resnext_small",
     "scripts.predict photo.jpg": "photo.jpg: expected key=value; give input=photo.jpg",
+    "scripts.browse_data data=camvid out=A images=3": "images=3: there is no such key; give count=3",
     "scripts.compare_runs runs=runs/a,runs/b": "give runs=[runs/a,runs/b]",
     # Values: types, lists, quotes for the shell and for Hydra.
     "train_seg.py optim.lr=": "optim.lr=: expected a number above 0",
