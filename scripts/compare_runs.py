@@ -123,7 +123,9 @@ def compared(folders: list[str]) -> tuple[list[Group], dict[Path, str]]:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out.items())
         raise ValueError(f"runs={folders}: no run has ended ({reasons})")
     if len({run.scores for run in runs}) > 1:
-        raise ValueError(f"runs={folders}: expected runs of one task")
+        scored = {TITLES[run.scores.best]: run.folder for run in runs}
+        found = " and ".join(f"{folder}, scored by {score}" for score, folder in scored.items())
+        raise ValueError(f"runs={folders}: expected runs of one task, found {found}")
     groups = by_configuration(runs)
     titles = titles_of(groups)
     if len({run.name for run in runs}) < len(runs) or any(DATE.fullmatch(run.name) for run in runs):

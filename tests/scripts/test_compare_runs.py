@@ -166,7 +166,7 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="runs: .*empty"):
         report(tmp_path / "report", tmp_path / "empty")
-    with pytest.raises(ValueError, match="expected runs of one task"):
+    with pytest.raises(ValueError, match="expected runs of one task, found .*, scored by mIoU and .*, scored by top-1"):
         report(tmp_path / "report", finished, CIFAR / "std")
     with pytest.raises(ValueError, match=r"runs=5: expected a name or a list of different names, such as \[A,B\]"):
         compare(OmegaConf.structured(Comparison(runs=5, out="a")))
