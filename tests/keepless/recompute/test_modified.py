@@ -131,51 +131,6 @@ def test_dropout_in_place_that_drops_nothing_writes_nothing(name):
     assert len({kept_bytes(network, lambda n=network: n(IMAGES)[1], [IMAGES]) for network in networks}) == 1
 
 
-def outside(fill: str) -> tuple[Tensor, Callable[[], object]]:
-    """Two images in memory that others may fill again, without a new version; and how they do it."""
-    if fill == "storage":
-        images = IMAGES[:, :2].clone()
-        return images, lambda: images.untyped_storage().fill_(63)
-    array = IMAGES[:, :2].numpy().copy()
-    return (torch.from_dlpack if fill == "dlpack" else torch.from_numpy)(array), lambda: array.fill(5.0)
-
-
-class Reads(nn.Module):
-    """Reads images and a list of numbers for each pixel, which autograd does not keep; `how` makes them meet."""
-
-    def __init__(self, how: str):
-        super().__init__()
-        self.first, self.last, self.how = nn.Conv2d(3, 4, 1), nn.Conv2d(6, 2, 1), how
-
-    def forward(self, x: Tensor, images: Tensor) -> Tensor:
-        f = F.silu(self.first(x))
-        if self.how == "joined":
-            y = torch.cat([f, images], 1)
-        elif self.how == "slice joined":
-            y = torch.cat([f, images[:, :1].expand(-1, 2, -1, -1)], 1)
-        elif self.how == "joined with what was made of it":
-            with torch.no_grad():
-                cosines = images.cos()
-            y = torch.cat([f, cosines], 1)
-        elif self.how == "upsampled":
-            y = torch.cat([f, F.interpolate(images, scale_factor=2.0)[..., ::2, ::2]], 1)
-        else:  # a sum with few values
-            y = F.silu(torch.cat([f, f[:, :2]], 1) + images[:1, :1, :1, :1])
-        return self.last(y)
-
-
-@pytest.mark.parametrize("fill", ["numpy", "dlpack", "storage"])
-@pytest.mark.parametrize("how", ["joined", "slice joined", "joined with what was made of it", "upsampled", "sum"])
-def test_memory_of_others_may_be_filled_again_before_the_backward_pass(how, fill):
-    def run(network: nn.Module) -> Tensor:
-        images, fill_again = outside(fill)
-        output = network(IMAGES, images)
-        fill_again()
-        return output.square().sum()
-
-    assert_right_or_refused(Reads(how), run, right=True)
-
-
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)], ids=str)
 def test_an_optimiser_may_change_what_the_backward_pass_of_a_plain_norm_does_not_read(norm):
     """Two losses with a step in between do this. The bias is copied, and so is a weight that autograd repeats first."""

@@ -364,6 +364,32 @@ def _join_an_inference_tensor(x: Tensor) -> Tensor:
     return torch.cat([F.silu(x), part], 1).sin()
 
 
+MEMORIES = "numpy", "dlpack", "storage"
+JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "joined": lambda x, y: torch.cat([x, y], 1),
+    "slice joined": lambda x, y: torch.cat([x, y[:, :1].expand(-1, 2, -1, -1)], 1),
+    "joined with what was made of it": lambda x, y: torch.cat([x, y.cos()], 1),
+    "upsampled and joined": lambda x, y: torch.cat([x, F.interpolate(y, scale_factor=2.0)[..., ::2, ::2]], 1),
+    "a number of it added": lambda x, y: F.silu(x + y[:1, :1, :1, :1]),
+}
+
+
+def _read_memory_of_others(x: Tensor, how: str, kind: str) -> Tensor:
+    """It is filled again before the backward pass, without a new version. Autograd does not keep it."""
+    y = torch.full(x.shape, 0.5, dtype=x.dtype)
+    array = y.numpy()
+    if kind != "storage":
+        y = (torch.from_dlpack if kind == "dlpack" else torch.from_numpy)(array)
+    result = JOINED[how](F.silu(x), y).sin()
+    y.untyped_storage().fill_(63) if kind == "storage" else array.fill(5.0)
+    return result
+
+
+OF_OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    f"{how} ({kind})": partial(_read_memory_of_others, how=how, kind=kind) for how in JOINED for kind in MEMORIES
+}
+
+
 def _replace_data(x: Tensor) -> Tensor:
     y = F.silu(x)
     y.data = y.data * 2
@@ -444,6 +470,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "normalised": lambda x: x.sin() * F.normalize(x, dim=1),
     "inference tensor": _join_an_inference_tensor,
     "replaced data": _replace_data,
+    **OF_OTHERS,
     "sparse": _graph("to_sparse"),
     "sparse CSR": _graph("to_sparse_csr"),
     "batched": _graph("to_dense"),
@@ -463,7 +490,7 @@ ONE = """
     view changed that a norm has copied, in-place norm of a concatenation, slice of an upsampled one, cast by autocast
 """
 # {function: tensors that it keeps besides its input, and besides signs}; a chain keeps a value of every 13.
-TENSORS_KEPT = dict.fromkeys([*OPTIONS, *re.split(r",\s+", ONE.strip())], 1) | {
+TENSORS_KEPT = dict.fromkeys([*OPTIONS, *OF_OTHERS, *re.split(r",\s+", ONE.strip())], 1) | {
     "long chain": 2000 // 13,
     "conjugate": 4,
 }
