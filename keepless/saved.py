@@ -63,9 +63,8 @@ def view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tupl
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A tensor with these strides: itself, or a copy."""
-    if all(
-        ours == wanted or size == 1 for ours, wanted, size in zip(tensor.stride(), stride, tensor.shape, strict=True)
-    ):
+    dimensions = zip(tensor.stride(), stride, tensor.shape, strict=True)
+    if all([ours == wanted or size == 1 for ours, wanted, size in dimensions]):
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

@@ -156,7 +156,7 @@ def _keeps_signs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _has_exact_bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the bounds of a hardtanh are exact in every dtype."""
     bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
-    return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)
+    return all([abs(bound) <= 2**8 and bound == int(bound) for bound in bounds])
 
 
 def _has_frozen_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -166,7 +166,9 @@ def _has_frozen_weight(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _is_frozen_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given = kwargs if kwargs.get("training") else rules.named_arguments(F.batch_norm, args, kwargs)
     vectors = given.get("weight"), given.get("bias")
-    return not (given.get("training", False) or any(vector is not None and vector.requires_grad for vector in vectors))
+    return not (
+        given.get("training", False) or any([vector is not None and vector.requires_grad for vector in vectors])
+    )
 
 
 def _is_pooled_by_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -179,8 +181,8 @@ def _indices_in(dimensions: int) -> Callable[[tuple[Any, ...], dict[str, Any]], 
 
     def narrow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
         count = (args[0] if args else kwargs["input"]).shape[-dimensions:].numel()
-        types = (torch.int16, torch.int32)
-        return next((one for one in types if count <= torch.iinfo(one).max), torch.int64)
+        types = [one for one in (torch.int16, torch.int32) if count <= torch.iinfo(one).max]
+        return types[0] if types else torch.int64
 
     return narrow
 

@@ -190,7 +190,7 @@ class KnownValues:
         """The output of `nn.SyncBatchNorm`. Its node has everything but the bias, which is found only if trained."""
         x, weight, mean, invstd, *_ = map(saved_value, packed)
         bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
-        if bias is None or not all(isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)):
+        if bias is None or not all([isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)]):
             return None
         return Again(normalised, (x, mean, invstd, weight, self.lend(bias)), fresh=True)
 
@@ -338,7 +338,7 @@ class KnownValues:
             storage = tensor.untyped_storage()
             if not self.without_gradient.get(storage):
                 given = filter(is_ordinary, tensors_in(call.arguments))
-                if all(self.is_made(a) for a in given if address(a.untyped_storage()) == address(storage)):
+                if all([self.is_made(a) for a in given if address(a.untyped_storage()) == address(storage)]):
                     self.without_gradient.put(storage, True)
 
     def has_made(self, tensor: Tensor) -> bool:

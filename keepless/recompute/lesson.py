@@ -104,7 +104,7 @@ class Lesson:
             if again.draws:
                 function = function.args[0]  # without the present random state
             taught.recipes.append((weakref.ref(recipe), sources, again.draws, function))
-            taught.given = not isinstance(function, partial) and all(one.kind != "const" for one in sources)
+            taught.given = not isinstance(function, partial) and all([one.kind != "const" for one in sources])
 
 
 def _reference(value: Any) -> Any:
@@ -135,7 +135,7 @@ def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[
     given: list[tuple[Path, Any]] = [*enumerate(args), *kwargs.items()]
     for path, one in given:
         if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
-            if not any(isinstance(part, Tensor) for part in one):
+            if not any([isinstance(part, Tensor) for part in one]):
                 yield path, one
         elif not isinstance(one, Tensor):
             yield path, one
@@ -151,7 +151,6 @@ def _source(argument: Any, call: Call, paths: dict[int, Path]) -> Source:
                     return Source("arg", paths[id(tensor)])
                 is_elsewhere = argument.storage not in (0, address(tensor.untyped_storage()))
                 return Source("arg", paths[id(tensor)], not argument.storage, is_elsewhere)
-        # No suspended generator, which would swallow a Ctrl-C when it is freed.
         numbers = [n for n, (_, one) in enumerate(call.packed) if getattr(one, "value", one) is argument]
         return Source("saved", (numbers[0] if numbers else None, names[0] if names else None))
     if isinstance(argument, Tensor):

@@ -23,7 +23,8 @@ Rule 9. A value belongs to one version of a tensor (values.py). Before a call th
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.
 Rule 10. The hooks around a recording, such as `save_on_cpu`, get a tensor only when it is certain to stay kept.
 Rule 11. The recording ends with the forward pass. If the forward pass was interrupted (Ctrl-C), the next recorded call
-    removes the hooks and releases the recording's tensors.
+    removes the hooks and releases the recording's tensors. No generator is left before its end while a pass is
+    recorded (`all([…])`, not `all(…)`): Python would swallow a Ctrl-C while it frees that generator.
 Rule 12. Gradients never differ from autograd's. Random functions are repeated only with the same random numbers (in a
     plan; otherwise dropout keeps its mask). Running statistics are not updated twice. Tensors without versions are
     kept as they are. Inside other saved-tensor hooks, such as a checkpoint's, and in functorch's transforms, no call
@@ -187,7 +188,11 @@ class Recording(TorchFunctionMode):
         taught.only = args if function is set_gradients else None
         taught.opened = row.is_opened
         taught.writes = may_overwrite(function, args, kwargs)
-        if function == _SETS_DATA or not PLAIN.issuperset(types) or any(issubclass(kind, FakeTensor) for kind in types):
+        if (
+            function == _SETS_DATA
+            or not PLAIN.issuperset(types)
+            or any([issubclass(kind, FakeTensor) for kind in types])
+        ):
             lesson.why_not = "tensors that change unseen"
         policy = self.policy
         try:
@@ -226,8 +231,10 @@ class Recording(TorchFunctionMode):
         """Dispatch a call to subclasses of tensors, and see the functions that they call on plain tensors."""
         super().__enter__()
         try:
-            results = (kind.__torch_function__(function, types, args, kwargs) for kind in types)
-            return next((result for result in results if result is not NotImplemented), NotImplemented)
+            for kind in types:
+                if (result := kind.__torch_function__(function, types, args, kwargs)) is not NotImplemented:
+                    return result
+            return NotImplemented
         finally:
             super().__exit__(None, None, None)
 

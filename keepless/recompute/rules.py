@@ -149,7 +149,7 @@ def product(function: Function) -> Rule:
         given = (*args, *kwargs.values())
         needed = [isinstance(one, Tensor) and one.requires_grad for one in given]
         factors = [one for one in given if isinstance(one, Tensor)][:2]
-        depends = any(one.dim() > 2 and not one.is_contiguous() for one in factors)
+        depends = any([one.dim() > 2 and not one.is_contiguous() for one in factors])
         depends = depends or (len(factors) == 2 and factors[0].dim() <= 2 < factors[1].dim())
         return found._replace(function=partial(with_gradients, found.function, needed)) if depends else found
 
@@ -230,7 +230,7 @@ def _fixed(argument: object) -> object:
     """An argument as it is now, because the caller may change a list later. NotFollowed: it holds tensors."""
     if not isinstance(argument, (list, tuple)):
         return argument
-    if any(isinstance(one, Tensor) for one in argument):
+    if any([isinstance(one, Tensor) for one in argument]):
         raise NotFollowed
     return tuple(argument)
 
@@ -254,9 +254,9 @@ def activation(function: Function) -> Rule:
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
-        if any(isinstance(option, Tensor) for option in (*others, *named.values())):  # it may change later
+        if any([isinstance(option, Tensor) for option in (*others, *named.values())]):  # it may change later
             raise NotFollowed
-        if not named.keys() <= known or not all(isinstance(other, bool) for other in others[position - 1 :]):
+        if not named.keys() <= known or not all([isinstance(other, bool) for other in others[position - 1 :]]):
             raise NotFollowed  # F.elu_ has two more options, without names in Python
         again = partial(function, **named) if named else function
         return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)

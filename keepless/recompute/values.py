@@ -308,7 +308,7 @@ class Call:
             return False
         memory = address(base.untyped_storage())  # compared too: another thread's tensor may have a later node
         given = filter(is_ordinary, tensors_in(self.arguments))
-        return all(address(tensor.untyped_storage()) != memory for tensor in given)
+        return memory not in [address(tensor.untyped_storage()) for tensor in given]
 
     def room(self, result: Tensor) -> int:
         """Bytes that can be freed if the call is repeated in the backward pass."""
@@ -333,7 +333,7 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
     storage = tensor.untyped_storage()
     memory = memories.get(storage)
     values = [] if memory is None else [one for one in (reference() for reference in memory.values) if one is not None]
-    if memory is None or not (memory.is_saved or any(value.may_be_read() for value in values)):
+    if memory is None or not (memory.is_saved or any([value.may_be_read() for value in values])):
         return None
     memories.pop(storage)
     write = _Overwriting(tensor, storage, tensor._version, memory, [])
