@@ -6,8 +6,8 @@
 
 The program (exported, onnx) takes float32 RGB images (N, 3, H, W) with levels of 0 to 255, any N, H and W, and returns
 float32 logits (N, classes, H, W), or (N, classes) for a classifier. Normalisation is included. The program does not
-check its images: multiply those of 0 to 1, as from torchvision's ToTensor, by 255. Before it is written, it is compared
-with the network at sizes other than it was made with.
+check its images: multiply images of 0 to 1, as torchvision's ToTensor makes them, by 255. Before it is written, it is
+compared with the network at other sizes than its example.
 Classes, colours and how an evaluation resizes and crops images (data.base_size, crops) are in the file as JSON:
 
     extra = {"network.json": ""}
