@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
 from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.process.distributed import device_of
 from engine.schema.keys import key
 from scripts.evidence import check, equal_memory, fit, layers, loss, networks, ranks, training
 from scripts.evidence.documents import RECORDS
@@ -114,6 +114,8 @@ class GpuArguments:
     keep: bool = False  # add the records to those in docs/results, from which scripts.evidence.documents writes pages
 
     def check(self) -> None:
+        if self.measure and not self.rehearse and not torch.cuda.is_available():
+            raise ValueError("PyTorch sees no CUDA device: check the driver, or give rehearse=true or measure=false")
         if self.keep and (self.measure or self.rehearse):
             raise ValueError("keep=true needs measure=false: look at what was measured on a GPU first")
         if self.only and self.part == ALL:
@@ -127,8 +129,6 @@ def run(values: DictConfig) -> str:
     """
     arguments = configuration.typed(values, GpuArguments)
     end_s = time.monotonic() + 60 * arguments.minutes
-    if arguments.measure and not arguments.rehearse:
-        device_of("cuda")
     with patch.dict(os.environ, {"TRITON_INTERPRET": "1"} if arguments.rehearse else {}):
         if arguments.part != ALL:
             return shown(arguments.part, arguments, end_s)

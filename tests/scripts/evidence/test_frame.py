@@ -115,11 +115,11 @@ IMPOSSIBLE = [  # (command, options, message)
     (networks, "only=[resnet51]", "only=resnet51: .* nearest names are resnet50, "),
     (reversible, "only=[all]", "only=all: there is no such item"),
     (gpu_evidence, "part=every", "part=every: expected one of all, check, steps, fit, abn"),
-    (gpu_evidence, "only=[resnet50]", "only=.resnet50. needs part=NAME, the part whose items these are"),
+    (gpu_evidence, "measure=false only=[resnet50]", "only=.resnet50. needs part=NAME, the part whose items these are"),
     (gpu_evidence, "part=host", "PyTorch sees no CUDA device"),
     (gpu_evidence, "part=host measure=false", "does not exist"),
     (gpu_evidence, "measure=false", "measure=false shows records, and file.json has none"),
-    (gpu_evidence, "keep=true", "keep=true needs measure=false"),
+    (gpu_evidence, "rehearse=true keep=true", "keep=true needs measure=false"),
 ]
 
 

@@ -59,7 +59,7 @@ def test_one_command_goes_through_all_parts_in_pieces(in_process, monkeypatch, t
         return Part(minutes, about, [{}], {})
 
     monkeypatch.setattr(gpu_evidence, "PARTS", {"host": part("a", 5), "abn": part("b", 1), "fit": part("c", 5)})
-    monkeypatch.setattr(gpu_evidence, "device_of", lambda name: None)
+    monkeypatch.setattr(gpu_evidence.GpuArguments, "check", lambda arguments: None)  # that there is a device
     for module in (gpu_evidence, frame):
         monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     first = command(tmp_path, "minutes=1.5")
