@@ -1,21 +1,23 @@
 """Captured micro-batches, with a stand-in for CUDA graphs: the trainings of eager ones, and what is refused."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from engine import assemble
 from engine.process.distributed import World, data_parallel
 from engine.segmentation.cross_entropy import CrossEntropy
-from engine.training import planner
+from engine.training import build, planner
 from engine.training.capture import CapturedMicroBatches
 from engine.training.learner import Learner
 from engine.training.loop import accumulate_gradients, train_step
 from keepless import InPlaceABN
 from tests.engine.learners import forward_of, learner_of, minibatch
 from tests.engine.training.tape import recorded_on
-from tests.runs import run_config, same
+from tests.runs import SHORT, one_epoch, run_config, same
 
 ADVICE, WORLD_SIZE = "give trainer.capture=false", 2
 
@@ -61,6 +63,20 @@ def test_captured_steps_are_the_eager_ones_to_the_bit(precision):
     assert captured.captured.replay is not None
     assert same(captured.network.state_dict(), eager.network.state_dict())  # with running statistics and their count
     assert captured.network.unused.grad is None and torch.equal(captured.network.unused, torch.ones(3))
+
+
+@pytest.mark.parametrize("words", [("norm=std", "trainer.recompute=activations"), ("body=revnet_tiny", "norm=std")])
+def test_recomputed_and_reversible_steps_read_nothing_that_was_freed(words):
+    """A graph does not keep what a recomputation reads. Here the stand-in asserts that somebody does."""
+    config = run_config(*SHORT, "body=resnext_tiny", "norm.backend=eager", "head.hidden_channels=8", *words)
+    losses = []
+    for captured in (False, True):
+        make = partial(assemble.network_of, config, 5)
+        learner = build.learner(config, make, one_epoch(50), World())
+        if captured:
+            learner.captured = CapturedMicroBatches(learner.network, ADVICE, record=recorded_on(learner.network))
+        losses.append(losses_of(learner, 8))
+    assert losses[0] == losses[1]
 
 
 def test_gradients_keep_their_place_and_the_memory_format_of_their_weights():
