@@ -221,8 +221,8 @@ class TrainingRun:
         ValueError: they do not fit the network or the images.
         """
 
-    def doubts(self, classes: int, images: int, processes: int) -> Iterator[str]:
-        """Warnings where the settings look like a mistake, for a training on so many classes, images and processes."""
+    def doubts(self, classes: int, images: int, processes: int, steps: int) -> Iterator[str]:
+        """Warnings where the settings look like a mistake. `processes`, `steps`, …: how many the training has."""
         data, norm = self.data, self.norm
         if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:
             given = "frozen=true" if self.body.frozen else f"frozen_norms={self.body.frozen_norms}"
@@ -233,6 +233,13 @@ class TrainingRun:
             yield (
                 f"{images} training images do not fill data.crops_per_minibatch={data.crops_per_minibatch}: they are "
                 f"drawn more than once per epoch"
+            )
+        decay = self.trainer.ema_decay
+        if decay is not None and not self.trainer.smoke and (share := decay ** (steps - 1)) > 0.1:
+            advice = f"give at most {1 - 10 / steps:.4g}" if steps > 10 else "leave it out"
+            yield (
+                f"trainer.ema_decay={decay} over {steps:,} steps: {share:.0%} of the average, which is evaluated, are "
+                f"weights of the first step; {advice}"
             )
         if processes > 1 and not getattr(norm, "sync", False):
             crops = data.crops_per_minibatch // processes // self.trainer.accumulation_steps

@@ -109,8 +109,9 @@ class Run(Generic[Config, Split]):
     def _announce(self, learner: Learner) -> None:
         """Log the size and length of the run, and warnings about unusual settings."""
         classes, images = len(self.train_set.classes), len(self.train_set)
-        for doubt in self.config.doubts(classes, images, self.world.size) if self.world.first else ():
-            logger.warning(doubt)
+        if self.world.first:
+            for doubt in self.config.doubts(classes, images, self.world.size, self.schedule.total_steps):
+                logger.warning(doubt)
         parameters = sum(parameter.numel() for parameter in learner.network.parameters())
         frozen = sum(parameter.numel() for parameter in learner.network.parameters() if not parameter.requires_grad)
         logger.info(self._applied(learner))

@@ -1,6 +1,7 @@
 """Configurations: every shipped one composes, builds and steps; wrong ones are refused, naming the key."""
 
 import functools
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -433,12 +434,22 @@ def test_every_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
 
 def test_settings_that_look_like_mistakes_are_doubted_at_the_start():
     keys = ("body.frozen_norms=all", "data.train_split=[train,val]", "norm=package", "data.crops_per_minibatch=12")
-    said = [each.partition(":")[0].partition(" ")[0] for each in run_config(*keys).doubts(11, 8, processes=3)]
+    found = [*run_config(*keys).doubts(11, 8, processes=3, steps=100)]
+    said = [each.partition(":")[0].partition(" ")[0] for each in found]
     assert said == ["body.frozen_norms=all", "data.val_split=val", "8", "norms"]
-    assert "norms normalise 4 crop(s)" in [*run_config(*keys).doubts(11, 8, processes=3)][-1]
-    assert [*run_config("data.crops_per_minibatch=8").doubts(11, 8, processes=1)] == []
+    assert "norms normalise 4 crop(s)" in found[-1]
+    plain = run_config("data.crops_per_minibatch=8", "trainer.ema_decay=0.9")
+    assert [*plain.doubts(11, 8, processes=1, steps=100)] == []
     classification = cfg.typed(composed("train_imagenet", "data=cifar10"), ClassificationRun)
-    assert "holds 9 classes, one per folder; cifar10 has 10" in [*classification.doubts(9, 50_000, processes=1)][0]
+    (doubt,) = classification.doubts(9, 50_000, processes=1, steps=100)
+    assert "holds 9 classes, one per folder; cifar10 has 10" in doubt
+
+
+def test_an_average_that_is_mostly_of_the_first_step_is_doubted():
+    """Its scores are about an untrained network."""
+    for decay, steps, words in ((0.9999, 500, "95% of .*; give at most 0.98"), (1.0, 5, "100% of .*; leave it out")):
+        (doubt,) = run_config(f"trainer.ema_decay={decay}").doubts(11, 50, processes=1, steps=steps)
+        assert re.fullmatch(f"trainer.ema_decay={decay} over {steps} steps: {words}", doubt)
 
 
 def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
