@@ -255,7 +255,8 @@ class Recording(TorchFunctionMode):
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
             if needs_grad:
-                known.unseen = "torch.vmap" if is_wrapped else "a checkpoint or saved-tensor hooks of its own"
+                own = "a checkpoint, reversible blocks or saved-tensor hooks of its own"
+                known.unseen = "torch.vmap" if is_wrapped else own
         else:
             target, version = None, 0
             if call.overwrites and call.args and isinstance(call.args[0], Tensor) and is_ordinary(call.args[0]):
