@@ -132,13 +132,6 @@ class Plan:
         known, most = self.calls[number]
         return self.flags[number] if known == function and total <= _MORE * most else None
 
-    def choice(self, step: Step) -> list[bool]:
-        """Whether each value of a step with these calls is kept; shapes may differ."""
-        return [
-            value.kind == Kind.KEPT or (value.kind == Kind.FREE and not self.flags[value.call] & value.flag)
-            for value in step.values
-        ]
-
 
 class ByPlan:
     """Follows the plan that matches the calls of the forward pass.
