@@ -15,7 +15,8 @@ _RUNS, _FEWEST = 700, 60  # simulations in each part of the search: at most (sma
 _WORK = 5 * 10**5  # values in all simulations of a part, between these limits: about two seconds
 _BYTES_PER_CALL = 20_000  # moving them takes as long as the overhead of a call
 _OPERATIONS_PER_BYTE = 4
-_TRIED, _MOST = 3, 12  # single moves of each kind to simulate before choosing one: enough; more if none helps
+_FEW, _MANY = 3, 12  # single moves of each kind to simulate before choosing one: usually, and at most if none helps
+_AGAIN = 100  # simulations in a second attempt that simulates many
 _BEST = 3  # choices that use up the memory left below the limit
 _CLOSE = 1.02  # the lowest peak is not lowered further if it is at most this many times a bound for all choices
 
@@ -78,6 +79,8 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
         search.tidied(search.tried(met.kept), met.peak)
         return pareto(search.found)
     search.lower(plain, limit)
+    if limit:
+        search.lower(plain, limit, _MANY, _AGAIN)
     search.segment(limit)
     for choice in sorted((one for one in search.found if one.peak <= limit), key=attrgetter("seconds"))[:_BEST]:
         search.tidied(search.tried(choice.kept), limit)
@@ -105,6 +108,7 @@ class _Search:
         self.simulation = Simulation(step)
         self.runs = min(_RUNS, max(_FEWEST, _WORK // max(len(step.values), 1)))
         self.allowed = 0  # simulations, so far
+        self.moves = _FEW  # see `lower`
         self.wanted = 0  # bytes; the search ends once a choice is within this limit
         self.lowest = 2**63  # lowest peak of all choices, bytes
         self.is_free = [value.kind == Kind.FREE and value.leader in (-1, i) for i, value in enumerate(step.values)]
@@ -158,9 +162,12 @@ class _Search:
         if lowest is not None:
             self.lower(lowest, limit)
 
-    def lower(self, at: Tried, limit: int) -> None:
-        """Lower the peak in small steps, as far as possible or to the limit."""
-        self.allowed = len(self.found) + self.runs
+    def lower(self, at: Tried, limit: int, moves: int = _FEW, runs: int = _RUNS) -> None:
+        """Lower the peak in small steps, as far as possible or to the limit.
+
+        `moves`: single moves of each kind to simulate before choosing one. `runs`: simulations, at most.
+        """
+        self.moves, self.allowed = moves, len(self.found) + min(runs, self.runs)
         steps = iter(_FINER if self.runs == _RUNS else (_COARSER, *_FINER))
         share = next(steps)
         while at.peak > limit:
@@ -194,8 +201,8 @@ class _Search:
             count //= 3
         best: tuple[float, Tried] | None = None
         again = ([i] for i in self.dropped_at_peak(at))
-        for number, pair in enumerate(islice(zip_longest((group for _, group in ranked), again), _MOST)):
-            if best is not None and number >= _TRIED:
+        for number, pair in enumerate(islice(zip_longest((group for _, group in ranked), again), _MANY)):
+            if best is not None and number >= self.moves:
                 break
             for move in filter(None, pair):
                 found = self.tried(_flipped(at.kept, move))
