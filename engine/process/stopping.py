@@ -99,10 +99,11 @@ class UntilStopped:
                 yield next(items)
 
 
-def _ignore_interrupts() -> None:
-    """Ignore Ctrl-C while Python exits: it would only print a traceback."""
+def _ignore_signals(*numbers: int) -> None:
+    """Ignore signals while Python exits: Ctrl-C would print a traceback, a repeated SIGTERM change the exit status."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -117,10 +118,10 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _ignore_interrupts()
+        _ignore_signals(signal.SIGINT)
         sys.exit("interrupted")
     except Preempted as stopped:
-        _ignore_interrupts()
+        _ignore_signals(*ONE_REQUEST_SECONDS)
         logger.log(logging.INFO if logger.handlers else logging.WARNING, f"{stopped}; exit status {EXIT_CODE}: {again}")
         sys.exit(EXIT_CODE)
     except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type

@@ -112,7 +112,7 @@ def test_a_stop_says_how_to_go_on_also_where_there_is_no_log(command, function, 
         raise Preempted("stopped")
 
     monkeypatch.setattr(main, function, stop)
-    monkeypatch.setattr(stopping, "_ignore_interrupts", lambda: None)  # until this process ends
+    monkeypatch.setattr(stopping, "_ignore_signals", lambda *_: None)  # until this process ends
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(sys, "argv", [command, *words])

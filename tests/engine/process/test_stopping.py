@@ -40,6 +40,18 @@ def test_the_same_signal_again_ends_the_process_unless_it_is_the_same_request(mo
     assert before == handlers()
 
 
+def test_the_same_request_does_not_change_the_exit_status():
+    """A second SIGTERM, while Python exits, ended the process with status -15 instead of 75."""
+    before = {number: signal.getsignal(number) for number in stopping.ONE_REQUEST_SECONDS}
+    try:
+        with pytest.raises(SystemExit) as ended, errors_for_users():
+            raise Preempted("stopped")
+        assert ended.value.code == stopping.EXIT_CODE and handlers() == [signal.SIG_IGN] * 3
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_signal_that_is_ignored_stays_so():
     """A shell starts background processes with SIGINT ignored: Ctrl-C is meant for others."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
