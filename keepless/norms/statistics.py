@@ -30,6 +30,8 @@ def renew_statistics(
         minibatches: the network's inputs, on its device; or anything that `forward` takes.
         forward: calls the network on a minibatch, e.g. `lambda pair: network(pair[0])` for a loader of images and
             labels, or under autocast; by default the network itself.
+
+    ValueError: there is no minibatch.
     """
     check_module(network, "renew_statistics")
     norms: list[Any] = [module for module in network.modules() if has_running_statistics(module)]
@@ -48,6 +50,7 @@ def renew_statistics(
                 norm.num_batches_tracked.zero_()
 
     network.eval()
+    number = 0
     hooks = [norm.register_forward_pre_hook(weigh, with_kwargs=True) for norm in norms]
     try:
         for number, minibatch in enumerate(minibatches, start=1):
@@ -61,6 +64,8 @@ def renew_statistics(
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         network.eval()
+    if not number:
+        raise ValueError("renew_statistics got no minibatch, so all statistics are old: is a generator used up?")
     if (group := synchronised_group(None)) is None:
         return
     for norm in norms:

@@ -67,6 +67,12 @@ def test_statistics_are_averages_over_the_calls_of_each_norm(norm):
     assert network.unused.running_var.eq(3).all() and network.odd.num_batches_tracked == 2
 
 
+def test_no_minibatch_is_an_error():
+    used_up = iter(())
+    with pytest.raises(ValueError, match="got no minibatch, so all statistics are old"):
+        renew_statistics(nn.BatchNorm1d(3), used_up)
+
+
 def test_an_error_in_a_minibatch_leaves_the_momentum():
     layer = InPlaceABN(4)
     with pytest.raises(ValueError, match=r"expected \(N, 4"):
