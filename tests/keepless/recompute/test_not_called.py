@@ -44,33 +44,28 @@ def said(steps: list) -> list[str]:
 
 @pytest.mark.parametrize("budget", [None, 0.8])
 def test_a_step_that_calls_a_part_is_told_once_which_to_prepare(budget):
+    """Also after an evaluation of the whole."""
     task = recompute_activations(Task(), budget=budget)
+    with torch.no_grad():
+        task.eval()(X)
+    task.train()
     (text,) = said([task.training_step, task.training_step, lambda: task(X).sum()])
     assert "has prepared a Task" in text and "prepare its sub-module 'network' instead" in text
-    task = recompute_activations(Task())
+    task = recompute_activations(Task(), budget=budget)
     (text,) = said([task.training_loss, task.training_step])
     assert "prepare its sub-modules 'network', 'heads.1' instead" in text
-    task = recompute_activations(Task())
-    with torch.no_grad():
-        task.eval()(X)  # as an evaluation does before the training
-    task.train()
-    assert len(said([task.training_step])) == 1
 
 
 def test_other_uses_of_parts_are_not_warned_of():
-    task = recompute_activations(Task())
+    """Steps in which the network is called, or in eval mode, as in virtual adversarial training; prepared parts."""
+    task, evaluated, switched, undone, inside = (recompute_activations(Task()) for _ in range(5))
     assert said([lambda: task.network(X).sum() + task(X).sum(), task.training_step]) == []
-    task = recompute_activations(Task()).eval()
-    assert said([task.training_step, lambda: task.train()(X).sum(), task.training_step]) == []
-    task = recompute_activations(Task()).eval()
-    loss = task(X).sum()
-    task.train()  # before the backward pass, as in virtual adversarial training
-    assert said([lambda: loss]) == []
-    task = undo(recompute_activations(Task()))
-    assert said([task.training_step]) == []
-    task = recompute_activations(Task())
-    recompute_activations(task.network)
-    assert said([task.training_step]) == []
+    evaluated.eval()
+    assert said([evaluated.training_step, lambda: evaluated.train()(X).sum(), evaluated.training_step]) == []
+    loss = switched.eval()(X).sum()
+    switched.train()  # before the backward pass
+    recompute_activations(inside.network)
+    assert said([lambda: loss, undo(undone).training_step, inside.training_step]) == []
 
 
 def test_a_compiled_network_is_called():
