@@ -275,7 +275,7 @@ def communicated_alone(operator: OpOverload, args: tuple[Any, ...]) -> Any:
 
 
 def quick_fake(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a view or of `empty_strided` on fake tensors, several times as fast as the mode makes it.
+    """The result of a view, of `add_` and the like, or of `empty_strided`: several times as fast as the mode makes it.
 
     NotImplemented: the mode must make it.
     """
@@ -283,10 +283,13 @@ def quick_fake(mode: FakeTensorMode, function: OpOverload, args: tuple[Any, ...]
         with without_dispatch_modes():
             empty = torch.empty_strided(*args, dtype=kwargs.get("dtype"), device="meta")
         return FakeTensor(mode, empty, kwargs["device"])
-    base = args[0] if args and function.is_view and not kwargs else None
+    base = args[0] if args else None
     if not isinstance(base, FakeTensor) or base.fake_mode is not mode or base.layout is not torch.strided:
         return NotImplemented
-    if base.constant is not None or function.overloadpacket.__name__ == "to":
+    name = function.overloadpacket.__name__
+    if name.endswith("_") and torch.Tag.pointwise in function.tags and base.constant is None:
+        return base
+    if not function.is_view or kwargs or base.constant is not None or name in ("to", "lift_fresh"):
         return NotImplemented
     with in_kernel_invocation_manager(mode):
         made = function(*args)

@@ -16,7 +16,7 @@ _WORK = 5 * 10**5  # values in all simulations of a part, between these limits: 
 _BYTES_PER_CALL = 20_000  # moving them takes as long as the overhead of a call
 _OPERATIONS_PER_BYTE = 4
 _FEW, _MANY = 3, 12  # single moves of each kind to simulate before choosing one: usually, and at most if none helps
-_AGAIN = 100  # simulations in a second attempt that simulates many
+_AGAIN = 200  # simulations in a second attempt that simulates many
 _BEST = 3  # choices that use up the memory left below the limit
 _CLOSE = 1.02  # the lowest peak is not lowered further if it is at most this many times a bound for all choices
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -298,6 +298,37 @@ def test_norms_that_to_inplace_merged_with_an_activation_are_rehearsed_as_they_r
     merged[2].included = (Activation("leaky_relu", 0.01),)
     steps = [rehearsed_step(network, (x,), {}) for network in (own, merged)]
     assert steps[0].memories == steps[1].memories
+
+
+def test_views_and_empty_tensors_are_those_of_the_fake_tensor_mode():
+    """A rehearsal makes them without most of the mode's steps."""
+
+    def made(mode: FakeTensorMode) -> list:
+        with mode:
+            x = torch.empty(4, 6, dtype=torch.float16)
+            found = [
+                x,
+                x.view(8, 3),
+                x.t(),
+                x[1:, ::2],
+                x[None].expand(3, 4, 6),
+                *x.chunk(2, 1),
+                x.detach(),
+                x.view(-1),
+            ]
+            found += [
+                *x.unbind(),
+                x.view(torch.int16),
+                torch.empty_strided((2, 3), (1, 2), device="cpu"),
+                x.to(x.dtype),
+            ]
+            found += [torch.ops.aten.lift_fresh(x), x.add_(1), x.relu_(), x.view(-1).mul_(x.view(-1))]
+        assert all(is_fake(one) and one.fake_mode is mode for one in found)
+        where = [one.untyped_storage()._cdata == x.untyped_storage()._cdata for one in found]
+        kinds = [(one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one is x) for one in found]
+        return [*where, *kinds]
+
+    assert made(copied._Rehearsal()) == made(FakeTensorMode())
 
 
 def test_a_network_that_reads_values_is_rehearsed_on_real_tensors():
