@@ -179,7 +179,7 @@ def check_number(
 def doubts(pixels: Counter[int], ids: Mapping[int, Sequence[int] | None], ignored: list[int]) -> Iterator[str]:
     """What may be wrong with the classes."""
     if unseen := [number for number in range(max(ids)) if number not in ids and number not in ignored]:
-        why = ": check that the labels are no gray copies of colours, nor stretched" * has_large_gaps({*ids})
+        why = ": check that the labels are not gray copies of colours, or stretched" * has_large_gaps({*ids})
         yield f"ids that occur nowhere, and are ignored: {ranges(unseen)}{why}"
     left_out = {number: pixels[number] for number in ignored if pixels[number]}
     if (share := sum(left_out.values()) / pixels.total()) > 0.5:

@@ -59,7 +59,7 @@ SAID = {  # a label, the keys, the classes and the entries of the file, and what
         (),
         3,
         143,
-        ("0-34, 36-69, 71-141: check that the labels are no gray",),
+        ("0-34, 36-69, 71-141: check that the labels are not gray",),
     ),
     "mostly 255": (values(0, 1, 255, 255, 255), (), 2, 2, ("60% of the pixels have the ignored id 255: if it is a",)),
     "255 that counts": (
