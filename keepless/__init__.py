@@ -16,7 +16,7 @@ from .norms.checkpointed_abn import CheckpointedABN
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.released_weights import from_released
 from .norms.statistics import renew_statistics
-from .recompute.plans import plan
+from .recompute.kinds.plans import plan
 from .recompute_activations import (
     recompute_activations,
     recomputing,

@@ -17,15 +17,15 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from .inputs import Network, check_has_forward, check_module, parts_with_forward, tensors_in
-from .recompute.compiler import script_of
-from .recompute.copied import is_sharded
-from .recompute.following import Following
-from .recompute.input_forms import InputForm, InputForms
-from .recompute.lesson import Lesson
-from .recompute.plans import Budget, Plans, arguments_of, checked
-from .recompute.recording import Recording, is_ours, is_running
-from .recompute.report import KeptTensor, Report, summary
-from .recompute.script import Script
+from .recompute.kinds.input_forms import InputForm, InputForms
+from .recompute.kinds.plans import Budget, Plans, arguments_of, checked
+from .recompute.recorder.lesson import Lesson
+from .recompute.recorder.recording import Recording, is_ours, is_running
+from .recompute.recorder.report import KeptTensor, Report, summary
+from .recompute.script.compiler import script_of
+from .recompute.script.following import Following
+from .recompute.script.script import Script
+from .recompute.step.copied import is_sharded
 from .reversible.couplings import Coupling
 from .saved import PLAIN
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, transform_level, warn

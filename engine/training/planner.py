@@ -34,8 +34,8 @@ from engine.training.loop import Loss
 from engine.training.step_memory import FakeTensors, StepMemory, first_step, traced
 from keepless.fit.sizes import largest
 from keepless.made_tensors import MadeTensors
-from keepless.recompute.costs import times_of
-from keepless.recompute.plans import plan
+from keepless.recompute.kinds.plans import plan
+from keepless.recompute.step.costs import times_of
 from keepless.saved import size_text
 
 Config = TypeVar("Config", bound=TrainingRun)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..inputs import check_has_forward, check_module
-from ..recompute.copied import on_copy
-from ..recompute.costs import times_of
-from ..recompute.plans import arguments_of
+from ..recompute.kinds.plans import arguments_of
+from ..recompute.step.copied import on_copy
+from ..recompute.step.costs import times_of
 from ..saved import size_text
 from ..torch_internals import ASKS_FOR_VALUES
 from .device import CONTEXT, FRAGMENTATION, WORKSPACE, bytes_for_tensors

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..inputs import tensors_in
 from ..made_tensors import MadeTensors, bytes_of_tensors
-from ..recompute.costs import seconds_for, work_of
-from ..recompute.recording import Recording
-from ..recompute.rehearsal import Loss, counted_step, differentiable
-from ..recompute.search import frontier
+from ..recompute.recorder.recording import Recording
+from ..recompute.step.costs import seconds_for, work_of
+from ..recompute.step.rehearsal import Loss, counted_step, differentiable
+from ..recompute.step.search import frontier
 from ..torch_internals import OpOverload
 from .device import optimizer_bytes
 from .sizes import Growth, largest, shape_of

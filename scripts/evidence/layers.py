@@ -26,7 +26,7 @@ from engine.assemble.network import STRATEGIES
 from engine.schema.keys import key
 from keepless import ABN, recompute_activations
 from keepless.norms.backends import BACKENDS, backend_for
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import compiler_settings
 from models.blocks import NormAct

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.schema.keys import key
 from engine.segmentation.cross_entropy import CrossEntropy
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 from scripts.reports import charts, frame
 from scripts.reports import markdown as md
 from scripts.reports.markdown import MIB, Columns, Rows, mib, section

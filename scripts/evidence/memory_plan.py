@@ -22,7 +22,7 @@ from engine.schema.memory import Memory, deductions, device_memory
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.training import planner
-from keepless.recompute.costs import times_of
+from keepless.recompute.step.costs import times_of
 from scripts.plan_memory import FITS
 from scripts.reports import frame, papers
 from scripts.reports.markdown import GIB, Columns, Rows, columns, section, table

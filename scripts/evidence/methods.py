@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import is_capturing, tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence.zoo import blocks_of

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.schema.keys import key
 from keepless import ABN, InPlaceABN, run_reversibly
 from keepless.norms.backends.compiled import compiler_available
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import FakeTensorMode
 from models import bodies

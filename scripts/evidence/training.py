@@ -27,7 +27,7 @@ from engine.schema.keys import key
 from engine.schema.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 from engine.training import build, loop
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
 from scripts.reports import frame, papers
 from scripts.reports.markdown import Columns, Rows, columns, mib, ratio_of, section, without_reasons

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keepless import losses, upsampled_cross_entropy
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 from keepless.torch_internals import FakeTensorMode
 from tests.cuda import NEEDS_CUDA
 from tests.loss_cases import plain, sample, value_and_gradient

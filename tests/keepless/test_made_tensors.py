@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keepless.made_tensors import MadeTensors
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 
 Kept = list[Tensor]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import keepless
 from keepless import recompute_activations
-from keepless.recompute import rules
+from keepless.recompute.table import rules
 from keepless.saved import kept_bytes
 from keepless.torch_internals import move_towards
 from tests.cuda import NEEDS_CUDA

@@ -19,7 +19,7 @@ from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from engine.segmentation.inference import Views, predict, windows_along
 from keepless import ABN
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
 from tests.engine.learners import forward_of

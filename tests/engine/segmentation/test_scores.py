@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.segmentation.scores import LANES, count_pixels, segmentation_scores
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 
 
 @pytest.mark.parametrize("lanes", [1, 2, LANES])

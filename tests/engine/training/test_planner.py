@@ -11,7 +11,7 @@ from datasets import cityscapes
 from engine.schema.memory import Memory, deductions, device_memory
 from engine.schema.segmentation import SegmentationRun
 from engine.training import planner
-from keepless.recompute import costs
+from keepless.recompute.step import costs
 from keepless.saved import size_text
 from scripts import plan_memory
 from tests import runs, trees

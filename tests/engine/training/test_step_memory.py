@@ -13,7 +13,7 @@ from engine.training.loop import accumulate_gradients
 from engine.training.planner import fake_step, step_memory
 from engine.training.step_memory import FakeTensors, first_step, traced
 from keepless.made_tensors import MadeTensors
-from keepless.recompute.costs import peak_bytes
+from keepless.recompute.step.costs import peak_bytes
 from keepless.saved import kept_bytes
 from tests import runs
 from tests.norms import IN_PLACE, STRATEGIES

@@ -20,8 +20,8 @@ from keepless.fit.fit import Fit, fit
 from keepless.fit.sizes import growth
 from keepless.fit.steps import Way, repeated_blocks, size_of
 from keepless.made_tensors import MadeTensors, bytes_of_tensors
-from keepless.recompute.costs import peak_bytes
-from keepless.recompute.rehearsal import Loss
+from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.step.rehearsal import Loss
 from keepless.torch_internals import FakeTensorMode
 from keepless.units import bytes_of
 from tests.runs import REPOSITORY

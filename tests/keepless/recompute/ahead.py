@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepless.inputs import tensors_in
-from keepless.recompute.costs import peak_bytes
-from keepless.recompute.plans import Plans
-from keepless.recompute.recording import Recording
-from keepless.recompute.step import ByPlan, Plan
+from keepless.recompute.kinds.plans import Plans
+from keepless.recompute.recorder.plan import ByPlan, Plan
+from keepless.recompute.recorder.recording import Recording
+from keepless.recompute.step.costs import peak_bytes
 
 
 class After(nn.Module):

@@ -11,11 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepless import recompute_activations
-from keepless.recompute.functions import row_of
-from keepless.recompute.recording import Recording
-from keepless.recompute.rehearsal import counted_step
-from keepless.recompute.search import Choice
-from keepless.recompute.step import ByPlan, Kind
+from keepless.recompute.recorder.plan import ByPlan
+from keepless.recompute.recorder.recording import Recording
+from keepless.recompute.step.rehearsal import counted_step
+from keepless.recompute.step.search import Choice
+from keepless.recompute.step.step import Kind
+from keepless.recompute.table.functions import row_of
 from tests.keepless.recompute.ahead import After
 
 
@@ -145,7 +146,7 @@ def test_attention_is_computed_again_with_gradients_by_which_it_chooses_its_back
         modes.append(torch.is_grad_enabled() and args[0].requires_grad)
         return F.scaled_dot_product_attention(*args, **kwargs)
 
-    monkeypatch.setattr("keepless.recompute.rules.by_present_backends", lambda function: attention)
+    monkeypatch.setattr("keepless.recompute.table.rules.by_present_backends", lambda function: attention)
     test_calls_are_computed_again_to_the_bit_from_little("attention", "cpu")
     assert modes and all(modes)
 

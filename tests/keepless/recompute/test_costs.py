@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from keepless.recompute import costs
-from keepless.recompute.costs import peak_bytes, seconds_again, seconds_for, seconds_of, work_of
+from keepless.recompute.step import costs
+from keepless.recompute.step.costs import peak_bytes, seconds_again, seconds_for, seconds_of, work_of
 
 CUDA = torch.device("cuda", 1)
 

@@ -10,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keepless import recompute_activations
 from keepless.norms.backends.eager import EagerBackend
-from keepless.recompute import rules, signs, values
-from keepless.recompute.costs import peak_bytes
-from keepless.recompute.rules import Again, NotFollowed, dropout_scale
-from keepless.recompute.signs import positive
-from keepless.recompute.values import Recipe, Value
+from keepless.recompute.held import signs, values
+from keepless.recompute.held.signs import positive
+from keepless.recompute.held.values import Again, Recipe, Value
+from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.table import rules
+from keepless.recompute.table.rules import NotFollowed, dropout_scale
 from keepless.saved import Kept
 from tests.cuda import NEEDS_CUDA
 from tests.keepless.recompute.ahead import Ahead

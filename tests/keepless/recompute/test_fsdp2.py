@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from keepless import CheckpointedABN, recompute_activations, share_plans
-from keepless.recompute.costs import peak_bytes
-from keepless.recompute.recording import Recording
-from keepless.recompute.rehearsal import counted_step
-from keepless.recompute.search import frontier
-from keepless.recompute.step import ByPlan, Plan
+from keepless.recompute.recorder.plan import ByPlan, Plan
+from keepless.recompute.recorder.recording import Recording
+from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.step.rehearsal import counted_step
+from keepless.recompute.step.search import frontier
 from tests.cuda import FSDP2_ON_CPUS
 from tests.ranks import Ranks
 

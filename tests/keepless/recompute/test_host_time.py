@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import keepless
 from keepless import InPlaceABN, recompute_activations
-from keepless.recompute.rehearsal import rehearsed_step
-from keepless.recompute.step import Kind
+from keepless.recompute.step.rehearsal import rehearsed_step
+from keepless.recompute.step.step import Kind
 
 FOLDER = str(Path(keepless.__file__).parent)
 
@@ -121,8 +121,8 @@ def narrow_resnet() -> nn.Module:
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_a_steady_step_of_many_small_calls(budget, monkeypatch):
     """Python's and C's calls, about 2,200 of which are the plain network's. Times are estimated: a plan is the same."""
-    monkeypatch.setattr("keepless.recompute.counting.cost_of", lambda operator: None)
-    monkeypatch.setattr("keepless.recompute.counting.host_seconds", lambda: 12e-6)
+    monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)
+    monkeypatch.setattr("keepless.recompute.step.counting.host_seconds", lambda: 12e-6)
     network, x = narrow_resnet(), torch.randn(2, 3, 32, 32)
     recompute_activations(network, budget=budget)
 
@@ -136,7 +136,7 @@ def test_a_steady_step_of_many_small_calls(budget, monkeypatch):
 
 def test_a_plan_counts_the_host_for_each_repeated_call_and_each_save_of_its_result(monkeypatch):
     """So a budget repeats no more small calls than it must."""
-    monkeypatch.setattr("keepless.recompute.counting.host_seconds", lambda: 1.0)
+    monkeypatch.setattr("keepless.recompute.step.counting.host_seconds", lambda: 1.0)
     step = rehearsed_step(
         nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 4, 1)), (torch.randn(2, 3, 8, 8),), {}
     )

@@ -11,12 +11,12 @@ from torch.nn.utils import parametrizations
 
 from keepless import ABN, InPlaceABN, plan, recompute_activations
 from keepless.norms.bn_act import norm_and_activation
-from keepless.recompute.costs import peak_bytes
-from keepless.recompute.following import Following
-from keepless.recompute.rehearsal import counted_step, rehearsed_step
-from keepless.recompute.search import Choice
-from keepless.recompute.simulation import plain_peak, simulate
-from keepless.recompute.step import Kind
+from keepless.recompute.script.following import Following
+from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
+from keepless.recompute.step.search import Choice
+from keepless.recompute.step.simulation import plain_peak, simulate
+from keepless.recompute.step.step import Kind
 from tests.keepless.recompute.ahead import Ahead, gradients, planned_sizes, step
 from tests.keepless.recompute.networks import COUNTED, IMAGES, NETWORKS, OURS, blocks, over_views, residuals
 

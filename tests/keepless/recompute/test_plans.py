@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import plan, recompute_activations, report
-from keepless.recompute.costs import peak_bytes
-from keepless.recompute.plans import checked
-from keepless.recompute.rehearsal import counted_step, rehearsed_step
-from keepless.recompute.search import frontier
+from keepless.recompute.kinds.plans import checked
+from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
+from keepless.recompute.step.search import frontier
 from tests.keepless.recompute.ahead import After, step
 from tests.keepless.recompute.networks import Mixed, blocks
 

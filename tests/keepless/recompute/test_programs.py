@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, InPlaceABN, recompute_activations, upsampled_cross_entropy
-from keepless.recompute.compiler import script_of
-from keepless.recompute.counting import Counting
-from keepless.recompute.following import Following
-from keepless.recompute.lesson import Lesson
-from keepless.recompute.recording import Recording
-from keepless.recompute.script import Script
-from keepless.recompute.step import ByPlan, Flag, Plan
+from keepless.recompute.recorder.lesson import Lesson
+from keepless.recompute.recorder.plan import ByPlan, Flag, Plan
+from keepless.recompute.recorder.recording import Recording
+from keepless.recompute.script.compiler import script_of
+from keepless.recompute.script.following import Following
+from keepless.recompute.script.script import Script
+from keepless.recompute.step.counting import Counting
 from keepless.saved import saved_for_backward
 
 FLAGS = 0, Flag.KEEP, Flag.AGAIN, Flag.AGAIN, Flag.AGAIN | Flag.MASK, Flag.MASK

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from keepless import InPlaceABN, recompute_activations
 from keepless.conversion.activated import MergedActivation, hand_over
 from keepless.norms.backends.activations import Activation
-from keepless.recompute import copied
-from keepless.recompute import plans as plans_module
-from keepless.recompute.copied import LeftBehind
-from keepless.recompute.costs import peak_bytes
-from keepless.recompute.rehearsal import backward_starts, rehearsed_step
+from keepless.recompute.kinds import plans as plans_module
+from keepless.recompute.step import copied
+from keepless.recompute.step.copied import LeftBehind
+from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.step.rehearsal import backward_starts, rehearsed_step
 from tests.keepless.recompute.ahead import Ahead, Layers, assert_like, gradients, plans, plans_of
 
 

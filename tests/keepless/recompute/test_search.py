@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
-from keepless.recompute.costs import peak_bytes
-from keepless.recompute.rehearsal import counted_step, rehearsed_step
-from keepless.recompute.search import Choice, frontier, pareto, segmented
-from keepless.recompute.simulation import Simulation, plain_peak, simulate
-from keepless.recompute.step import Event, Kind, Save, Step, StepValue
+from keepless.recompute.step.costs import peak_bytes
+from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
+from keepless.recompute.step.search import Choice, frontier, pareto, segmented
+from keepless.recompute.step.simulation import Simulation, plain_peak, simulate
+from keepless.recompute.step.step import Event, Kind, Save, Step, StepValue
 from tests.keepless.recompute.ahead import Ahead, step
 
 CHANNELS = 8

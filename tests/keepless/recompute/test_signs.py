@@ -5,15 +5,15 @@ import re
 import pytest
 import torch
 
-from keepless.recompute import signs
-from keepless.recompute.signs import pack_signs, positive, positive_or_nan, unpack_signs, unpacking_bytes
+from keepless.recompute.held import signs
+from keepless.recompute.held.signs import pack_signs, positive, positive_or_nan, unpack_signs, unpacking_bytes
 from keepless.torch_internals import FakeTensorMode
 from tests import cubins
 from tests.cuda import NEEDS_CUDA
 from tests.interpreter import interpret_language, interpreted
 
 pytest.importorskip("triton")
-from keepless.recompute import sign_kernels  # noqa: E402
+from keepless.recompute.held import sign_kernels  # noqa: E402
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])

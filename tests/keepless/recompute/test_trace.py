@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keepless import recompute_activations, report
-from keepless.recompute.costs import peak_bytes
-from keepless.recompute.recipes import random_state
+from keepless.recompute.recorder.recipes import random_state
+from keepless.recompute.step.costs import peak_bytes
 from keepless.torch_internals import current_hooks
 from tests.keepless.recompute.ahead import Layers, assert_like, planned_sizes, plans, step
 
@@ -193,14 +193,14 @@ def test_a_step_that_is_profiled_is_not_rehearsed():
 def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch):
     """Measuring would wait for the device. Masks that are drawn again might get other numbers, so they are kept."""
     plain, within = pair()
-    monkeypatch.setattr("keepless.recompute.plans.is_capturing", lambda: True)
+    monkeypatch.setattr("keepless.recompute.kinds.plans.is_capturing", lambda: True)
     with pytest.warns(UserWarning, match="a CUDA graph is captured without a plan: run three steps before"):
         assert_like(plain, within, X)
     assert plans(within) == []
     monkeypatch.undo()
     assert_like(plain, within, X, X, X)
     assert plans(within) == [1]
-    monkeypatch.setattr("keepless.recompute.recipes.is_capturing", lambda: True)
+    monkeypatch.setattr("keepless.recompute.recorder.recipes.is_capturing", lambda: True)
     assert random_state(torch.ones(2)) is None
 
 

@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..saved import Kept, view
-from ..torch_internals import address, by_present_backends, saved_as
-from .functions import Row
-from .lesson import Lesson, Source, Taught
-from .recipes import Rerun
-from .rules import ByName, attention, with_gradients
-from .script import END, WRITES, Act, Entry, Form, How, Make, Path, Script, Take
-from .signs import Signs
-from .step import Plan
-from .values import Recipe, Value, checkpointed_output
+from ...saved import Kept, view
+from ...torch_internals import address, by_present_backends, saved_as
+from ..held.signs import Signs
+from ..held.values import Recipe, Value, checkpointed_output
+from ..recorder.lesson import Form, Lesson, Path, Source, Taught
+from ..recorder.plan import Plan
+from ..recorder.recipes import Rerun
+from ..table.functions import Row
+from ..table.rules import ByName, attention, with_gradients
+from .script import END, WRITES, Act, Entry, How, Make, Script, Take
 
 _MANY = 2**12  # numbers for the values of one call
 _IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads

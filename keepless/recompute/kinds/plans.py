@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..inputs import check_module, tensors_in
-from ..saved import autocast_of, is_ordinary, size_text
-from ..torch_internals import is_capturing, profiler_runs, tree_map, warn
-from ..units import UNITS, bytes_of
-from .rehearsal import rehearsed_step
-from .search import Choice, frontier
-from .simulation import Simulation, plain_peak, simulate
-from .step import ByPlan, Plan, Step
+from ...inputs import check_module, tensors_in
+from ...saved import autocast_of, is_ordinary, size_text
+from ...torch_internals import is_capturing, profiler_runs, tree_map, warn
+from ...units import UNITS, bytes_of
+from ..recorder.plan import ByPlan, Plan
+from ..step.rehearsal import rehearsed_step
+from ..step.search import Choice, frontier
+from ..step.simulation import Simulation, plain_peak, simulate
+from ..step.step import Step
 
 _MOST = 16  # planned sizes of one family of inputs; also rehearsals of one size, as there may be several paths
 _LARGER = 1.5  # an input may use the plan of a size with at most this many times its bytes

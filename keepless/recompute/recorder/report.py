@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..saved import PLAIN, Kept
-from ..torch_internals import address, calling_module
-from .signs import Signs
+from ...saved import PLAIN, Kept
+from ...torch_internals import address, calling_module
+from ..held.signs import Signs
 
 
 class Line(NamedTuple):

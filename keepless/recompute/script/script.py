@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..saved import autocast_as, check_version, laid_out
-from ..torch_internals import at_end_of_backward, backward_number
-from .functions import Row
-from .step import Plan
-from .values import Memory
+from ...saved import autocast_as, check_version, laid_out
+from ...torch_internals import at_end_of_backward, backward_number
+from ..held.values import Memory
+from ..recorder.lesson import Form, Path
+from ..recorder.plan import Plan
+from ..table.functions import Row
 
 _is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 
@@ -42,27 +43,12 @@ class Keep:
     read = get
 
 
-class Form(NamedTuple):
-    """What the result of a recipe looks like, and how often it is read in a backward pass."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    device: str
-    autocast: tuple[bool, torch.dtype | None]  # during the forward pass
-    readers: int
-    reads: Sequence[int] = ()  # positions of the recipe's arguments that are `Slot`s or `Keep`s
-    alias: int = -1  # position of the argument in whose memory the forward tensor is; -1 if it has its own
-
-    def is_of(self, tensor: Tensor) -> bool:
-        return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.stride() == self.stride
-
-    def computed(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """The result of a function, under the forward pass's settings."""
-        if _is_grad_enabled() or self.autocast[0] or _is_autocast_enabled(self.device):
-            with torch.no_grad(), autocast_as(self.autocast, self.device):
-                return function(*arguments)
-        return function(*arguments)
+def computed(form: Form, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """The result of a function, under the forward pass's settings."""
+    if _is_grad_enabled() or form.autocast[0] or _is_autocast_enabled(form.device):
+        with torch.no_grad(), autocast_as(form.autocast, form.device):
+            return function(*arguments)
+    return function(*arguments)
 
 
 class Pass:
@@ -142,7 +128,7 @@ class Slot:
                 given[position] = given[position].read()
             form = self.form
             if _is_grad_enabled() or form.autocast[0] or _is_autocast_enabled(form.device):
-                tensor = form.computed(self.function, given)
+                tensor = computed(form, self.function, given)
             else:
                 tensor = self.function(*given)
             if tensor.dtype is not form.dtype:
@@ -175,7 +161,7 @@ class Group:
 
     def compute(self, wanted: Slot) -> Tensor:
         given = [one.read() if type(one) in HANDLES else one for one in self.arguments]
-        found = wanted.form.computed(self.function, given)
+        found = computed(wanted.form, self.function, given)
         own: Tensor | None = None
         for reference, tensor in zip(self.slots, found, strict=True):
             slot = None if reference is None else reference()
@@ -185,9 +171,6 @@ class Group:
                 slot.passed.hold(slot, tensor, slot.form.readers)
         assert own is not None
         return own
-
-
-Path = Any  # of an argument: its position, its name, or (its position, the one in a list)
 
 
 def at(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,13 +7,14 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from ..norms.bn_act import is_node
-from ..saved import PLAIN, ShapeOnly, copied, is_ordinary, view
-from ..torch_internals import address, argument_copied_by
-from .rules import overwritten
-from .script import HANDLES, Act, Form, Group, How, Keep, Pass, Slot, Take, at, unknown
-from .signs import Signs
-from .values import checkpointed_output
+from ...norms.bn_act import is_node
+from ...saved import PLAIN, ShapeOnly, copied, is_ordinary, view
+from ...torch_internals import address, argument_copied_by
+from ..held.signs import Signs
+from ..held.values import checkpointed_output
+from ..recorder.lesson import Form
+from ..table.rules import overwritten
+from .script import HANDLES, Act, Group, How, Keep, Pass, Slot, Take, at, unknown
 
 
 class Packing:

@@ -6,7 +6,7 @@ the recipe may keep it (rules 4 and 5 in recording.py).
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..inputs import tensors_in
-from ..norms.backends.eager import normalised
-from ..norms.bn_act import BatchNormActivation
-from ..saved import ShapeOnly
-from ..torch_internals import (
+from ...inputs import tensors_in
+from ...norms.backends.eager import normalised
+from ...norms.bn_act import BatchNormActivation
+from ...saved import ShapeOnly
+from ...torch_internals import (
     FakeTensor,
     OpOverload,
     OpOverloadPacket,
@@ -30,6 +30,7 @@ from ..torch_internals import (
     without_function_modes,
     written_arguments,
 )
+from ..held.values import Again
 
 _OPERATORS = frozenset(
     f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
@@ -88,20 +89,6 @@ def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 class NotFollowed(Exception):
     """Raised by a rule: the call cannot be repeated, so its result has to be kept."""
-
-
-class Again(NamedTuple):
-    """A call that computes the same result again.
-
-    `fresh`: its result shares no memory with anything else. `can_overwrite`: the function is elementwise and takes
-    `inplace=True`, which is used where its first argument has no other reader. `draws`: it draws random numbers.
-    """
-
-    function: Callable[..., Tensor]
-    arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors for the recipe to keep, and constants
-    fresh: bool = False
-    can_overwrite: bool = False
-    draws: bool = False
 
 
 class Find(Protocol):

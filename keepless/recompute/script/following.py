@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from ..saved import PLAIN, is_ordinary
-from ..torch_internals import (
+from ...saved import PLAIN, is_ordinary
+from ...torch_internals import (
     address,
     current_hooks,
     hooks_are_allowed,
@@ -23,15 +23,14 @@ from ..torch_internals import (
     unpack,
     without_function_modes,
 )
-from .functions import body, row_of
+from ..held.values import Again, Recipe, Value
+from ..recorder.known_values import KnownValues
+from ..recorder.plan import ByPlan
+from ..recorder.recipes import random_state
+from ..recorder.recording import Recording
+from ..table.functions import body, row_of
 from .handles import Handles, Packing
-from .known_values import KnownValues
-from .recipes import random_state
-from .recording import Recording
-from .rules import Again
 from .script import END, HANDLES, WRITES, Act, Entry, How, Keep, Script, Slot, Take, at, same
-from .step import ByPlan
-from .values import Recipe, Value
 
 _is_compiling, _KEEPS = torch.compiler.is_dynamo_compiling, (How.HOLD, How.FIRST)
 _is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype

@@ -56,8 +56,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from ..saved import PLAIN, Kept, adds_metadata, is_ordinary
-from ..torch_internals import (
+from ...saved import PLAIN, Kept, adds_metadata, is_ordinary
+from ...torch_internals import (
     FakeTensor,
     Hooks,
     current_function_mode,
@@ -68,12 +68,12 @@ from ..torch_internals import (
     unpack,
     unwrapped,
 )
-from .functions import Row, body, row_of
+from ..held.values import Call, after_overwriting, before_overwriting
+from ..table.functions import Row, body, row_of
+from ..table.rules import Rule, may_overwrite, overwritten
 from .known_values import KnownValues
+from .plan import ByPlan
 from .recipes import decide_by_plan, follow, how_to_repeat, leave_own_inside, note_random
-from .rules import Rule, may_overwrite, overwritten
-from .step import ByPlan
-from .values import Call, after_overwriting, before_overwriting
 
 _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 

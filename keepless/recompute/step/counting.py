@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..inputs import tensors_in
-from ..made_tensors import Change, MadeTensors
-from ..saved import Gone, Kept, copied, is_ordinary
-from ..torch_internals import (
+from ...inputs import tensors_in
+from ...made_tensors import Change, MadeTensors
+from ...saved import Gone, Kept, copied, is_ordinary
+from ...torch_internals import (
     FakeTensor,
     OpOverload,
     backward_runs,
@@ -19,6 +19,9 @@ from ..torch_internals import (
     tree_map,
     without_function_modes,
 )
+from ..held.values import Call
+from ..recorder.recording import Recording
+from ..table.rules import Rule
 from .costs import (
     Operator,
     TensorSpec,
@@ -31,11 +34,8 @@ from .costs import (
     spec_of,
     work_of,
 )
-from .recording import Recording
-from .rules import Rule
 from .step import Event, Step
 from .trace import Trace
-from .values import Call
 
 _SMALL = 2**12  # bytes: an operator with smaller arguments is not measured
 _DEVICE = torch.ops.prim.device.default

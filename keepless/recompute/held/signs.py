@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..norms.backends import triton_launches
-from ..saved import Kept, ShapeOnly, current_stream, laid_out, wait_for
-from ..torch_internals import Hooks, dispatch_modes_on, without_function_modes
+from ...norms.backends import triton_launches
+from ...saved import Kept, ShapeOnly, current_stream, laid_out, wait_for
+from ...torch_internals import Hooks, dispatch_modes_on, without_function_modes
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
 

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..norms.bn_act import norm_and_activation
-from ..torch_internals import OpOverload, OpOverloadPacket, declared_results, written_arguments
+from ...norms.bn_act import norm_and_activation
+from ...torch_internals import OpOverload, OpOverloadPacket, declared_results, written_arguments
+from ..held.signs import Positive, positive, positive_or_nan
 from . import rules
 from .rules import Function, Rule, overloads_of
-from .signs import Positive, positive, positive_or_nan
 
 Question = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..conversion.activated import hand_over
-from ..inputs import Network, tensors_in
-from ..saved import is_ordinary
-from ..torch_internals import (
+from ...conversion.activated import hand_over
+from ...inputs import Network, tensors_in
+from ...saved import is_ordinary
+from ...torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from ..inputs import tensors_in
-from ..saved import is_ordinary
-from ..torch_internals import FakeTensor, OpOverload, tree_map, without_dispatch_modes, without_function_modes
+from ...inputs import tensors_in
+from ...saved import is_ordinary
+from ...torch_internals import FakeTensor, OpOverload, tree_map, without_dispatch_modes, without_function_modes
 
 _profiler = threading.Lock()  # PyTorch has one profiler per process; two threads that start it crash
 _BEGINS = "keepless: an operator begins"  # an event of the profiler

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from ..inputs import tensors_in
-from ..norms.bn_act import recompute_output
-from ..saved import (
+from ...inputs import tensors_in
+from ...norms.bn_act import recompute_output
+from ...saved import (
     ByStorage,
     Kept,
     autocast_as,
@@ -21,9 +21,22 @@ from ..saved import (
     laid_out,
     wait_for,
 )
-from ..torch_internals import Hooks, address, at_end_of_backward, backward_runs, next_node_number, node_number
-from .rules import Again
+from ...torch_internals import Hooks, address, at_end_of_backward, backward_runs, next_node_number, node_number
 from .signs import Positive, Signs
+
+
+class Again(NamedTuple):
+    """A call that computes the same result again.
+
+    `fresh`: its result shares no memory with anything else. `can_overwrite`: the function is elementwise and takes
+    `inplace=True`, which is used where its first argument has no other reader. `draws`: it draws random numbers.
+    """
+
+    function: Callable[..., Tensor]
+    arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors for the recipe to keep, and constants
+    fresh: bool = False
+    can_overwrite: bool = False
+    draws: bool = False
 
 
 class Value:

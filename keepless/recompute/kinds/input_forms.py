@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..saved import PLAIN, autocast_of, is_ordinary
-from ..torch_internals import is_any_autocast_enabled, is_capturing
-from .script import Script
+from ...saved import PLAIN, autocast_of, is_ordinary
+from ...torch_internals import is_any_autocast_enabled, is_capturing
+from ..script.script import Script
 
 _MOST = 16  # forms of inputs whose scripts are kept; also branches of a form, and passes from which one is learned
 _SIMPLE = (bool, str, type(None))

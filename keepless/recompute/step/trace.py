@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..inputs import tensors_in
-from ..saved import ByStorage, Gone, Kept, ShapeOnly, is_ordinary
-from ..torch_internals import at_end_of_backward, backward_runs
-from .known_values import KnownValues
-from .recipes import how_to_repeat
-from .rules import Again, Rule, is_mask_alike
-from .signs import unpacking_bytes
-from .step import Event, Flag, Kind, Save, Step, StepValue, busy, in_order
-from .values import Call, Recipe, Saved, Value
+from ...inputs import tensors_in
+from ...saved import ByStorage, Gone, Kept, ShapeOnly, is_ordinary
+from ...torch_internals import at_end_of_backward, backward_runs
+from ..held.signs import unpacking_bytes
+from ..held.values import Again, Call, Recipe, Saved, Value
+from ..recorder.known_values import KnownValues
+from ..recorder.plan import Flag
+from ..recorder.recipes import how_to_repeat
+from ..table.rules import Rule, is_mask_alike
+from .step import Event, Kind, Save, Step, StepValue, busy, in_order
 
 # The work of a script for a call that it repeats, and for each save of a dropped tensor: so many `host_seconds`.
 _REPEATS, _SAVES = 3, 2.5

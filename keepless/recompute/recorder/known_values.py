@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..inputs import tensors_in
-from ..norms.backends.eager import normalised
-from ..norms.bn_act import is_node
-from ..saved import ByStorage, Gone, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, view
-from ..torch_internals import (
+from ...inputs import tensors_in
+from ...norms.backends.eager import normalised
+from ...norms.bn_act import is_node
+from ...saved import ByStorage, Gone, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, view
+from ...torch_internals import (
     Hooks,
     address,
     argument_copied_by,
@@ -22,10 +22,20 @@ from ..torch_internals import (
     packed_by_function,
     without_function_modes,
 )
-from .functions import Row
+from ..held.values import (
+    Again,
+    Call,
+    Inside,
+    Memory,
+    Recipe,
+    Saved,
+    Value,
+    checkpointed_output,
+    kept_bytes_below,
+    saved_value,
+)
+from ..table.functions import Row
 from .report import Log
-from .rules import Again
-from .values import Call, Inside, Memory, Recipe, Saved, Value, checkpointed_output, kept_bytes_below, saved_value
 
 _FEW = 2**12  # entries: a recipe may copy tensors below this size; with a plan, vectors from this size on get values
 # With a plan, the source of a copy (e.g. a projection to q, k and v, copied in parts) is kept instead of it, if it has

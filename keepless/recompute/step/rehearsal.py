@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..inputs import tensors_in
-from ..torch_internals import FakeTensor
+from ...inputs import tensors_in
+from ...torch_internals import FakeTensor
 from .copied import is_sharded, on_copy
 from .counting import Counting
 from .step import Step

@@ -5,8 +5,9 @@ from itertools import accumulate, islice, zip_longest
 from operator import attrgetter
 from typing import NamedTuple
 
+from ..recorder.plan import Flag, Plan
 from .simulation import Outcome, Simulation, plain_peak
-from .step import Flag, Kind, Plan, Step, StepValue
+from .step import Kind, Step, StepValue
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _COARSER = 0.9  # ratio of successive targets of `segment`, and of the first targets in large steps

@@ -1,18 +1,35 @@
 """The notes of a recorded forward pass, for a script: what each call has saved, and which recipes its results got."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..saved import Kept, ShapeOnly, is_ordinary
-from ..torch_internals import address
-from .functions import Row
-from .script import Form, Path
-from .values import Call, Recipe, Saved, Value
+from ...saved import Kept, ShapeOnly, is_ordinary
+from ...torch_internals import address
+from ..held.values import Call, Recipe, Saved, Value
+from ..table.functions import Row
+
+Path = Any  # of an argument: its position, its name, or (its position, the one in a list)
+
+
+class Form(NamedTuple):
+    """What the result of a recipe looks like, and how often it is read in a backward pass."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: str
+    autocast: tuple[bool, torch.dtype | None]  # during the forward pass
+    readers: int
+    reads: Sequence[int] = ()  # positions of the recipe's arguments that are `Slot`s or `Keep`s
+    alias: int = -1  # position of the argument in whose memory the forward tensor is; -1 if it has its own
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.stride() == self.stride
 
 
 class Source:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..inputs import tensors_in
-from ..saved import Kept, is_ordinary, laid_out
-from ..torch_internals import FakeTensor, address, is_capturing, packed_by
+from ...inputs import tensors_in
+from ...saved import Kept, is_ordinary, laid_out
+from ...torch_internals import FakeTensor, address, is_capturing, packed_by
+from ..held.values import Again, Call, Inside, Recipe, Value, kept_bytes_below, saved_value
+from ..table.rules import NotFollowed, Rule
 from .known_values import KnownValues, is_parameter
-from .rules import Again, NotFollowed, Rule
-from .step import ByPlan, Flag
-from .values import Call, Inside, Recipe, Value, kept_bytes_below, saved_value
+from .plan import ByPlan, Flag
 
 _MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 # Most recipes in a chain where no plan decides, and in a plan; then a result is kept. They are computed by recursion.

@@ -1,0 +1,1 @@
+"""The plans and scripts of a network, one for each kind of input."""

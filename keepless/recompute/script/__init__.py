@@ -1,0 +1,1 @@
+"""A recorded pass as a list of calls, which later passes follow."""

@@ -1,0 +1,1 @@
+"""The functions whose calls can be repeated, and how."""
