@@ -83,6 +83,7 @@ def elsewhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("FILE").touch()
     monkeypatch.setattr(frame, "device_of", lambda name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
 
 def wrong(lines: list[str]) -> Iterator[tuple[str, str]]:

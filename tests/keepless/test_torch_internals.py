@@ -10,7 +10,7 @@ from torch import nn
 
 import keepless
 from keepless import recompute_activations
-from keepless.recompute.table import rules
+from keepless.recompute.recorder import recipes
 from keepless.saved import kept_bytes
 from keepless.torch_internals import move_towards
 from tests.cuda import NEEDS_CUDA
@@ -69,7 +69,7 @@ def test_what_a_node_does_not_show_is_kept(monkeypatch):
     plain, all_bytes = gradients()
     recompute_activations(network)
     again, few_bytes = gradients()
-    monkeypatch.setattr(rules, "packed_by", lambda node, name: None)
+    monkeypatch.setattr(recipes, "packed_by", lambda node, name: None)
     unseen, more_bytes = gradients()
     assert few_bytes < more_bytes <= all_bytes
     for found in (again, unseen):

@@ -31,7 +31,7 @@ from keepless.released import stand_in
 from keepless.saved import kept_bytes
 from tests.cuda import FSDP2_ON_CPUS
 from tests.host_reads import host_reads
-from tests.keepless.recompute.test_uses import IMAGES, assert_same, both, gradients, loss_of, small
+from tests.keepless.recompute.test_uses import IMAGES, both, small
 from tests.keepless.reversible import test_modules as reversible
 from tests.norms import STRATEGIES
 
@@ -255,13 +255,26 @@ def test_without_processes_a_synchronised_layer_is_alone():
     assert isinstance(InPlaceABNSync(CHANNELS), InPlaceABN) and InPlaceABNSync(CHANNELS).sync
 
 
+def loss_of(network: nn.Module, images: Tensor) -> Tensor:
+    return network(images).square().mean()
+
+
+def gradients(network: nn.Module, images: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss_of(network, images), [p for p in network.parameters() if p.requires_grad]))
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    largest = max(gradient.abs().max().item() for gradient in expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, largest))
+
+
 def _data_parallel(rank: int, wrapper: str) -> list[list[Tensor]]:
     """Gradients of prepared and plain networks, each wrapped, of a rank's own images: the last of three steps.
 
     The second prepared network has a budget, whose plan is in force then.
     """
     results = []
-    within = recompute_activations(small(), budget=0.6)
+    within = recompute_activations(small().double(), budget=0.6)
     for network in (*both(small()), within):
         if wrapper == "ddp":
             parallel = DistributedDataParallel(network)
