@@ -374,7 +374,27 @@ def compiler_settings(**settings: Any) -> AbstractContextManager:
     return torch._dynamo.config.patch(**settings)
 
 
-def compile_within(graph: fx.GraphModule, inputs: list[Tensor], compiler: str, budget: float) -> Callable[..., Any]:
-    """Compile a graph with a backend of `torch.compile` that keeps a share of the activations."""
+class _NothingDrawn(TorchDispatchMode):
+    """Refuses operators that draw random numbers."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            names = [one.name for one in function._schema.arguments]  # without dropout, attention draws nothing
+            if "dropout_p" not in names or (dict(zip(names, args, strict=False)) | (kwargs or {})).get("dropout_p"):
+                raise ValueError(
+                    f"{function} draws random numbers: with a memory budget below 1 the compiler's gradients would be "
+                    f"wrong on CPUs, so compile with budget=1"
+                )
+        return function(*args, **(kwargs or {}))
+
+
+def compile_within(graph: fx.GraphModule, inputs: list[Any], compiler: str, budget: float) -> Callable[..., Any]:
+    """Compile a graph with a backend of `torch.compile` that keeps a share of the activations.
+
+    ValueError: the share is below 1, and the graph draws random numbers (pytorch/pytorch#190758).
+    """
+    if budget < 1:
+        with FakeTensorMode() as fakes, _NothingDrawn():
+            graph(*[fakes.from_tensor(one) if isinstance(one, Tensor) else one for one in inputs])
     with torch._functorch.config.patch(activation_memory_budget=budget):
         return torch._dynamo.lookup_backend(compiler)(graph, inputs)

@@ -96,7 +96,7 @@ def _pool() -> Any:
 def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:
     """Compile a block with torch.compile, for static shapes and as one graph.
 
-    If the block drops values at random, a budget below 1 gives wrong gradients on CPUs: see `methods.drops_at_random`.
+    A budget below 1 refuses blocks that draw random numbers: see `compile_within`.
     """
     # The memory budget is a global setting: the compiler sees it for this graph only.
     backend = functools.partial(compile_within, compiler=compiler, budget=budget)

@@ -1,18 +1,20 @@
 """PyTorch's private parts: used in one file, each with an answer for versions that do not have it."""
 
 import ast
+import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import keepless
 from keepless import recompute_activations
 from keepless.recompute.recorder import recipes
 from keepless.saved import kept_bytes
-from keepless.torch_internals import move_towards
+from keepless.torch_internals import compile_within, move_towards
 from tests.cuda import NEEDS_CUDA
 
 FOLDER = Path(keepless.__file__).parent
@@ -87,3 +89,22 @@ def test_many_tensors_move_towards_others_as_each_does(device, dtype):
         move_towards(moved, ends, torch.tensor(share, dtype=torch.float64, device=device))
         expected = [torch.lerp(start, end, share) for start, end in zip(starts, ends, strict=True)]
         torch.testing.assert_close(moved, expected, rtol=0, atol=0 if device == "cpu" else 4 * torch.finfo(dtype).eps)
+
+
+def test_a_graph_that_draws_is_not_compiled_within_a_memory_budget():
+    """Its gradients would be wrong on CPUs. Attention without dropout draws nothing, nor does dropout in eval mode."""
+    attend = functools.partial(F.scaled_dot_product_attention, dropout_p=0.0)
+    norm, drop, x = nn.BatchNorm1d(2), nn.Dropout(0.2), torch.randn(3, 2, 8)
+
+    def run(budget: float) -> torch.Tensor:
+        torch.compiler.reset()
+        compiler = functools.partial(compile_within, compiler="aot_eager", budget=budget)
+        return torch.compile(lambda y: drop(attend(y, y, norm(y))), backend=compiler, dynamic=False)(x)
+
+    run(1.0)
+    mean = norm.running_mean.clone()
+    with pytest.raises(Exception, match="bernoulli.* draws random numbers: with a memory budget below 1"):
+        run(0.5)
+    assert torch.equal(norm.running_mean, mean)
+    drop.eval()
+    torch.testing.assert_close(run(0.5), attend(x, x, norm(x)))
