@@ -1,5 +1,6 @@
 """What operators cost, on a clock of the tests' own and on stand-ins for a device."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -81,9 +82,12 @@ def test_an_operator_is_measured_on_other_tensors():
     assert [cost.seconds == 0 for cost in found] == [False, True]
 
 
-def test_an_operator_runs_twice_to_be_measured_also_if_its_results_were_asked_for(monkeypatch):
-    """Once to warm up. The second call is the one whose memory is watched."""
-    one, calls, run = operator(torch.ops.aten.logsumexp.default, torch.randn(64, 1002), [1]), [], costs.Operator.run
+@pytest.mark.parametrize("short, runs", [(0.0, 2), (math.inf, 5)])
+def test_an_operator_runs_twice_to_be_measured_a_short_one_five_times(short, runs, monkeypatch):
+    """Once to warm up, also if its results were asked for. The second call is the one whose memory is watched."""
+    x = torch.randn(64, 1002 + runs)
+    one, calls, run = operator(torch.ops.aten.logsumexp.default, x, [1]), [], costs.Operator.run
+    monkeypatch.setattr(costs, "_SHORT", short)
 
     def counted(self):
         call = run(self)
@@ -93,7 +97,7 @@ def test_an_operator_runs_twice_to_be_measured_also_if_its_results_were_asked_fo
     assert costs.results_of(one).shape == (64,)
     costs.measure([one, one])
     costs.measure([one])
-    assert len(calls) == 2
+    assert len(calls) == runs
 
 
 def test_a_measurement_without_memory_is_made_again_later(monkeypatch):
