@@ -381,10 +381,7 @@ class _NothingDrawn(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in function.tags:
             names = [one.name for one in function._schema.arguments]  # without dropout, attention draws nothing
             if "dropout_p" not in names or (dict(zip(names, args, strict=False)) | (kwargs or {})).get("dropout_p"):
-                raise ValueError(
-                    f"{function} draws random numbers: with a memory budget below 1 the compiler's gradients would be "
-                    f"wrong on CPUs, so compile with budget=1"
-                )
+                raise ValueError(f"{function} draws random numbers: gradients would be wrong on CPUs, so give budget=1")
         return function(*args, **(kwargs or {}))
 
 
@@ -396,5 +393,7 @@ def compile_within(graph: fx.GraphModule, inputs: list[Any], compiler: str, budg
     if budget < 1:
         with FakeTensorMode() as fakes, _NothingDrawn():
             graph(*[fakes.from_tensor(one) if isinstance(one, Tensor) else one for one in inputs])
-    with torch._functorch.config.patch(activation_memory_budget=budget):
+    from torch._functorch import config  # `import torch` alone does not load it
+
+    with config.patch(activation_memory_budget=budget):
         return torch._dynamo.lookup_backend(compiler)(graph, inputs)

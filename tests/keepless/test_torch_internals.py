@@ -1,8 +1,8 @@
 """PyTorch's private parts: used in one file, each with an answer for versions that do not have it."""
 
 import ast
-import functools
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -91,20 +91,18 @@ def test_many_tensors_move_towards_others_as_each_does(device, dtype):
         torch.testing.assert_close(moved, expected, rtol=0, atol=0 if device == "cpu" else 4 * torch.finfo(dtype).eps)
 
 
-def test_a_graph_that_draws_is_not_compiled_within_a_memory_budget():
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_graph_that_draws_is_not_compiled_within_a_memory_budget(drops):
     """Its gradients would be wrong on CPUs. Attention without dropout draws nothing, nor does dropout in eval mode."""
-    attend = functools.partial(F.scaled_dot_product_attention, dropout_p=0.0)
-    norm, drop, x = nn.BatchNorm1d(2), nn.Dropout(0.2), torch.randn(3, 2, 8)
 
-    def run(budget: float) -> torch.Tensor:
-        torch.compiler.reset()
-        compiler = functools.partial(compile_within, compiler="aot_eager", budget=budget)
-        return torch.compile(lambda y: drop(attend(y, y, norm(y))), backend=compiler, dynamic=False)(x)
+    def network(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+        y = F.batch_norm(x, mean, var, training=True)
+        return F.dropout(F.scaled_dot_product_attention(y, y, y), 0.2, training=drops)
 
-    run(1.0)
-    mean = norm.running_mean.clone()
-    with pytest.raises(Exception, match="bernoulli.* draws random numbers: with a memory budget below 1"):
-        run(0.5)
-    assert torch.equal(norm.running_mean, mean)
-    drop.eval()
-    torch.testing.assert_close(run(0.5), attend(x, x, norm(x)))
+    graph = torch.fx.symbolic_trace(network)
+    given = torch.randn(3, 2, 8), torch.zeros(2), torch.ones(2)
+    assert callable(compile_within(graph, [*given], "eager", 1.0))
+    with pytest.raises(ValueError, match="bernoulli.* draws random numbers") if drops else nullcontext():
+        run = compile_within(graph, [*given], "eager", 0.5)
+        torch.testing.assert_close(run(*map(torch.clone, given)), network(*map(torch.clone, given)))
+    assert not given[1].any()  # the running mean
