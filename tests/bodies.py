@@ -59,7 +59,10 @@ def kept_maps(network: nn.Module, x: torch.Tensor) -> dict[int, int]:
 
 
 def trained(network: nn.Module, seed: int = 0) -> nn.Module:
-    """Random statistics, scales of both signs and shifts, as if trained, in float64 and eval mode."""
+    """Give the norms random statistics, weights (some negative) and biases, as if the network were trained.
+
+    It is in float64 and in eval mode afterwards.
+    """
     generator = torch.Generator().manual_seed(seed)
     network = network.double().eval()
     ranges = {"weight": (0.5, 1.5), "bias": (-0.5, 0.5), "running_mean": (-0.5, 0.5), "running_var": (0.5, 2.0)}

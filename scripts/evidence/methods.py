@@ -160,12 +160,12 @@ class Compared:
             self.failed.append({**self.common, "method": method, "reason": reason(error)})
 
     def timed(self, rounds: int) -> Rows:
-        """Time all steps in turns. A row for each, and those that failed, with the reason."""
+        """A row for each method: its times, measured in turns with the others, or the reason why it failed."""
         times_ms = timed(self.steps, rounds, self.inputs.device.type)
         return [*({**row, "times_ms": times_ms[method]} for method, row in self.rows.items()), *self.failed]
 
     def captured(self, rounds: int) -> Rows:
-        """Likewise as CUDA graphs, which are only timed: their memory is the graphs' own. All eager rows are known."""
+        """As `timed`, for the steps as CUDA graphs. Their memory is not measured, because it belongs to the graphs."""
         device, graphs, failed = self.inputs.device.type, dict[str, Callable[[], object]](), Rows()
         for method, step in self.steps.items():
             if method not in NOT_CAPTURED:

@@ -125,7 +125,10 @@ def show(benchmark: Benchmark, out: Path) -> str:
 
 
 def add_calls(benchmark: Benchmark, file: Path, out: Path) -> None:
-    """Add the calls of a record to another, and draw it. Items replace those of the same call on the same hardware."""
+    """Add the calls of the record `file` to the record `out`, and draw its pictures.
+
+    If `out` has the same call, measured on the same hardware, the new items replace the old ones.
+    """
     record = json.loads(out.read_text()) if out.is_file() else {"calls": []}
     for call in (call for call in json.loads(file.read_text())["calls"] if call["items"]):
         before = next((other for other in record["calls"] if _identity(other) == _identity(call)), None)

@@ -86,13 +86,18 @@ DOUBTS = {  # kind of dataset, what is wrong with its labels, and the doubts abo
 }
 
 
+def changed(kind: str, change: Callable[[Path], None], root: Path) -> SegmentationDataset:
+    """The training split of a small dataset that was changed."""
+    folder = trees.SEGMENTATION[kind](root)
+    change(folder)
+    return FOR_SEGMENTATION[kind].make(folder, "train")
+
+
 @pytest.mark.parametrize("what", DOUBTS)
 def test_labels_that_look_wrong_are_doubted_for_every_dataset(what, tmp_path):
     """They are not refused: small or cleaned copies of a dataset may look like this."""
     kind, change, expected = DOUBTS[what]
-    root = trees.SEGMENTATION[kind](tmp_path / "data")
-    change(root)
-    dataset = FOR_SEGMENTATION[kind].make(root, "train")
+    dataset = changed(kind, change, tmp_path / "data")
     for _ in range(2):  # the second time it is remembered
         doubts = verify(dataset, workers=0)
         assert len(doubts) == len(expected) and all(map(re.search, expected, doubts)), doubts
@@ -123,9 +128,7 @@ UNLABELLED = {  # kind of dataset, what is wrong with its labels, and the messag
 def test_a_split_in_which_no_pixel_has_a_class_is_refused(what, tmp_path):
     """It trained nothing, and ended in scores that are no numbers."""
     kind, change, expected = UNLABELLED[what]
-    root = trees.SEGMENTATION[kind](tmp_path / "data")
-    change(root)
-    dataset = FOR_SEGMENTATION[kind].make(root, "train")
+    dataset = changed(kind, change, tmp_path / "data")
     for _ in range(2):  # the second time it is remembered
         told = refusal(dataset)
         assert re.search(f"^{kind}, split 'train.*': no pixel has a class, .* scored: {expected}", told), told

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..held.values import Value
+
 _MORE = 1.01  # results may be this many times larger than planned, because dimensions are rounded
 
 
@@ -76,8 +78,7 @@ class ByPlan:
             flag = self.plans[0].flags[self.call] if self.plans else None
         return flag
 
-    def why_kept(self, value: Any) -> str:
-        """Why a recorder's value is kept."""
+    def why_kept(self, value: Value) -> str:
         if not self.plans:
             return "no plan"
         is_planned = value.number >= 0 and self.plans[0].flags[value.number] & Flag.KEEP

@@ -108,7 +108,10 @@ class _Finder:
         """Keep an argument for a recipe. It is copied if it is small or may change unseen."""
         known = self.known
         lent: Value | Kept
-        if is_small and tensor.is_leaf if tensor.requires_grad else is_small or not known.has_made(tensor):
+        is_copied = is_small and tensor.is_leaf
+        if not tensor.requires_grad:
+            is_copied = is_small or not known.has_made(tensor)
+        if is_copied:
             lent = copy = known.copied(tensor)
             size = copy.bytes
         else:
@@ -131,7 +134,7 @@ def follow(
         return None
     if whole:
         recipe = _of_inside(again, call, result)
-    if not whole:
+    else:
         call.recipes.append((recipe, again))
     own = known.find(result)
     if own is None:

@@ -72,8 +72,10 @@ from ..held.values import Call, after_overwriting, before_overwriting
 from ..table.functions import Row, body, row_of
 from ..table.rules import Rule, may_overwrite, overwritten
 from .known_values import KnownValues
+from .lesson import Lesson
 from .plan import ByPlan
 from .recipes import decide_by_plan, follow, how_to_repeat, leave_own_inside, note_random
+from .report import KeptTensor
 
 _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -107,8 +109,8 @@ class Recording(TorchFunctionMode):
         self.frame = frame
         self.abandoned = False
         self.hooks: saved_tensors_hooks | None = None
-        self.kept: Sequence[Any] = ()  # at the end: each a `KeptTensor`
-        self.lesson: Any = None  # notes of the calls, from which a script is learned
+        self.kept: Sequence[KeptTensor] = ()  # at the end
+        self.lesson: Lesson | None = None  # notes of the calls, from which a script is learned
         self.form: Any = None  # of the inputs
 
     def __enter__(self) -> "Recording":
@@ -183,6 +185,7 @@ class Recording(TorchFunctionMode):
     def _taught(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, and note it for a script."""
         lesson = self.lesson
+        assert lesson is not None
         taught = lesson.begins(function)
         taught.asks = row.only_asks
         taught.only = args if function is set_gradients else None

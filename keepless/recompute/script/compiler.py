@@ -15,6 +15,7 @@ from ..held.values import Recipe, Value, checkpointed_output
 from ..recorder.lesson import Form, Lesson, Path, Source, Taught
 from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun
+from ..recorder.report import KeptTensor
 from ..table.functions import Row
 from ..table.rules import ByName, attention, with_gradients
 from .script import END, WRITES, Act, Entry, How, Make, Script, Take
@@ -28,7 +29,7 @@ class _Unlearnable(Exception):
     """A step has something that no script can do."""
 
 
-def script_of(lesson: Lesson, kept: Sequence[Any], plan: Plan | None = None) -> Script | None:
+def script_of(lesson: Lesson, kept: Sequence[KeptTensor], plan: Plan | None = None) -> Script | None:
     """The script of a pass that has just ended; None if there can be none: see `lesson.why_not`.
 
     `kept`: of its recording. `plan`: that it has followed.
@@ -56,7 +57,7 @@ class _Compiler:
         self.saved: set[int] = set()  # numbers of values that autograd may hold, or of their bases
         self.first = 0  # the first number that the present entry gives
 
-    def script(self, kept: Sequence[Any], plan: Plan | None) -> Script:
+    def script(self, kept: Sequence[KeptTensor], plan: Plan | None) -> Script:
         entries, fits = [], plan is not None and plan.fits
         for number, one in enumerate(self.taught):
             self.first = _MANY * number

@@ -20,6 +20,7 @@ from ...torch_internals import at_end_of_backward, backward_number
 from ..held.values import Memory
 from ..recorder.lesson import Form, Path
 from ..recorder.plan import Plan
+from ..recorder.report import KeptTensor
 from ..table.functions import Row
 
 _is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
@@ -292,7 +293,7 @@ class Script(NamedTuple):
 
     entries: list[Entry]
     functions: list[Any]  # of the entries without the last, `END`
-    kept: Sequence[Any]  # each a `KeptTensor`
+    kept: Sequence[KeptTensor]
     plan: Plan | None  # that the learned pass has followed
     has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
 

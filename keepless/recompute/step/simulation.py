@@ -11,7 +11,7 @@ _HOLD, _LET, _SAVE, _READ, _RELEASE, _BUSY, _PASS = Event
 class Outcome(NamedTuple):
     """Memory and time of a choice. Lists have an entry for each value; a leader's covers all values of its recipe.
 
-    Events are those of the simulation.
+    An event is an index into `Simulation.events`, which has fewer events than the step.
     """
 
     peak: int  # bytes

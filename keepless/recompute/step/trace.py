@@ -257,19 +257,18 @@ class Trace(KnownValues):
         self, events: list[tuple[Event, int]], seconds: Sequence[float], operations: Sequence[int], host: float
     ) -> Step:
         """The step with these events, whose operators took these seconds. `host`: see `host_seconds`."""
-        saves = Counter(one.value for one in self.saved)
-        for number, one in enumerate(self.values):
-            if one.leader not in (-1, number):
-                saves[one.leader] += saves[number]
+        leaders = [number if one.leader < 0 else one.leader for number, one in enumerate(self.values)]
+        saves = Counter(leaders[one.value] for one in self.saved if one.value >= 0)
+        hosts = [host * (_REPEATS + _SAVES * saves[number]) for number in range(len(self.values))]
         for number, ran in self.costly:
             self.values[number] = self.values[number]._replace(
-                seconds=sum(seconds[ran.first : ran.last]) + host * (_REPEATS + _SAVES * saves[number]),
+                seconds=sum(seconds[ran.first : ran.last]) + hosts[number],
                 operations=sum(operations[ran.first : ran.last]),
                 busy=max(0, busy(events[ran.begin : ran.end], self.sizes) + ran.besides),
             )
         for number, one in enumerate(self.values):
             if one.kind == Kind.FOLLOWS:
-                self.values[number] = one._replace(seconds=host * (_REPEATS + _SAVES * saves[number]))
+                self.values[number] = one._replace(seconds=hosts[number])
         values, saved = in_order(self.values, self.saved)
         found = Step(values, self.sizes, saved, events, self.forward, self.calls, self.unseen)
         return found._replace(seconds=sum(seconds), operations=sum(operations))

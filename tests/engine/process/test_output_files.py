@@ -27,7 +27,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_its_key(tmp_path):
 
 
 def test_a_device_is_no_place_for_a_file(tmp_path):
-    """As root, which containers are, results=/dev/null replaced the device."""
+    """Root may replace a device by a file, and containers often run as root: results=/dev/null did so."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=f"^results={tmp_path / 'pipe'} is a device: give another file"):
         writable_file("results", tmp_path / "pipe")

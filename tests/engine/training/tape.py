@@ -1,6 +1,6 @@
 """Stands in for a CUDA graph on a CPU: records the operators of a function, and runs them again on the same memory.
 
-Like a graph, it keeps the memory of its own results, but not that of other tensors, which the program must keep.
+Like a graph, it keeps the memory of its own results. The program must keep all other tensors that it reads.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 class Noted(NamedTuple):
-    """Where a tensor lies. The tensor itself would keep its graph, and so the parameters."""
+    """The memory of a tensor. (Keeping the tensor itself would keep its autograd graph, and so the parameters.)"""
 
     storage: Callable[[], torch.UntypedStorage | None]
     dtype: torch.dtype

@@ -222,7 +222,7 @@ def read_before(y: Tensor) -> Tensor:
 
 
 def read_again(y: Tensor) -> Tensor:
-    """Backward adds up the gradients of `square` and `sin` early, and that of `repeat` much later."""
+    """The backward pass adds the gradients of `square` and `sin` first. The gradient of `repeat` comes much later."""
     y = y.exp()
     return y.repeat(1, 4).exp().sum() + (y.square() + y.sin()).sum()
 

@@ -124,7 +124,7 @@ def test_writes_by_operators_are_seen_and_others_refused(write, around):
 
 @pytest.mark.parametrize("name", [name for name in SEEN if "dropout" in name])
 def test_dropout_in_place_that_drops_nothing_writes_nothing(name):
-    """What sigmoid saved is right, and the parts of the concatenation are not copied."""
+    """So the result that sigmoid has saved stays valid, and the parts of the concatenation need no copies."""
     plain = Joined(last=lambda y: SEEN[name](z := torch.sigmoid(y)) is None or z)
     assert_right_or_refused(plain, lambda network: network(IMAGES)[1].square().sum(), right=True)
     networks = [recompute_activations(Joined(write)) for write in (SEEN[name], id)]

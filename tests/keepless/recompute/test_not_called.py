@@ -44,7 +44,7 @@ def said(steps: list) -> list[str]:
 
 @pytest.mark.parametrize("budget", [None, 0.8])
 def test_a_step_that_calls_a_part_is_told_once_which_to_prepare(budget):
-    """Also after an evaluation of the whole."""
+    """Calling the whole network in an evaluation first does not hide it."""
     task = recompute_activations(Task(), budget=budget)
     with torch.no_grad():
         task.eval()(X)
