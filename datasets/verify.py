@@ -66,7 +66,8 @@ class Inspection:
 
 
 def verify(dataset: Split, workers: int | None = None, progress: Progress = None) -> list[str]:
-    """`inspect` a split quickly, once. ValueError lists the first problems and counts all, or no pixel has a class.
+    """`inspect` a split quickly, once. ValueError lists the first problems and counts all, or says
+    that no pixel has a class.
 
     Returns doubts about its labels, such as classes that no image shows. TimeoutError names the first image that takes
     longer than `reading_errors` around this call allows. The cache folder remembers success until a path, size or
