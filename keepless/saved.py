@@ -133,9 +133,6 @@ class ByStorage(Generic[T]):
         self._found.pop(address(storage), None)
         return known
 
-    def values(self) -> list[T]:
-        return [known for reference, known in self._found.values() if reference() is not None]
-
     def clear(self) -> None:
         self._found.clear()
 
@@ -156,11 +153,12 @@ class Gone(weakref.ref[Any]):
 class Kept:
     """A tensor kept as autograd would keep it: packed by `hooks`, if any, and refused if it was modified in place.
 
-    Autograd checks no versions under hooks. Here a tensor that they return is checked if it shares memory with the
-    original, as with `save_on_cpu` on a CPU.
+    Autograd checks no versions under hooks. Here a tensor that they return after the original was modified is refused
+    if it shares the original's memory, as with `save_on_cpu` on a CPU, or has a later version itself: a checkpoint
+    repeats the modification too. Copies pass.
     """
 
-    __slots__ = ("counter", "hooks", "name", "packed", "spoilt", "storage", "version", "__weakref__")
+    __slots__ = ("counter", "hooks", "name", "packed", "storage", "version", "__weakref__")
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor"):
         self.version, self.hooks, self.name = tensor._version, hooks, name
@@ -174,7 +172,6 @@ class Kept:
             self._pack(tensor, hooks)
 
     def _pack(self, tensor: Tensor, hooks: Hooks) -> None:
-        self.spoilt = False  # its memory was modified before it was packed
         self.counter: Tensor | None = None  # shares the memory's version
         self.storage: weakref.ref[torch.UntypedStorage] | None = None
         with torch.no_grad():
@@ -189,10 +186,6 @@ class Kept:
         counter = self.packed if self.hooks is None else self.counter
         return counter is not None and bool(counter._version != self.version)
 
-    def spoil(self) -> None:
-        """Refuse the tensor from now on."""
-        self.spoilt = True
-
     def get(self) -> Tensor:
         """The tensor. RuntimeError if it was modified in place."""
         tensor: Tensor = self.packed
@@ -201,15 +194,11 @@ class Kept:
                 raise _modified(self.name, tensor, tensor._version, self.version)
             return tensor
         tensor = self.hooks[1](self.packed)
-        if self.spoilt or (self.is_modified() and self._is_same_memory(tensor)):
-            assert self.counter is not None
-            raise _modified(self.name, tensor, self.counter._version, self.version)
+        if self.counter is not None and self.is_modified() and is_ordinary(tensor):
+            assert self.storage is not None
+            if self.storage() is tensor.untyped_storage() or tensor._version > self.version:
+                raise _modified(self.name, tensor, self.counter._version, self.version)
         return tensor
-
-    def _is_same_memory(self, tensor: Tensor) -> bool:
-        if self.storage is None or not is_ordinary(tensor):
-            return False
-        return self.storage() is tensor.untyped_storage()
 
 
 def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:

@@ -84,16 +84,9 @@ class KnownValues:
         self.saved_outside: list[Any] = []  # what autograd holds for tensors saved outside calls, for a lesson
 
     def clear(self) -> None:
-        """The forward pass has ended. Mark tensors that were modified unseen, e.g. by another thread, as spoilt.
-
-        Hooks around the recording, such as a checkpoint's, might return them without a change of version.
-        """
+        """The forward pass has ended."""
         for value in filter(None, (reference() for reference in self.signs)):
             value.settle(self.outer, at_end=True)  # a checkpoint needs the same order each time
-        kept = [reference() for memory in self.memories.values() for reference in memory.values]
-        for value in filter(None, kept if self.outer is not None else ()):
-            if isinstance(value.source, Kept) and value.source.is_modified():
-                value.source.spoil()
         for found in (self.entries, self.memories, self.dead, self.signs, self.gone, self.without_gradient):
             found.clear()
         self.outer = None

@@ -122,6 +122,26 @@ def test_writes_by_operators_are_seen_and_others_refused(write, around):
     assert_right_or_refused(plain, run, right=write in SEEN or (around == "copy" and write == "by the caller"))
 
 
+@pytest.mark.parametrize("write", ["unseen", "by the caller"])
+def test_a_checkpoint_that_repeats_a_write_is_noticed(write):
+    """Its tensors are not the original ones, which nothing holds any more."""
+
+    class Second(Joined):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[1]
+
+    def part(network: nn.Module, x: Tensor) -> Tensor:
+        if write == "unseen":
+            return network(x)
+        f, y = network(x)
+        f.relu_()
+        return y
+
+    plain = Second(without_functions) if write == "unseen" else Joined()
+    recompute = partial(checkpoint, part, use_reentrant=False)
+    assert_right_or_refused(plain, lambda network: recompute(network, IMAGES).sum(), right=False)
+
+
 @pytest.mark.parametrize("name", [name for name in SEEN if "dropout" in name])
 def test_dropout_in_place_that_drops_nothing_writes_nothing(name):
     """So the result that sigmoid has saved stays valid, and the parts of the concatenation need no copies."""
