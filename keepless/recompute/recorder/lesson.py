@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...saved import Kept, ShapeOnly, is_ordinary
+from ...saved import Kept, ShapeOnly, is_ordinary, view
 from ...torch_internals import address
 from ..held.values import Call, Recipe, Saved, Value
 from ..table.functions import Row
@@ -129,8 +129,10 @@ def _reference(value: Any) -> Any:
 
 
 def _origins(value: Value) -> list[Value]:
-    """The value, and the one that it is cast or reshaped from."""
+    """The value, and the one that it or its base is cast or reshaped from."""
     source = value.source
+    if isinstance(source, Recipe) and source.function is view:
+        source = source.inputs[0].source
     is_copy = isinstance(source, Recipe) and source.function in (Tensor.to, Tensor.reshape)
     return [value, source.inputs[0]] if isinstance(source, Recipe) and is_copy else [value]
 

@@ -251,8 +251,8 @@ class _Compiler:
             return Take(How.GUARDED, self._number(argument))
         return self._handle(argument, is_written)
 
-    def _handle(self, value: Value, is_written: bool = False) -> Take:
-        """How the handle of a value is found."""
+    def _handle(self, value: Value, is_written: bool = False, copy_of: Path | None = None) -> Take:
+        """How the handle of a value is found. `copy_of`: the argument of which it is a copy, or a view of a copy."""
         number = self._number(value)
         source = value.source
         if isinstance(source, Kept):
@@ -268,10 +268,12 @@ class _Compiler:
             base, *more = source.arguments
             if isinstance(base.source, Kept):
                 return Take(How.FIRST, number)
-            if self._number(base) not in self.seen:
-                raise _Unlearnable("a view of an unknown base")
-            self.seen.add(number)
             of = Take(How.KNOWN, self._number(base))
+            if of.number not in self.seen:
+                if copy_of is None:
+                    raise _Unlearnable("a view of an unknown base")
+                of = self._copied(base, of.number, copy_of)
+            self.seen.add(number)
             return Take(How.VIEW, number, of=of, more=tuple(more), form=form._replace(shape=more[1], alias=0))
         if source.function is checkpointed_output:
             self.seen.add(number)
@@ -301,7 +303,9 @@ class _Compiler:
                 self.seen.add(number)
             return Take(How.RESULT, number, more=("serves",))
         if copy_of is not None and number not in inside:
-            return self._copied(value, number, copy_of)
+            of = value.source.inputs[0] if isinstance(value.source, Recipe) and value.source.function is view else None
+            if of is None or isinstance(of.source, Kept) or self._number(of) in self.seen:
+                return self._copied(value, number, copy_of)
         if isinstance(value.source, Kept):
             kept = value.source.packed
             if address(kept.untyped_storage()) != storage:
@@ -319,10 +323,10 @@ class _Compiler:
             return Take(How.NARROW, number, function=kept.source.packed.dtype, form=form)
         if value.source.function in (Tensor.to, Tensor.reshape) and number not in self.seen:
             raise _Unlearnable("a copy of an argument")
-        take = self._handle(value)
+        take = self._handle(value, copy_of=copy_of)
         return None if take.how == How.FIRST else take  # a view of a kept tensor
 
-    def _copied(self, value: Value, number: int, path: Path) -> Take | None:
+    def _copied(self, value: Value, number: int, path: Path) -> Take:
         """A copy of an argument, perhaps cast or in another shape."""
         source = value.source
         if isinstance(source, Recipe) and source.function in (Tensor.to, Tensor.reshape):

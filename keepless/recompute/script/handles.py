@@ -136,9 +136,11 @@ class Handles:
         return slot
 
     def _view(self, take: Take, tensor: Tensor) -> Slot | None:
-        """A view of a dropped tensor."""
+        """A view of a dropped tensor, or of a copy that the running call has made."""
         base, form = tensor._base, take.form
         assert take.of is not None and form is not None
+        if base is not None and take.of.how == How.COPIED:
+            self._copied(take.of, base, at(take.of.path, self.packing.args, self.packing.kwargs))
         found = self.found.get(take.of.number)
         if base is None or found is None or found[0]() is not base or found[1] != base._version:
             return None

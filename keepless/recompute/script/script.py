@@ -187,7 +187,7 @@ class How:
     KNOWN = 0  # an earlier entry has made it
     FIRST = 1  # the tensor is kept; it is noted when it is seen for the first time
     GUARDED = 2  # as FIRST; but the recorder has kept a copy instead, so a call that writes over it ends the script
-    VIEW = 3  # a view of a dropped tensor
+    VIEW = 3  # a view of a dropped tensor, or of a copy
     NORM = 4  # the output of a norm whose node can compute it
     HOLD = 5  # it is kept for this reader alone
     COPY = 6  # a copy is kept
@@ -214,6 +214,8 @@ class Take(NamedTuple):
     @property
     def is_elsewhere(self) -> bool:
         """Whether autograd's tensor is not in the memory of this value's tensor."""
+        if self.how == How.VIEW:
+            return self.of is not None and self.of.is_elsewhere
         return self.how == How.COPIED or (self.how == How.RESULT and bool(self.more))
 
 

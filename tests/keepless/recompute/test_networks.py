@@ -25,7 +25,7 @@ UNPLANNED = {
     **dict.fromkeys(["vmap inside", "vmap inside that overwrites"], "torch.vmap"),
 }
 # Each of their steps is recorded.
-WITHOUT_SCRIPTS = {"conjugates", "calls that return their argument", "vmap inside", "vmap inside that overwrites"}
+WITHOUT_SCRIPTS = {"conjugates", "vmap inside", "vmap inside that overwrites"}
 OF_BUDGETS = "no plan keeps|this step is within"
 
 
