@@ -10,12 +10,15 @@ from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 _COLLECTIONS = (list, dict, set, tuple, deque, partial, random.Random)
 _FOLLOWED = (*_COLLECTIONS, FunctionType, MethodType)
-_SHARED: tuple[Any, ...] = (type(threading.Lock()), type(threading.RLock()), getattr(dist, "ProcessGroup", ()))
+_LOCKS = type(threading.Lock()), type(threading.RLock())
+_OPERATORS = torch.library.CustomOpDef, torch.jit.ScriptFunction
+_SHARED: tuple[Any, ...] = (*_LOCKS, *_OPERATORS, getattr(dist, "ProcessGroup", ()))
 
 
 def add_functions(

@@ -114,10 +114,19 @@ def referring(kind: str) -> nn.Module:
         network.scaled = lambda x: network.hidden[0](x)
     elif kind == "child":
         network.scaled = Child(network)
-    else:
-        network.state = SimpleNamespace(last=network.layers[0].weight * 2)  # its history cannot be copied
+    else:  # what cannot be copied
+        network.state = SimpleNamespace(last=network.layers[0].weight * 2, own=[doubled, torch.jit.script(halved)])
         network.scaled, network.lock, network.lists = network.layers[0], threading.RLock(), [threading.Lock()]
     return network
+
+
+@torch.library.custom_op("rehearsed::doubled", mutates_args=[])
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
 
 
 KINDS = "functions partial method decorated teacher hidden child lock".split()
@@ -140,6 +149,7 @@ def states(network: nn.Module) -> list[object]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", PASSES)
 def test_passes_count_draw_and_log_as_if_there_were_no_rehearsal(name):
     """A copy has functions and weak references of its own. Nothing fake stays in the network."""
