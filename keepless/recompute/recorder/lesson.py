@@ -1,12 +1,14 @@
 """The notes of a recorded forward pass, for a script: what each call has saved, and which recipes its results got."""
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from ...saved import Kept, ShapeOnly, is_ordinary, view
 from ...torch_internals import address
@@ -30,6 +32,111 @@ class Form(NamedTuple):
 
     def is_of(self, tensor: Tensor) -> bool:
         return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.stride() == self.stride
+
+
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
+
+
+def is_constant(one: Any) -> bool:
+    """Whether an argument, or each in a list, can be compared: numbers, names, functions, and tuples of these."""
+    parts = one if isinstance(one, (list, tuple)) else (one,)
+    parts = [inner for part in parts for inner in (part if isinstance(part, tuple) else (part,))]
+    return all([isinstance(part, _CONSTANTS) or callable(part) for part in parts])
+
+
+def same(learned: Any, given: Any) -> bool:
+    """Whether a constant argument is the learned one."""
+    return learned is given or (type(learned) is type(given) and learned == given and repr(learned) == repr(given))
+
+
+def at(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument with a path. IndexError, KeyError or TypeError if there is none."""
+    if type(path) is int:
+        return args[path]
+    return kwargs[path] if type(path) is str else args[path[0]][path[1]]
+
+
+class Opening:
+    """The calls that a function of PyTorch's makes, if it is written in Python, such as attention.
+
+    Which calls it makes depends only on the form of its arguments. So if they have this form, the calls can be made
+    without the code around them.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.is_known = True  # False: it has done something that the graph does not tell
+        self.graph = fx.Graph()
+        self.follows = self.graph.placeholder("follows")  # the context of the pass
+        self.calls: list[tuple[fx.Node, int]] = []  # with the numbers of their entries in the script
+        self.end = 0  # number of the entry after the last call
+        self.count, self.names = len(args), tuple(kwargs)
+        self.consts = list(_constants(args, kwargs))
+        self._nodes: dict[int, tuple[weakref.ref[Tensor], fx.Node]] = {}  # that make tensors, by the tensors' ids
+        # Of each tensor among the arguments: its path, the path of the first that is the same, its form, and more.
+        self.given: list[tuple[Path, Path, Form, torch.device, bool]] = []
+        paths: dict[int, Path] = {}
+        for path, one in _tensors(args, kwargs):
+            if id(one) not in paths:
+                self._note(one, self.graph.placeholder(f"given_{len(paths)}"))
+            first = paths.setdefault(id(one), path)
+            self.given.append((path, first, _form(one), one.device, one.requires_grad))
+        self._nodes_of((args, kwargs))
+
+    def _note(self, made: Tensor, node: fx.Node) -> None:
+        self._nodes[id(made)] = weakref.ref(made), node
+
+    def _nodes_of(self, given: Any) -> Any:
+        """The same with nodes in place of tensors."""
+        return map_aggregate(given, self._node_of)
+
+    def _node_of(self, one: Any) -> Any:
+        if not isinstance(one, Tensor):
+            self.is_known = self.is_known and isinstance(one, _CONSTANTS)
+            return one
+        reference, node = self._nodes.get(id(one), (None, None))
+        self.is_known = self.is_known and reference is not None and reference() is one
+        return node
+
+    def add(self, entry: int, taught: "Taught", args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A call inside has returned."""
+        if taught.asks and not isinstance(result, Tensor):
+            return  # the answer follows from the arguments, and so does what the function makes of it
+        several = isinstance(result, (list, tuple)) and all([isinstance(one, Tensor) for one in result])
+        if taught.opened or not (several or isinstance(result, Tensor)):
+            self.is_known = False
+            return
+        node = self.graph.call_function(taught.function, *self._nodes_of((args, kwargs)))
+        self.calls.append((node, entry))
+        for number, one in enumerate(result if several else ()):
+            self._note(one, self.graph.call_function(operator.getitem, (node, number)))
+        if not several:
+            self._note(result, node)
+
+    def ends(self, entry: int, result: Any) -> None:
+        """The function has returned. `entry`: the number of the next one in the script."""
+        self.end = entry
+        self.graph.output(self._nodes_of(result))
+        self._nodes.clear()
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+        """The tensors among these arguments, each once; None if the function may make other calls with them."""
+        if len(args) != self.count or tuple(kwargs) != self.names:
+            return None
+        if not all([same(one, at(path, args, kwargs)) for path, one in self.consts]):
+            return None
+        found: list[Tensor] = []
+        for path, first, form, device, needs_grad in self.given:
+            one = at(path, args, kwargs)
+            if not isinstance(one, Tensor) or not form.is_of(one) or one.device != device:
+                return None
+            is_first = all([one is not other for other in found])
+            if one.requires_grad is not needs_grad or is_first is not (path == first):
+                return None
+            if is_first:
+                found.append(one)
+            elif one is not at(first, args, kwargs):
+                return None
+        return found
 
 
 class Source:
@@ -64,6 +171,7 @@ class Taught:
         self.base_form: Form | None = None
         self.stream = -1
         self.alias: Path | None = None  # argument in whose memory the result is
+        self.opening: Opening | None = None  # of an opened function, if a script can repeat its calls
 
 
 class Lesson:
@@ -73,6 +181,7 @@ class Lesson:
         self.taught: list[Taught] = []
         self.outside: list[Any] = []  # what autograd holds for tensors saved outside calls
         self.why_not = ""  # a reason why there can be no script
+        self.opening: Opening | None = None  # of the opened function that is running
 
     def begins(self, function: Callable[..., Any]) -> Taught:
         self.taught.append(Taught(function))

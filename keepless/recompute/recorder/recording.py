@@ -72,7 +72,7 @@ from ..held.values import Call, after_overwriting, before_overwriting
 from ..table.functions import Row, body, row_of
 from ..table.rules import Rule, may_overwrite, overwritten
 from .known_values import KnownValues
-from .lesson import Lesson
+from .lesson import Lesson, Opening
 from .plan import ByPlan
 from .recipes import decide_by_plan, follow, how_to_repeat, leave_own_inside, note_random
 from .report import KeptTensor
@@ -186,7 +186,7 @@ class Recording(TorchFunctionMode):
         """Run a call, and note it for a script."""
         lesson = self.lesson
         assert lesson is not None
-        taught = lesson.begins(function)
+        taught, entry = lesson.begins(function), len(lesson.taught) - 1
         taught.asks = row.only_asks
         taught.only = args if function is set_gradients else None
         taught.opened = row.is_opened
@@ -201,7 +201,10 @@ class Recording(TorchFunctionMode):
         try:
             if policy is not None and row.is_opened:  # the calls inside come after it
                 taught.calls, taught.total = policy.call, policy.total
-            return self._seen(function, row, types, args, kwargs)
+            result = self._seen(function, row, types, args, kwargs)
+            if lesson.opening is not None:
+                lesson.opening.add(entry, taught, args, kwargs, result)
+            return result
         finally:
             if policy is not None and not row.is_opened:
                 taught.calls, taught.total = policy.call, policy.total
@@ -243,11 +246,21 @@ class Recording(TorchFunctionMode):
 
     def _opened(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function written in Python that has no rule, and see the functions that it calls."""
+        lesson, opening = self.lesson, None
+        if lesson is not None:
+            taught, around = lesson.taught[-1], lesson.opening
+            lesson.opening = opening = Opening(args, kwargs)
         super().__enter__()
         try:
-            return body(function)(*args, **kwargs)
+            result = body(function)(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
+            if lesson is not None:
+                lesson.opening = around
+        if lesson is not None and opening is not None:
+            opening.ends(len(lesson.taught), result)
+            taught.opening = opening if opening.is_known else None
+        return result
 
     def run(self, call: Call) -> Any:
         """Run a call, and find out whether its result can be recomputed."""

@@ -12,17 +12,16 @@ from ...saved import Kept, view
 from ...torch_internals import address, by_present_backends, saved_as
 from ..held.signs import Signs
 from ..held.values import Recipe, Value, checkpointed_output
-from ..recorder.lesson import Form, Lesson, Path, Source, Taught
+from ..recorder.lesson import Form, Lesson, Opening, Path, Source, Taught, is_constant
 from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun
 from ..recorder.report import KeptTensor
 from ..table.functions import Row
-from ..table.rules import ByName, attention, with_gradients
+from ..table.rules import ByName, attention, with_gradient
 from .script import END, WRITES, Act, Entry, How, Make, Script, Take
 
 _MANY = 2**12  # numbers for the values of one call
 _IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
-_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
 
 
 class _Unlearnable(Exception):
@@ -68,7 +67,7 @@ class _Compiler:
             if one.only is not None:
                 act = Act(function, Row())
                 act.only = one.only
-            entries.append(Entry(function, act, opened, one.asks, one.calls, one.total))
+            entries.append(Entry(function, act, opened, None, None, one.asks, one.calls, one.total))
         for value in self.outside:
             if self.numbers.get(id(value)) not in self.seen:
                 raise _Unlearnable("a tensor saved outside calls")
@@ -76,6 +75,9 @@ class _Compiler:
         for entry in entries:
             if entry.act is not None:
                 entry.act.is_saved = entry.act.number in self.saved
+        for number, one in enumerate(self.taught):
+            if one.opening is not None:
+                entries[number] = entries[number]._replace(opening=one.opening, run=_run(one.opening, entries))
         functions = [one.function or one.opened for one in entries]
         return Script([*entries, END], functions, kept, plan, bool(self.outside))
 
@@ -181,12 +183,11 @@ class _Compiler:
             ignored = _IGNORED.get(taught.function, ())
             act.consts = [(path, one) for path, one in taught.consts if path not in ignored]
             for _, one in act.consts:
-                parts = one if isinstance(one, (list, tuple)) else (one,)
-                if not all(isinstance(part, _CONSTANTS) or callable(part) or _is_plain(part) for part in parts):
+                if not is_constant(one):
                     raise _Unlearnable(f"an argument {type(one).__name__}")
         if makes:
             act.names, act.count = taught.names, taught.count
-        if any(make.is_group or getattr(make.function, "func", None) is with_gradients for make in makes):
+        if any(make.is_group or getattr(make.function, "func", None) is with_gradient for make in makes):
             act.grads = taught.grads
         return makes
 
@@ -348,12 +349,23 @@ class _Compiler:
         return Form(shape, dtype, stride, source.device, source.autocast, value.readers)
 
 
+def _run(opening: Opening, entries: list[Entry]) -> Callable[..., Any]:
+    """A function that makes the calls of an opened function: `run(None, follows, *tensors)`."""
+    for node, number in opening.calls:
+        if entries[number].act is not None:
+            given: Any = (opening.follows, number, node.args, node.kwargs)
+            node.target, node.args, node.kwargs = _inside, given, {}
+    code = opening.graph.python_code("self")
+    exec(code.src, code.globals)
+    run: Callable[..., Any] = code.globals["forward"]
+    return run
+
+
+def _inside(follows: Any, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return follows.inside(number, args, kwargs)
+
+
 def _attention_now(named: Any) -> Callable[..., Any]:
     """The attention function with the backends that are enabled now. `named`: how it gets its arguments."""
     function = by_present_backends(F.scaled_dot_product_attention)
     return named._replace(function=function).call if isinstance(named, ByName) else function
-
-
-def _is_plain(part: Any) -> bool:
-    """Whether an argument such as an enum or a named tuple of constants can be compared."""
-    return isinstance(part, tuple) and all(isinstance(one, _CONSTANTS) or callable(one) for one in part)

@@ -25,12 +25,13 @@ from ...torch_internals import (
 )
 from ..held.values import Again, Recipe, Value
 from ..recorder.known_values import KnownValues
+from ..recorder.lesson import at, same
 from ..recorder.plan import ByPlan
 from ..recorder.recipes import random_state
 from ..recorder.recording import Recording
 from ..table.functions import body, row_of
-from .handles import Handles, Packing
-from .script import END, HANDLES, WRITES, Act, Entry, How, Keep, Script, Slot, Take, at, same
+from .handles import Handles, Packing, Read, in_memory_of
+from .script import END, WRITES, Act, Entry, How, Keep, Script, Slot, Take
 
 _is_compiling, _KEEPS = torch.compiler.is_dynamo_compiling, (How.HOLD, How.FIRST)
 _is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -64,6 +65,7 @@ class Following(Recording):
         self.next = 0  # number of the next entry
         self.handles = Handles()
         self.stream = 0
+        self.sees_rest = False  # of the calls of an opened function: the recorder has taken over between them
         self.waits = False  # the recorder has taken over, but cannot set its hooks yet
 
     def __enter__(self) -> "Following":
@@ -125,6 +127,8 @@ class Following(Recording):
         if row.only_asks and PLAIN.issuperset(types):
             return function(*args, **kwargs)
         if entry.opened == function and PLAIN.issuperset(types):
+            if entry.opening is not None and (tensors := entry.opening.tensors(args, kwargs)) is not None:
+                return self._run(entry, tensors)
             self.next += 1
             _enter(self)
             try:
@@ -135,6 +139,31 @@ class Following(Recording):
             return self._other(function, types, args, kwargs)
         self.hand_over()
         return super().__torch_function__(function, types, args, kwargs)
+
+    def _run(self, entry: Entry, tensors: list[Tensor]) -> Any:
+        """Make the calls of an opened function, and return its result. `tensors`: among its arguments."""
+        assert entry.opening is not None and entry.run is not None
+        try:
+            result = entry.run(None, self, *tensors)
+        finally:
+            if self.sees_rest:
+                self.sees_rest = False
+                _leave(self, None, None, None)
+        if self.script is not None:
+            self.next = entry.opening.end
+        return result
+
+    def inside(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call of the entry with this number, which is inside an opened function."""
+        function: Any = self.entries[number].function
+        if self.script is None:  # the recorder sees the call
+            return function(*args, **kwargs)
+        self.next = number
+        result = self.__torch_function__(function, (), args, kwargs)
+        if self.script is None:  # the recorder has taken over
+            self.sees_rest = True
+            _enter(self)
+        return result
 
     def _branches(self, function: Any) -> bool:
         """Go on with another script that has the same calls so far, and then this function."""
@@ -345,7 +374,7 @@ def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: dict[in
             known.remember(tensor, Value(Recipe(Again(handle.look, ()), tensor)))
     for number, (_, _, handle) in found.items():
         if number in saved and type(handle) is Slot:
-            tensor = _in_memory_of(handle, living)
+            tensor = in_memory_of(handle, living)
             handle.memory = None if tensor is None else known.memory_of(tensor)
     for slot in slots:
         holder = slot if slot.group is None else slot.group
@@ -353,33 +382,6 @@ def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: dict[in
         if any(values):
             # The recorder copies a value that a recipe reads, if the program overwrites it.
             pairs = zip(holder.arguments, values, strict=True)
-            holder.arguments = [one if value is None else _Read(value) for one, value in pairs]
+            holder.arguments = [one if value is None else Read(value) for one, value in pairs]
             for value in filter(None, values):
                 value.recipes.append(ref(holder))
-
-
-def _in_memory_of(slot: Slot, living: dict[int, Tensor]) -> Tensor | None:
-    """A living tensor in the memory of a slot's forward tensor."""
-    handle: Any = slot
-    while (tensor := living.get(id(handle))) is None:
-        if type(handle) is Keep:
-            return handle.tensor
-        if type(handle) is not Slot or handle.form.alias < 0:
-            return None
-        handle = handle.arguments[handle.form.alias]
-    return tensor
-
-
-class _Read:
-    """A value of the recorder, for a slot."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Value):
-        self.value = value
-
-    def read(self) -> Tensor:
-        return self.value.get()
-
-
-HANDLES.add(_Read)

@@ -11,10 +11,10 @@ from ...norms.bn_act import is_node
 from ...saved import PLAIN, ShapeOnly, copied, is_ordinary, view
 from ...torch_internals import address, argument_copied_by
 from ..held.signs import Signs
-from ..held.values import checkpointed_output
-from ..recorder.lesson import Form
+from ..held.values import Value, checkpointed_output
+from ..recorder.lesson import Form, at
 from ..table.rules import overwritten
-from .script import HANDLES, Act, Group, How, Keep, Pass, Slot, Take, at, unknown
+from .script import HANDLES, Act, Group, How, Keep, Pass, Slot, Take, unknown
 
 
 class Packing:
@@ -311,3 +311,30 @@ class Handles:
                 if any(one is not None and address(one.untyped_storage()) == storage for one in living):
                     return False
         return True
+
+
+def in_memory_of(slot: Slot, living: dict[int, Tensor]) -> Tensor | None:
+    """A living tensor in the memory of a slot's forward tensor."""
+    handle: Any = slot
+    while (tensor := living.get(id(handle))) is None:
+        if type(handle) is Keep:
+            return handle.tensor
+        if type(handle) is not Slot or handle.form.alias < 0:
+            return None
+        handle = handle.arguments[handle.form.alias]
+    return tensor
+
+
+class Read:
+    """A value of the recorder, for a slot."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Value):
+        self.value = value
+
+    def read(self) -> Tensor:
+        return self.value.get()
+
+
+HANDLES.add(Read)

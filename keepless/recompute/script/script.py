@@ -18,7 +18,7 @@ from torch import Tensor
 from ...saved import autocast_as, check_version, laid_out
 from ...torch_internals import at_end_of_backward, backward_number
 from ..held.values import Memory
-from ..recorder.lesson import Form, Path
+from ..recorder.lesson import Form, Opening, Path
 from ..recorder.plan import Plan
 from ..recorder.report import KeptTensor
 from ..table.functions import Row
@@ -174,13 +174,6 @@ class Group:
         return own
 
 
-def at(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument with a path. IndexError, KeyError or TypeError if there is none."""
-    if type(path) is int:
-        return args[path]
-    return kwargs[path] if type(path) is str else args[path[0]][path[1]]
-
-
 class How:
     """How a tensor's handle is found."""
 
@@ -282,6 +275,8 @@ class Entry(NamedTuple):
     function: Callable[..., Any] | None  # None: it is `opened`
     act: Act | None  # None: it only runs
     opened: Callable[..., Any] | None = None  # a function whose inner calls are entries of their own
+    opening: Opening | None = None  # these calls, if they can be made without it,
+    run: Callable[..., Any] | None = None  # and a function that makes them
     asks: bool = False  # it only asks for an attribute, and may come and go
     calls: int = -1  # number of the plan's last call so far
     total: int = 0  # bytes of all results so far
@@ -298,8 +293,3 @@ class Script(NamedTuple):
     kept: Sequence[KeptTensor]
     plan: Plan | None  # that the learned pass has followed
     has_hooks: bool  # during the whole pass, because dropped tensors are saved outside of calls
-
-
-def same(learned: Any, given: Any) -> bool:
-    """Whether a constant argument is the learned one."""
-    return learned is given or (type(learned) is type(given) and learned == given and repr(learned) == repr(given))

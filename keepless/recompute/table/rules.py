@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from ...inputs import tensors_in
 from ...norms.backends.eager import normalised
@@ -125,28 +124,32 @@ made: Callable[[Function], Rule] = partial(repeated, fresh=True)
 
 
 def product(function: Function) -> Rule:
-    """Multiply again. How `matmul` multiplies may depend on whether gradients are needed.
+    """Multiply again, by the same algorithm.
 
-    So it is if a batch of matrices is not contiguous, or is multiplied from the left by a matrix or a vector.
+    `matmul` folds a batch of matrices into one matrix if the other factor, a matrix or vector, needs a gradient. Only
+    if that one comes second, and the batch is contiguous, it does so without gradients too.
     """
     again = made(function)
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         found = again(find, args, kwargs, result)
-        given = (*args, *kwargs.values())
-        needed = [isinstance(one, Tensor) and one.requires_grad for one in given]
-        factors = [one for one in given if isinstance(one, Tensor)][:2]
-        depends = any([one.dim() > 2 and not one.is_contiguous() for one in factors])
-        depends = depends or (len(factors) == 2 and factors[0].dim() <= 2 < factors[1].dim())
-        return found._replace(function=partial(with_gradients, found.function, needed)) if depends else found
+        factors = [(n, one) for n, one in enumerate((*args, *kwargs.values())) if isinstance(one, Tensor)][:2]
+        batches = [one for _, one in factors if one.dim() > 2]
+        (number, other) = min(factors, key=lambda factor: factor[1].dim())
+        is_folded = len(batches) == 1 and other.requires_grad
+        if not is_folded or (other is not factors[0][1] and batches[0].is_contiguous()):
+            return found
+        return found._replace(function=partial(with_gradient, number, found.function))
 
     return rule
 
 
-def with_gradients(function: Function, needed: list[bool], *arguments: Any) -> Tensor:
-    """`needed`: which arguments needed gradients in the forward pass."""
-    given = [one.detach().requires_grad_() if need else one for one, need in zip(arguments, needed, strict=True)]
-    with torch.enable_grad(), saved_tensors_hooks(id, Tensor.detach):  # they keep no tensors
+def with_gradient(number: int, function: Function, *arguments: Any) -> Tensor:
+    """`number`: of the argument that needs a gradient."""
+    given = [*arguments]
+    if not given[number].requires_grad:
+        given[number] = given[number].detach().requires_grad_()
+    with torch.enable_grad():
         return function(*given).detach()
 
 

@@ -1,5 +1,6 @@
 """Calls are computed again with all that they have saved, equal to the bit; and only calls that may run twice are."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -207,3 +208,43 @@ def test_a_mean_is_kept_instead_of_the_way_to_it():
         loss.backward()
     assert "mul.Tensor" in operators  # the norm's result
     assert {"mean.dim", "rsqrt.default"}.isdisjoint(operators)
+
+
+class Attention(nn.Module):
+    """What it gives to attention can change between steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True)
+        self.is_mixed = self.is_apart = self.is_causal = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.exp()
+        other = x * 1 if self.is_apart else x
+        mask = torch.ones(8, 8).triu(1).bool() if self.is_causal else None
+        with torch.autocast("cpu", enabled=self.is_mixed):
+            y, _ = self.attention(x, other, other, attn_mask=mask, need_weights=False)
+        return y.float().sigmoid()
+
+
+@pytest.mark.parametrize("budget", [None, 0.9])
+@pytest.mark.parametrize("change", ["is_mixed", "is_apart", "is_causal"])
+def test_a_script_makes_the_calls_of_attention_without_its_python(change, budget, monkeypatch):
+    """Unless its arguments look different. If a call inside differs, the recorder goes on from there."""
+    network, x = Attention(), torch.randn(4, 8, 16)
+    plain = copy.deepcopy(network)
+    recompute_activations(network, budget=budget)
+    project, runs = F._in_projection_packed, []
+    monkeypatch.setattr(F, "_in_projection_packed", lambda *args: runs.append(args) or project(*args))
+    for step in range(8):
+        for one in (network, plain):
+            setattr(one, change, step > 4)
+            torch.manual_seed(step)
+            one.zero_grad()
+            if one is network:
+                runs.clear()
+            one(x).square().sum().backward()
+            if one is network and step == 4:
+                assert not runs
+        for ours, theirs in zip(network.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad), step
