@@ -6,8 +6,8 @@
 
 Lists each training with its command. Without dry_run it then runs them in RUNS/EXPERIMENT/seedN: the same command
 continues after a stop, and if a training fails, the others still run. Rows that are the same training run once.
-For the page: `python -m scripts.evidence.tables runs=[RUNS] out=OUT`. `weights` are our checkpoints or the authors'
-files.
+For the page: `python -m scripts.evidence.tables runs=[RUNS] out=OUT`. `weights` are our checkpoints, run directories
+or the authors' files.
 """
 
 import shlex
@@ -40,7 +40,7 @@ class RunTable:
     dry_run: bool = False  # only list the trainings
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
-    weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: file}; the longest wins
+    weights: Any = None  # {part of experiments' names, such as resnext101: file or run directory}; the longest wins
     # Processes of each training; null: as many as in its header. With fewer, trainer.accumulation_steps is added if
     # norms then see as many crops at a time as in the row.
     devices: int | None = key(None, above=0)
@@ -58,8 +58,8 @@ class RunTable:
         for name, path in (self.weights or {}).items():
             if not any(name in experiment for experiment in papers.all_experiments()):
                 raise ValueError(f"weights={{{name}: …}}: no experiment has this in its name")
-            if not Path(path).is_file():
-                raise ValueError(f"weights={{{name}: {path}}}: there is no such file")
+            if not Path(path).exists():
+                raise ValueError(f"weights={{{name}: {path}}}: there is no such file or run directory")
         if own := [each for each in self.overrides if each.partition("=")[0] in ("seed", "run_dir", "resume")]:
             raise ValueError(f"overrides=[{','.join(own)}]: a table sets these itself; give seeds=[…] or runs=FOLDER")
 

@@ -12,13 +12,15 @@ from engine.schema.keys import Keys, declared_in, quoted
 
 AS_IT_IS = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
 PLAIN_LIST, WORD = re.compile(r"""\[([^][{}"']*)\]"""), re.compile(r"[\w.+-]+")
+ENTRY = r"""[^][{}"':,]+:[^][{}"',]+"""
+PLAIN_MAPPING = re.compile(rf"\{{({ENTRY}(?:,{ENTRY})*)\}}")
 INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\()[{}:=, \t]")
 
 
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
     """An argument; a text value that Hydra would change or refuse is quoted.
 
-    Quotes, null, interpolations and escapes such as \\, keep Hydra's meaning; so do mappings, lists of lists and, in
+    Quotes, null, interpolations and escapes such as \\, keep Hydra's meaning; so do nested lists and mappings and, in
     sweeps (-m), functions. In sweeps commas separate the values of several jobs, unless they belong to a path.
     """
     given, equals, value = word.partition("=")
@@ -28,6 +30,9 @@ def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
         return word
     if (listed := PLAIN_LIST.fullmatch(value)) and (kind is Any or "list[str]" in str(kind)):
         return f"{given}=[{','.join(map(_for_hydra, listed[1].split(',')))}]"
+    if kind is Any and (mapped := PLAIN_MAPPING.fullmatch(value)):
+        pairs = (entry.partition(":") for entry in mapped[1].split(","))
+        return f"{given}={{{','.join(f'{name}:{_for_hydra(text)}' for name, _, text in pairs)}}}"
     if kind not in (str, str | None) and not (kind is Any and (is_path or WORD.fullmatch(value))):
         return word
     texts = [value]

@@ -60,9 +60,11 @@ def test_interpolations_in_texts_are_hydra_s():
     assert composed("train_seg", "run_dir=${seed} (1)").run_dir == "0 (1)"
 
 
-def test_texts_in_lists_are_read_as_typed():
+def test_texts_in_lists_and_mappings_are_read_as_typed():
     values = composed("train_seg", "data.train_split=[a, 1.10,x=1]", "data.mean=[0,0,1e-1]")
     assert (list(values.data.train_split), list(values.data.mean)) == (["a", "1.10", "x=1"], [0.0, 0.0, 0.1])
+    values = composed("run_table", "table=table3", "roots={vistas: ~/a:b, camvid: /x=1 (2)}")
+    assert values.roots == {"vistas": "~/a:b", "camvid": "/x=1 (2)"}
 
 
 @pytest.mark.parametrize(
