@@ -136,9 +136,10 @@ def test_a_frozen_body_stays_to_the_bit_also_in_averages(streets, watched, tmp_p
     log = (tmp_path / "run" / "log.txt").read_text()
     assert re.search(r"[\d,]+ parameters, [\d,]+ of them frozen", log)
     applied = (
-        "recomputation blocks; precision float32; TF32 off; capture off; compile off; sampler uniform; frozen body; "
+        f"initial weights {start}; recomputation blocks; precision float32; TF32 off; capture off; compile off; "
+        "sampler uniform; frozen body; "
     )
-    assert re.search(applied + r"[\d,]+ parameters at lr 0.05, weight decay 0.1\n", log)
+    assert re.search(re.escape(applied) + r"[\d,]+ parameters at lr 0.05, weight decay 0.1\n", log)
 
 
 def test_bad_files_stop_a_run(streets, tmp_path):

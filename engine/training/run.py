@@ -125,11 +125,12 @@ class Run(Generic[Config, Split]):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
 
     def _applied(self, learner: Learner) -> str:
-        """What is applied in every step, for the log: how it computes, what is frozen, each group's rate and decay."""
+        """For the log: the weights that it starts from, how it computes, what is frozen, each group's rate and decay."""
         config, trainer = self.config, self.config.trainer
         tf32 = trainer.tf32 and self.world.device.type == "cuda"
         switches = {"TF32": tf32, "capture": learner.captured is not None, "compile": trainer.compile}
-        said = [f"recomputation {trainer.recompute}", f"precision {trainer.precision}"]
+        weights = config.init.weights or getattr(config.body, "weights", None) or "random"
+        said = [f"initial weights {weights}", f"recomputation {trainer.recompute}", f"precision {trainer.precision}"]
         said += [f"{name} {'on' if is_on else 'off'}" for name, is_on in switches.items()]
         if (sampler := getattr(config, "sampler", None)) is not None:
             said.append(f"sampler {sampler.name}")
