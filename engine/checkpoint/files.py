@@ -5,6 +5,7 @@ import reprlib
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -187,6 +188,13 @@ def advice_if_damaged(path: Path) -> str | None:
     return f"{' or '.join(found)} of the same run may be good" if found else None
 
 
+def first_difference(trained: Sequence[str], classes: Sequence[str]) -> str:
+    """Say where the classes of a checkpoint and those of a dataset first differ."""
+    pairs = enumerate(zip_longest(trained, classes, fillvalue="missing"))
+    number, (there, here) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    return f"class {number} is {there} in the checkpoint and {here} in the dataset"
+
+
 def load_network(
     make: Callable[[], nn.Module], state: dict, classes: Sequence[str], source: Path, averaged: bool = True
 ) -> nn.Module:
@@ -203,8 +211,8 @@ def load_network(
             logger.info(f"checkpoint {source} does not name its {len(trained)} classes: only their number was compared")
     elif trained != tuple(classes):
         raise ValueError(
-            f"checkpoint {source} was trained on {len(trained)} classes ({', '.join(trained[:3])}, …) and the dataset "
-            f"has {len(classes)} ({', '.join(classes[:3])}, …): evaluate it on its own dataset"
+            f"checkpoint {source} was trained on {len(trained)} classes and the dataset has {len(classes)}; "
+            f"{first_difference(trained, classes)}: evaluate it on its own dataset"
         )
     network, part = make(), "ema" if averaged and "ema" in state else "network"
     try:

@@ -1,7 +1,6 @@
 """A training run of any task on one rank, from its configuration to its results."""
 
 import math
-import reprlib
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from datasets import reading_errors, verify
 from engine.assemble.data import workers_of
 from engine.assemble.network import arithmetic, varying_sizes
 from engine.assemble.optimization import schedule_of
+from engine.checkpoint.files import first_difference
 from engine.checkpoint.initial_weights import initialise
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
@@ -92,7 +92,7 @@ class Run(Generic[Config, Split]):
         """ValueError: the checkpoint has other classes or does not fit the learner."""
         try:
             if state["classes"] != list(self.train_set.classes):
-                raise ValueError(f"its classes are not the data's: {reprlib.repr(state['classes'])}")
+                raise ValueError(f"its classes differ: {first_difference(state['classes'], self.train_set.classes)}")
             learner.load_state_dict(state)
             restore_random_states(state.get("random"), self.world)
         except ValueError as error:
