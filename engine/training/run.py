@@ -125,7 +125,7 @@ class Run(Generic[Config, Split]):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
 
     def _applied(self, learner: Learner) -> str:
-        """For the log: the weights that it starts from, how it computes, what is frozen, each group's rate and decay."""
+        """For the log: initial weights, how a step computes, what is frozen, each group's rate and decay."""
         config, trainer = self.config, self.config.trainer
         tf32 = trainer.tf32 and self.world.device.type == "cuda"
         switches = {"TF32": tf32, "capture": learner.captured is not None, "compile": trainer.compile}
