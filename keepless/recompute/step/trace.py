@@ -16,6 +16,7 @@ from ..recorder.known_values import KnownValues
 from ..recorder.plan import Flag
 from ..recorder.recipes import how_to_repeat
 from ..table.rules import Rule, is_mask_alike
+from .costs import spec_of
 from .step import Event, Kind, Save, Step, StepValue, busy, in_order
 
 # The work of a script for a call that it repeats, and for each save of a dropped tensor: so many `host_seconds`.
@@ -128,7 +129,7 @@ class Trace(KnownValues):
         sharing = (i for i in inputs if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
         alias = next(sharing, -1)
         flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(inputs))
-        size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
+        size = 0 if alias >= 0 else max(tensor.nbytes, spec_of(tensor).size)
         return StepValue(kind, memory, size, inputs, alias, call, is_fresh=flags[0], overwrites=flags[1], leader=leader)
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
@@ -179,8 +180,11 @@ class Trace(KnownValues):
         mask = how_to_repeat(self, call.row.mask, call, result) if call.row.mask is not None and call.inside else None
         own = self.find(result) or self.keep(result)
         ran = _Ran(call.began[0], len(self.events), call.began[1], len(self.ran))
+        if call.overwrites:  # it is repeated out of place, and laid out with gaps if it has written over a part
+            has_gaps = spec_of(result).size > result.nbytes
+            ran = ran._replace(end=ran.begin, besides=result.nbytes if has_gaps else 0)
         parts = [part.value.number for part in call.inside]
-        ran_again = ran._replace(besides=-sum(self.values[part].bytes for part in parts))
+        ran_again = ran._replace(besides=ran.besides - sum(self.values[part].bytes for part in parts))
         if again is None:
             self.values[own.number] = self._noted(Kind.KEPT, result, (), number)
         elif not parts or call.row.mask is not None:
