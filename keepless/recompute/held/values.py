@@ -143,6 +143,8 @@ class Value:
             self.hold(tensor)
         return tensor
 
+    read = get
+
     def hold(self, tensor: Tensor) -> None:
         """Hold the computed tensor for later readers."""
         if backward_runs():

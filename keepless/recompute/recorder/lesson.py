@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,11 +27,13 @@ class Form(NamedTuple):
     device: str
     autocast: tuple[bool, torch.dtype | None]  # during the forward pass
     readers: int
-    reads: Sequence[int] = ()  # positions of the recipe's arguments that are `Slot`s or `Keep`s
     alias: int = -1  # position of the argument in whose memory the forward tensor is; -1 if it has its own
 
     def is_of(self, tensor: Tensor) -> bool:
-        return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.stride() == self.stride
+        return tensor.shape == self.shape and self.is_laid_out_as(tensor)
+
+    def is_laid_out_as(self, tensor: Tensor) -> bool:
+        return tensor.dtype is self.dtype and tensor.stride() == self.stride
 
 
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
@@ -157,9 +159,9 @@ class Taught:
         self.opened = self.asks = self.written = self.given = self.writes = False
         self.only: tuple[Any, ...] | None = None
         self.calls, self.total = -1, 0
-        # What autograd holds for each saved tensor; the storage's address; the argument that it is; whether it is the
-        # result; the argument of which it is a copy.
-        self.packs: list[tuple[Any, int, Path | None, bool, Path | None]] = []
+        # What autograd holds for each saved tensor; the storage's address; whether it is the result; the argument of
+        # which it is a copy.
+        self.packs: list[tuple[Any, int, bool, Path | None]] = []
         self.recipes: list[tuple[Any, list[Source], bool, Any]] = []
         self.consts: list[tuple[Path, Any]] = []
         self.names: tuple[str, ...] = ()
@@ -197,8 +199,8 @@ class Lesson:
         for tensor, saved in call.packed:
             what = weakref.ref(saved) if isinstance(saved, Saved) else "shape" if type(saved) is ShapeOnly else None
             storage = address(tensor.untyped_storage()) if is_ordinary(tensor) else 0
-            path, copy_of = paths.get(id(tensor)), None
-            if path is None and tensor is not result and isinstance(saved, Saved):
+            copy_of = None
+            if id(tensor) not in paths and tensor is not result and isinstance(saved, Saved):
                 values = ((one, find(one)) for one in call.arguments if isinstance(one, Tensor))
                 copied = [one for one, value in values if value is not None and value in _origins(saved.value)]
                 if call.before is not None and call.before is saved.value:
@@ -206,7 +208,7 @@ class Lesson:
                 copy_of = paths[id(copied[0])] if copied else None
             if isinstance(saved, Saved) and saved.reads_signs and tensor._base is not None:
                 self.why_not = "signs of a view"
-            taught.packs.append((what, storage, path, tensor is result, copy_of))
+            taught.packs.append((what, storage, tensor is result, copy_of))
         if isinstance(result, Tensor) and is_ordinary(result):
             taught.form = _form(result)
             taught.written = bool(call.args) and result is call.args[0]

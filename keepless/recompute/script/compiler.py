@@ -8,17 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...inputs import tensors_in
 from ...saved import Kept, view
 from ...torch_internals import address, by_present_backends, saved_as
 from ..held.signs import Signs
 from ..held.values import Recipe, Value, checkpointed_output
 from ..recorder.lesson import Form, Lesson, Opening, Path, Source, Taught, is_constant
 from ..recorder.plan import Plan
-from ..recorder.recipes import Rerun
+from ..recorder.recipes import Rerun, random_state
 from ..recorder.report import KeptTensor
 from ..table.functions import Row
 from ..table.rules import ByName, attention, with_gradient
-from .script import END, WRITES, Act, Entry, How, Make, Script, Take
+from . import handles
+from .script import END, WRITES, Act, Entry, Make, Script, Take
 
 _MANY = 2**12  # numbers for the values of one call
 _IGNORED = {F.batch_norm: (6, "momentum"), F.instance_norm: (6, "momentum")}  # constants that no recipe reads
@@ -105,22 +107,19 @@ class _Compiler:
         if taught.row is None:
             return None
         act = Act(taught.function, taught.row)
-        makes = self._makes(taught, act)
+        self._make_all(taught, act)
         own = None if taught.own is None else taught.own()
-        inside = {number for make in makes for number in make.outputs} if makes else set()
+        inside = {number for make in act.makes for number in make.outputs}
         packs = [self._pack(taught, act, one, own, inside) for one in taught.packs]
         for pack in packs:
             if pack is not None and not pack.is_elsewhere:
                 self._note_saved(self.numbered.get(pack.number))
-        act.makes = makes
-        if any(one is not None for one in packs) or any(make.packed or make.is_group for make in makes):
+        if any(one is not None for one in packs) or act.packed or any(make.is_group for make in act.makes):
             act.packs = packs
-        if act.packs is None and not makes:
+        if act.packs is None and not act.makes:
             return None
         hooked = act.packs is not None or bool(self.outside)
-        for number, make in enumerate(makes):
-            found = [(position, saved_as(name, not hooked and name != "other")) for position, name in make.saved]
-            makes[number] = make._replace(saved=found)
+        act.saved = [(saved_as(name, not hooked and name != "other"), position) for name, position in act.saved]
         self.seen |= inside
         if taught.base is not None and (base := taught.base()) is not None and own is not None:
             is_new = isinstance(base.source, Recipe) and base.readers and self._number(base) not in self.seen
@@ -131,54 +130,37 @@ class _Compiler:
                 number = self._number(base)
                 act.base = number, self._form_of(base, taught.base_form)._replace(alias=0)
                 self.seen.add(number)
-        self._simplify(act, taught)
+        is_result_alone = len(act.makes) == 1 and act.form is not None and not (act.is_kept or act.base or act.packed)
+        gives = any(pack is not None and pack.make is handles.served for pack in packs)
+        if is_result_alone and not (gives or act.makes[0].is_group or act.makes[0].prepared):
+            act.simple = act.makes[0].function
         act.guards = taught.writes and not any(path == 0 for path, *_ in act.takes)
-        act.written, act.stream, act.draws = taught.written, taught.stream, any(make.draws for make in makes)
+        act.written, act.stream = taught.written, taught.stream
         return act
 
-    def _simplify(self, act: Act, taught: Taught) -> None:
-        """Note what a recipe reads, and what a result needs that is dropped alone."""
-        act.reads_packed = any(make.packed for make in act.makes)
-        act.blank = [None] * len(act.takes)
-        for make in act.makes:
-            if act.form is not None and not make.is_group:
-                reads = [position for position, take in make.taken if act.takes[take][1].how != How.COPY]
-                reads += [position for position, _ in make.packed]
-                reads += [position for position, _ in make.saved if act.packs is not None or self.outside]
-                shares = (position for position, take in make.taken if act.takes[take][0] == taught.alias)
-                act.form = act.form._replace(reads=tuple(reads), alias=next(shares, -1))
-        if len(act.makes) == 1 and act.form is not None and not (act.is_kept or act.base):
-            (make,) = act.makes
-            serves = any(pack is not None and pack.how == How.RESULT and pack.more for pack in act.packs or ())
-            is_own = act.has_own_arguments(make) and not any(type(one) is list for _, one in taught.consts)
-            if not (serves or make.packed or make.is_group or make.draws or make.refreshed):
-                act.simple, act.saved, act.given = make.function, make.saved, () if is_own else make.given
-                act.blank = None if is_own else make.arguments
-                act.takes = [(*act.takes[take][:2], position) for position, take in make.taken]
-
-    def _form_of(self, value: Value, form: Form) -> Form:
-        assert isinstance(value.source, Recipe)
-        return form._replace(readers=value.readers, autocast=value.source.autocast)
-
-    def _makes(self, taught: Taught, act: Act) -> list[Make]:
-        makes: list[Make] = []
-        takes: list[tuple[Path, Take, int]] = []
+    def _make_all(self, taught: Taught, act: Act) -> None:
+        """Add how to compute what a call drops."""
+        own = None if taught.own is None else taught.own()
         for reference, sources, draws, function in taught.recipes:
             recipe = reference()
             if recipe is None:
                 continue
-            outputs = [one() for one in recipe.outputs] if recipe.outputs else [taught.own()]
+            outputs = [one() for one in recipe.outputs] if recipe.outputs else [own]
             outputs = [one if one is not None and one.source is recipe and one.readers else None for one in outputs]
             if not any(outputs):
                 continue
-            makes.append(self._make(taught, recipe, sources, draws, function, outputs, takes))
-            act.autocast = recipe.autocast
-            act.device = recipe.device
-            own = taught.own() if taught.own is not None else None
+            begin = len(act.blank)
+            self._add_arguments(taught, act, recipe, sources)
+            numbers = [-1 if one is None else self._number(one) for one in outputs]
+            act.makes.append(self._make(taught, act, recipe, begin, draws, function, numbers))
+            act.autocast, act.device = recipe.autocast, recipe.device
             if own is not None and any(one is own for one in outputs):
                 assert taught.form is not None
-                act.form, act.number = self._form_of(own, taught.form), self._number(own)
-        act.takes = takes
+                shares = (place - begin for path, _, place in act.takes if path == taught.alias and place >= begin)
+                form = self._form_of(own, taught.form)
+                act.form = form if recipe.outputs else form._replace(alias=next(shares, -1))
+                act.number = self._number(own)
+        makes = act.makes
         if makes and not (taught.given and not any(make.is_group for make in makes)):
             ignored = _IGNORED.get(taught.function, ())
             act.consts = [(path, one) for path, one in taught.consts if path not in ignored]
@@ -189,159 +171,171 @@ class _Compiler:
             act.names, act.count = taught.names, taught.count
         if any(make.is_group or getattr(make.function, "func", None) is with_gradient for make in makes):
             act.grads = taught.grads
-        return makes
 
-    def _make(
-        self,
-        taught: Taught,
-        recipe: Recipe,
-        sources: list[Source],
-        draws: bool,
-        function: Any,
-        outputs: list[Value | None],
-        takes: list[tuple[Path, Take, int]],
-    ) -> Make:
-        arguments: list[Any] = []
-        taken, given, saved, packed = [], [], [], []
-        for position, (source, argument) in enumerate(zip(sources, recipe.arguments, strict=True)):
-            arguments.append(source.what if source.kind == "const" else None)
+    def _add_arguments(self, taught: Taught, act: Act, recipe: Recipe, sources: list[Source]) -> None:
+        """Add where the arguments of a recipe are found."""
+        for source, argument in zip(sources, recipe.arguments, strict=True):
+            position = len(act.blank)
+            act.blank.append(source.what if source.kind == "const" else None)
             if source.kind == "arg":
-                taken.append((position, len(takes)))
-                takes.append((source.what, self._take(argument, source, taught), len(takes)))
+                act.takes.append((source.what, self._take(argument, source, taught), position))
             elif source.kind == "given":
-                given.append((position, source.what))
+                act.given.append((source.what, position))
             elif source.kind == "saved":
                 number, name = source.what
                 is_dropped = isinstance(argument, Value) and not isinstance(argument.source, Kept)
                 if name is not None and not is_dropped:
-                    saved.append((position, name))
+                    act.saved.append((name, position))
                 elif number is not None:
-                    packed.append((position, number))
+                    act.packed.append((number, position))
                 else:
-                    raise _Unlearnable(f"an argument of {function} whose origin is unknown")
+                    raise _Unlearnable("an argument of a recipe whose origin is unknown")
             elif source.kind != "const":
-                raise _Unlearnable(f"an argument of {function} whose origin is unknown")
+                raise _Unlearnable("an argument of a recipe whose origin is unknown")
+
+    def _make(
+        self,
+        taught: Taught,
+        act: Act,
+        recipe: Recipe,
+        begin: int,
+        draws: bool,
+        function: Any,
+        numbers: list[int],
+    ) -> Make:
+        """How a recipe is computed, whose arguments begin at this position."""
         wraps, is_group = None, bool(recipe.outputs)
         if is_group:
             assert isinstance(recipe.function, Rerun)
             wraps = recipe.function.around
-        elif recipe.can_overwrite and not draws and self._is_spare(recipe.arguments[0], takes[taken[0][1]][1]):
+        elif recipe.can_overwrite and not draws and self._is_spare(recipe.arguments[0], act, begin):
             function = torch.relu_ if function is F.relu else partial(function, inplace=True)
-        elif function is F.relu and len(arguments) == 1:
+        elif function is F.relu and len(recipe.arguments) == 1:
             function = torch.relu
-        refreshed = None
-        if taught.row is not None and taught.row.again is attention:
-            refreshed = partial(_attention_now, getattr(function, "__self__", None))
-        numbers = [-1 if one is None else self._number(one) for one in outputs]
-        return Make(function, arguments, taken, given, saved, packed, numbers, is_group, draws, refreshed, wraps)
+        is_attention = taught.row is not None and taught.row.again is attention
+        prepared = partial(_prepared, function, is_attention, draws, wraps) if is_attention or draws else None
+        if wraps is not None:
+            function = wraps(function)
+        return Make(function, begin, len(act.blank), numbers, is_group, prepared)
 
-    def _is_spare(self, argument: Any, take: Take) -> bool:
-        """Whether a recipe may compute its result over this argument."""
-        if not isinstance(argument, Value) or argument.readers != 1 or take.how != How.KNOWN:
+    def _is_spare(self, argument: Any, act: Act, position: int) -> bool:
+        """Whether a recipe may compute its result over the argument at this position."""
+        if not isinstance(argument, Value) or argument.readers != 1:
+            return False
+        if (position, None) not in [(place, take.make) for _, take, place in act.takes]:  # an earlier entry makes it
             return False
         return isinstance(argument.source, Recipe) and argument.source.fresh and not argument.source.outputs
 
     def _take(self, argument: Any, source: Source, taught: Taught) -> Take:
         """How an entry finds a handle for an argument of a call."""
         if isinstance(argument, Kept):
-            return Take(How.HOLD)
+            return Take(-1, handles.keep)
         if source.is_copy:
-            return Take(How.COPY)
+            return Take(-1, handles.copy)
         is_written = taught.written and source.what == 0
         if source.is_elsewhere and not is_written:
-            return Take(How.GUARDED, self._number(argument))
+            return Take(self._number(argument), handles.keep_guarded)
         return self._handle(argument, is_written)
 
     def _handle(self, value: Value, is_written: bool = False, copy_of: Path | None = None) -> Take:
         """How the handle of a value is found. `copy_of`: the argument of which it is a copy, or a view of a copy."""
-        number = self._number(value)
-        source = value.source
+        number, source = self._number(value), value.source
         if isinstance(source, Kept):
             if is_written:
                 raise _Unlearnable("a kept tensor that is overwritten")
-            return Take(How.FIRST, number)
+            return Take(number, handles.keep)
         if isinstance(source, Signs):
             raise _Unlearnable("signs that a recipe reads")
         if number in self.seen:
-            return Take(How.KNOWN, number)
-        form = Form(torch.Size(), source.dtype, source.stride, source.device, source.autocast, value.readers)
+            return Take(number)
+        form = self._form_of(value)
         if source.function is view:
-            base, *more = source.arguments
+            base, *how = source.arguments
             if isinstance(base.source, Kept):
-                return Take(How.FIRST, number)
-            of = Take(How.KNOWN, self._number(base))
+                return Take(number, handles.keep)
+            of = Take(self._number(base))
             if of.number not in self.seen:
                 if copy_of is None:
                     raise _Unlearnable("a view of an unknown base")
                 of = self._copied(base, of.number, copy_of)
             self.seen.add(number)
-            return Take(How.VIEW, number, of=of, more=tuple(more), form=form._replace(shape=more[1], alias=0))
+            form = form._replace(shape=how[1], alias=0)
+            return Take(number, partial(handles.view_of, of=of, form=form, how=how), of.is_elsewhere)
         if source.function is checkpointed_output:
             self.seen.add(number)
-            return Take(How.NORM, number, form=form)
+            return Take(number, partial(handles.norm, form=form))
         raise _Unlearnable(f"a value that {source.function} computes")
 
-    def _pack(self, taught: Taught, act: Act, pack: Any, own: Value | None, inside: set[int]) -> Take | None:
-        """What autograd gets for a saved tensor. None: the tensor itself."""
-        reference, storage, path, is_result, copy_of = pack
+    def _pack(self, taught: Taught, act: Act, pack: Any, own: Value | None, made: set[int]) -> Take | None:
+        """What autograd gets for a saved tensor. None: the tensor itself. `made`: numbers of what the entry makes."""
+        reference, storage, is_result, copy_of = pack
         if reference is None:
             return None
         if reference == "shape":
-            return Take(How.SHAPE)
+            return Take(-1, handles.shape)
         saved = reference()
         if saved is None:
             return None
         value: Value = saved.value
-        number = self._number(value)
-        if isinstance(value.source, Signs):
+        number, source = self._number(value), value.source
+        if isinstance(source, Signs):
             assert value.positive is not None
             form = Form(torch.Size(), torch.float32, (), "cpu", (False, None), value.readers)
-            return Take(How.SIGNS, number, function=value.positive, form=form)
+            return Take(number, partial(handles.signs, positive=value.positive, form=form))
         if value is own and not is_result:  # the result will do in its place
-            if number not in inside:
+            if number not in made:
                 assert taught.form is not None
                 act.form, act.number, act.is_kept = taught.form._replace(readers=1), number, True
                 self.seen.add(number)
-            return Take(How.RESULT, number, more=("serves",))
-        if copy_of is not None and number not in inside:
-            of = value.source.inputs[0] if isinstance(value.source, Recipe) and value.source.function is view else None
+            return Take(-1, handles.served)
+        if copy_of is not None and number not in made:
+            of = source.inputs[0] if isinstance(source, Recipe) and source.function is view else None
             if of is None or isinstance(of.source, Kept) or self._number(of) in self.seen:
                 return self._copied(value, number, copy_of)
-        if isinstance(value.source, Kept):
-            kept = value.source.packed
-            if address(kept.untyped_storage()) != storage:
+        if isinstance(source, Kept):
+            if address(source.packed.untyped_storage()) != storage:
                 raise _Unlearnable("a tensor that is kept in a copy")
             return None
         if is_result:
-            if number not in inside:
+            if number not in made:
                 raise _Unlearnable("a result that is computed from others")
-            return Take(How.RESULT, number)
-        if number in inside:
-            return Take(How.INSIDE, number, form=self._inside_form(value, taught))
-        if value.source.function is Tensor.to and taught.row is not None and taught.row.narrow is not None:
-            (kept, wide), source = value.source.arguments, value.source
-            form = Form(torch.Size(), wide, source.stride, source.device, source.autocast, value.readers)
-            return Take(How.NARROW, number, function=kept.source.packed.dtype, form=form)
-        if value.source.function in (Tensor.to, Tensor.reshape) and number not in self.seen:
+            return Take(number, handles.result)
+        if number in made:
+            return Take(number, partial(handles.inside, form=self._inside_form(value)))
+        if number not in self.seen and source.function is Tensor.to and taught.row is not None and taught.row.narrow:
+            self.seen.add(number)
+            kept, _ = source.arguments
+            return Take(number, partial(handles.narrowed, dtype=kept.source.packed.dtype, form=self._form_of(value)))
+        if source.function in (Tensor.to, Tensor.reshape) and number not in self.seen:
             raise _Unlearnable("a copy of an argument")
         take = self._handle(value, copy_of=copy_of)
-        return None if take.how == How.FIRST else take  # a view of a kept tensor
+        return None if take.make is handles.keep else take  # a view of a kept tensor
 
     def _copied(self, value: Value, number: int, path: Path) -> Take:
         """A copy of an argument, perhaps cast or in another shape."""
         source = value.source
-        if isinstance(source, Recipe) and source.function in (Tensor.to, Tensor.reshape):
-            if number in self.seen:
-                return Take(How.KNOWN, number)
-            argument, more = source.arguments
-            of = self._handle(argument)
-            self.seen.add(number)
-            shape = more if source.function is Tensor.reshape else torch.Size()
-            form = Form(shape, source.dtype, source.stride, source.device, source.autocast, value.readers)
-            return Take(How.COPIED, number, path, of, source.function, (more,), form)
-        return Take(How.COPIED, number, path)
+        if not isinstance(source, Recipe) or source.function not in (Tensor.to, Tensor.reshape):
+            return Take(-1, partial(handles.kept_in_copy, path=path, number=number))
+        if number in self.seen:
+            return Take(number)
+        argument, more = source.arguments
+        of = self._handle(argument)
+        self.seen.add(number)
+        form = self._form_of(value)
+        if source.function is Tensor.reshape:
+            form = form._replace(shape=more)
+        make = partial(handles.copy_of, path=path, of=of, function=source.function, more=more, form=form)
+        return Take(number, make, is_elsewhere=True)
 
-    def _inside_form(self, value: Value, taught: Taught) -> Form:
+    def _form_of(self, value: Value, form: Form | None = None) -> Form:
+        """The form of a value that a recipe computes. `form`: of its tensor, if it is known."""
+        source = value.source
+        assert isinstance(source, Recipe)
+        if form is None:
+            form = Form(torch.Size(), source.dtype, source.stride, source.device, source.autocast, 0)
+        return form._replace(readers=value.readers, autocast=source.autocast)
+
+    def _inside_form(self, value: Value) -> Form:
         source = value.source
         assert isinstance(source, Recipe) and isinstance(source.function, Rerun)
         position = next(i for i, one in enumerate(source.outputs) if one() is value)
@@ -365,7 +359,14 @@ def _inside(follows: Any, number: int, args: tuple[Any, ...], kwargs: dict[str, 
     return follows.inside(number, args, kwargs)
 
 
-def _attention_now(named: Any) -> Callable[..., Any]:
-    """The attention function with the backends that are enabled now. `named`: how it gets its arguments."""
-    function = by_present_backends(F.scaled_dot_product_attention)
-    return named._replace(function=function).call if isinstance(named, ByName) else function
+def _prepared(function: Any, is_attention: bool, draws: bool, wraps: Any, given: Any) -> Callable[..., Any]:
+    """The function of a recipe, before a call with these arguments: with the present backends and random numbers."""
+    if is_attention:
+        named = getattr(function, "__self__", None)
+        function = by_present_backends(F.scaled_dot_product_attention)
+        function = named._replace(function=function).call if isinstance(named, ByName) else function
+    if draws:
+        state = random_state(tensors_in(given)[0])
+        assert state is not None
+        function = partial(state.call, function)
+    return function if wraps is None else wraps(function)

@@ -23,17 +23,17 @@ from ...torch_internals import (
     unpack,
     without_function_modes,
 )
+from ..held.signs import Signs
 from ..held.values import Again, Recipe, Value
 from ..recorder.known_values import KnownValues
 from ..recorder.lesson import at, same
 from ..recorder.plan import ByPlan
-from ..recorder.recipes import random_state
 from ..recorder.recording import Recording
 from ..table.functions import body, row_of
-from .handles import Handles, Packing, Read, in_memory_of
-from .script import END, WRITES, Act, Entry, How, Keep, Script, Slot, Take
+from .handles import Handles, Packing, in_memory_of, keep
+from .script import END, WRITES, Act, Entry, Keep, Script, Slot
 
-_is_compiling, _KEEPS = torch.compiler.is_dynamo_compiling, (How.HOLD, How.FIRST)
+_is_compiling = torch.compiler.is_dynamo_compiling
 _is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _enter: Any = TorchFunctionMode.__enter__
 _leave: Any = TorchFunctionMode.__exit__
@@ -191,14 +191,12 @@ class Following(Recording):
             or (act.packs is not None and current_hooks() is not None and not self._is_innermost())
         ):
             return self._differs(function, types, args, kwargs)
-        handles: Any = self._handles(act, args, kwargs) if act.makes else ()
-        if handles is None or (act.guards and not ours.may_write(function, args, kwargs)):
+        arguments = self._arguments(act, args, kwargs) if act.makes else []
+        if arguments is None or (act.guards and not ours.may_write(function, args, kwargs)):
             return self._differs(function, types, args, kwargs)
-        form, own, states, packing = act.form, None, None, None
-        if form is not None:
-            own = Slot(form, ours.passed)
-        if act.draws:
-            states = [random_state(args[0]) if make.draws else None for make in act.makes]
+        form, packing = act.form, None
+        own = None if form is None else Slot(form, ours.passed)
+        simple, functions = act.simple, [] if act.simple else [one.ready((args, kwargs)) for one in act.makes]
         version = args[0]._version if act.written else 0
         if act.packs is None:
             result = function(*args, **kwargs) if kwargs else function(*args)
@@ -206,12 +204,7 @@ class Following(Recording):
             result, packing = self._with_hooks(act, function, args, kwargs, own)
             if packing.has_failed or (packing.own is not None and packing.own is not result):
                 return self._surprised(packing, result)
-        if form is None:
-            if act.makes:
-                ours.drop(act, args, kwargs, result, own, handles, packing, states)
-            return result
-        assert own is not None
-        if (
+        if form is not None and (
             type(result) is not Tensor
             or result.shape != form.shape
             or result.dtype is not form.dtype
@@ -220,15 +213,15 @@ class Following(Recording):
             or (bool(args) and result is args[0] and result._version == version + 1) is not act.written
         ):
             return self._surprised(packing, result)
-        if act.simple is None:
-            ours.drop(act, args, kwargs, result, own, handles, packing, states)
+        if simple is None or own is None:
+            if form is not None or act.makes:
+                ours.drop(act, result, own, arguments, functions, packing)
             return result
-        # The result alone is dropped, and is computed by a function and arguments of this call.
         if act.saved:
             node = result.grad_fn
-            for position, saved_by in act.saved:
-                handles[position] = saved_by(node)
-        own.function, own.arguments = act.simple, handles
+            for saved_by, position in act.saved:
+                arguments[position] = saved_by(node)
+        own.function, own.arguments = simple, arguments
         reference = ref(result)
         ours.found[act.number] = reference, result._version, own
         if act.is_saved:
@@ -243,7 +236,7 @@ class Following(Recording):
         ours.packing = packing = Packing()
         packing.act, packing.args, packing.kwargs, packing.slot = act, args, kwargs, own
         packing.takes = iter(act.packs or ())
-        if act.reads_packed:
+        if act.packed:
             packing.packed = []
         try:
             push_hooks(ours.hook, unpack)  # inside the try, because Ctrl-C may come right after it
@@ -265,8 +258,8 @@ class Following(Recording):
         self.hand_over()
         return result
 
-    def _handles(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The handles of the arguments that recipes read. None: something differs."""
+    def _arguments(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The arguments of the recipes, with handles for tensors. None: something differs."""
         is_on, dtype = act.autocast
         if is_on or is_any_autocast_enabled():
             if _is_autocast_enabled(act.device) is not is_on or (is_on and dtype != _autocast_dtype(act.device)):
@@ -281,35 +274,30 @@ class Following(Recording):
             one = at(path, args, kwargs)
             if not isinstance(one, Tensor) or one.requires_grad is not needs:
                 return None
-        ours = self.handles
-        handles: list[Any]
-        if act.blank is None:
-            if list in map(type, args):  # it may change
-                return None
-            handles = [*args]
-        else:
-            handles = [*act.blank]
-            for position, path in act.given:
-                given = args[path] if type(path) is int else kwargs[path]
-                handles[position] = tuple(given) if type(given) is list else given
+        ours, arguments = self.handles, [*act.blank]
+        for path, position in act.given:
+            given = args[path] if type(path) is int else kwargs[path]
+            arguments[position] = tuple(given) if type(given) is list else given
         known = ours.found
         tensor: Any
         for path, take, position in act.takes:
             kind = type(path)
             tensor = args[path] if kind is int else kwargs[path] if kind is str else args[path[0]][path[1]]
-            number = take[1]
+            number, make, _ = take
             if number in known:
                 reference, version, handle = known[number]
                 if version != tensor._version or reference() is not tensor:
                     return None
-            elif take[0] in _KEEPS and type(tensor) in PLAIN:
-                handle = Keep(tensor)
-                if take[0] == How.FIRST:
-                    known[number] = ref(tensor), handle.version, handle
-            elif (handle := ours.take(take, tensor)) is None:
+            elif make is None or type(tensor) not in PLAIN:
                 return None
-            handles[position] = handle
-        return handles
+            else:
+                handle = Keep(tensor) if make is keep else make(ours, tensor)
+                if handle is None:
+                    return None
+                if number >= 0:
+                    known[number] = ref(tensor), tensor._version, handle
+            arguments[position] = handle
+        return arguments
 
     def hand_over(self) -> None:
         """Let the recorder go on with the rest of the pass."""
@@ -322,7 +310,13 @@ class Following(Recording):
             last = self.entries[self.next - 1]
             policy.catch_up([one for one, _ in script.plan.calls[: last.calls + 1]], last.total)
         self._start_recorder(policy)
-        _tell(self.known, found, served, {one.number: one.how for e in self.entries[: self.next] for one in _packs(e)})
+        packs = [one.act.packs or () for one in self.entries[: self.next] if one.act is not None]
+        _tell(
+            self.known,
+            found,
+            served,
+            {take.number for one in packs for take in one if take is not None and not take.is_elsewhere},
+        )
 
     def _start_recorder(self, policy: ByPlan | None) -> None:
         self.script, self.policy = None, policy
@@ -344,16 +338,10 @@ def _stream(device: int) -> int:
     return 0 if raw_stream is None else raw_stream(device)
 
 
-def _packs(entry: Entry) -> list[Take]:
-    act = entry.act
-    packs = () if act is None or act.packs is None else act.packs
-    return [one for one in packs if one is not None and not one.is_elsewhere]
+def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: set[int]) -> None:
+    """Tell the recorder the values that a script knows.
 
-
-def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: dict[int, int]) -> None:
-    """Tell the recorder the values that a script knows. `saved`: how autograd holds values, by their numbers.
-
-    `served`: see `Handles`.
+    `served`: see `Handles`. `saved`: the numbers of values that autograd may hold.
     """
     slots = [*(one for _, _, one in found.values() if type(one) is Slot), *(slot for _, slot in served)]
     for reference, slot in served:
@@ -361,7 +349,7 @@ def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: dict[in
         slot.memory = None if tensor is None or not is_ordinary(tensor) else known.memory_of(tensor)
     living: dict[int, Tensor] = {}  # by id of the handle
     kept: dict[int, Value] = {}
-    for number, (reference, version, handle) in found.items():
+    for reference, version, handle in found.values():
         tensor = reference()
         if tensor is None or not is_ordinary(tensor):
             continue
@@ -370,7 +358,7 @@ def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: dict[in
             continue
         if type(handle) is Keep:
             kept[id(handle)] = known.find(tensor) or known.keep(tensor)
-        elif known.find(tensor) is None and saved.get(number) != How.SIGNS:  # signs are no values
+        elif known.find(tensor) is None and not isinstance(getattr(handle.function, "__self__", None), Signs):
             known.remember(tensor, Value(Recipe(Again(handle.look, ()), tensor)))
     for number, (_, _, handle) in found.items():
         if number in saved and type(handle) is Slot:
@@ -382,6 +370,6 @@ def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: dict[in
         if any(values):
             # The recorder copies a value that a recipe reads, if the program overwrites it.
             pairs = zip(holder.arguments, values, strict=True)
-            holder.arguments = [one if value is None else Read(value) for one, value in pairs]
+            holder.arguments = [value or one for one, value in pairs]
             for value in filter(None, values):
                 value.recipes.append(ref(holder))

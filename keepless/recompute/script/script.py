@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...saved import autocast_as, check_version, laid_out
 from ...torch_internals import at_end_of_backward, backward_number
-from ..held.values import Memory
+from ..held.values import Memory, Value
 from ..recorder.lesson import Form, Opening, Path
 from ..recorder.plan import Plan
 from ..recorder.report import KeptTensor
@@ -42,14 +42,6 @@ class Keep:
         return tensor
 
     read = get
-
-
-def computed(form: Form, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """The result of a function, under the forward pass's settings."""
-    if _is_grad_enabled() or form.autocast[0] or _is_autocast_enabled(form.device):
-        with torch.no_grad(), autocast_as(form.autocast, form.device):
-            return function(*arguments)
-    return function(*arguments)
 
 
 class Pass:
@@ -91,19 +83,16 @@ class Slot:
     """
 
     __slots__ = (
-        *("__weakref__", "arguments", "form", "function", "group", "left", "memory", "passed", "reads", "tensor"),
-        "version",
+        *("__weakref__", "arguments", "form", "function", "group", "left", "memory", "passed", "tensor", "version"),
     )
 
-    def __init__(self, form: Form, passed: Pass):
+    def __init__(self, form: Form, passed: Pass, function: Callable[..., Any] = unknown, arguments: Sequence[Any] = ()):
         self.form, self.passed = form, passed
+        self.function, self.arguments = function, arguments
         self.tensor: Tensor | None = None  # once it is computed: with its version, and the number of readers left
         self.version = self.left = 0
         self.memory: Memory | None = None  # of the forward tensor, once the recorder has taken over
         self.group: Group | None = None
-        self.arguments: Sequence[Any] = ()
-        self.reads: Sequence[int] = form.reads  # positions of the arguments with a method `read`
-        self.function: Callable[..., Any] = unknown
 
     def get(self) -> Tensor:
         """For autograd. RuntimeError if the forward tensor, or one that it is computed from, was modified in place."""
@@ -121,23 +110,24 @@ class Slot:
             if self.left == 0:
                 self.tensor = None
             return tensor
-        if self.group is not None:
-            tensor = self.group.compute(self)
+        form, group = self.form, self.group
+        holder: Slot | Group = self if group is None else group
+        given = [*holder.arguments]
+        for position, one in enumerate(given):  # one frame of Python for each slot of a chain, which may be long
+            if type(one) in HANDLES:
+                given[position] = one.read()
+        if _is_grad_enabled() or form.autocast[0] or _is_autocast_enabled(form.device):
+            with torch.no_grad(), autocast_as(form.autocast, form.device):
+                found = holder.function(*given)
         else:
-            given = [*self.arguments]
-            for position in self.reads:
-                given[position] = given[position].read()
-            form = self.form
-            if _is_grad_enabled() or form.autocast[0] or _is_autocast_enabled(form.device):
-                tensor = computed(form, self.function, given)
-            else:
-                tensor = self.function(*given)
-            if tensor.dtype is not form.dtype:
-                tensor = tensor.to(form.dtype)
-            if tensor.stride() != form.stride:
-                tensor = laid_out(tensor, form.stride)
-        if self.form.readers > 1:
-            self.passed.hold(self, tensor, self.form.readers - 1)
+            found = holder.function(*given)
+        tensor = found if group is None else group.share(self, found)
+        if tensor.dtype is not form.dtype:
+            tensor = tensor.to(form.dtype)
+        if tensor.stride() != form.stride:
+            tensor = laid_out(tensor, form.stride)
+        if form.readers > 1:
+            self.passed.hold(self, tensor, form.readers - 1)
         return tensor
 
     def look(self) -> Tensor:
@@ -147,7 +137,7 @@ class Slot:
         return self.read()
 
 
-HANDLES: set[type] = {Keep, Slot}  # what has a method `read`
+HANDLES = {Keep, Slot, Value}  # what has a method `read`; values, once the recorder has taken over
 
 
 class Group:
@@ -160,9 +150,8 @@ class Group:
         # Autograd holds the slots, which hold this group. None: autograd has not asked for that tensor.
         self.slots = [None if slot is None else weakref.ref(slot) for slot in slots]
 
-    def compute(self, wanted: Slot) -> Tensor:
-        given = [one.read() if type(one) in HANDLES else one for one in self.arguments]
-        found = computed(wanted.form, self.function, given)
+    def share(self, wanted: Slot, found: Sequence[Tensor]) -> Tensor:
+        """The tensor for the slot that is read; the others hold theirs until their own readers have read them."""
         own: Tensor | None = None
         for reference, tensor in zip(self.slots, found, strict=True):
             slot = None if reference is None else reference()
@@ -174,58 +163,27 @@ class Group:
         return own
 
 
-class How:
-    """How a tensor's handle is found."""
-
-    KNOWN = 0  # an earlier entry has made it
-    FIRST = 1  # the tensor is kept; it is noted when it is seen for the first time
-    GUARDED = 2  # as FIRST; but the recorder has kept a copy instead, so a call that writes over it ends the script
-    VIEW = 3  # a view of a dropped tensor, or of a copy
-    NORM = 4  # the output of a norm whose node can compute it
-    HOLD = 5  # it is kept for this reader alone
-    COPY = 6  # a copy is kept
-    # Only for tensors that autograd saves:
-    SHAPE = 7  # only the shape is needed
-    SIGNS = 8  # only the signs are needed
-    COPIED = 9  # a copy of an argument, made inside the call
-    INSIDE = 10  # made inside the call, and computed again with its result
-    NARROW = 11  # indices, which are kept in a smaller type
-    RESULT = 12  # the result, or an argument in whose place the result will do
-
-
 class Take(NamedTuple):
     """How to find the handle of a tensor."""
 
-    how: int
-    number: int = -1  # of the value
-    path: Path = -1  # of the argument
-    of: "Take | None" = None  # VIEW: the number of its base; COPIED: the argument
-    function: Any = None  # VIEW and COPIED: what computes it from that, with `more` arguments
-    more: tuple[Any, ...] = ()
-    form: Form | None = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether autograd's tensor is not in the memory of this value's tensor."""
-        if self.how == How.VIEW:
-            return self.of is not None and self.of.is_elsewhere
-        return self.how == How.COPIED or (self.how == How.RESULT and bool(self.more))
+    number: int  # of the value, whose handle is noted; -1: it is not
+    make: Callable[[Any, Tensor], Any] | None = None  # makes it when the tensor is seen first; see `handles`
+    is_elsewhere: bool = False  # autograd's tensor is not in the memory of the value's tensor
 
 
 class Make(NamedTuple):
     """How to compute what an entry drops."""
 
     function: Callable[..., Any]
-    arguments: list[Any]  # constants, and None for the others
-    taken: Sequence[tuple[int, int]]  # positions of arguments whose handles are taken, and the number of the `Take`
-    given: Sequence[tuple[int, Path]]  # positions of constants that are this call's own
-    saved: Sequence[tuple[int, Any]]  # positions of tensors that the result's node tells, and how it is asked
-    packed: Sequence[tuple[int, int]]  # positions of tensors that the call has saved, and their numbers
+    begin: int  # its arguments among all of the entry: from this position
+    end: int  # to this one, excluded
     outputs: Sequence[int]  # numbers of the values that it computes: one, or several if it is a group
     is_group: bool
-    draws: bool = False
-    refreshed: Callable[[], Callable[..., Any]] | None = None  # makes the function anew for each call
-    wraps: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # what a group does around the function
+    prepared: Callable[[Any], Callable[..., Any]] | None = None  # makes the function anew for each call
+
+    def ready(self, given: Any) -> Callable[..., Any]:
+        """The function, before a call with these arguments."""
+        return self.function if self.prepared is None else self.prepared(given)
 
 
 class Act:
@@ -234,24 +192,22 @@ class Act:
     def __init__(self, function: Callable[..., Any] | None, row: Row):
         self.function, self.row = function, row
         self.packs: Sequence[Take | None] | None = None  # None: the call runs without hooks
-        self.takes: Sequence[tuple[Path, Take, int]] = ()  # the argument, its handle, and the position in `blank`
-        self.makes: Sequence[Make] = ()
+        self.makes: list[Make] = []
+        # The arguments of all recipes: constants, and None for what follows, with positions in this list.
+        self.blank: list[Any] = []
+        self.takes: list[tuple[Path, Take, int]] = []  # arguments of the call whose handles are taken
+        self.given: list[tuple[Path, int]] = []  # constants that are this call's own
+        self.saved: list[tuple[Any, int]] = []  # how the result's node is asked for a tensor that it has saved
+        self.packed: list[tuple[int, int]] = []  # what autograd gets for a tensor that the call saves: its number
         self.consts: Sequence[tuple[Path, Any]] = ()  # arguments that must not change
         self.names: tuple[str, ...] = ()  # of keyword arguments
         self.grads: Sequence[tuple[Path, bool]] = ()  # arguments that must need gradients, or must not
         self.form: Form | None = None  # of the result, if it is dropped, or kept in place of an argument
         self.number = -1  # of the result's value
+        self.simple: Callable[..., Any] | None = None  # if the result alone is dropped: its function, a shorter way
         self.is_kept = False  # the result is kept in place of an argument
-        self.draws = False  # random numbers
         self.device = "cpu"
         self.count = 0  # of positional arguments
-        self.reads_packed = False  # recipes read what autograd gets for saved tensors
-        self.blank: list[Any] | None = []  # the list into which handles are put; None: this call's own arguments
-        # If only the result is dropped, and all arguments of its recipe are taken, constant or saved: its function.
-        # `blank` are its arguments then.
-        self.simple: Any = None
-        self.given: Sequence[tuple[int, Path]] = ()  # positions in `blank` of constants that are this call's own
-        self.saved: Sequence[tuple[int, Callable[[Any], Any]]] = ()
         self.base: tuple[int, Form] | None = None  # the number and form of the result's base
         self.written = False  # the result is the first argument
         self.guards = False  # the call writes over a tensor that is not checked otherwise
@@ -259,11 +215,6 @@ class Act:
         self.autocast: tuple[bool, torch.dtype | None] = (False, None)
         self.stream = -1  # index of the CUDA device; -1 for others
         self.only: tuple[Any, ...] | None = None  # the call only runs, but it must have these arguments
-
-    def has_own_arguments(self, make: Make) -> bool:
-        """Whether a recipe has the arguments of the call itself, in the same places, but handles for its tensors."""
-        own = [(position, self.takes[take][0]) for position, take in make.taken] + [*make.given]
-        return not self.names and sorted(own) == [(number, number) for number in range(self.count)]
 
 
 WRITES = Act(None, Row())  # of calls that only write over a tensor
