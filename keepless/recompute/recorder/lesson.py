@@ -1,15 +1,14 @@
 """The notes of a recorded forward pass, for a script: what each call has saved, and which recipes its results got."""
 
-import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
-from torch.fx.node import map_aggregate
+from torch import Tensor
 
+from ...inputs import tensors_in
 from ...saved import Kept, ShapeOnly, is_ordinary, view
 from ...torch_internals import address
 from ..held.values import Call, Recipe, Saved, Value
@@ -58,6 +57,17 @@ def at(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs[path] if type(path) is str else args[path[0]][path[1]]
 
 
+class _Step(NamedTuple):
+    """A call inside an opened function, as code."""
+
+    entry: int  # number of its entry in the script
+    args: str
+    kwargs: str
+    read: list[str]  # names of tensors
+    made: list[str]  # the same
+    several: bool  # the call returns a tuple or list
+
+
 class Opening:
     """The calls that a function of PyTorch's makes, if it is written in Python, such as attention.
 
@@ -66,38 +76,43 @@ class Opening:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.is_known = True  # False: it has done something that the graph does not tell
-        self.graph = fx.Graph()
-        self.follows = self.graph.placeholder("follows")  # the context of the pass
-        self.calls: list[tuple[fx.Node, int]] = []  # with the numbers of their entries in the script
+        self.is_known = True  # False: it has done something else than calls that make tensors
+        self.steps: list[_Step] = []
         self.end = 0  # number of the entry after the last call
+        self.result = ""  # as code
+        self.values: dict[str, Any] = {}  # functions and constants in the code
         self.count, self.names = len(args), tuple(kwargs)
         self.consts = list(_constants(args, kwargs))
-        self._nodes: dict[int, tuple[weakref.ref[Tensor], fx.Node]] = {}  # that make tensors, by the tensors' ids
+        self._tensors: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # with their names, by id
         # Of each tensor among the arguments: its path, the path of the first that is the same, its form, and more.
         self.given: list[tuple[Path, Path, Form, torch.device, bool]] = []
         paths: dict[int, Path] = {}
         for path, one in _tensors(args, kwargs):
             if id(one) not in paths:
-                self._note(one, self.graph.placeholder(f"given_{len(paths)}"))
+                self._name(one, f"given_{len(paths)}")
             first = paths.setdefault(id(one), path)
             self.given.append((path, first, _form(one), one.device, one.requires_grad))
-        self._nodes_of((args, kwargs))
+        self.parameters = [f"given_{number}" for number in range(len(paths))]
+        self._code([*args, *kwargs.values()], [])
 
-    def _note(self, made: Tensor, node: fx.Node) -> None:
-        self._nodes[id(made)] = weakref.ref(made), node
+    def _name(self, tensor: Tensor, name: str) -> str:
+        self._tensors[id(tensor)] = weakref.ref(tensor), name
+        return name
 
-    def _nodes_of(self, given: Any) -> Any:
-        """The same with nodes in place of tensors."""
-        return map_aggregate(given, self._node_of)
-
-    def _node_of(self, one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            self.is_known = self.is_known and isinstance(one, _CONSTANTS)
-            return one
-        reference, node = self._nodes.get(id(one), (None, None))
-        self.is_known = self.is_known and reference is not None and reference() is one
-        return node
+    def _code(self, one: Any, read: list[str]) -> str:
+        """An argument as code; the names of its tensors are added to `read`."""
+        if isinstance(one, Tensor):
+            reference, name = self._tensors.get(id(one), (None, ""))
+            self.is_known = self.is_known and reference is not None and reference() is one
+            read.append(name)
+        elif type(one) in (list, tuple):
+            inner = "".join([f"{self._code(part, read)}, " for part in one])
+            name = f"({inner})" if type(one) is tuple else f"[{inner}]"
+        else:
+            self.is_known = self.is_known and not tensors_in(one)
+            name = f"value_{len(self.values)}"
+            self.values[name] = one
+        return name
 
     def add(self, entry: int, taught: "Taught", args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A call inside has returned."""
@@ -107,18 +122,39 @@ class Opening:
         if taught.opened or not (several or isinstance(result, Tensor)):
             self.is_known = False
             return
-        node = self.graph.call_function(taught.function, *self._nodes_of((args, kwargs)))
-        self.calls.append((node, entry))
-        for number, one in enumerate(result if several else ()):
-            self._note(one, self.graph.call_function(operator.getitem, (node, number)))
-        if not several:
-            self._note(result, node)
+        read: list[str] = []
+        given = "".join([f"{self._code(one, read)}, " for one in args])
+        named = "".join([f"{name!r}: {self._code(one, read)}, " for name, one in kwargs.items()])
+        made = [self._name(one, f"made_{entry}_{number}") for number, one in enumerate(result if several else [result])]
+        self.values[f"call_{entry}"] = taught.function
+        self.steps.append(_Step(entry, f"({given})", f"{{{named}}}", read, made, several))
 
     def ends(self, entry: int, result: Any) -> None:
         """The function has returned. `entry`: the number of the next one in the script."""
-        self.end = entry
-        self.graph.output(self._nodes_of(result))
-        self._nodes.clear()
+        self.end, self._left = entry, list[str]()
+        self.result = self._code(result, self._left)
+        self._tensors.clear()
+
+    def compiled(self, followed: Container[int]) -> Callable[..., Any]:
+        """A function that makes the calls: `run(follows, *tensors)`.
+
+        `followed`: numbers of entries that are no mere calls: `follows.inside(number, args, kwargs)` makes them.
+        """
+        lines, needed = [f"    return {self.result}"], {*self._left}
+        for step in reversed(self.steps):
+            done = {*step.read, *step.made} - needed  # tensors are freed as early as in the function itself, or earlier
+            lines += [f"    del {', '.join(sorted(done))}"] if done else []
+            call = f"call_{step.entry}(*{step.args}, **{step.kwargs})"
+            if step.entry in followed:
+                call = f"follows.inside({step.entry}, {step.args}, {step.kwargs})"
+            made = f"[{', '.join(step.made)}]" if step.several else step.made[0]
+            lines.append(f"    {made} = {call}")
+            needed |= {*step.read}
+        lines.append(f"def run(follows, {', '.join(self.parameters)}):")
+        space = dict(self.values)
+        exec("\n".join(reversed(lines)), space)
+        run: Callable[..., Any] = space["run"]
+        return run
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """The tensors among these arguments, each once; None if the function may make other calls with them."""

@@ -13,7 +13,7 @@ from ...saved import Kept, view
 from ...torch_internals import address, by_present_backends, saved_as
 from ..held.signs import Signs
 from ..held.values import Recipe, Value, checkpointed_output
-from ..recorder.lesson import Form, Lesson, Opening, Path, Source, Taught, is_constant
+from ..recorder.lesson import Form, Lesson, Path, Source, Taught, is_constant
 from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun, random_state
 from ..recorder.report import KeptTensor
@@ -77,9 +77,11 @@ class _Compiler:
         for entry in entries:
             if entry.act is not None:
                 entry.act.is_saved = entry.act.number in self.saved
+        followed = {number for number, entry in enumerate(entries) if entry.act is not None}
         for number, one in enumerate(self.taught):
             if one.opening is not None:
-                entries[number] = entries[number]._replace(opening=one.opening, run=_run(one.opening, entries))
+                run = one.opening.compiled(followed)
+                entries[number] = entries[number]._replace(opening=one.opening, run=run)
         functions = [one.function or one.opened for one in entries]
         return Script([*entries, END], functions, kept, plan, bool(self.outside))
 
@@ -341,22 +343,6 @@ class _Compiler:
         position = next(i for i, one in enumerate(source.outputs) if one() is value)
         shape, dtype, stride = source.function.forms[position]
         return Form(shape, dtype, stride, source.device, source.autocast, value.readers)
-
-
-def _run(opening: Opening, entries: list[Entry]) -> Callable[..., Any]:
-    """A function that makes the calls of an opened function: `run(None, follows, *tensors)`."""
-    for node, number in opening.calls:
-        if entries[number].act is not None:
-            given: Any = (opening.follows, number, node.args, node.kwargs)
-            node.target, node.args, node.kwargs = _inside, given, {}
-    code = opening.graph.python_code("self")
-    exec(code.src, code.globals)
-    run: Callable[..., Any] = code.globals["forward"]
-    return run
-
-
-def _inside(follows: Any, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return follows.inside(number, args, kwargs)
 
 
 def _prepared(function: Any, is_attention: bool, draws: bool, wraps: Any, given: Any) -> Callable[..., Any]:

@@ -144,7 +144,7 @@ class Following(Recording):
         """Make the calls of an opened function, and return its result. `tensors`: among its arguments."""
         assert entry.opening is not None and entry.run is not None
         try:
-            result = entry.run(None, self, *tensors)
+            result = entry.run(self, *tensors)
         finally:
             if self.sees_rest:
                 self.sees_rest = False
@@ -161,8 +161,8 @@ class Following(Recording):
         self.next = number
         result = self.__torch_function__(function, (), args, kwargs)
         if self.script is None:  # the recorder has taken over
-            self.sees_rest = True
             _enter(self)
+            self.sees_rest = True
         return result
 
     def _branches(self, function: Any) -> bool:

@@ -240,7 +240,7 @@ _add_each(rules.repeated, _named("pad pixel_shuffle pixel_unshuffle", F))
 _add_each(rules.joined, _named("cat concat concatenate stack", torch))
 _add(_named("to float double half bfloat16", Tensor), again=rules.cast)
 _add(_named("dim ndimension size stride numel nelement element_size storage_offset __len__", Tensor), only_asks=True)
-_add(_named("is_contiguous is_floating_point is_complex", Tensor), only_asks=True)
+_add(_named("is_contiguous is_floating_point is_complex", Tensor, torch), only_asks=True)
 
 # Pooling and resampling
 _add_each(rules.made, _named("avg_pool1d avg_pool2d avg_pool3d", F))
