@@ -20,7 +20,7 @@ from .plan import ByPlan, Flag
 
 _MUCH = 16  # tensors this many times smaller than a result may be kept for its recipe
 # Most recipes in a chain where no plan decides, and in a plan; then a result is kept. They are computed by recursion.
-_LONGEST, _LONGEST_PLANNED = 12, 200
+_LONGEST, LONGEST_PLANNED = 12, 200
 
 
 def how_to_repeat(known: KnownValues, rule: Rule, call: Call, result: Tensor) -> Again | None:
@@ -206,7 +206,7 @@ def decide_by_plan(known: KnownValues, policy: ByPlan, rule: Rule, call: Call, r
     if again is not None:
         # Runs again with gradients, as in the forward pass: attention chooses its backend by that too.
         is_whole = row.inside and row.mask is None
-        own = follow(known, again, call, result, is_whole, _LONGEST if flag is None else _LONGEST_PLANNED)
+        own = follow(known, again, call, result, is_whole, _LONGEST if flag is None else LONGEST_PLANNED)
     own = own or known.find(result) or known.keep(result)
     own.number = policy.call
     for saved in replaceable:

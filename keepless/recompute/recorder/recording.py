@@ -17,7 +17,7 @@ Rule 6. If no gradient needs an input's values (the convolution or eval-mode nor
     (`Signs`) once its tensor, and the tensors of recipes that read it, are freed.
 Rule 7. A value is computed for its first reader in a backward pass, and held until the last one has read it or the pass
     has ended. Another backward pass over the graph computes it again.
-Rule 8. A chain has at most `_LONGEST` recipes, in a plan `_LONGEST_PLANNED`; views and casts may lengthen it a little.
+Rule 8. A chain has at most `_LONGEST` recipes, in a plan `LONGEST_PLANNED`; views and casts may lengthen it a little.
 Rule 9. A value belongs to one version of a tensor (values.py). Before a call that may overwrite memory, the values
     in it that recipes read are copied. Afterwards, reading a tensor saved from that memory raises PyTorch's error about
     in-place operations. So does reading a kept tensor or parameter that was modified later, or without our seeing it.

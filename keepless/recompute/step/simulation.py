@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .step import Event, Step
+from ..recorder.recipes import LONGEST_PLANNED
+from .step import Event, Kind, Step
 
 _HOLD, _LET, _SAVE, _READ, _RELEASE, _BUSY, _PASS = Event
 
@@ -63,7 +64,8 @@ def plain_peak(step: Step, saves: bool = True) -> int:
 
 def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
     """See `Simulation.run`."""
-    return Simulation(step).run(kept)
+    simulation = Simulation(step)
+    return simulation.run(simulation.led(kept))
 
 
 class Simulation:
@@ -112,13 +114,22 @@ class Simulation:
     def run(self, kept: Sequence[bool]) -> Outcome:
         """The memory and time of a step that keeps these values, and recomputes others as `Value.get` does.
 
-        `kept`: for each value; True for `Kind.KEPT`, False for `Kind.FOLLOWS` and `Kind.OVERWRITTEN`.
+        `kept`: for each value, after `led`; True for `Kind.KEPT`, False for `Kind.FOLLOWS` and `Kind.OVERWRITTEN`.
         """
-        return _Run(self, self.led(kept)).outcome()
+        return _Run(self, kept).outcome()
 
     def led(self, kept: Sequence[bool]) -> list[bool]:
-        """Extend the choice for each leader to all values that its recipe computes."""
-        return [kept[leader] for leader in self.leaders]
+        """Extend the choice for each leader to all values that its recipe computes; cut chains as the recorder does."""
+        found = [kept[leader] for leader in self.leaders]
+        if found.count(False) > LONGEST_PLANNED:
+            depths = [0] * len(found)
+            for number, is_kept in enumerate(found):
+                if not is_kept:
+                    depths[number] = 1 + max([depths[i] for i in self.inputs[number]], default=0)
+                    if depths[number] > LONGEST_PLANNED and self.step.values[number].kind == Kind.FREE:
+                        for one in self.together[self.leaders[number]]:
+                            found[one], depths[one] = True, 0
+        return found
 
 
 class _Run(_Memories):

@@ -227,6 +227,14 @@ def read_again(y: Tensor) -> Tensor:
     return y.repeat(1, 4).exp().sum() + (y.square() + y.sin()).sum()
 
 
+def deep(y: Tensor) -> Tensor:
+    """A chain of 250 calls, of which a plan repeats at most 200 in a row."""
+    for _ in range(50):
+        z = F.silu(F.silu(F.silu(F.silu(y))))
+        y = torch.cat([y[:, :8], z[:, 8:]], 1)
+    return y.square().mean()
+
+
 def noisy(y: Tensor) -> Tensor:
     return OWN.noisy_square(y.cumsum(1))  # only the operator is repeated
 
@@ -308,5 +316,6 @@ COUNTED: dict[str, Row] = {
     # `torch.cdist` is written in Python, and takes memory while it runs and in its backward pass.
     "distances": (lambda: After(nn.Linear(64, 64), lambda y: torch.cdist(y, y[:64].exp()).mean()), (512, 64)),
     "a copy of what is overwritten": (lambda: After(nn.Linear(64, 64), read_before), (512, 64)),
+    "a deep chain": (lambda: After(nn.Linear(16, 16), deep), (128, 16)),
     "sums of gradients that wait for more": (lambda: After(nn.Linear(16, 64), read_again), (256, 16)),
 }
