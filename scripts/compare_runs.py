@@ -11,6 +11,7 @@ are made from to OUT/RUN/. Given as `runs`, these folders make the same report a
 """
 
 import os
+import shlex
 import statistics
 from dataclasses import dataclass
 from itertools import cycle
@@ -26,7 +27,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
 from engine.records.confusion_picture import with_literal_texts
-from engine.schema.keys import as_list, key, named_after
+from engine.schema.keys import as_list, key, named_after, quoted
 from scripts.reports import charts
 from scripts.reports.markdown import conditions, mean_of, table
 from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, titles_of
@@ -75,8 +76,9 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         ["peak memory of the process, MiB", *(f"{group.training('peak_memory_mib'):,.0f}" for group in groups)],
         ["training, minutes", *(f"{group.training('minutes'):.1f}" for group in groups)],
     ]
-    folders = ",".join(f"OUT/{named_after([run.name])}" for run in runs)
-    again = f'python -m scripts.compare_runs runs=[{folders}] out=OUT "title={title}"'
+    folders = ",".join(quoted(f"OUT/{named_after([run.name])}") for run in runs)  # names of sweeps have = and commas
+    given = shlex.quote(f"runs=[{folders}]") if '"' in folders else f"runs=[{folders}]"
+    again = f'python -m scripts.compare_runs {given} out=OUT "title={title}"'
     lines = [f"# {title}", "", "```", *(run.launched() for run in runs), again, "```", ""]
     lines.append(table(["", *(group.title for group in groups)], rows))
     if len(runs) > len(groups):

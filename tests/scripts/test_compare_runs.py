@@ -101,6 +101,8 @@ def test_seeds_share_a_column_named_by_their_folders(tmp_path):
     assert "- runs/2026-11-22_18-00-00: it has not ended (step 40)\n" in page
     kept = sorted(path.name for path in (folder / "report").iterdir())
     assert kept == [f"optim.lr={lr},seed={seed}" for lr, seed in sorted(scores)]
+    command = next(line for line in page.splitlines() if "compare_runs" in line)
+    assert sorted(composed("compare_runs", *shlex.split(command)[3:]).runs) == [f"OUT/{name}" for name in kept]
     assert report(folder / "report", folder) == page  # the copies are below the same folder
     again = report(tmp_path / "again", folder / "report").replace("again.png", "report.png")
     assert columns(again) == columns(page) and cells[1] in again  # seeds are in the order of their folders' names
