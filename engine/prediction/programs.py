@@ -60,6 +60,9 @@ def exported(
 
     ValueError: the network cannot be exported, or not for all sizes.
     """
+    rows, columns = predictor.mean.shape[2:]
+    if (rows, columns) != (1, 1) and (size is None or (rows, columns) != (*size,)):
+        raise ValueError(f"the network subtracts a mean image of {rows}x{columns} pixels: give size=[{rows},{columns}]")
     count, height, width = _EXAMPLE if size is None else (_EXAMPLE[0], *size)
     network, dynamic = FromLevels(predictor, dtype or predictor.mean.dtype, argmax), {0: Dim.DYNAMIC}
     if size is None:
@@ -72,9 +75,12 @@ def exported(
     except Exception as error:  # PyTorch's errors have many types
         reason = " ".join(str(error).split())[:300]
         sizes = "images of all sizes" if size is None else f"images of {height}x{width} pixels"
+        advice = " (give size=[HEIGHT,WIDTH], which is easier to follow)" if size is None else ""
+        if network.dtype != torch.float32:
+            advice += " (bodies that add in float32, such as RevNets, need float32)"
         raise ValueError(
-            f"torch.export cannot follow the network for {sizes} in {network.dtype}: {type(error).__name__}: {reason} "
-            f"(bodies that add in float32, such as RevNets, need float32)"
+            f"torch.export cannot follow the network for {sizes} in {network.dtype}: {type(error).__name__}: "
+            f"{reason}{advice}"
         ) from error
     graph = program.graph_module
     _drop_equalities(graph)

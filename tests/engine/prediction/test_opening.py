@@ -14,6 +14,7 @@ from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
 from engine.prediction.opening import open_network, predictor
+from engine.prediction.programs import exported
 from engine.schema.evaluation import Prediction
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
@@ -141,6 +142,8 @@ def test_a_mean_image_is_subtracted_as_in_an_evaluation():
     forward = assemble.forward(config, torch.nn.Identity(), torch.device("cpu"))
     state = {"classes": ["a", "b"], "mean_image": mean}
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
-    found = predictor(config, Prediction(), state, forward)(images)
+    network = predictor(config, Prediction(), state, forward)
     expected = forward(torch.from_numpy((images.numpy() - mean.numpy()).astype(np.float32)))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(network(images), expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"subtracts a mean image of 32x32 pixels: give size=\[32,32\]"):
+        exported(network)
