@@ -5,7 +5,7 @@
     python -m scripts.evidence.tables runs=[docs/results,runs/tables] out=OUT
 
 `runs`: one or several folders with run directories at any depth. Writes OUT/tables.md. A run counts for an experiment
-if it has the same configuration, apart from precision, compilation and memory format, which are printed beside its
+if it has the same configuration, apart from settings of speed such as precision, which are printed beside its
 score; other runs are listed with the keys that they changed. Planned memory is from docs/results/memory_plan.json.
 For curves, use scripts.compare_runs.
 """
