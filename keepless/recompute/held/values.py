@@ -1,5 +1,6 @@
 """What a backward pass reads: values that are kept, recomputed from others, or overwritten; and the running call."""
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from ...saved import (
     laid_out,
     wait_for,
 )
-from ...torch_internals import Hooks, address, at_end_of_backward, backward_runs, next_node_number, node_number
+from ...torch_internals import Hooks, address, at_end_of_backward, backward_number, next_node_number, node_number
 from .signs import Positive, Signs
 
 
@@ -39,16 +40,58 @@ class Again(NamedTuple):
     draws: bool = False
 
 
-class Value:
+class _Pass(threading.local):
+    """The backward pass that this thread runs, and what holds tensors for it."""
+
+    number = -1
+    held: list[weakref.ref["Holder"]] = []  # noqa: RUF012  # replaced before it is changed
+
+
+_pass = _Pass()
+
+
+class Holder:
+    """Holds a tensor that a backward pass has computed, from its first reader until the last has read it."""
+
+    __slots__ = ("__weakref__", "left", "tensor", "version")
+
+    tensor: Tensor | None  # while it is held: with its version, and the number of readers left
+    version: int
+    left: int
+
+    def hold(self, tensor: Tensor, readers: int) -> None:
+        """Hold a tensor until so many readers have read it, or the pass ends: it may not reach all of them."""
+        if readers < 1 or (number := backward_number()) == -1:
+            return
+        if number != _pass.number:
+            _pass.number, _pass.held = number, []
+            at_end_of_backward(partial(_release, _pass.held))
+        self.tensor, self.version, self.left = tensor, tensor._version, readers
+        _pass.held.append(weakref.ref(self))  # weak, because holders keep what they are computed from
+
+    def again(self, tensor: Tensor) -> Tensor:
+        """The tensor that is held, for one more reader."""
+        if tensor._version != self.version:
+            check_version(tensor, self.version)  # a backward function may have overwritten its input
+        self.left -= 1
+        if self.left == 0:
+            self.tensor = None
+        return tensor
+
+
+def _release(holders: list[weakref.ref[Holder]]) -> None:
+    for holder in filter(None, (reference() for reference in holders)):
+        holder.tensor = None
+    holders.clear()
+
+
+class Value(Holder):
     """A tensor of the forward pass, for the operations and recipes that read it in a backward pass.
 
     It is recomputed (or unpacked) once per backward pass, for its first reader, and held until the last has read it.
     """
 
-    __slots__ = (
-        *("__weakref__", "bytes", "computed", "number", "positive", "readers", "reads", "recipes", "sign_readers"),
-        *("source", "storage", "stream", "version"),
-    )
+    __slots__ = (*("bytes", "number", "positive", "readers", "recipes", "sign_readers", "source", "storage", "stream"),)
 
     def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
         self.source = source
@@ -59,9 +102,7 @@ class Value:
         self.readers = 0
         self.sign_readers = 0  # readers that only need to know which values are positive
         self.positive: Positive | None = None  # the function by which they find out
-        self.reads = 0  # since it was computed
-        self.computed: Tensor | None = None
-        self.version = 0  # of the computed tensor
+        self.tensor = None
         self.stream: torch.cuda.Stream | None = None  # that computes it, or made the tensor whose signs are read
 
     @property
@@ -123,11 +164,11 @@ class Value:
 
     def get(self) -> Tensor:
         """Return the tensor. Raises RuntimeError if a tensor that it needs was modified in place."""
-        source, tensor = self.source, self.computed
-        if tensor is not None:
-            check_version(tensor, self.version)  # a backward function may have overwritten its input
-            wait_for(self.stream, tensor)
-        elif isinstance(source, Recipe):
+        source = self.source
+        if self.tensor is not None:
+            wait_for(self.stream, self.tensor)
+            return self.again(self.tensor)
+        if isinstance(source, Recipe):
             spare, given = source.can_overwrite and _is_spare(source.arguments[0]), []
             for argument in source.arguments:  # one frame of Python for each recipe of a chain, which may be long
                 given.append(argument.get() if isinstance(argument, (Value, Kept)) else argument)
@@ -136,25 +177,11 @@ class Value:
             tensor = source.get()
             if isinstance(source, Kept) and source.hooks is None:
                 return tensor
-        self.reads += 1
-        if self.reads == self.readers or not backward_runs():  # not in a backward pass
-            self.drop()
-        elif self.computed is None:
-            self.hold(tensor)
+        self.hold(tensor, self.readers - 1)
+        self.stream = current_stream(tensor)
         return tensor
 
     read = get
-
-    def hold(self, tensor: Tensor) -> None:
-        """Hold the computed tensor for later readers."""
-        if backward_runs():
-            self.computed, self.version, self.stream = tensor, tensor._version, current_stream(tensor)
-            # A backward pass through a part of the graph does not reach all readers.
-            at_end_of_backward(partial(_drop, weakref.ref(self)))
-
-    def drop(self) -> None:
-        """Forget the computed tensor."""
-        self.computed, self.stream, self.reads = None, None, 0
 
 
 def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
@@ -170,11 +197,6 @@ def kept_bytes_below(values: Iterable[Value], only_unread: bool = False) -> int:
             seen.add(value)
             waiting += value.source.inputs if isinstance(value.source, Recipe) else ()
     return sum(value.bytes for value in seen if isinstance(value.source, Kept))
-
-
-def _drop(reference: "weakref.ref[Value]") -> None:
-    if (value := reference()) is not None:
-        value.drop()
 
 
 class Memory:
@@ -262,8 +284,9 @@ class Recipe:
         for reference, tensor in zip(self.outputs, result, strict=True):
             if (other := reference()) is value:
                 found = tensor
-            elif other is not None and other.readers and other.computed is None and other.source is self:
-                other.hold(tensor)  # until its own last reader has read it
+            elif other is not None and other.tensor is None and other.source is self:
+                other.hold(tensor, other.readers)
+                other.stream = current_stream(tensor)
         return found
 
 
@@ -308,6 +331,7 @@ class Call:
         self.random: Any = None  # the state of the generator before the call, if it may be needed
         self.saves = 0  # number of tensors saved so far
         self.packed: list[tuple[Tensor, Any]] = []  # tensors that autograd saves, and what it holds instead
+        self.copied: dict[int, Tensor] = {}  # arguments, by the ids of copies that the call saves
         self.inside: list[Inside] = []  # tensors saved inside the call, which it may have made itself
         self.replaceable: list[Saved] = []  # saved arguments that the result can stand for
         self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)

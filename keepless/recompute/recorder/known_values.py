@@ -213,6 +213,8 @@ class KnownValues:
             found = None if value is None else Again(Tensor.reshape, (value, tensor.shape))
         else:
             found = self.kept_in_copy(value, argument, tensor)
+        if found is not None:
+            call.copied[id(tensor)] = argument
         return found
 
     def kept_in_copy(self, value: Value | None, argument: Tensor, copy: Tensor) -> Value:

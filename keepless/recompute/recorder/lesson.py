@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...inputs import tensors_in
-from ...saved import Kept, ShapeOnly, is_ordinary, view
+from ...saved import Kept, ShapeOnly, is_ordinary
 from ...torch_internals import address
-from ..held.values import Call, Recipe, Saved, Value
+from ..held.values import Call, Saved, Value
 from ..table.functions import Row
 
 Path = Any  # of an argument: its position, its name, or (its position, the one in a list)
@@ -235,13 +235,8 @@ class Lesson:
         for tensor, saved in call.packed:
             what = weakref.ref(saved) if isinstance(saved, Saved) else "shape" if type(saved) is ShapeOnly else None
             storage = address(tensor.untyped_storage()) if is_ordinary(tensor) else 0
-            copy_of = None
-            if id(tensor) not in paths and tensor is not result and isinstance(saved, Saved):
-                values = ((one, find(one)) for one in call.arguments if isinstance(one, Tensor))
-                copied = [one for one, value in values if value is not None and value in _origins(saved.value)]
-                if call.before is not None and call.before is saved.value:
-                    copied = [call.args[0]]
-                copy_of = paths[id(copied[0])] if copied else None
+            argument = call.copied.get(id(tensor), call.copied.get(id(tensor._base)))
+            copy_of = None if argument is None or tensor is result else paths[id(argument)]
             if isinstance(saved, Saved) and saved.reads_signs and tensor._base is not None:
                 self.why_not = "signs of a view"
             taught.packs.append((what, storage, tensor is result, copy_of))
@@ -273,15 +268,6 @@ class Lesson:
 
 def _reference(value: Any) -> Any:
     return None if value is None else weakref.ref(value)
-
-
-def _origins(value: Value) -> list[Value]:
-    """The value, and the one that it or its base is cast or reshaped from."""
-    source = value.source
-    if isinstance(source, Recipe) and source.function is view:
-        source = source.inputs[0].source
-    is_copy = isinstance(source, Recipe) and source.function in (Tensor.to, Tensor.reshape)
-    return [value, source.inputs[0]] if isinstance(source, Recipe) and is_copy else [value]
 
 
 def _form(tensor: Tensor) -> Form:

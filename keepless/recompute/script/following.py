@@ -195,7 +195,7 @@ class Following(Recording):
         if arguments is None or (act.guards and not ours.may_write(function, args, kwargs)):
             return self._differs(function, types, args, kwargs)
         form, packing = act.form, None
-        own = None if form is None else Slot(form, ours.passed)
+        own = None if form is None else Slot(form)
         simple, functions = act.simple, [] if act.simple else [one.ready((args, kwargs)) for one in act.makes]
         version = args[0]._version if act.written else 0
         if act.packs is None:

@@ -13,7 +13,7 @@ from ..held.signs import Positive, Signs
 from ..held.values import checkpointed_output
 from ..recorder.lesson import Form, Path, at
 from ..table.rules import overwritten
-from .script import Act, Group, Keep, Pass, Slot, Take, unknown
+from .script import Act, Group, Keep, Slot, Take, unknown
 
 
 class Packing:
@@ -52,7 +52,6 @@ class Handles:
         self.found: dict[int, tuple[ref[Tensor], int, Any]] = {}
         self.saved: dict[int, ref[Tensor]] = {}  # dropped tensors that autograd may have saved, by id
         self.served: list[tuple[ref[Tensor], Slot]] = []  # saved tensors, and the slots of results that serve instead
-        self.passed = Pass()
         self.packing: Any = None  # of the running call
         self.hook = self.pack  # made once
 
@@ -139,7 +138,7 @@ class Handles:
             self.saved[id(result)] = found[0]
         if act.base is not None and (base := result._base) is not None:
             number, form = act.base
-            slot = Slot(form, self.passed, Tensor.view, (own, form.shape))
+            slot = Slot(form, Tensor.view, (own, form.shape))
             self.found[number] = ref(base), base._version, slot
             self.note_saved(base)
 
@@ -204,7 +203,7 @@ def view_of(handles: Handles, tensor: Tensor, of: Take, form: Form, how: Sequenc
         return None
     if not form.is_of(tensor) or base.stride() != strides or tensor.storage_offset() - base.storage_offset() != offset:
         return None
-    return Slot(form, handles.passed, view, (handle, *how))
+    return Slot(form, view, (handle, *how))
 
 
 def norm(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
@@ -215,7 +214,7 @@ def norm(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
     if not form.is_laid_out_as(tensor):
         return None
     handles.note_saved(tensor)
-    return Slot(form, handles.passed, checkpointed_output, (node, None))
+    return Slot(form, checkpointed_output, (node, None))
 
 
 # Only for tensors that autograd saves:
@@ -233,7 +232,7 @@ def served(handles: Handles, tensor: Tensor) -> Slot | None:
     if serves is None or not serves(packing.args, packing.kwargs):
         return None
     # Another slot: the program may overwrite the result, but not the saved argument.
-    slot = Slot(form._replace(readers=1), handles.passed, itself)
+    slot = Slot(form._replace(readers=1), itself)
     packing.instead += (slot,)
     packing.given += ((slot, tensor),)
     handles.served.append((ref(tensor), slot))
@@ -255,7 +254,7 @@ def shape(handles: Handles, tensor: Tensor) -> ShapeOnly | None:
 def signs(handles: Handles, tensor: Tensor, positive: Positive, form: Form) -> Slot:
     form = form._replace(shape=tensor.shape, dtype=tensor.dtype, stride=tensor.stride())
     handles.note_saved(tensor)
-    return Slot(form, handles.passed, Signs(tensor, positive, None).get)
+    return Slot(form, Signs(tensor, positive, None).get)
 
 
 def narrowed(handles: Handles, tensor: Tensor, dtype: Any, form: Form) -> Slot | None:
@@ -264,14 +263,14 @@ def narrowed(handles: Handles, tensor: Tensor, dtype: Any, form: Form) -> Slot |
     narrow = packing.act.row.narrow
     if narrow is None or narrow(packing.args, packing.kwargs) is not dtype or not form.is_laid_out_as(tensor):
         return None
-    return Slot(form, handles.passed, Tensor.to, (Keep(tensor.to(dtype)), form.dtype))
+    return Slot(form, Tensor.to, (Keep(tensor.to(dtype)), form.dtype))
 
 
 def inside(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
     """A tensor that the call has made itself, and that is computed again with its result."""
     if not form.is_of(tensor):
         return None
-    slot = Slot(form, handles.passed)
+    slot = Slot(form)
     handles.packing.given += ((slot, tensor),)
     return slot
 
@@ -282,7 +281,7 @@ def copy_of(
     """A copy of an argument, made inside the call: `function(argument, more)`."""
     argument = _copied_argument(handles, tensor, path)
     handle = None if argument is None or not form.is_laid_out_as(tensor) else handles.take(of, argument)
-    return None if handle is None else Slot(form, handles.passed, function, (handle, more))
+    return None if handle is None else Slot(form, function, (handle, more))
 
 
 def kept_in_copy(handles: Handles, tensor: Tensor, path: Path, number: int) -> Any:

@@ -9,15 +9,13 @@ values that a script computes are right whatever the program does; where somethi
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...saved import autocast_as, check_version, laid_out
-from ...torch_internals import at_end_of_backward, backward_number
-from ..held.values import Memory, Value
+from ..held.values import Holder, Memory, Value
 from ..recorder.lesson import Form, Opening, Path
 from ..recorder.plan import Plan
 from ..recorder.report import KeptTensor
@@ -44,53 +42,22 @@ class Keep:
     read = get
 
 
-class Pass:
-    """The recomputed tensors that a backward pass holds for later readers."""
-
-    __slots__ = ("held", "number")
-
-    def __init__(self) -> None:
-        self.number = -1
-        self.held: list[weakref.ref[Slot]] = []  # weak, because a slot keeps what it is computed from
-
-    def hold(self, slot: "Slot", tensor: Tensor, readers: int) -> None:
-        """Hold a slot's tensor until so many readers have read it, or the pass ends."""
-        if (number := backward_number()) == -1:
-            return
-        if number != self.number:
-            self.number, self.held = number, []
-            at_end_of_backward(partial(_release, self.held))
-        slot.tensor, slot.version, slot.left = tensor, tensor._version, readers
-        self.held.append(weakref.ref(slot))
-
-
-def _release(slots: "list[weakref.ref[Slot]]") -> None:
-    for reference in slots:
-        if (slot := reference()) is not None:
-            slot.tensor = None
-    slots.clear()
-
-
 def unknown() -> Tensor:
     raise AssertionError("the call that saved this tensor has raised an error")
 
 
-class Slot:
+class Slot(Holder):
     """A dropped tensor, and how to compute it again: `function(*arguments)`, with `Slot`s and `Keep`s among these.
 
     It is computed for its first reader in a backward pass, and held until the last one has read it. How many there are
     is known from the pass in which the script was learned; a wrong number costs time or memory, never a wrong value.
     """
 
-    __slots__ = (
-        *("__weakref__", "arguments", "form", "function", "group", "left", "memory", "passed", "tensor", "version"),
-    )
+    __slots__ = ("arguments", "form", "function", "group", "memory")
 
-    def __init__(self, form: Form, passed: Pass, function: Callable[..., Any] = unknown, arguments: Sequence[Any] = ()):
-        self.form, self.passed = form, passed
-        self.function, self.arguments = function, arguments
-        self.tensor: Tensor | None = None  # once it is computed: with its version, and the number of readers left
-        self.version = self.left = 0
+    def __init__(self, form: Form, function: Callable[..., Any] = unknown, arguments: Sequence[Any] = ()):
+        self.form, self.function, self.arguments = form, function, arguments
+        self.tensor = None
         self.memory: Memory | None = None  # of the forward tensor, once the recorder has taken over
         self.group: Group | None = None
 
@@ -102,14 +69,8 @@ class Slot:
 
     def read(self) -> Tensor:
         """For recipes: the tensor as it was when the call was made."""
-        tensor = self.tensor
-        if tensor is not None:
-            if tensor._version != self.version:
-                check_version(tensor, self.version)  # a backward function may have overwritten its input
-            self.left -= 1
-            if self.left == 0:
-                self.tensor = None
-            return tensor
+        if self.tensor is not None:
+            return self.again(self.tensor)
         form, group = self.form, self.group
         holder: Slot | Group = self if group is None else group
         given = [*holder.arguments]
@@ -127,7 +88,7 @@ class Slot:
         if tensor.stride() != form.stride:
             tensor = laid_out(tensor, form.stride)
         if form.readers > 1:
-            self.passed.hold(self, tensor, form.readers - 1)
+            self.hold(tensor, form.readers - 1)
         return tensor
 
     def look(self) -> Tensor:
@@ -157,8 +118,8 @@ class Group:
             slot = None if reference is None else reference()
             if slot is wanted:
                 own = tensor
-            elif slot is not None and slot.tensor is None and slot.form.readers:
-                slot.passed.hold(slot, tensor, slot.form.readers)
+            elif slot is not None and slot.tensor is None:
+                slot.hold(tensor, slot.form.readers)
         assert own is not None
         return own
 

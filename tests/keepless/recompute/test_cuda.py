@@ -75,7 +75,7 @@ def test_a_reader_on_another_stream_waits_and_records(monkeypatch):
     forward, first, second = (Stream(name, log) for name in ("forward", "first", "second"))
     present = [forward]
     monkeypatch.setattr(values, "current_stream", lambda tensor: present[0])
-    monkeypatch.setattr(values, "backward_runs", lambda: True)
+    monkeypatch.setattr(values, "backward_number", lambda: -2)
     monkeypatch.setattr(values, "at_end_of_backward", lambda call: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: present[0])
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: log.append(f"{stream.name} records"))
