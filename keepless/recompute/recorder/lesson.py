@@ -28,6 +28,10 @@ class Form(NamedTuple):
     readers: int
     alias: int = -1  # position of the argument in whose memory the forward tensor is; -1 if it has its own
 
+    @classmethod
+    def of(cls, tensor: Tensor, readers: int = 0) -> "Form":
+        return cls(tensor.shape, tensor.dtype, tensor.stride(), tensor.device.type, (False, None), readers)
+
     def is_of(self, tensor: Tensor) -> bool:
         return tensor.shape == self.shape and self.is_laid_out_as(tensor)
 
@@ -91,7 +95,7 @@ class Opening:
             if id(one) not in paths:
                 self._name(one, f"given_{len(paths)}")
             first = paths.setdefault(id(one), path)
-            self.given.append((path, first, _form(one), one.device, one.requires_grad))
+            self.given.append((path, first, Form.of(one), one.device, one.requires_grad))
         self.parameters = [f"given_{number}" for number in range(len(paths))]
         self._code([*args, *kwargs.values()], [])
 
@@ -241,7 +245,7 @@ class Lesson:
                 self.why_not = "signs of a view"
             taught.packs.append((what, storage, tensor is result, copy_of))
         if isinstance(result, Tensor) and is_ordinary(result):
-            taught.form = _form(result)
+            taught.form = Form.of(result)
             taught.written = bool(call.args) and result is call.args[0]
             if result.is_cuda:
                 taught.stream = result.device.index
@@ -253,7 +257,7 @@ class Lesson:
                 self.why_not = "complex numbers"
             taught.own = _reference(find(result))
             if result._base is not None:
-                taught.base, taught.base_form = _reference(find(result._base)), _form(result._base)
+                taught.base, taught.base_form = _reference(find(result._base)), Form.of(result._base)
         taught.names, taught.count = tuple(call.kwargs), len(call.args)
         taught.grads = [(path, tensor.requires_grad) for path, tensor in _tensors(call.args, call.kwargs)]
         taught.consts = list(_constants(call.args, call.kwargs))
@@ -268,10 +272,6 @@ class Lesson:
 
 def _reference(value: Any) -> Any:
     return None if value is None else weakref.ref(value)
-
-
-def _form(tensor: Tensor) -> Form:
-    return Form(tensor.shape, tensor.dtype, tensor.stride(), tensor.device.type, (False, None), 0)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Tensor]]:

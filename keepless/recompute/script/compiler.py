@@ -282,8 +282,7 @@ class _Compiler:
         number, source = self._number(value), value.source
         if isinstance(source, Signs):
             assert value.positive is not None
-            form = Form(torch.Size(), torch.float32, (), "cpu", (False, None), value.readers)
-            return Take(number, partial(handles.signs, positive=value.positive, form=form))
+            return Take(number, partial(handles.signs, positive=value.positive, readers=value.readers))
         if value is own and not is_result:  # the result will do in its place
             if number not in made:
                 assert taught.form is not None

@@ -236,8 +236,6 @@ class Following(Recording):
         ours.packing = packing = Packing()
         packing.act, packing.args, packing.kwargs, packing.slot = act, args, kwargs, own
         packing.takes = iter(act.packs or ())
-        if act.packed:
-            packing.packed = []
         try:
             push_hooks(ours.hook, unpack)  # inside the try, because Ctrl-C may come right after it
             return function(*args, **kwargs) if kwargs else function(*args), packing

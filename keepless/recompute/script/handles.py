@@ -24,7 +24,7 @@ class Packing:
     kwargs: dict[str, Any]
     slot: Slot | None  # of the result
     takes: Iterator[Take | None]  # for the tensors that are still to be saved
-    packed: list[Any] | None = None  # what autograd gets for them, if recipes read it
+    packed: tuple[Any, ...] = ()  # what autograd has got for others
     has_failed = False
     own: Tensor | None = None  # the saved result
     given: tuple[tuple[Any, Tensor], ...] = ()  # slots whose functions are not known yet
@@ -76,8 +76,7 @@ class Handles:
         if handle is None:
             packing.has_failed = True
             handle = Keep(tensor if tensor.is_leaf else tensor.detach())
-        if packing.packed is not None:
-            packing.packed.append(handle)
+        packing.packed += (handle,)
         return handle
 
     def held(self, tensor: Tensor) -> Any:
@@ -114,7 +113,7 @@ class Handles:
         for saved_by, position in act.saved:
             arguments[position] = saved_by(result.grad_fn)
         for number, position in act.packed:
-            assert packing is not None and packing.packed is not None
+            assert packing is not None
             arguments[position] = packing.packed[number]
         for make, function in zip(act.makes, functions, strict=True):
             given = arguments[make.begin : make.end]
@@ -251,10 +250,9 @@ def shape(handles: Handles, tensor: Tensor) -> ShapeOnly | None:
     return ShapeOnly(tensor) if is_enough else None
 
 
-def signs(handles: Handles, tensor: Tensor, positive: Positive, form: Form) -> Slot:
-    form = form._replace(shape=tensor.shape, dtype=tensor.dtype, stride=tensor.stride())
+def signs(handles: Handles, tensor: Tensor, positive: Positive, readers: int) -> Slot:
     handles.note_saved(tensor)
-    return Slot(form, Signs(tensor, positive, None).get)
+    return Slot(Form.of(tensor, readers), Signs(tensor, positive, None).get)
 
 
 def narrowed(handles: Handles, tensor: Tensor, dtype: Any, form: Form) -> Slot | None:
