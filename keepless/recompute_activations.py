@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -268,11 +267,10 @@ class _Hooks:
         is_free = current_hooks() is None  # if there are hooks around the network, they decide what is kept
         if is_free and not (self.checkpointed_only or has_shards):
             form = self.forms.of(module, inputs, args, kwargs)
-        if plans is not None and is_free:
-            plans.note_last()
         if form is not None and form.now is not None and not form.learns:
-            if plans is None or (form.size is not None and plans.are_settled(form.size, form.now.plan)):
-                make_policy = None if plans is None else partial(plans.start_policy, form.size, form.given)
+            last = form.policy
+            if plans is None or (last is not None and last.size.is_settled_on(form.now.plan)):
+                make_policy = None if last is None else last.anew
                 following = Following(form.now, form.scripts, make_policy, inputs=inputs, frame=frame)
                 following.form = form
                 return following
@@ -290,8 +288,8 @@ class _Hooks:
                 form.learns = True
             if form.learns:
                 recording.lesson, recording.form = Lesson(), form
-                if plans is not None and plans.last is not None:
-                    _, form.size, form.given = plans.last
+                if policy is not None and policy.size is not None:
+                    form.policy = policy
         return recording
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -304,8 +302,8 @@ class _Hooks:
                 followed = recording.script if isinstance(recording, Following) and recording.has_followed else None
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
-                if self.plans is not None and output is not None:  # None: it has raised an error
-                    self.plans.pass_has_ended()
+                if self.plans is not None:
+                    self.plans.pass_has_ended(recording.policy, has_raised=output is None)
                 if recording.form is not None:
                     _conclude(recording, recording.form, followed, output)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...saved import PLAIN, autocast_of, is_ordinary
 from ...torch_internals import is_any_autocast_enabled, is_capturing
+from ..recorder.plan import ByPlan
 from ..script.script import Script
 
 _MOST = 16  # forms of inputs whose scripts are kept; also branches of a form, and passes from which one is learned
@@ -22,8 +23,7 @@ class InputForm:
         self.now: Script | None = None  # of the last pass that could follow one
         self.lessons = 0
         self.learns = True  # the next pass is recorded, to learn from it
-        self.size: Any = None  # the `plans.Size` whose plans the scripts follow
-        self.given: Any = None  # the sizes of the inputs, for these plans
+        self.policy: ByPlan | None = None  # of the last pass that was learned from
 
     def learn(self, script: Script | None) -> None:
         """A pass has been recorded. None: there can be no script."""

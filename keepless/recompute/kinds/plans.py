@@ -57,8 +57,6 @@ class Plans:
     def __init__(self, budget: float | int):
         self.budget = budget
         self._families: dict[Hashable, list[Size]] = {}  # by what inputs of different sizes have in common
-        # The policy of the last pass, the size whose plans it has, and the sizes of its inputs.
-        self.last: tuple[ByPlan, Size, _Given] | None = None
         self._waits = False  # a warning has said that planning waits for a profiler or a capture to end
         self._was_missed = False  # a warning has said that the budget cannot be met
         self._error: Exception | None = None  # of the last rehearsal
@@ -79,32 +77,19 @@ class Plans:
         if given == size.given and size.is_unsettled and not self._cannot_rehearse:
             self._rehearse(size, module, args, kwargs)
         size.passes += 1
-        return self.start_policy(size, given)
+        return ByPlan(size.plans, size, given)
 
-    def are_settled(self, size: "Size", plan: Plan | None) -> bool:
-        """Whether a pass may follow a script of this plan, because none is to be rehearsed."""
-        return any(one is plan for one in size.plans) and not size.is_unsettled
-
-    def start_policy(self, size: "Size", given: "_Given") -> ByPlan:
-        """The policy of a pass that no script follows, or that has left its script."""
-        policy = ByPlan(size.plans)
-        self.last = policy, size, given
-        return policy
-
-    def note_last(self) -> None:
-        """Note whether the last pass left its plans, and forget it."""
-        last, self.last = self.last, None
-        if last is not None and not last[0].plans:
-            _, size, given = last
+    def pass_has_ended(self, policy: ByPlan | None, has_raised: bool) -> None:
+        """Note whether a pass has left its plans. If its rehearsal alone has raised an error, warn and make no more."""
+        if policy is not None and policy.size is not None and not policy.plans:
+            size, given = policy.size, policy.given
             if given != size.given:  # too large despite fewer bytes, or other calls
                 size.serves = min(size.serves, sum(given[1]) - 1)
             else:
                 size.strays = True
-
-    def pass_has_ended(self) -> None:
-        """The network itself has raised no error; if its rehearsal did, warn and make no more plans."""
-        error, self._error = self._error, None
-        if error is not None:
+        error = self._error
+        if error is not None and not has_raised:
+            self._error = None
             self._cannot_rehearse = True
             warn(f"no plan can be made, so a step may exceed the budget: {type(error).__name__}: {error}")
 
@@ -253,6 +238,10 @@ class Size:
     def is_unsettled(self) -> bool:
         """Whether the next pass is to be rehearsed."""
         return (self.strays or not self.plans) and self.rehearsals < _MOST
+
+    def is_settled_on(self, plan: Plan | None) -> bool:
+        """Whether a pass may follow a script of this plan."""
+        return any(one is plan for one in self.plans) and not self.is_unsettled
 
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)

@@ -52,12 +52,18 @@ class ByPlan:
 
     Args:
         plans: one for each known sequence of calls of the network.
+        size, given: the `Size` whose plans these are, and the sizes of the pass's inputs: see `Plans`.
     """
 
-    def __init__(self, plans: Sequence[Plan] = ()) -> None:
+    def __init__(self, plans: Sequence[Plan] = (), size: Any = None, given: Any = None) -> None:
+        self.size, self.given = size, given
         self.plans = list(plans)  # the plans that match the calls of this forward pass so far
         self.call = -1  # number of the current call
         self.total = 0  # bytes of all results so far
+
+    def anew(self) -> "ByPlan":
+        """The policy of another pass with these inputs."""
+        return ByPlan(self.size.plans, self.size, self.given)
 
     def catch_up(self, functions: Sequence[Callable[..., Any]], total: int) -> None:
         """These calls have been made without this policy. `total`: bytes of their results."""
