@@ -80,7 +80,6 @@ class Opening:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.is_known = True  # False: it has done something else than calls that make tensors
         self.steps: list[_Step] = []
         self.end = 0  # number of the entry after the last call
         self.result = ""  # as code
@@ -97,7 +96,11 @@ class Opening:
             first = paths.setdefault(id(one), path)
             self.given.append((path, first, Form.of(one), one.device, one.requires_grad))
         self.parameters = [f"given_{number}" for number in range(len(paths))]
-        self._code([*args, *kwargs.values()], [])
+        several = [one for one in (*args, *kwargs.values()) if isinstance(one, (list, tuple))]
+        are_alike = all([len({isinstance(part, Tensor) for part in one}) < 2 for one in several])
+        may_change = any([isinstance(one, list) or not is_constant(one) for _, one in self.consts])
+        # False: it does not only make tensors by calls, or `tensors` cannot tell its arguments from others
+        self.is_known = are_alike and not may_change and len(self.given) == len(tensors_in((args, kwargs)))
 
     def _name(self, tensor: Tensor, name: str) -> str:
         self._tensors[id(tensor)] = weakref.ref(tensor), name

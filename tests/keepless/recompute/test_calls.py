@@ -248,3 +248,17 @@ def test_a_script_makes_the_calls_of_attention_without_its_python(change, budget
                 assert not runs
         for ours, theirs in zip(network.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad), step
+
+
+def test_a_script_sees_that_an_argument_s_list_has_changed():
+    class Windows(nn.Module):
+        size = [3, 3]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.unfold(x.exp(), self.size).sigmoid()
+
+    network, x = recompute_activations(Windows()), torch.randn(2, 3, 8, 8, requires_grad=True)
+    for _ in range(3):
+        network(x).sum().backward()
+    network.size[:] = [2, 2]
+    assert torch.equal(network(x), F.unfold(x.exp(), [2, 2]).sigmoid())
