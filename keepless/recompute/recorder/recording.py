@@ -303,7 +303,7 @@ class Recording(TorchFunctionMode):
         else:
             known.note_made(call, result)
         for value, tensor in call.unsettled:
-            if isinstance(value.source, Kept) and not value.sign_readers:
+            if isinstance(value.source, Kept) and not (value.sign_readers or value.source.is_modified()):
                 value.source = Kept(tensor, known.outer)
         if self.lesson is not None:
             self.lesson.ends(call, result, known.find)

@@ -142,6 +142,14 @@ def test_a_checkpoint_that_repeats_a_write_is_noticed(write):
     assert_right_or_refused(plain, lambda network: recompute(network, IMAGES).sum(), right=False)
 
 
+@pytest.mark.parametrize("around", AROUND)
+def test_a_call_that_writes_over_what_it_saves_is_refused(around):
+    """PyTorch refuses it as well, but not under hooks."""
+    network = recompute_activations(Joined(last=lambda y: y.mul_(y)))
+    with pytest.raises(RuntimeError, match=ERROR), AROUND[around]():
+        network(IMAGES)[1].sum().backward()
+
+
 @pytest.mark.parametrize("name", [name for name in SEEN if "dropout" in name])
 def test_dropout_in_place_that_drops_nothing_writes_nothing(name):
     """So the result that sigmoid has saved stays valid, and the parts of the concatenation need no copies."""
