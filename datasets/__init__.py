@@ -26,6 +26,6 @@ from datasets.segmentation import INSTANCES_PER_CLASS, SegmentationDataset
 from datasets.shapes import shapes
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
-from datasets.verify import inspect, verify
+from datasets.verify import inspect, shared_images, verify
 from datasets.vistas import vistas
 from datasets.workers import Workers, reading_errors, worker_init

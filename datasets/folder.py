@@ -297,7 +297,7 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
     file = Path(f"{own}.txt")
     if not file.is_file():
         raise _LAYOUT.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
-    lines = map(composed, read_list(file, "the name of an image"))
+    lines = (composed(line).removeprefix("./") for line in read_list(file, "the name of an image"))
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
     names = sorted({stems.get(line, line) for line in lines})
     _LAYOUT.check_list(file, names, images, root)

@@ -95,6 +95,13 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
     return found.doubts("training image")
 
 
+def shared_images(one: Split, other: Split) -> int:
+    """The number of images that two splits share. In classification each split has its own."""
+    if isinstance(one, ClassificationDataset) or isinstance(other, ClassificationDataset):
+        return len(one) if one.split == other.split else 0
+    return len({entry.image for entry in one.files} & {entry.image for entry in other.files})
+
+
 def inspect(dataset: Split, workers: int | None = None, progress: Progress = None, decode: bool = True) -> Inspection:
     """Check every image and label of a split: that they are complete, of the same size, and hold known ids.
 

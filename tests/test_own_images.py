@@ -134,7 +134,7 @@ def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path, monkeypatc
     monkeypatch.setattr(tasks, "CrossEntropy", lambda *given, **more: losses.append(make(*given, **more)) or losses[-1])
     weighted = train(composed("train_seg", f"run_dir={tmp_path / 'weighted'}", *keys))
     log = (tmp_path / "weighted" / "log.txt").read_text()
-    assert "no training image shows knot" in log
+    assert "no training image shows knot" in log and "data.val_split=val: 2 of its images are trained on" in log
     assert log.count("1 of 4 classes have no pixel in the training split and are not drawn: knot") == 1
     assert weighted["config"]["data"]["train_split"] == ["train", "val"]
     *weights, of_knot = losses[0].weights.tolist()

@@ -69,7 +69,7 @@ def test_a_classifier_learns_and_leaves_a_run_directory(trained):
     assert results["top1"] == right / 40
     assert (run_dir / "results_confusion.png").is_file()
     log = (run_dir / "log.txt").read_text()
-    assert "val top-1" in log and "data.val_split=train is trained on" in log
+    assert "val top-1" in log and "data.val_split=train: " in log
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert {"top1", "top5", "layers"} <= next(record for record in records if record["kind"] == "val").keys()
 

@@ -75,8 +75,8 @@ class ClassificationRun(TrainingRun):
     trainer: ClassificationTrainer = field(default_factory=ClassificationTrainer)
     data: ClassificationData = group(CLASSIFICATION_DATASETS)
 
-    def doubts(self, classes: int, images: int, processes: int, steps: int) -> Iterator[str]:
-        yield from super().doubts(classes, images, processes, steps)
+    def doubts(self, classes: int, images: int, processes: int, steps: int, shared: int = 0) -> Iterator[str]:
+        yield from super().doubts(classes, images, processes, steps, shared)
         official = FOR_CLASSIFICATION[self.data.name].count_classes()
         if official not in (None, classes):
             yield f"data.root={self.data.root} holds {classes} classes, one per folder; {self.data.name} has {official}"

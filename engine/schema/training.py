@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.schema.data import Data
-from engine.schema.keys import MOST_SECONDS, as_list, group, key, override
+from engine.schema.keys import MOST_SECONDS, group, key, override
 from engine.schema.memory import Memory
 from engine.schema.network import (
     BODIES,
@@ -221,14 +221,20 @@ class TrainingRun:
         ValueError: they do not fit the network or the images.
         """
 
-    def doubts(self, classes: int, images: int, processes: int, steps: int) -> Iterator[str]:
-        """Warnings where the settings look like a mistake. `processes`, `steps`, …: how many the training has."""
+    def doubts(self, classes: int, images: int, processes: int, steps: int, shared: int = 0) -> Iterator[str]:
+        """Warnings where the settings look like a mistake.
+
+        `classes`, `images`, …: how many the training has. `shared`: validation images that are training images too.
+        """
         data, norm = self.data, self.norm
         if (self.body.frozen or self.body.frozen_norms != "none") and self.init.weights is None:
             given = "frozen=true" if self.body.frozen else f"frozen_norms={self.body.frozen_norms}"
             yield f"body.{given} without initial weights keeps random ones: give init.weights=FILE or body.weights"
-        if data.val_split in as_list(data.train_split):
-            yield f"data.val_split={data.val_split} is trained on: its scores say nothing about other images"
+        if shared:
+            yield (
+                f"data.val_split={data.val_split}: {shared:,} of its images are trained on, so their scores say "
+                f"nothing about other images"
+            )
         if images < data.crops_per_minibatch:
             yield (
                 f"{images} training images do not fill data.crops_per_minibatch={data.crops_per_minibatch}: they are "

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from datasets import reading_errors, verify
+from datasets import reading_errors, shared_images, verify
 from engine.assemble.data import workers_of
 from engine.assemble.network import arithmetic, varying_sizes
 from engine.assemble.optimization import schedule_of
@@ -110,7 +110,8 @@ class Run(Generic[Config, Split]):
         """Log the size and length of the run, and warnings about unusual settings."""
         classes, images = len(self.train_set.classes), len(self.train_set)
         if self.world.first:
-            for doubt in self.config.doubts(classes, images, self.world.size, self.schedule.total_steps):
+            shared = shared_images(self.train_set, self.val_set)
+            for doubt in self.config.doubts(classes, images, self.world.size, self.schedule.total_steps, shared):
                 logger.warning(doubt)
         parameters = sum(parameter.numel() for parameter in learner.network.parameters())
         frozen = sum(parameter.numel() for parameter in learner.network.parameters() if not parameter.requires_grad)

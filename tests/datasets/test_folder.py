@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import ClassTable, folder, image_folder, index_classes, inspect, verify
+from datasets import ClassTable, folder, image_folder, index_classes, inspect, shared_images, verify
 from datasets.file_list import class_folders
 from datasets.folder import alike, folder_classes, folder_labels, folder_splits, told_apart
 from datasets.reading import decode_image
@@ -151,9 +151,12 @@ def test_splits_may_be_lists(root):
     (root / "train.txt").write_text("\n train/b/board.1\r\ntrain/a/board.0.jpg \n\ntest/a/board.0\n")
     with pytest.raises(ValueError, match="1 of 3 images have no label: test/a/board.0"):
         folder(root, "train")
-    (root / "train.txt").write_text("train/b/board.1\ntrain/a/board.0.jpg\n")
+    (root / "train.txt").write_text("./train/b/board.1\ntrain/a/board.0.jpg\n")  # as find prints them
     (root / "test.txt").write_text("test/a/board.0")
+    (root / "both.txt").write_text("train/a/board.0\n")
     assert names(folder(root, "train")) == ["train/a/board.0", "train/b/board.1"]
+    assert shared_images(folder(root, "train"), folder(root, "both")) == 1
+    (root / "both.txt").unlink()
     assert not folder(root, "test").has_labels and folder_splits(root) == ["train", "test"]
     with pytest.raises(ValueError, match=f"neither the folder {root}/val/images nor the list {root}/val.txt exists"):
         folder(root, "val")

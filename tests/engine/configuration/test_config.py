@@ -433,10 +433,11 @@ def test_every_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
 
 
 def test_settings_that_look_like_mistakes_are_doubted_at_the_start():
-    keys = ("body.frozen_norms=all", "data.train_split=[train,val]", "norm=package", "data.crops_per_minibatch=12")
-    found = [*run_config(*keys).doubts(11, 8, processes=3, steps=100)]
+    keys = ("body.frozen_norms=all", "norm=package", "data.crops_per_minibatch=12")
+    found = [*run_config(*keys).doubts(11, 8, processes=3, steps=100, shared=5)]
     said = [each.partition(":")[0].partition(" ")[0] for each in found]
     assert said == ["body.frozen_norms=all", "data.val_split=val", "8", "norms"]
+    assert "5 of its images are trained on" in found[1]
     assert "norms normalise 4 crop(s)" in found[-1]
     plain = run_config("data.crops_per_minibatch=8", "trainer.ema_decay=0.9")
     assert [*plain.doubts(11, 8, processes=1, steps=100)] == []
