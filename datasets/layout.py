@@ -62,7 +62,8 @@ class Layout:
             raise self.error(f"{self.name}: the folder {folder} is missing", root)
         found = list_files(folder, suffixes, deep)
         if images_of is not None and not found:
-            looked_for = " and ".join(f"{folder}/{'**/' * deep}*{suffix}" for suffix in suffixes)
+            ends = suffixes[0] if len(suffixes) == 1 else f"{{{','.join(suffixes)}}}"
+            looked_for = f"{folder}/{'**/' * deep}*{ends}"
             raise self.error(f"{self.name}: no images in split {images_of!r}, looked for {looked_for}", root)
         return found
 

@@ -93,7 +93,7 @@ def convert(values: DictConfig) -> list[str]:
         slope = f" ({norm.activation_param})" if norm.activation in ("leaky_relu", "elu") else ""
         network = content["config"]["body"].get("network") if ours and isinstance(content, dict) else None
         slope += f" (in the body {network}'s own eps, and this for its ReLUs alone)" if network else ""
-        lines.append(f"the output needs norms with eps={norm.eps} and {norm.activation}{slope}, but does not say so")
+        lines.append(f"its norms need eps={norm.eps} and {norm.activation}{slope}, which the file does not hold")
     lines.append(f"output {output}")
     make_console().print("\n".join(lines), soft_wrap=True)
     return lines

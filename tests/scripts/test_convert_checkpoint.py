@@ -96,7 +96,7 @@ def test_to_standard_norms(vistas, tmp_path):
     made = checkpoint.load(vistas[1])["network"]
     for source, more in ((vistas[1], ()), (vistas[0], ("scale=released",))):
         printed = run(source, tmp_path / "std.pth", "format=standard_bn", *more)
-        assert "the output needs norms with eps=1e-05 and leaky_relu (0.01), but" in printed
+        assert "its norms need eps=1e-05 and leaky_relu (0.01), which" in printed
         assert same(without_counts(torch.load(tmp_path / "std.pth", weights_only=True)), without_counts(made))
 
 
@@ -104,7 +104,7 @@ def test_norms_of_another_library_s_network_keep_their_eps_in_what_is_printed(tm
     config = classification_config("body=torchvision", "body.network=mobilenet_v3_small", "norm=std")
     saved(tmp_path / "last.pt", config, CLASSES)
     printed = run(tmp_path, tmp_path / "std.pth", "format=standard_bn")
-    assert "eps=1e-05 and relu (in the body mobilenet_v3_small's own eps, and this for its ReLUs alone), but" in printed
+    assert "eps=1e-05 and relu (in the body mobilenet_v3_small's own eps, and this for its ReLUs alone)" in printed
 
 
 def test_what_cannot_be_converted_is_named(vistas, tmp_path):
