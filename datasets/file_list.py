@@ -111,11 +111,13 @@ def _entries(
 def list_classes(folder: Path, classes: Sequence[str], suffixes: tuple[str, ...]) -> tuple[FileList, np.ndarray]:
     """The files in `folder`/CLASS for each of `classes`, sorted by class and name, and their classes, int64 (n,).
 
-    Only files whose names end with one of `suffixes`, in lower or upper case, count. Hidden files do not. ImageNet's
-    1.3 million files take about ten seconds on a local disk.
+    Files in folders inside CLASS count, too, as in torchvision's ImageFolder. Only names that end with one of
+    `suffixes`, in lower or upper case, count; hidden files do not. ImageNet's 1.3 million files take about ten seconds
+    on a local disk.
     """
+    start = len(os.path.join(folder, ""))
     found = [
-        sorted((f"{name}/{entry.name}", _size_and_time(entry)) for _, entry in _entries(folder / name, suffixes))
+        sorted((entry.path[start:], _size_and_time(entry)) for _, entry in _entries(folder / name, suffixes, deep=True))
         for name in classes
     ]
     files = _file_list(folder, [entry for entries in found for entry in entries])

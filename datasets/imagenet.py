@@ -102,6 +102,6 @@ def _in_folders(
             )
     files, labels = list_classes(folder, classes, suffixes)
     if not len(files):
-        looked_for = f"{folder}/*/*{{{','.join(suffixes)}}}"
+        looked_for = f"{folder}/*/**/*{{{','.join(suffixes)}}}"
         raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
     return ClassificationDataset(layout.name, split, names, labels, files)

@@ -39,14 +39,14 @@ def test_other_trees_with_other_suffixes_in_any_case(tmp_path):
     for number, suffix in enumerate(("jpg", "JPG", "jpeg", "JPEG", "png", "PNG")):
         kind = "PNG" if suffix.lower() == "png" else "JPEG"
         write(tmp_path / "train" / "cats" / f"{number}.{suffix}", encoded(photograph(number, (20, 30)), kind))
-    write(tmp_path / "train" / "dogs" / "1.png", encoded(photograph(9, (20, 30)), "PNG"))
+    write(tmp_path / "train" / "dogs" / "from a zoo" / "1.png", encoded(photograph(9, (20, 30)), "PNG"))
     for ignored in ("cats/.hidden.jpg", "cats/notes.txt", ".folder/1.jpg"):
         write(tmp_path / "train" / ignored, b"x")
     (tmp_path / "val" / "cats").mkdir(parents=True)
     (tmp_path / "val" / "dogs").mkdir()
     train = imagenet(tmp_path, "train")
     assert train.classes == ("cats", "dogs") and [train.label(number) for number in range(7)] == [0] * 6 + [1]
-    assert np.array_equal(train.image(6), photograph(9, (20, 30)))
+    assert np.array_equal(train.image(6), photograph(9, (20, 30))) and names(train)[6] == "dogs/from a zoo/1.png"
     verify(train, workers=0)
 
 
