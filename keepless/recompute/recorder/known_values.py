@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from ...inputs import tensors_in
 from ...norms.backends.eager import normalised
@@ -130,7 +130,7 @@ class KnownValues:
                 self.call.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
-        self.memory_of(tensor, is_saved=False).values.append(weakref.ref(value))
+        self.memory_of(storage, is_saved=False).values.append(weakref.ref(value))
         return self.remember(tensor, value)
 
     def copied(self, tensor: Tensor) -> Value:
@@ -155,9 +155,8 @@ class KnownValues:
         """Tells memories apart: the address."""
         return address(tensor.untyped_storage())
 
-    def memory_of(self, tensor: Tensor, is_saved: bool = True) -> Memory:
-        """The memory of a tensor. `is_saved`: autograd saves the tensor."""
-        storage = tensor.untyped_storage()
+    def memory_of(self, storage: UntypedStorage, is_saved: bool = True) -> Memory:
+        """The memory of a tensor with this storage. `is_saved`: autograd saves the tensor."""
         memory = self.memories.get(storage) or self.memories.put(storage, Memory())
         memory.is_saved = memory.is_saved or is_saved
         return memory
@@ -223,7 +222,7 @@ class KnownValues:
             value = self.remember(argument, self.keep(copy))
         elif value.unread:
             value.source, value.storage = self.kept(copy, None), self.place(copy)
-            self.memory_of(copy, is_saved=False).values.append(weakref.ref(value))
+            self.memory_of(copy.untyped_storage(), is_saved=False).values.append(weakref.ref(value))
         return value
 
     def is_fixed(self, value: Value, argument: Tensor) -> bool:
@@ -266,7 +265,7 @@ class KnownValues:
         if value is None:
             small = self.narrowed(tensor, row.narrow(call.args, call.kwargs))
             value = self.remember(tensor, Value(Recipe(Again(Tensor.to, (small, torch.int64)), tensor)))
-        return Saved(value, self.memory_of(tensor))
+        return Saved(value, self.memory_of(tensor.untyped_storage()))
 
     def _is_simple(self, tensor: Tensor) -> bool:
         """Whether a saved tensor needs no value: parameters, their views, vectors, and statistics of a norm's rows."""
@@ -294,7 +293,7 @@ class KnownValues:
         if base is not None and (of_base := self.find(base)) is not None and of_base is not value:
             if not of_base.readers and isinstance(of_base.source, Kept):
                 self.log.keep(of_base, base)  # the view is computed from it
-        saved = Saved(value, self.memory_of(tensor))
+        saved = Saved(value, self.memory_of(tensor.untyped_storage()))
         serves = row.result_serves is not None and row.result_serves(call.args, call.kwargs)
         if serves and (self.by_plan or isinstance(value.source, Recipe)):
             call.replaceable.append(saved)

@@ -26,7 +26,6 @@ class Form(NamedTuple):
     device: str
     autocast: tuple[bool, torch.dtype | None]  # during the forward pass
     readers: int
-    alias: int = -1  # position of the argument in whose memory the forward tensor is; -1 if it has its own
 
     @classmethod
     def of(cls, tensor: Tensor, readers: int = 0) -> "Form":
@@ -215,7 +214,6 @@ class Taught:
         self.form: Form | None = None
         self.base_form: Form | None = None
         self.stream = -1
-        self.alias: Path | None = None  # argument in whose memory the result is
         self.opening: Opening | None = None  # of an opened function, if a script can repeat its calls
 
 
@@ -252,10 +250,6 @@ class Lesson:
             taught.written = bool(call.args) and result is call.args[0]
             if result.is_cuda:
                 taught.stream = result.device.index
-            storage = address(result.untyped_storage())
-            given = [(path, one) for path, one in _tensors(call.args, call.kwargs) if is_ordinary(one)]
-            sharing = [path for path, one in given if address(one.untyped_storage()) == storage]
-            taught.alias = sharing[0] if sharing else None
             if result.is_complex():
                 self.why_not = "complex numbers"
             taught.own = _reference(find(result))

@@ -130,7 +130,7 @@ class _Compiler:
                     raise _Unlearnable("a base that is computed in an unknown way")
                 assert taught.base_form is not None
                 number = self._number(base)
-                act.base = number, self._form_of(base, taught.base_form)._replace(alias=0)
+                act.base = number, self._form_of(base, taught.base_form)
                 self.seen.add(number)
         is_result_alone = len(act.makes) == 1 and act.form is not None and not (act.is_kept or act.base or act.packed)
         gives = any(pack is not None and pack.make is handles.served for pack in packs)
@@ -158,10 +158,7 @@ class _Compiler:
             act.autocast, act.device = recipe.autocast, recipe.device
             if own is not None and any(one is own for one in outputs):
                 assert taught.form is not None
-                shares = (place - begin for path, _, place in act.takes if path == taught.alias and place >= begin)
-                form = self._form_of(own, taught.form)
-                act.form = form if recipe.outputs else form._replace(alias=next(shares, -1))
-                act.number = self._number(own)
+                act.form, act.number = self._form_of(own, taught.form), self._number(own)
         makes = act.makes
         if makes and not (taught.given and not any(make.is_group for make in makes)):
             ignored = _IGNORED.get(taught.function, ())
@@ -261,7 +258,7 @@ class _Compiler:
                     raise _Unlearnable("a view of an unknown base")
                 of = self._copied(base, of.number, copy_of)
             self.seen.add(number)
-            form = form._replace(shape=how[1], alias=0)
+            form = form._replace(shape=how[1])
             return Take(number, partial(handles.view_of, of=of, form=form, how=how), of.is_elsewhere)
         if source.function is checkpointed_output:
             self.seen.add(number)

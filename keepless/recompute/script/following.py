@@ -30,7 +30,7 @@ from ..recorder.lesson import at, same
 from ..recorder.plan import ByPlan
 from ..recorder.recording import Recording
 from ..table.functions import body, row_of
-from .handles import Handles, Packing, in_memory_of, keep
+from .handles import Handles, Packing, keep
 from .script import END, WRITES, Act, Entry, Keep, Script, Slot
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -222,10 +222,11 @@ class Following(Recording):
             for saved_by, position in act.saved:
                 arguments[position] = saved_by(node)
         own.function, own.arguments = simple, arguments
-        reference = ref(result)
-        ours.found[act.number] = reference, result._version, own
+        ours.found[act.number] = ref(result), result._version, own
         if act.is_saved:
-            ours.saved[id(result)] = reference
+            storage = result.untyped_storage()  # as `note_saved` does
+            ours.saved[address(storage)] = memory = ref(storage)
+            ours.slots.append((memory, own))
         return result
 
     def _with_hooks(
@@ -299,7 +300,7 @@ class Following(Recording):
 
     def hand_over(self) -> None:
         """Let the recorder go on with the rest of the pass."""
-        script, found, served = self.script, self.handles.found, self.handles.served
+        script, found, saved = self.script, self.handles.found, self.handles.slots
         assert script is not None
         if self.is_abandoned():
             return
@@ -308,13 +309,7 @@ class Following(Recording):
             last = self.entries[self.next - 1]
             policy.catch_up([one for one, _ in script.plan.calls[: last.calls + 1]], last.total)
         self._start_recorder(policy)
-        packs = [one.act.packs or () for one in self.entries[: self.next] if one.act is not None]
-        _tell(
-            self.known,
-            found,
-            served,
-            {take.number for one in packs for take in one if take is not None and not take.is_elsewhere},
-        )
+        _tell(self.known, found, saved)
 
     def _start_recorder(self, policy: ByPlan | None) -> None:
         self.script, self.policy = None, policy
@@ -336,32 +331,21 @@ def _stream(device: int) -> int:
     return 0 if raw_stream is None else raw_stream(device)
 
 
-def _tell(known: KnownValues, found: dict[int, Any], served: Any, saved: set[int]) -> None:
-    """Tell the recorder the values that a script knows.
-
-    `served`: see `Handles`. `saved`: the numbers of values that autograd may hold.
-    """
-    slots = [*(one for _, _, one in found.values() if type(one) is Slot), *(slot for _, slot in served)]
-    for reference, slot in served:
-        tensor = reference()
-        slot.memory = None if tensor is None or not is_ordinary(tensor) else known.memory_of(tensor)
-    living: dict[int, Tensor] = {}  # by id of the handle
-    kept: dict[int, Value] = {}
+def _tell(known: KnownValues, found: dict[int, Any], saved: Any) -> None:
+    """Tell the recorder the values that a script knows. `saved`: see `Handles.slots`."""
+    slots = {one for _, _, one in found.values() if type(one) is Slot}.union(slot for _, slot in saved)
+    for reference, slot in saved:
+        storage = reference()
+        slot.memory = None if storage is None else known.memory_of(storage)
+    kept: dict[int, Value] = {}  # by id of the handle
     for reference, version, handle in found.values():
         tensor = reference()
-        if tensor is None or not is_ordinary(tensor):
-            continue
-        living[id(handle)] = tensor
-        if tensor._version != version:
+        if tensor is None or not is_ordinary(tensor) or tensor._version != version:
             continue
         if type(handle) is Keep:
             kept[id(handle)] = known.find(tensor) or known.keep(tensor)
         elif known.find(tensor) is None and not isinstance(getattr(handle.function, "__self__", None), Signs):
             known.remember(tensor, Value(Recipe(Again(handle.look, ()), tensor)))
-    for number, (_, _, handle) in found.items():
-        if number in saved and type(handle) is Slot:
-            tensor = in_memory_of(handle, living)
-            handle.memory = None if tensor is None else known.memory_of(tensor)
     for slot in slots:
         holder = slot if slot.group is None else slot.group
         values = [kept.get(id(one)) for one in holder.arguments]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from ...norms.bn_act import is_node
 from ...saved import PLAIN, ShapeOnly, copied, is_ordinary, view
@@ -50,14 +50,15 @@ class Handles:
     def __init__(self) -> None:
         # For each value whose handle is known: a reference to its tensor, the tensor's version, and the handle.
         self.found: dict[int, tuple[ref[Tensor], int, Any]] = {}
-        self.saved: dict[int, ref[Tensor]] = {}  # dropped tensors that autograd may have saved, by id
-        self.served: list[tuple[ref[Tensor], Slot]] = []  # saved tensors, and the slots of results that serve instead
+        # Storages of dropped tensors that autograd may have saved, by address; and such tensors' slots, each with one.
+        self.saved: dict[int, ref[UntypedStorage]] = {}
+        self.slots: list[tuple[ref[UntypedStorage], Slot]] = []
         self.packing: Any = None  # of the running call
         self.hook = self.pack  # made once
 
     def clear(self) -> None:
         """The script has ended."""
-        self.found, self.saved, self.served = {}, {}, []
+        self.found, self.saved, self.slots = {}, {}, []
         del self.hook
 
     def pack(self, tensor: Tensor) -> Any:
@@ -81,7 +82,7 @@ class Handles:
 
     def held(self, tensor: Tensor) -> Any:
         """What autograd gets for a tensor that may be dropped: its slot if there is one, or the tensor itself."""
-        if (known := self.saved.get(id(tensor))) is not None and known() is tensor:
+        if is_ordinary(tensor) and self.has_saved(tensor):
             for reference, version, handle in self.found.values():
                 if reference() is tensor and version == tensor._version:
                     return handle
@@ -97,8 +98,18 @@ class Handles:
             self.found[number] = ref(tensor), tensor._version, handle
         return handle
 
-    def note_saved(self, tensor: Tensor) -> None:
-        self.saved[id(tensor)] = ref(tensor)
+    def note_saved(self, tensor: Tensor, slot: Slot | None) -> None:
+        """Autograd may hold a slot for a tensor."""
+        storage = tensor.untyped_storage()
+        self.saved[address(storage)] = reference = ref(storage)
+        if slot is not None:
+            self.slots.append((reference, slot))
+
+    def has_saved(self, tensor: Tensor) -> bool:
+        """Whether autograd may have saved a dropped tensor in the memory of this one."""
+        storage = tensor.untyped_storage()
+        known = self.saved.get(address(storage))
+        return known is not None and known() is storage
 
     def drop(
         self,
@@ -132,14 +143,14 @@ class Handles:
                 slot.arguments = [handle]
         if own is None:
             return
-        self.found[act.number] = found = ref(result), result._version, handle
+        self.found[act.number] = ref(result), result._version, handle
         if act.is_saved:
-            self.saved[id(result)] = found[0]
+            self.note_saved(result, own)
         if act.base is not None and (base := result._base) is not None:
             number, form = act.base
             slot = Slot(form, Tensor.view, (own, form.shape))
             self.found[number] = ref(base), base._version, slot
-            self.note_saved(base)
+            self.note_saved(base, slot)
 
     def _slot_of(self, number: int) -> Slot | None:
         found = self.found.get(number)
@@ -149,31 +160,7 @@ class Handles:
         """Whether a call writes over nothing that autograd has saved and the script has dropped."""
         if not kwargs and args and type(args[0]) in PLAIN and not (args[0].ndim or args[0].requires_grad):
             return True  # a count
-        for tensor in overwritten(function, args, kwargs):
-            if not is_ordinary(tensor):
-                return False
-            for one in (tensor, tensor._base):
-                known = self.saved.get(id(one))
-                if known is not None and known() is one:
-                    return False
-            if not tensor.requires_grad:  # perhaps an alias, such as a detached one
-                storage = address(tensor.untyped_storage())
-                living = (known() for known in self.saved.values())
-                if any(one is not None and address(one.untyped_storage()) == storage for one in living):
-                    return False
-        return True
-
-
-def in_memory_of(slot: Slot, living: dict[int, Tensor]) -> Tensor | None:
-    """A living tensor in the memory of a slot's forward tensor."""
-    handle: Any = slot
-    while (tensor := living.get(id(handle))) is None:
-        if type(handle) is Keep:
-            return handle.tensor
-        if type(handle) is not Slot or handle.form.alias < 0:
-            return None
-        handle = handle.arguments[handle.form.alias]
-    return tensor
+        return all([is_ordinary(one) and not self.has_saved(one) for one in overwritten(function, args, kwargs)])
 
 
 # How a handle is made for a tensor that is seen for the first time. None: it is not the expected tensor.
@@ -185,9 +172,7 @@ def keep(handles: Handles, tensor: Tensor) -> Keep:
 
 def keep_guarded(handles: Handles, tensor: Tensor) -> Keep:
     """The recorder has kept a copy instead, so a call that writes over it ends the script."""
-    handles.note_saved(tensor)
-    if tensor._base is not None:
-        handles.note_saved(tensor._base)
+    handles.note_saved(tensor, None)
     return Keep(tensor)
 
 
@@ -202,7 +187,10 @@ def view_of(handles: Handles, tensor: Tensor, of: Take, form: Form, how: Sequenc
         return None
     if not form.is_of(tensor) or base.stride() != strides or tensor.storage_offset() - base.storage_offset() != offset:
         return None
-    return Slot(form, view, (handle, *how))
+    slot = Slot(form, view, (handle, *how))
+    if handles.has_saved(tensor):
+        handles.note_saved(tensor, slot)
+    return slot
 
 
 def norm(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
@@ -212,8 +200,9 @@ def norm(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
         return None
     if not form.is_laid_out_as(tensor):
         return None
-    handles.note_saved(tensor)
-    return Slot(form, checkpointed_output, (node, None))
+    slot = Slot(form, checkpointed_output, (node, None))
+    handles.note_saved(tensor, slot)
+    return slot
 
 
 # Only for tensors that autograd saves:
@@ -234,8 +223,7 @@ def served(handles: Handles, tensor: Tensor) -> Slot | None:
     slot = Slot(form._replace(readers=1), itself)
     packing.instead += (slot,)
     packing.given += ((slot, tensor),)
-    handles.served.append((ref(tensor), slot))
-    handles.note_saved(tensor)
+    handles.note_saved(tensor, slot)
     return slot
 
 
@@ -251,8 +239,9 @@ def shape(handles: Handles, tensor: Tensor) -> ShapeOnly | None:
 
 
 def signs(handles: Handles, tensor: Tensor, positive: Positive, readers: int) -> Slot:
-    handles.note_saved(tensor)
-    return Slot(Form.of(tensor, readers), Signs(tensor, positive, None).get)
+    slot = Slot(Form.of(tensor, readers), Signs(tensor, positive, None).get)
+    handles.note_saved(tensor, slot)
+    return slot
 
 
 def narrowed(handles: Handles, tensor: Tensor, dtype: Any, form: Form) -> Slot | None:
@@ -261,7 +250,9 @@ def narrowed(handles: Handles, tensor: Tensor, dtype: Any, form: Form) -> Slot |
     narrow = packing.act.row.narrow
     if narrow is None or narrow(packing.args, packing.kwargs) is not dtype or not form.is_laid_out_as(tensor):
         return None
-    return Slot(form, Tensor.to, (Keep(tensor.to(dtype)), form.dtype))
+    slot = Slot(form, Tensor.to, (Keep(tensor.to(dtype)), form.dtype))
+    handles.note_saved(tensor, slot)
+    return slot
 
 
 def inside(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
