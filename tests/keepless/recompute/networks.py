@@ -8,14 +8,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
-from torchvision.models import resnet
 
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from tests.keepless.recompute.ahead import After
 from tests.keepless.recompute.test_calls import OWN
-from tests.keepless.recompute.test_programs import Cube
 
 
 class Network(nn.Module):
@@ -31,78 +27,6 @@ class Network(nn.Module):
         x = F.gelu(self.first(x))
         x = self.second(F.gelu(x if self.between is None else self.between(self, x)))
         return self.second(F.gelu(x))
-
-
-def averages(network: Network, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        network.scale.mul_(0.9).add_(0.1 * x.square().mean((0, 1)).sqrt())
-    return x / network.scale
-
-
-@torch.no_grad()
-def angles(network: Network, length: int) -> Tensor:
-    return torch.arange(length).float()[:, None] * network.scale
-
-
-def taught(network: Network, x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        target = F.gelu(network.second(x)).mean()
-    return x * target.clone()
-
-
-def switched_on(network: Network, x: Tensor) -> Tensor:
-    """A gradient that is needed whatever the mode outside."""
-    with torch.no_grad(), torch.enable_grad():
-        return F.silu(x)
-
-
-def sparse(network: Network, x: Tensor) -> Tensor:
-    rows = x.flatten(0, 1)
-    return torch.sparse.mm(torch.eye(len(rows)).to_sparse(), rows).view_as(x)
-
-
-def routed(network: Network, x: Tensor) -> Tensor:
-    """Reads how many rows an expert has."""
-    rows = x.flatten(0, 1)
-    chosen = (rows.mean(1) > 0).nonzero()[:, 0]
-    return rows.index_add(0, chosen, F.gelu(rows[chosen])).view_as(x)
-
-
-def without_rows(network: Network, x: Tensor) -> Tensor:
-    """Each of three experts gets a slice of a projection, the last one no rows."""
-    values, _ = network.first(x.flatten(0, 1)).repeat(1, 2).split(8, 1)
-    rows = len(values) // 2
-    return torch.cat([network.second(part) for part in (values[:rows], values[rows:], values[:0])]).view_as(x)
-
-
-def checkpointed(network: Network, x: Tensor, use_reentrant: bool = False) -> Tensor:
-    return checkpoint(lambda x: F.silu(network.second(x)), x, use_reentrant=use_reentrant)
-
-
-def batched(network: Network, x: Tensor, overwrites: bool = False) -> Tensor:
-    """Each row predicts a kernel for itself."""
-    both = torch.cat([x, F.silu(x)], 1)
-    kernels = network.second(x.mean(1)).repeat(1, 12).view(-1, 4, 8, 3)
-    y = torch.vmap(lambda h, w: F.silu(F.conv1d(F.relu(h * 2)[None], w, padding=1))[0])(both, kernels)
-    if overwrites:
-        torch.vmap(lambda part: part.mul_(2))(y)
-    return y
-
-
-def returned(network: Network, x: Tensor) -> Tensor:
-    """Three equal calls, of which the first two return their argument."""
-    with torch.autocast("cpu", torch.bfloat16):
-        q, k, v = network.first(x), network.second(x), network.first(x)
-    q, k = q * 2.0 + x, k * 2.0 + x
-    return x + network.second(F.scaled_dot_product_attention(q.float(), k.float(), v.float()))
-
-
-def frozen_first(network: Network, x: Tensor) -> Tensor:
-    """Detectors freeze their first layers like this."""
-    torch.set_grad_enabled(False)
-    x = F.gelu(network.first(x))
-    torch.set_grad_enabled(True)
-    return x
 
 
 def with_teacher(network: Network, x: Tensor) -> Tensor:
@@ -122,20 +46,6 @@ def of_parameters(network: Network, x: Tensor) -> Tensor:
 def over_half(network: Network, x: Tensor) -> Tensor:
     """`silu_` saves a copy of the view that it writes over. It follows from what it views, unless that is kept."""
     return F.silu(network.first(x).repeat(1, 1, 2)[..., len(network.scale) :], inplace=True)
-
-
-class InsideAutocast(Network):
-    """Turns autocast on in its own forward pass, as published models do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x).float()
-
-
-def reparametrised(norm) -> nn.Module:
-    network = Network()
-    norm(network.first)
-    return network
 
 
 class Conjugates(nn.Module):
@@ -263,32 +173,7 @@ OURS = {
 }
 X_HAT = CheckpointedABN(8, store="x_hat")
 Row = tuple[Callable[[], nn.Module], tuple[int, ...]]
-X, IMAGES = (40, 4, 8), (4, 3, 32, 32)
-NETWORKS: dict[str, Row] = {
-    "averages of activations": (partial(Network, averages), X),
-    "angles of positions": (partial(Network, lambda network, x: x * angles(network, x.size(1)).cos()), X),
-    "a teacher": (partial(Network, taught), X),
-    "gradients switched on": (partial(Network, switched_on), X),
-    "quantised": (partial(Network, lambda network, x: x + (x.round() - x).detach()), X),
-    "an own function": (partial(Network, lambda network, x: Cube.apply(x)), X),
-    "a sparse matrix": (partial(Network, sparse), X),
-    "an expert": (partial(Network, routed), X),
-    "an expert without rows": (partial(Network, without_rows), X),
-    "a checkpointed part": (partial(Network, checkpointed), X),
-    "a part with a reentrant checkpoint": (partial(Network, partial(checkpointed, use_reentrant=True)), X),
-    "calls that return their argument": (partial(Network, returned), X),
-    "frozen first layers": (partial(Network, frozen_first), X),
-    "a dictionary": (lambda: After(Network(), lambda y: {"out": y, "ids": y.argmax(-1)}), X),
-    "autocast inside": (InsideAutocast, X),
-    "spectral norm": (partial(reparametrised, parametrizations.spectral_norm), X),
-    "weight norm": (partial(reparametrised, parametrizations.weight_norm), X),
-    "residual blocks": (lambda: nn.Sequential(*(resnet.BasicBlock(4, 4) for _ in range(3))), (2, 4, 32, 32)),
-    "batch norm": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(True), nn.Dropout(0.1)), X),
-    "transformer": (partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True), X),
-    "conjugates": (Conjugates, X),
-    "vmap inside": (partial(Network, batched), X),
-    "vmap inside that overwrites": (partial(Network, partial(batched, overwrites=True)), X),
-}
+IMAGES = (4, 3, 32, 32)
 # Of these it is known what each step takes.
 COUNTED: dict[str, Row] = {
     "over views": (over_views, IMAGES),

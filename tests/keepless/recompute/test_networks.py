@@ -8,56 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torchvision.models import resnet
 
 from keepless import ABN, InPlaceABN, plan, recompute_activations
 from keepless.norms.bn_act import norm_and_activation
-from keepless.recompute.script.following import Following
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import counted_step, rehearsed_step
 from keepless.recompute.step.search import Choice
 from keepless.recompute.step.simulation import plain_peak, simulate
 from keepless.recompute.step.step import Kind
-from tests.keepless.recompute.ahead import Ahead, gradients, planned_sizes, step
-from tests.keepless.recompute.networks import COUNTED, IMAGES, NETWORKS, OURS, blocks, over_views, residuals
-
-UNPLANNED = {
-    **dict.fromkeys(["a checkpointed part", "a part with a reentrant checkpoint"], "a checkpoint"),
-    **dict.fromkeys(["vmap inside", "vmap inside that overwrites"], "torch.vmap"),
-}
-# Each of their steps is recorded.
-WITHOUT_SCRIPTS = {"conjugates", "vmap inside", "vmap inside that overwrites"}
-OF_BUDGETS = "no plan keeps|this step is within"
-
-
-@pytest.mark.parametrize("budget", [None, "1KiB"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_networks_are_like_the_plain_ones_to_the_bit(name, budget, monkeypatch):
-    """Each has one plan, and follows its script from the second step on, which takes no more than the first step."""
-    make, shape = NETWORKS[name]
-    torch.manual_seed(0)
-    plain, x = make(), torch.randn(shape)
-    within, followed, peaks = recompute_activations(copy.deepcopy(plain), budget=budget), [], []
-    conclude = Following.has_followed.fget
-    monkeypatch.setattr(Following, "has_followed", property(lambda one: followed.append(conclude(one)) or followed[-1]))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", OF_BUDGETS)
-        for seed in range(4):
-            expected, found = step(plain, x, seed=seed), []
-            if budget is None:
-                peaks.append(peak_bytes(lambda: found.extend(step(within, x, seed=seed)), "cpu"))  # noqa: B023
-            else:
-                found = step(within, x, seed=seed)
-            assert all(map(torch.equal, found, expected))
-    assert (followed == [True] * 3) is (name not in WITHOUT_SCRIPTS)
-    if budget is None:
-        assert not said and max(peaks[1:]) <= peaks[0]
-    else:
-        (size,) = planned_sizes(within)
-        assert not size.strays and size.rehearsals == 1 and len(size.plans) == 1
-        told = [str(one.message) for one in said]
-        assert len(told) == (name in UNPLANNED)
-        assert all(UNPLANNED[name] in text and "the budget cannot plan" in text for text in told)
+from tests.keepless.recompute.ahead import Ahead, gradients, step
+from tests.keepless.recompute.networks import COUNTED, IMAGES, OURS, blocks, over_views, residuals
 
 
 def layers_of_ours() -> list:
@@ -112,19 +73,16 @@ def test_layers_that_overwrite_their_input_are_not_repeated():
         assert (norm_and_activation in [function for function, *_ in counted.calls]) is not overwrites
 
 
-WITHIN = (
-    COUNTED
-    | NETWORKS
-    | {
-        # A matrix exponential's memory depends on values.
-        "orthogonal": (
-            lambda: nn.Sequential(*(parametrizations.orthogonal(nn.Linear(96, 96)) for _ in range(3))),
-            (64, 96),
-        ),
-        "I": (lambda: residuals(InPlaceABN, 6, variant="I"), IMAGES),
-        "II": (lambda: residuals(InPlaceABN, 6, variant="II"), IMAGES),
-    }
-)
+WITHIN = COUNTED | {
+    "residual blocks": (lambda: nn.Sequential(*(resnet.BasicBlock(4, 4) for _ in range(3))), (2, 4, 32, 32)),
+    # A matrix exponential's memory depends on values.
+    "orthogonal": (
+        lambda: nn.Sequential(*(parametrizations.orthogonal(nn.Linear(96, 96)) for _ in range(3))),
+        (64, 96),
+    ),
+    "I": (lambda: residuals(InPlaceABN, 6, variant="I"), IMAGES),
+    "II": (lambda: residuals(InPlaceABN, 6, variant="II"), IMAGES),
+}
 SHARES = [("mixed", 0.9), ("mixed", None), ("chain", 0.9), ("chain", None), ("copies", 0.5)]
 SHARES += [("over views, then a layer", 0.7), ("orthogonal", 1.01), ("I", 0.5), ("II", 0.5), ("residual blocks", 0.8)]
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from keepless import recompute_activations, report
 from keepless.recompute.recorder.recipes import random_state
 from keepless.recompute.step.costs import peak_bytes
-from keepless.torch_internals import current_hooks
 from tests.keepless.recompute.ahead import Layers, assert_like, planned_sizes, plans, step
 
 X = torch.linspace(-1, 1, 4 * 40 * 32).view(4, 40, 32)
@@ -25,35 +24,6 @@ def pair(budget: float | None = 1.0, before: Callable = lambda network, x: x) ->
     torch.manual_seed(0)
     plain = Layers(3, before)
     return plain, recompute_activations(copy.deepcopy(plain), budget=budget)
-
-
-@pytest.mark.parametrize("error, fails_in", [(ValueError, 1), (ValueError, 2), (KeyboardInterrupt, 2)])
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("budget", [None, 1.0])
-def test_a_step_that_raises_is_planned_the_next_time(error, fails_in, at_once, budget):
-    """The step raises before or after it calls a function, or Ctrl-C ends it, after which modules call no hooks.
-
-    The rehearsal of the first step raises, too. As it has no output, no message speaks of one.
-    """
-
-    def fail(network: Layers, x: Tensor) -> Tensor:
-        x = x if at_once else F.gelu(x)
-        if network.calls == fails_in:
-            raise error
-        return x
-
-    plain, within = pair(budget, fail)
-    for number in (1, 2, 3, 4, 5):
-        if number != fails_in:
-            assert_like(plain, within, X)
-            continue
-        for network in (within, plain):
-            with pytest.raises(error), warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                network(X)
-            assert not said
-        assert error is KeyboardInterrupt or current_hooks() is None
-    assert budget is None or plans(within) == [1]
 
 
 def test_a_network_inside_vmap_needs_no_plan():
