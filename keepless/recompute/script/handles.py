@@ -42,6 +42,7 @@ class Packing:
         for slot, tensor in given:
             kept = Keep(tensor if tensor.is_leaf else tensor.detach())
             slot.function, slot.arguments = kept.get, ()
+            slot.form = slot.form._replace(dtype=tensor.dtype, stride=tensor.stride())  # not as the script expects
 
 
 class Handles:
