@@ -11,7 +11,10 @@ from hydra.errors import HydraException
 from engine.schema.keys import Keys, declared_in, quoted
 
 AS_IT_IS = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
-PLAIN_LIST, WORD = re.compile(r"""\[([^][{}"']*)\]"""), re.compile(r"[\w.+-]+")
+WORD = re.compile(r"[\w.+-]+")
+LIST_ENTRY = re.compile(
+    r"""(?:"[^"]*"|'[^']*'|\[[^][]*\]|\{[^{}]*\}|[^][{}"',])+"""
+)  # commas in brackets do not end it
 ENTRY = r"""[^][{}"':,]+:[^][{}"',]+"""
 PLAIN_MAPPING = re.compile(rf"\{{({ENTRY}(?:,{ENTRY})*)\}}")
 INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\()[{}:=, \t]")
@@ -20,7 +23,7 @@ INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
     """An argument; a text value that Hydra would change or refuse is quoted.
 
-    Quotes, null, interpolations and escapes such as \\, keep Hydra's meaning; so do nested lists and mappings and, in
+    Quotes, null, interpolations and escapes such as \\, keep Hydra's meaning; so do mappings in mappings and, in
     sweeps (-m), functions. In sweeps commas separate the values of several jobs, unless they belong to a path.
     """
     given, equals, value = word.partition("=")
@@ -28,8 +31,10 @@ def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
     kind = declared and declared.kind
     if declared and declared.metadata.get("word"):  # or a number
         return word
-    if (listed := PLAIN_LIST.fullmatch(value)) and (kind is Any or "list[str]" in str(kind)):
-        return f"{given}=[{','.join(map(_for_hydra, listed[1].split(',')))}]"
+    if value.startswith("[") and value.endswith("]") and (kind is Any or "list[str]" in str(kind)):
+        entries = LIST_ENTRY.findall(value[1:-1])
+        if value == f"[{','.join(entries)}]":
+            return f"{given}=[{','.join(map(_for_hydra, entries))}]"
     if kind is Any and (mapped := PLAIN_MAPPING.fullmatch(value)):
         pairs = (entry.partition(":") for entry in mapped[1].split(","))
         return f"{given}={{{','.join(f'{name}:{_for_hydra(text)}' for name, _, text in pairs)}}}"

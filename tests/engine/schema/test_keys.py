@@ -10,6 +10,7 @@ from engine.configuration.texts import as_typed
 from engine.schema.keys import override
 from engine.schema.segmentation import SegmentationRun
 from scripts.compare_runs import Comparison
+from scripts.run_table import RunTable
 from tests.runs import composed, run_config
 
 PATHS = (
@@ -63,8 +64,11 @@ def test_interpolations_in_texts_are_hydra_s():
 def test_texts_in_lists_and_mappings_are_read_as_typed():
     values = composed("train_seg", "data.train_split=[a, 1.10,x=1]", "data.mean=[0,0,1e-1]")
     assert (list(values.data.train_split), list(values.data.mean)) == (["a", "1.10", "x=1"], [0.0, 0.0, 0.1])
-    values = composed("run_table", "table=table3", "roots={vistas: ~/a:b, camvid: /x=1 (2)}")
-    assert values.roots == {"vistas": "~/a:b", "camvid": "/x=1 (2)"}
+    for word, read in (
+        ("roots={vistas: ~/a:b, camvid: /x=1 (2)}", {"vistas": "~/a:b", "camvid": "/x=1 (2)"}),
+        ("overrides=[a=[1,2],'b,c',d=3]", ["a=[1,2]", "b,c", "d=3"]),
+    ):
+        assert OverridesParser.create().parse_override(as_typed(word, RunTable)).value() == read
 
 
 @pytest.mark.parametrize(
