@@ -297,7 +297,7 @@ class _Compiler:
         if is_result:
             if number not in made:
                 raise _Unlearnable("a result that is computed from others")
-            return Take(number, handles.result)
+            return Take(number, handles.own_result)
         if number in made:
             return Take(number, partial(handles.inside, form=self._inside_form(value)))
         if number not in self.seen and source.function is Tensor.to and taught.row is not None and taught.row.narrow:

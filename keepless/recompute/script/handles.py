@@ -68,7 +68,7 @@ class Handles:
         take = next(packing.takes, None)  # None as well if the call saves more than when the script was learned
         if take is None:
             handle: Any = Keep(tensor if tensor.is_leaf else tensor.detach())
-        elif take[1] is result:
+        elif take[1] is own_result:
             packing.own, handle = tensor, packing.slot
         elif take[0] in self.found:  # without a call of `take`
             reference, version, found = self.found[take[0]]
@@ -209,7 +209,7 @@ def norm(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
 # Only for tensors that autograd saves:
 
 
-def result(handles: Handles, tensor: Tensor) -> Slot | None:
+def own_result(handles: Handles, tensor: Tensor) -> Slot | None:
     """The result itself, whose slot is made before the call: see `Handles.pack`."""
     return None
 
