@@ -757,11 +757,8 @@ def _run(moves: Moves, tensors: list[Tensor], layers: nn.ModuleList) -> None:
                 tensors.append(function(x, y))
             else:
                 with torch.no_grad() if kind == "no_grad" else nullcontext():
-                    function(
-                        x
-                        if kind in ("operator", "unseen", "squared")
-                        else VIEWS[second % (2 if kind == "part" else 4)](x)
-                    )
+                    views = {"part": VIEWS[:2], "no_grad": VIEWS}.get(kind, [lambda x: x])
+                    function(views[second % len(views)](x))
 
 
 class Program(nn.Module):
@@ -823,15 +820,17 @@ def test_writes_by_operators_are_seen_and_others_refused():
         assert REFUSED.search(str(run(program([("layer", 0, 0, 1), ("squared", 0, 2, 0)]), Recording(), 0, around)))
     for moves in ([*PARTS_ARE_JOINED, write] for write in WRITES):
         print(moves)
+        assert agree(program(moves), 0, nullcontext, hides(moves))
+        expected = run(program(moves), nullcontext())
         for around in AROUND:
-            assert agree(program(moves), 0, around, hides(moves))
+            assert agrees(expected, run(program(moves), Recording(), 0, around), hides(moves))
         plain = Program()
         networks = plain, recompute_activations(copy.deepcopy(plain))
         makes = [under_a_checkpoint(program(moves, network=network)) for network in networks]
         assert agrees(*(run(make, nullcontext()) for make in makes), hides(moves))
 
 
-@pytest.mark.parametrize("seeds", [range(110), pytest.param(range(110, 1600), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(70), pytest.param(range(70, 1600), marks=pytest.mark.slow)])
 def test_random_programs(seeds):
     agree(program(COPIED))
     for seed in seeds:
@@ -863,7 +862,7 @@ def changed(moves: Moves, draws: Random) -> tuple[Moves, dict[str, Any]]:
     return [*moves[:place], *new, *moves[place + (how in ("move", "less")) :]], {}
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1600), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(45), pytest.param(range(45, 1600), marks=pytest.mark.slow)])
 def test_a_script_never_runs_where_the_program_differs(seeds):
     """A branch flips, a size changes, or a layer is frozen: passes that start with another program's script agree."""
     for seed in seeds:
@@ -916,9 +915,10 @@ def under_a_checkpoint(make: Make) -> Make:
 UNPLANNED = {**dict.fromkeys(["checkpoint", "reentrant", "copying hooks"], "a checkpoint"), "vmap": "torch.vmap"}
 # Their steps are recorded: a view that cannot be made again, and so on.
 WITHOUT_SCRIPTS = [{("unary", len(UNARY) - 1)}, {("region", "vmap")}, {("region", "autocast"), ("layer", 7)}]
+WITHOUT_SCRIPTS += [{("unary", UNARY.index(Cube.apply)), ("unary", 16)}]  # it saves a transposed view
 
 
-@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 600), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 600), marks=pytest.mark.slow)])
 def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(seeds, monkeypatch):
     """From the second step on, which takes no more than the first. It is told what a budget cannot plan."""
     conclude = Following.has_followed.fget
