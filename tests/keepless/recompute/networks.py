@@ -17,7 +17,7 @@ from tests.keepless.recompute.test_calls import OWN
 class Network(nn.Module):
     """Linear layers before and behind something that networks do."""
 
-    def __init__(self, between: "Callable[[Network, Tensor], Tensor] | None" = None, width: int = 8) -> None:
+    def __init__(self, between: "Callable[[Network, Tensor], Tensor]", width: int) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
         self.register_buffer("scale", torch.ones(width))
@@ -25,7 +25,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.first(x))
-        x = self.second(F.gelu(x if self.between is None else self.between(self, x)))
+        x = self.second(F.gelu(self.between(self, x)))
         return self.second(F.gelu(x))
 
 

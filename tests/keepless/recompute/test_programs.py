@@ -319,13 +319,6 @@ def _chain(length: int, step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
     return function
 
 
-def _other_hooks(x: Tensor) -> Tensor:
-    y = F.silu(x)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor):
-        z = y.sin()
-    return z * y
-
-
 def _part_changed_under_other_hooks(x: Tensor) -> Tensor:
     a, b = x * 1, x * 2
     y = torch.cat([a, b], 1).sin()
@@ -498,8 +491,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "norms after chains": lambda x: sum(F.rms_norm(_chain(n, F.silu)(x), (6,)).sin() for n in (10, 11, 12)),
     "complex view": lambda x: torch.view_as_complex(F.silu(x).view(2, 4, 6, 3, 2)).square(),
     "conjugate": lambda x: (torch.complex(x, x) * torch.complex(x, -x)).conj() * torch.complex(x, x),
-    "checkpoint inside": lambda x: checkpoint(lambda y: F.silu(y) * y, x, use_reentrant=False).sin(),
-    "other hooks inside": _other_hooks,
     "part changed under other hooks": _part_changed_under_other_hooks,
     "permuted slice": lambda x: F.silu(x).permute(0, 2, 3, 1)[:, 1:, :2].sin(),
     "copied windows": lambda x: torch.roll(F.silu(x), 1, 2).transpose(1, 3).reshape(2, 6, -1).sin(),
@@ -543,7 +534,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "pooled": lambda x: torch.stack([pool(_opaque(x, 1).relu()) for pool in POOLS]).sum(0),
 }
 ONE = """
-    replaced data, complex view, checkpoint inside, other hooks inside, view changed, upsampled, inference tensor,
+    replaced data, complex view, view changed, upsampled, inference tensor,
     loss by tiles, mean of a concatenation, slice of a concatenation, mean of a stack, concatenation under autocast,
     view changed that a norm has copied, in-place norm of a concatenation, slice of an upsampled one, cast by autocast
 """
