@@ -43,9 +43,12 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torc
 
 def is_constant(one: Any) -> bool:
     """Whether an argument, or each in a list, can be compared: numbers, names, functions, and tuples of these."""
+    return all([isinstance(part, _CONSTANTS) or callable(part) for part in _parts(one)])
+
+
+def _parts(one: Any) -> list[Any]:
     parts = one if isinstance(one, (list, tuple)) else (one,)
-    parts = [inner for part in parts for inner in (part if isinstance(part, tuple) else (part,))]
-    return all([isinstance(part, _CONSTANTS) or callable(part) for part in parts])
+    return [inner for part in parts for inner in (part if isinstance(part, tuple) else (part,))]
 
 
 def same(learned: Any, given: Any) -> bool:
@@ -97,7 +100,9 @@ class Opening:
         self.parameters = [f"given_{number}" for number in range(len(paths))]
         several = [one for one in (*args, *kwargs.values()) if isinstance(one, (list, tuple))]
         are_alike = all([len({isinstance(part, Tensor) for part in one}) < 2 for one in several])
-        may_change = any([isinstance(one, list) or not is_constant(one) for _, one in self.consts])
+        # A list may change, and a function of the program may do something else next time.
+        parts = [part for _, one in self.consts for part in ([one] if isinstance(one, list) else _parts(one))]
+        may_change = not all([isinstance(part, _CONSTANTS) for part in parts])
         # False: it does not only make tensors by calls, or `tensors` cannot tell its arguments from others
         self.is_known = are_alike and not may_change and len(self.given) == len(tensors_in((args, kwargs)))
 

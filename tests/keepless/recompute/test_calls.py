@@ -262,3 +262,23 @@ def test_a_script_sees_that_an_argument_s_list_has_changed():
         network(x).sum().backward()
     network.size[:] = [2, 2]
     assert torch.equal(network(x), F.unfold(x.exp(), [2, 2]).sigmoid())
+
+
+def test_a_script_runs_the_functions_that_a_program_gives_to_functions_of_pytorch():
+    class Distances(nn.Module):
+        power = 1
+
+        def between(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x - y).abs().pow(self.power).sum(-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            near, far = x.sin(), x.exp()
+            return F.triplet_margin_with_distance_loss(x, near, far, distance_function=self.between, margin=99.0)
+
+    network, plain = recompute_activations(Distances()), Distances()
+    x = torch.randn(8, 4, requires_grad=True)
+    for power in (1, 1, 1, 2):
+        network.power = plain.power = power
+        found, expected = network(x), plain(x)
+        found.backward()
+        assert torch.equal(found, expected), power
