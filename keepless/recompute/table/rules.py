@@ -133,9 +133,11 @@ def product(function: Function) -> Rule:
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         found = again(find, args, kwargs, result)
-        factors = [(n, one) for n, one in enumerate((*args, *kwargs.values())) if isinstance(one, Tensor)][:2]
-        batches = [one for _, one in factors if one.dim() > 2]
-        (number, other) = min(factors, key=lambda factor: factor[1].dim())
+        named = [*(("", one) for one in args), *kwargs.items()]
+        factors = [(n, one) for n, (name, one) in enumerate(named) if isinstance(one, Tensor) and name != "bias"]
+        factors.sort(key=lambda factor: named[factor[0]][0] in ("other", "weight"))  # the second one
+        batches = [one for _, one in factors[:2] if one.dim() > 2]
+        (number, other) = min(factors[:2], key=lambda factor: factor[1].dim())
         is_folded = len(batches) == 1 and other.requires_grad
         if not is_folded or (other is not factors[0][1] and batches[0].is_contiguous()):
             return found

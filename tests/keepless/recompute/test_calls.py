@@ -104,6 +104,11 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "a folded product with a vector": (weighted(lambda x: torch.linalg.matmul(x.mT, x[0, 0])), []),
     "a layer of transposed inputs": (weighted(lambda x: F.linear(x.mT, x[0, :, :8]), 8), []),
     "a frozen layer of transposed inputs": (weighted(lambda x: F.linear(x.mT, x[0, :, :8].detach()), 8), [1]),
+    "a layer whose bias comes first": (
+        weighted(lambda x: F.linear(x.mT, bias=x[0, 0, :8].detach(), weight=x[0, :, :8]), 8),
+        [],
+    ),
+    "a folded product by swapped names": (weighted(lambda x: torch.matmul(other=x, input=x[0, :7])), [1]),
     "a product of transposed inputs": (weighted(lambda x: x.mT @ x[0, :, :8], 8), []),
     "a product of transposed inputs and constants": (weighted(lambda x: x.mT @ x[0, :, :8].detach(), 8), [1]),
     "a norm": (weighted(lambda x: torch.linalg.norm(x.flatten(0, 1), 2)), [1]),  # singular vectors
