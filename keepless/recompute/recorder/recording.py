@@ -63,6 +63,8 @@ from ...torch_internals import (
     Hooks,
     current_function_mode,
     current_hooks,
+    pop_hooks,
+    push_hooks,
     set_gradients,
     subclasses_are_asked,
     transform_level,
@@ -108,8 +110,10 @@ class Recording(TorchFunctionMode):
         self.copy_parameters = copy_parameters
         self.inputs = inputs
         self.frame = frame
+        self.is_mode = True
         self.abandoned = False
         self.hooks: saved_tensors_hooks | None = None
+        self.around: list[Hooks] = []  # hooks around ours
         self.kept: Sequence[KeptTensor] = ()  # at the end
         self.lesson: Lesson | None = None  # notes of the calls, from which a script is learned
         self.form: Any = None  # of the inputs
@@ -120,7 +124,8 @@ class Recording(TorchFunctionMode):
         if self.lesson is not None:
             self.lesson.outside = self.known.saved_outside
         self._start_hooks()
-        if self.sees_calls:
+        self.is_mode = self.sees_calls or bool(self.around)  # it also sees the first call after Ctrl-C
+        if self.is_mode:
             super().__enter__()
         return self
 
@@ -129,11 +134,12 @@ class Recording(TorchFunctionMode):
         return KnownValues(self.inputs, current_hooks(), self.copy_parameters, self.policy is not None)
 
     def _start_hooks(self) -> None:
+        self.around = hooks_around()
         self.hooks = saved_tensors_hooks(self.known.pack if self.sees_calls else self._pack_unless_abandoned, unpack)
         self.hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self.sees_calls:
+        if self.is_mode:
             super().__exit__(*error)
         self._end_hooks()
         self.forget()
@@ -154,16 +160,20 @@ class Recording(TorchFunctionMode):
         if not is_running(self.frame):
             self.abandoned, self.frame = True, None  # first: this mode sees the functions that `forget` calls
             self.forget()
-        if self.abandoned and self._is_innermost():
-            self._end_hooks()
+        if self.abandoned and self.hooks is not None:
+            hooks = current_hooks()
+            # Contexts around, such as checkpoints, may have removed our hooks first, and so left one of theirs.
+            is_left = hooks is not None and any([hooks[0] is pack for pack, _ in self.around])
+            if is_left or self._is_innermost():
+                self._end_hooks()
         return self.abandoned
 
     def leave_abandoned(self) -> bool:
         """Remove the rest of an abandoned recording; False if another context has been entered on top of it."""
-        covered = self.sees_calls and current_function_mode() is not self
+        covered = self.is_mode and current_function_mode() is not self
         if not self.is_abandoned() or self.hooks is not None or covered:
             return False
-        if self.sees_calls:
+        if self.is_mode:
             super().__exit__(None, None, None)
         return True
 
@@ -177,6 +187,9 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if not self.sees_calls:
+            self.is_abandoned()
             return function(*args, **kwargs)
         row = row_of(function)
         if self.lesson is not None:
@@ -212,9 +225,8 @@ class Recording(TorchFunctionMode):
 
     def _seen(self, function: Any, row: Row, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         are_plain = PLAIN.issuperset(types)
-        if row.only_asks and are_plain:
-            return function(*args, **kwargs)
-        if self.is_abandoned():
+        asks = row.only_asks and are_plain
+        if (asks and not self.around) or self.is_abandoned() or asks:
             return function(*args, **kwargs)
         self.known.settle_gone()
         if not are_plain and subclasses_are_asked() and any(map(adds_metadata, types)):
@@ -317,6 +329,19 @@ class Recording(TorchFunctionMode):
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
         return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)
+
+
+def hooks_around() -> list[Hooks]:
+    """The saved-tensor hooks that are set, innermost first."""
+    found: list[Hooks] = []
+    try:
+        while (hooks := current_hooks()) is not None:
+            found.append(hooks)
+            pop_hooks()
+    finally:
+        for pack, unpack_by in reversed(found):
+            push_hooks(pack, unpack_by)
+    return found
 
 
 def is_ours(hooks: Hooks) -> bool:

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -184,6 +185,22 @@ def test_ctrl_c_ends_the_recording(nested, options):
     assert all(map(torch.equal, gradients(network, IMAGES), gradients(plain, IMAGES)))
     assert current_hooks() is None and _get_current_function_mode() is None
     assert traceback.value is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpointed_only": True}, {"budget": 0.9}], ids=str)
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_under_checkpoints_leaves_no_hooks(times, options):
+    """A checkpoint that is left removes the innermost hooks, and so ours instead of its own."""
+    body = Interrupted(nn.Conv2d(3, 4, 1), CheckpointedABN(4), nn.SiLU()).double()
+    run = network = recompute_activations(body, **options)
+    for _ in range(times):
+        run = partial(checkpoint, run, use_reentrant=False)
+    run(IMAGES).sum().backward()
+    network.calls = 3
+    with pytest.raises(KeyboardInterrupt):
+        run(IMAGES)
+    run(IMAGES).sum().backward()
+    assert current_hooks() is None and _get_current_function_mode() is None
 
 
 @pytest.mark.parametrize("follows", [False, True])
