@@ -77,8 +77,8 @@ class _Step(NamedTuple):
 class Opening:
     """The calls that a function of PyTorch's makes, if it is written in Python, such as attention.
 
-    Which calls it makes depends only on the form of its arguments. So if they have this form, the calls can be made
-    without the code around them.
+    Unless it calls a function of the program, only the form of its arguments decides which calls it makes. So if they
+    have this form again, the calls can be made without the code around them.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -103,7 +103,7 @@ class Opening:
         # A list may change, and a function of the program may do something else next time.
         parts = [part for _, one in self.consts for part in ([one] if isinstance(one, list) else _parts(one))]
         may_change = not all([isinstance(part, _CONSTANTS) for part in parts])
-        # False: it does not only make tensors by calls, or `tensors` cannot tell its arguments from others
+        # False: it does more than make tensors by calls, or it has arguments that `tensors` cannot compare
         self.is_known = are_alike and not may_change and len(self.given) == len(tensors_in((args, kwargs)))
 
     def _name(self, tensor: Tensor, name: str) -> str:
