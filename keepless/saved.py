@@ -186,6 +186,10 @@ class Kept:
         counter = self.packed if self.hooks is None else self.counter
         return counter is not None and bool(counter._version != self.version)
 
+    def is_freed(self) -> bool:
+        """Whether the original's memory is gone: the hooks have put the values elsewhere."""
+        return self.hooks is not None and self.storage is not None and self.storage() is None
+
     def get(self) -> Tensor:
         """The tensor. RuntimeError if it was modified in place."""
         tensor: Tensor = self.packed

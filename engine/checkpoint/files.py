@@ -189,7 +189,7 @@ def advice_if_damaged(path: Path) -> str | None:
 
 
 def first_difference(trained: Sequence[str], classes: Sequence[str]) -> str:
-    """Say where the classes of a checkpoint and those of a dataset first differ."""
+    """The first class that the checkpoint and the dataset name differently, for a message."""
     pairs = enumerate(zip_longest(trained, classes, fillvalue="missing"))
     number, (there, here) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
     return f"class {number} is {there} in the checkpoint and {here} in the dataset"

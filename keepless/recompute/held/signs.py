@@ -97,7 +97,7 @@ class Signs:
 
     def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
         self.like, self.stream = ShapeOnly(tensor), current_stream(tensor)
-        with torch.no_grad(), without_function_modes():
+        with torch.inference_mode(False), torch.no_grad(), without_function_modes():  # a later call may be under it
             self.bits = Kept(pack_signs(tensor.detach(), positive_of), hooks)
 
     @property

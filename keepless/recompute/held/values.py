@@ -158,8 +158,8 @@ class Value(Holder):
             if isinstance(value.source, Recipe):
                 values += [other for other in value.source.inputs if other not in seen]
                 seen.update(value.source.inputs)
-            elif value.storage == storage:
-                return True
+            elif value.storage == storage and not (isinstance(value.source, Kept) and value.source.is_freed()):
+                return True  # otherwise another tensor has got its address
         return False
 
     def get(self) -> Tensor:
@@ -379,7 +379,8 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
     for value in values:
         if value.may_be_read() and isinstance(kept := value.source, Kept) and not kept.is_modified():
             write.copied.append((value, kept, value.storage))
-            value.source, value.storage = Kept(kept.get().clone(), outer), 0
+            with torch.inference_mode(False):
+                value.source, value.storage = Kept(kept.get().clone(), outer), 0
     return write
 
 

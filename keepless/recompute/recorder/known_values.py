@@ -180,13 +180,16 @@ class KnownValues:
                 found = self._of_copied_argument(tensor, node, self.call)
         return found
 
-    def _of_base(self, tensor: Tensor) -> Again | None:
+    def _of_base(self, tensor: Tensor) -> Again | Value | None:
         base = tensor._base
         form = None if base is None else form_of(tensor, base)
         value = None if base is None or form is None else self.value_of(base)
         if base is None or form is None or value is None:
             return None
-        return Again(view, (value, *form))
+        # A subclass makes views of whole results, but not in a checkpoint's second pass, which must keep the same
+        # tensors.
+        is_whole = form == (base.stride(), base.shape, base.stride(), 0)
+        return value if self.outer is not None and is_whole else Again(view, (value, *form))
 
     def _of_synchronised_norm(self, node: Any, packed: tuple[Any, ...]) -> Again | None:
         """The output of `nn.SyncBatchNorm`. Its node has everything but the bias, which is found only if trained."""

