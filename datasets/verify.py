@@ -66,8 +66,7 @@ class Inspection:
 
 
 def verify(dataset: Split, workers: int | None = None, progress: Progress = None) -> list[str]:
-    """`inspect` a split quickly, once. ValueError lists the first problems and counts all, or says
-    that no pixel has a class.
+    """`inspect` a split quickly, once. ValueError: there are problems (the first are listed), or no pixel has a class.
 
     Returns doubts about its labels, such as classes that no image shows. TimeoutError names the first image that takes
     longer than `reading_errors` around this call allows. The cache folder remembers success until a path, size or
@@ -96,7 +95,7 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
 
 
 def shared_images(one: Split, other: Split) -> int:
-    """The number of images that two splits share. In classification each split has its own."""
+    """The number of images that two splits share. Different splits of a classification dataset share none."""
     if isinstance(one, ClassificationDataset) or isinstance(other, ClassificationDataset):
         return len(one) if one.split == other.split else 0
     return len({entry.image for entry in one.files} & {entry.image for entry in other.files})

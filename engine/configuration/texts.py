@@ -12,9 +12,8 @@ from engine.schema.keys import Keys, declared_in, quoted
 
 AS_IT_IS = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
 WORD = re.compile(r"[\w.+-]+")
-LIST_ENTRY = re.compile(
-    r"""(?:"[^"]*"|'[^']*'|\[[^][]*\]|\{[^{}]*\}|[^][{}"',])+"""
-)  # commas in brackets do not end it
+# A comma inside quotes, brackets or braces does not end an entry.
+LIST_ENTRY = re.compile(r"""(?:"[^"]*"|'[^']*'|\[[^][]*\]|\{[^{}]*\}|[^][{}"',])+""")
 ENTRY = r"""[^][{}"':,]+:[^][{}"',]+"""
 PLAIN_MAPPING = re.compile(rf"\{{({ENTRY}(?:,{ENTRY})*)\}}")
 INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\()[{}:=, \t]")
