@@ -1,6 +1,7 @@
 """Plain and prepared networks either agree, to the bit, or both raise; what is kept is counted."""
 
 import copy
+import gc
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -101,7 +102,7 @@ def run(make: Make, context: AbstractContextManager, use: int = 0, around: Calla
         write_over(outputs)
         found = USES[use]([one.abs().square().mean() for one in outputs.values() if one.requires_grad], sources)
         return [*(one.detach().clone() for one in outputs.values()), *found, *buffers, torch.rand(1)]
-    except (RuntimeError, ValueError, KeyboardInterrupt) as error:
+    except (RuntimeError, ValueError, AssertionError, KeyboardInterrupt) as error:
         return error.with_traceback(None)  # which would keep a checkpoint from ending
 
 
@@ -958,12 +959,15 @@ WITHOUT_SCRIPTS += [{("unary", UNARY.index(Cube.apply)), ("unary", 16)}]  # it s
 
 
 @pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 600), marks=pytest.mark.slow)])
-def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(seeds, monkeypatch):
+def test_a_program_that_writes_over_nothing_follows_its_one_plan_and_its_script(seeds, monkeypatch, request):
     """From the second step on, which takes no more than the first. It is told what a budget cannot plan."""
+    request.addfinalizer(gc.enable)
+    gc.disable()  # it would free tensors of earlier steps within a measured one
     conclude = Following.has_followed.fget
     monkeypatch.setattr(Following, "has_followed", property(lambda one: followed.append(conclude(one)) or followed[-1]))
     recorded = 0
     for seed in seeds:
+        gc.collect()
         draws, followed, peaks = Random(seed), [], []
         moves, budget = drawn(draws, 2, 9, [CALM]), draws.choice([None, "1KiB"])
         if seed < len(UNPLANNED):
@@ -1025,6 +1029,8 @@ def test_a_prepared_network_whose_steps_change_is_like_the_plain_one(seeds):
             if alone is not None and is_nearer(found, plain_found, run(alone, nullcontext(), use, AROUND[-1])):
                 continue
             agrees(plain_found, found, is_unchecked or hides(moves))
+            if isinstance(found, BaseException):
+                within.load_state_dict(plain.state_dict())  # one may have ended before its statistics changed
             assert isinstance(found, KeyboardInterrupt) or current_hooks() is None
 
 
