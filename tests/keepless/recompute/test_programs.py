@@ -186,15 +186,15 @@ def agrees(plain: Found, recorded: Found, may_refuse: bool = False) -> bool:
 
 
 def is_nearer(found: Found, other: Found, right: Found) -> bool:
-    """Whether the first results are nearer to the right ones than others are."""
+    """Whether each of the first results is as near to the right one as the other is."""
     if any(isinstance(one, BaseException) for one in (found, other, right)):
         return False
 
-    def distance(results: list[Tensor | None]) -> float:
+    def distances(results: list[Tensor | None]) -> list[float]:
         pairs = [(one, true) for one, true in zip(results, right, strict=True) if one is not None and true is not None]
-        return max((one - true).abs().max().item() for one, true in pairs if one.numel())
+        return [(one - true).abs().max().item() for one, true in pairs if one.numel()]
 
-    return distance(found) < distance(other)
+    return all(near <= far for near, far in zip(distances(found), distances(other), strict=True))
 
 
 NORMS = {
