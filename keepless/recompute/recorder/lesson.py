@@ -32,7 +32,7 @@ class Form(NamedTuple):
         return cls(tensor.shape, tensor.dtype, tensor.stride(), tensor.device.type, (False, None), readers)
 
     def is_of(self, tensor: Tensor) -> bool:
-        return tensor.shape == self.shape and self.is_laid_out_as(tensor)
+        return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.stride() == self.stride
 
     def is_laid_out_as(self, tensor: Tensor) -> bool:
         return tensor.dtype is self.dtype and tensor.stride() == self.stride
@@ -171,21 +171,22 @@ class Opening:
         """The tensors among these arguments, each once; None if the function may make other calls with them."""
         if len(args) != self.count or tuple(kwargs) != self.names:
             return None
-        if not all([same(one, at(path, args, kwargs)) for path, one in self.consts]):
-            return None
+        for path, one in self.consts:
+            given = args[path] if type(path) is int else kwargs[path]
+            if given is not one and not same(one, given):
+                return None
         found: list[Tensor] = []
         for path, first, form, device, needs_grad in self.given:
-            one = at(path, args, kwargs)
-            if not isinstance(one, Tensor) or not form.is_of(one) or one.device != device:
+            given = args[path] if type(path) is int else at(path, args, kwargs)
+            if not isinstance(given, Tensor) or not form.is_of(given) or given.device != device:
                 return None
-            is_first = all([one is not other for other in found])
-            if one.requires_grad is not needs_grad or is_first is not (path == first):
+            if given.requires_grad is not needs_grad:
                 return None
-            if is_first:
-                found.append(one)
-            elif one is not at(first, args, kwargs):
+            if path == first:
+                found.append(given)
+            elif given is not at(first, args, kwargs):
                 return None
-        return found
+        return found if len({*map(id, found)}) == len(found) else None
 
 
 class Source:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...inputs import tensors_in
 from ...saved import Kept, view
-from ...torch_internals import address, by_present_backends, saved_as
+from ...torch_internals import address, saved_as
 from ..held.signs import Signs
 from ..held.values import Recipe, Value, checkpointed_output
 from ..recorder.lesson import Form, Lesson, Path, Source, Taught, is_constant
@@ -18,7 +18,7 @@ from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun, random_state
 from ..recorder.report import KeptTensor
 from ..table.functions import Row
-from ..table.rules import ByName, attention, with_gradient
+from ..table.rules import ByName, attention, by_present_backends, with_gradient
 from . import handles
 from .script import END, WRITES, Act, Entry, Make, Script, Take
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...inputs import tensors_in
 from ...norms.backends.eager import normalised
@@ -24,7 +25,7 @@ from ...torch_internals import (
     FakeTensor,
     OpOverload,
     OpOverloadPacket,
-    by_present_backends,
+    attention_backends,
     current_hooks,
     dropped_share,
     is_capturing,
@@ -186,6 +187,18 @@ def random_again(function: Function) -> Rule:
 def drops_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether attention drops weights."""
     return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+
+
+def by_present_backends(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An attention function that always uses one of the backends enabled now (`sdpa_kernel`)."""
+    backends = attention_backends()
+
+    def computed(*arguments: Any, **options: Any) -> Tensor:
+        are_enabled = attention_backends() == backends
+        with nullcontext() if are_enabled else sdpa_kernel([SDPBackend(one) for one in backends], set_priority=True):
+            return attention(*arguments, **options)
+
+    return computed
 
 
 def attention(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
