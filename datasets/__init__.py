@@ -22,7 +22,7 @@ from datasets.items import (
     collated,
 )
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, minibatches_per_epoch
-from datasets.segmentation import INSTANCES_PER_CLASS, SegmentationDataset
+from datasets.segmentation import SegmentationDataset
 from datasets.shapes import shapes
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform

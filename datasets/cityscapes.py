@@ -1,18 +1,13 @@
 """Cityscapes, fine annotations: 2048x1024 street scenes, 19 classes. Reads the unpacked official archives."""
 
 import os
-from pathlib import Path
-
-import numpy as np
 
 from datasets.class_table import ClassTable
 from datasets.layout import Layout
-from datasets.reading import decode_uint16
-from datasets.segmentation import INSTANCES_PER_CLASS, Files, SegmentationDataset
+from datasets.segmentation import Files, SegmentationDataset
 
 _IMAGE_SUFFIX = "_leftImg8bit.png"
 _LABEL_SUFFIX = "_gtFine_labelIds.png"
-_INSTANCE_SUFFIX = "_gtFine_instanceIds.png"  # 1000 * id + number, or the id alone, e.g. for groups
 _WITHHELD = "test"  # its published label files are placeholders
 
 # name: (id in label and prediction files, RGB), in the order of train ids. Source: the official label table.
@@ -50,22 +45,6 @@ _CATEGORIES = {
     "vehicle": ("car", "truck", "bus", "train", "motorcycle", "bicycle"),
 }
 
-# Average pixels per instance. Source: `avgClassSize` in the official pixel-level evaluation.
-_INSTANCE_SIZES = {
-    "person": 3462.4756337644,
-    "rider": 3930.4788056518,
-    "car": 12794.0202738185,
-    "truck": 27855.1264367816,
-    "bus": 35732.1511111111,
-    "train": 67583.7075812274,
-    "motorcycle": 6298.7200839748,
-    "bicycle": 4672.3249222261,
-}
-
-# Lookup table: value in an instanceIds file -> 1000 * train id + number, or -1, as in `SegmentationDataset.scored`.
-_INSTANCE_IDS: np.ndarray = np.full((34, INSTANCES_PER_CLASS), -1, np.int32)
-_INSTANCE_IDS[list(_IDS)] = np.arange(len(_IDS) * INSTANCES_PER_CLASS).reshape(-1, INSTANCES_PER_CLASS)
-
 _LAYOUT = Layout(
     name="cityscapes",
     splits=("train", "val", "test"),
@@ -74,7 +53,6 @@ DIR/leftImg8bit/train/CITY/CITY_SEQ_FRAME{_IMAGE_SUFFIX}
 DIR/leftImg8bit/val/...
 DIR/leftImg8bit/test/...
 DIR/gtFine/train/CITY/CITY_SEQ_FRAME{_LABEL_SUFFIX}
-DIR/gtFine/train/CITY/CITY_SEQ_FRAME{_INSTANCE_SUFFIX}   for iIoU only
 DIR/gtFine/val/...
 """,
     source="unpack leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip into one folder (docs/data.md)",
@@ -92,16 +70,15 @@ def cityscapes_classes() -> ClassTable:
         official_void=0,
         benchmark="cityscapes",
         categories=tuple(category for category, classes in _CATEGORIES.items() for _ in classes),
-        instance_sizes=_INSTANCE_SIZES,
     )
 
 
 def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     """One Cityscapes split: "train" (2975 images), "val" (500) or "test" (1525, without labels).
 
-    Names are CITY_SEQ_FRAME. Labels come from the `labelIds` files and are mapped to train ids on reading;
-    `instanceIds` files are optional. Prediction files hold regular ids at full size, and their names start with the
-    image's. ValueError if the split is unknown, a folder or all images are missing, or an image has no label.
+    Names are CITY_SEQ_FRAME. Labels come from the `labelIds` files and are mapped to train ids on reading. Prediction
+    files hold regular ids at full size, and their names start with the image's. ValueError if the split is unknown, a
+    folder or all images are missing, or an image has no label.
     """
     root = _LAYOUT.check(root, split)
     folder = root / "leftImg8bit" / split
@@ -109,21 +86,7 @@ def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDatase
     files = [Files(name, path) for name, path in images.items()]
     if split != _WITHHELD:
         folder = root / "gtFine" / split
-        labels, instances = (
-            _LAYOUT.files(root, folder, (suffix,), deep=True) for suffix in (_LABEL_SUFFIX, _INSTANCE_SUFFIX)
-        )
-        paired = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
-        files = [entry._replace(instances=instances.get(entry.name)) for entry in paired]
+        labels = _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), deep=True)
+        files = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}")
     files = [entry._replace(name=entry.name.rpartition("/")[2]) for entry in files]
-    return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), decode_instances=_decode_instances)
-
-
-def _decode_instances(path: Path) -> np.ndarray:
-    """Instances as `SegmentationDataset.scored` returns them."""
-    raw = decode_uint16(path)
-    if raw.max(initial=0) >= _INSTANCE_IDS.size:
-        raise ValueError(
-            f"{path}: contains the value {raw.max()}; expected 1000 * id + number with ids up to 33, or an id "
-            "alone. Check that this is the original instanceIds file."
-        )
-    return _INSTANCE_IDS.take(raw)
+    return SegmentationDataset("cityscapes", split, files, cityscapes_classes())

@@ -54,7 +54,7 @@ class ClassTable:
 
     The other fields are for the official evaluation, `benchmark`, if there is one. `official_only`: raw values of the
     classes that it counts but the paper does not; these come last in `names`, or are ignored in training.
-    `categories`: one per class. `instance_sizes`: average pixels per instance, by class.
+    `categories`: one per class.
     """
 
     names: tuple[str, ...]
@@ -71,7 +71,6 @@ class ClassTable:
     benchmark: str | None = None
     official_only: Mapping[str, Sequence[int]] = field(default_factory=dict)
     categories: tuple[str, ...] = ()
-    instance_sizes: Mapping[str, float] = field(default_factory=dict)
     _to_train: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_scored: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_official: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
@@ -82,7 +81,7 @@ class ClassTable:
         assert count == len(self.palette) == len(self.official_ids) < _ILLEGAL
         assert set(self.label_ids.values()) <= {*range(count), IGNORED}
         assert len(self.scored) < _ILLEGAL and self.scored[:count] == self.names
-        assert len(self.categories) in (0, count) and set(self.instance_sizes) <= set(self.names)
+        assert len(self.categories) in (0, count)
         to_train = np.full(256, _ILLEGAL, np.uint8)
         for raw, train_id in self.label_ids.items():
             to_train[raw] = train_id

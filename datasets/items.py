@@ -122,15 +122,12 @@ class WholeImages(_Items):
     def __getitem__(self, index: int) -> dict:
         """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W), "name": str}.
 
-        "label" holds `ClassTable.scored_ids`; it is absent if the image has none. If every image has instances, there
-        is also "instances", int32 (H, W), as in `SegmentationDataset.scored`.
+        "label" holds `ClassTable.scored_ids`; it is absent if the image has none.
         """
-        (image, label, name), instances = self.dataset.scored(index)
+        image, label, name = self.dataset.scored(index)
         item = {"image": _channels_first(image), "name": name}
         if label is not None:
             item["label"] = torch.from_numpy(label)
-        if instances is not None:
-            item["instances"] = torch.from_numpy(instances)
         return item
 
 

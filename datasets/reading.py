@@ -188,11 +188,6 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
     return {number // 3: tuple(levels[number : number + 3]) for number in range(0, len(levels), 3)}
 
 
-def decode_uint16(file: Path | Stored) -> np.ndarray:
-    """Decode an instance file to uint16 (H, W). ValueError if it holds anything else."""
-    return _exact(*_png(file, {(16, formats.GRAY)}, "instances, one 16-bit value per pixel"))
-
-
 def _decode_photograph(file: Stored) -> np.ndarray:
     """`decode_image` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file

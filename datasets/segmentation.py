@@ -17,7 +17,6 @@ from datasets.file_list import FileList, listed
 from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
-INSTANCES_PER_CLASS = 1000  # per image, at most; see `SegmentationDataset.scored`
 
 
 class Files(NamedTuple):
@@ -26,7 +25,6 @@ class Files(NamedTuple):
     name: str
     image: Path
     label: Path | None = None
-    instances: Path | None = None  # which instance each pixel belongs to, if the official score needs it
 
 
 class Sample(NamedTuple):
@@ -62,10 +60,9 @@ class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
     `name`: the dataset, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` returns the raw values
-    in a window of a label file, uint8 (H, W), `decode_instances` the instances in a file, as in `scored`. `turned`: see
-    `decode_image`; true for the user's own images. Reading checks the files: a ValueError names the file, the problem,
-    the expected content and the fix. `label_fix` is the fix for wrong labels that no archive can restore; labels whose
-    palettes differ are refused if there is a `palette_fix`.
+    in a window of a label file, uint8 (H, W). `turned`: see `decode_image`; true for the user's own images. Reading
+    checks the files: a ValueError names the file, the problem, the expected content and the fix. `label_fix` is the fix
+    for wrong labels that no archive can restore; labels whose palettes differ are refused if there is a `palette_fix`.
     """
 
     mean_image = None  # only small images have one
@@ -75,7 +72,6 @@ class SegmentationDataset(Dataset):
     files: Sequence[Files]
     table: ClassTable
     decode_label: Callable[[Stored, Window], np.ndarray] = decode_label
-    decode_instances: Callable[[Path], np.ndarray] | None = None
     turned: bool = False
     label_fix: str | None = None
     palette_fix: str | None = None
@@ -98,11 +94,6 @@ class SegmentationDataset(Dataset):
         """Whether every image has a label; False for test splits whose labels are withheld."""
         return all(entry.label is not None for entry in self.files)
 
-    @property
-    def has_instances(self) -> bool:
-        """Whether every image has an instance file."""
-        return all(entry.instances is not None for entry in self.files)
-
     def path(self, index: int) -> Path:
         """The file of image `index`."""
         return self.files[index].image
@@ -113,21 +104,9 @@ class SegmentationDataset(Dataset):
     def __getitem__(self, index: int) -> Sample:
         return self._sample(index, self.table.train_ids)
 
-    def scored(self, index: int) -> tuple[Sample, np.ndarray | None]:
-        """For evaluation: `dataset[index]` with the label in `ClassTable.scored_ids`, and its instances.
-
-        Instances are int32 (H, W): INSTANCES_PER_CLASS * train id + number, or -1 outside single instances of evaluated
-        classes. None unless every image has them.
-        """
-        sample = self._sample(index, self.table.scored_ids)
-        if sample.label is None or not self.has_instances:
-            return sample, None
-        entry = self.files[index]
-        assert entry.instances is not None and self.decode_instances is not None
-        with restorable():
-            instances = self.decode_instances(entry.instances)
-        self.check_size(entry._replace(label=entry.instances), sample.label.shape[::-1], instances.shape[::-1])
-        return sample, instances
+    def scored(self, index: int) -> Sample:
+        """For evaluation: `dataset[index]` with the label in `ClassTable.scored_ids`."""
+        return self._sample(index, self.table.scored_ids)
 
     def _sample(self, index: int, ids: Callable[[np.ndarray], np.ndarray]) -> Sample:
         entry = self.files[index]
@@ -233,7 +212,7 @@ class SegmentationDataset(Dataset):
         return self._listed().fingerprint([version, self.name, self.split, *known])
 
     def _listed(self) -> FileList:
-        every = (path for entry in self.files for path in (entry.image, entry.label, entry.instances))
+        every = (path for entry in self.files for path in (entry.image, entry.label))
         paths = [path for path in every if path is not None]
         top = os.path.commonpath({os.path.dirname(path) for path in paths}) if paths else ""
         return listed(Path(top), paths)

@@ -105,9 +105,9 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     """Check every image and label of a split: that they are complete, of the same size, and hold known ids.
 
     Returns problems instead of raising them. Labels are decoded, and so are all images of a classification that are in
-    files; other images and instances only with `decode`, else they are read. PNG files have checksums, so any damage
-    is found. JPEG files have none: decoders fill damaged parts with other pixels, so only a damaged header or a
-    missing end is found. `workers`: see `in_order`.
+    files; other images only with `decode`, else they are read. PNG files have checksums, so any damage is found. JPEG
+    files have none: decoders fill damaged parts with other pixels, so only a damaged header or a missing end is found.
+    `workers`: see `in_order`.
     """
     look = partial(_looked, dataset, decode)
     if isinstance(dataset, ClassificationDataset):
@@ -170,13 +170,10 @@ def _looked(dataset: Split, decode: bool, index: int) -> tuple[list[Problem], np
         attempted("unreadable image", dataset.image, index)
         return problems, np.zeros(0), None
     entry, palette = dataset.files[index], None
-    size_of = partial(dataset.image_size, decode=decode)
-    image_size = attempted("unreadable image", size_of, entry.image)
+    image_size = attempted("unreadable image", partial(dataset.image_size, decode=decode), entry.image)
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
-    instances = None if entry.instances is None else attempted("unreadable instances", size_of, entry.instances)
-    for file, size in ((entry.label, None if label is None else label.shape[::-1]), (entry.instances, instances)):
-        if image_size is not None and size is not None:
-            attempted("sizes differ", dataset.check_size, entry._replace(label=file), image_size, size)
+    if image_size is not None and label is not None:
+        attempted("sizes differ", dataset.check_size, entry, image_size, label.shape[::-1])
     pixels = np.bincount(() if label is None else label.reshape(-1), minlength=256)
     if entry.label is not None and label is not None and (dataset.palette_fix or dataset.table.label_palette):
         colours = label_palette(read(entry.label, photograph=dataset.turned))

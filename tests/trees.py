@@ -58,16 +58,6 @@ def _camvid(root: Path, images: str, labels: str, training_images: int = 6) -> P
     return root
 
 
-def instance_ids(label: np.ndarray) -> np.ndarray:
-    """An instanceIds file, uint16 (H, W), for a labelIds file: classes 24-33 in instances of any size, some in groups.
-
-    Values: 1000 * id + number; the id alone for groups and other classes.
-    """
-    numbers = np.cumsum(label > 30).reshape(label.shape) // 9 % 4  # 3 marks the pixels of a group
-    ids = label.astype(np.uint16)
-    return np.where((label >= 24) & (label <= 33) & (numbers < 3), 1000 * ids + numbers, ids).astype(np.uint16)
-
-
 def cityscapes(root: Path) -> Path:
     """The official archives as unpacked, including files that we do not read."""
     cities = {"train": ("aachen", "bochum"), "val": ("frankfurt",), "test": ("berlin",)}
@@ -79,7 +69,7 @@ def cityscapes(root: Path) -> Path:
                 write(root / "leftImg8bit" / split / city / f"{stem}_leftImg8bit.png", image)
                 write(root / "gtFine" / split / city / f"{stem}_gtFine_labelIds.png", label)
                 write(root / "gtFine" / split / city / f"{stem}_gtFine_color.png", image)
-                write(root / "gtFine" / split / city / f"{stem}_gtFine_instanceIds.png", instance_ids(label))
+                write(root / "gtFine" / split / city / f"{stem}_gtFine_instanceIds.png", label.astype(np.uint16))
                 (root / "gtFine" / split / city / f"{stem}_gtFine_polygons.json").write_text("{}")
     (root / "license.txt").write_text("")
     return root

@@ -55,7 +55,7 @@ def evaluate_split(
     counts.add_up(world)
     unscored, total = counts.unscored.tolist()
     forward.check_scores(unscored, total, "pixels")
-    trained, scores = len(dataset.classes), all_scores(counts, dataset.table, dataset.has_instances)
+    trained, scores = len(dataset.classes), all_scores(counts, dataset.table)
     confusion = counts.confusion[:trained, :trained]
     title = f"{dataset.name} {dataset.split}: % of each label's pixels"
     shares = {"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"]}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from datasets import IGNORED, INSTANCES_PER_CLASS, ClassTable
+from datasets import IGNORED, ClassTable
 from engine.process.distributed import World
 
 CPU = torch.device("cpu")
@@ -17,19 +17,11 @@ class Counts:
 
     `confusion`: int64 (G, G) pixels of the G classes `ClassTable.scored`, rows are labels, columns predictions. Columns
     of classes that the network does not know stay 0.
-    `instances`: float64 (K, 3) for the K classes `ClassTable.names`: the number of instances; the share of an
-    instance's pixels predicted as its class, summed over instances; the same for any class of its category.
-
-    With several processes, each of `tensors()` summed over the processes is the count of all images: pixels exactly as
-    in one process, shares up to rounding.
     """
 
     def __init__(self, table: ClassTable, device: torch.device = CPU):
         self.classes = len(table.scored)
         self.cells = torch.zeros(self.classes**2 + 2, LANES, dtype=torch.int64, device=device)  # `unscored` is last
-        self.instances = torch.zeros(len(table.names), 3, dtype=torch.float64, device=device)
-        categories = [table.categories.index(category) for category in table.categories]
-        self.categories = torch.tensor(categories, device=device)
 
     @property
     def confusion(self) -> Tensor:
@@ -45,13 +37,10 @@ class Counts:
         The host does not wait for a GPU, so it can prepare the next images meanwhile.
         """
         count_pixels(self.cells[:-1], predictions, minibatch["label"], self.classes)
-        if "instances" in minibatch:
-            for predicted, instances in zip(predictions, minibatch["instances"], strict=True):
-                self.instances += instance_shares(predicted, instances, self.categories)
 
     def add_up(self, world: World) -> None:
         """Sum over all ranks and move to the CPU, where `all_scores` reads the counts. This waits for all images."""
-        self.cells, self.instances = world.sum_(self.cells).cpu(), world.sum_(self.instances).cpu()
+        self.cells = world.sum_(self.cells).cpu()
 
 
 def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: int) -> None:
@@ -67,48 +56,22 @@ def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: in
     lane = torch.arange(labels.shape[-1], dtype=torch.int32, device=labels.device).remainder_(lanes)
     numbers = labels.to(torch.int32, copy=True).mul_(classes).add_(predictions)
     numbers.masked_fill_(labels == IGNORED, classes**2)
-    _count_(cells.view(-1), numbers.mul_(lanes).add_(lane))
+    numbers.mul_(lanes).add_(lane)
+    # `torch.bincount` would make the host wait for the largest number.
+    one = torch.ones(1, dtype=cells.dtype, device=cells.device)
+    cells.view(-1).index_add_(0, numbers.flatten(), one.expand(numbers.numel()))
 
 
-def instance_shares(predictions: Tensor, instances: Tensor, categories: Tensor) -> Tensor:
-    """Count the instances of one image, float64 (K, 3), as in `Counts`.
-
-    Args:
-        predictions: train ids, integer (H, W).
-        instances: int32 (H, W), as `datasets.SegmentationDataset.scored` returns them.
-        categories: int64 (K,), the category of each class.
-    """
-    classes, every = len(categories), len(categories) * INSTANCES_PER_CLASS
-    agreement = (categories[:, None] == categories).int().fill_diagonal_(2)  # 1 within a category, 2 for the class
-    truth = instances.div(INSTANCES_PER_CLASS, rounding_mode="trunc")  # 0 outside instances
-    agrees = agreement.view(-1).index_select(0, truth.mul_(classes).add_(predictions).flatten())
-    numbers = instances.masked_fill(instances < 0, every).flatten().mul_(3).add_(agrees)
-    counts = torch.zeros(3 * (every + 1), dtype=torch.int64, device=instances.device)
-    _count_(counts, numbers)
-    _, as_category_only, as_class = pixels = counts.view(-1, 3)[:-1].T
-    sizes, *hits = (pixels.sum(dim=0).double(), as_class.double(), (as_category_only + as_class).double())
-    shares = torch.stack([(sizes > 0).double(), *(hit / sizes.clamp(min=1) for hit in hits)], dim=1)
-    return shares.view(classes, INSTANCES_PER_CLASS, 3).sum(dim=1)
-
-
-def _count_(counts: Tensor, numbers: Tensor) -> None:
-    """Add how often each number occurs, in place. `torch.bincount` would make the host wait for the largest number."""
-    one = torch.ones(1, dtype=counts.dtype, device=counts.device)
-    counts.index_add_(0, numbers.flatten(), one.expand(numbers.numel()))
-
-
-def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
+def all_scores(counts: Counts, table: ClassTable) -> dict:
     """Compute the paper's `segmentation_scores`, and under "official" the scores of the dataset's benchmark.
 
     The paper's score leaves out pixels of classes that only the benchmark counts. If the network knows such a class,
     predicting it on a pixel of another class is a false negative of that other class and nothing else.
-
-    `has_instances`: whether all counted images have instances.
     """
     scores = segmentation_scores(counts.confusion[: len(table.counted)], table.counted)
     scores["official"] = {}
     if table.benchmark == "cityscapes":
-        scores["official"] = cityscapes_scores(counts, table, has_instances)
+        scores["official"] = cityscapes_scores(counts.confusion, table)
     elif table.benchmark == "coco_stuff":
         scores["official"] = coco_stuff_scores(counts.confusion, table.scored)
     elif table.benchmark == "vistas":
@@ -138,43 +101,22 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
     }
 
 
-def cityscapes_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
-    """Compute what `evalPixelLevelSemanticLabeling` of cityscapesscripts reports besides the IoU of classes.
+def cityscapes_scores(confusion: Tensor, table: ClassTable) -> dict:
+    """Compute the IoU of categories, as `evalPixelLevelSemanticLabeling` of cityscapesscripts does, but no iIoU.
 
-    Within a category, confusing two classes is no error. iIoU = iTP / (iTP + FP + iFN): iTP and iFN are pixels inside
-    instances (not groups), weighted by the class's average instance size over the size of this instance, so all
-    instances of a class weigh the same. FP are unweighted pixels, groups included.
+    Within a category, confusing two classes is no error. `confusion`: int64 (K, K), rows are labels.
 
     Returns:
-        {"miou", "category_iou": {name: float}, "mean_category_iou", "iiou": {name: float}, "mean_iiou",
-        "category_iiou": {name: float}, "mean_category_iiou"}; None for classes that do not occur and, without
-        `has_instances`, for every instance score.
+        {"miou", "category_iou": {name: float}, "mean_category_iou"}; None for classes that do not occur.
     """
-    names = tuple(dict.fromkeys(table.categories))
+    names, counts = tuple(dict.fromkeys(table.categories)), confusion.double()
     member = torch.tensor([[category == name for category in table.categories] for name in names], dtype=torch.float64)
-    confusion = counts.confusion.double()
-    of_categories = member @ confusion @ member.T
+    of_categories = member @ counts @ member.T
     category_iou = of_categories.diag() / _union(of_categories)
-
-    # An instance weighs average size / its size: its weighted pixels add up to the average size.
-    sizes = torch.tensor([table.instance_sizes.get(name, 0.0) for name in table.names], dtype=torch.float64)
-    total, as_class, as_category = (sizes[:, None] * counts.instances).T
-    iiou = as_class / (total + _false_positives(confusion))
-    category_iiou = (member @ as_category) / (member @ total + _false_positives(of_categories))
-    if not has_instances:
-        iiou, category_iiou = torch.full_like(iiou, torch.nan), torch.full_like(category_iiou, torch.nan)
-    with_instances = sizes > 0
-    all_with_instances = (member @ (~with_instances).double()) == 0
-    iiou[~with_instances] = torch.nan
-    category_iiou[~all_with_instances] = torch.nan
     return {
-        "miou": _mean(confusion.diag() / _union(confusion)),
+        "miou": _mean(counts.diag() / _union(counts)),
         "category_iou": _by_name(names, category_iou),
         "mean_category_iou": _mean(category_iou),
-        "iiou": _by_name(table.names, iiou, with_instances),
-        "mean_iiou": _mean(iiou),
-        "category_iiou": _by_name(names, category_iiou, all_with_instances),
-        "mean_category_iiou": _mean(category_iiou),
     }
 
 
@@ -199,14 +141,9 @@ def coco_stuff_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
     }
 
 
-def _false_positives(confusion: Tensor) -> Tensor:
-    """(K, L) -> (K,)"""
-    return confusion.sum(dim=0)[: len(confusion)] - confusion.diag()
-
-
 def _union(confusion: Tensor) -> Tensor:
     """TP + FN + FP, (K, L) -> (K,)"""
-    return confusion.sum(dim=1) + _false_positives(confusion)
+    return confusion.sum(dim=1) + confusion.sum(dim=0)[: len(confusion)] - confusion.diag()
 
 
 def _mean(values: Tensor) -> float | None:
@@ -218,7 +155,6 @@ def _value(value: Tensor) -> float | None:
     return None if value.isnan() else value.item()
 
 
-def _by_name(names: tuple[str, ...], values: Tensor, chosen: Tensor | None = None) -> dict[str, float | None]:
-    """{name: value, or None for NaN}, for all entries or the chosen ones."""
-    kept = [True] * len(names) if chosen is None else chosen.tolist()
-    return {name: _value(value) for name, value, keep in zip(names, values, kept, strict=True) if keep}
+def _by_name(names: tuple[str, ...], values: Tensor) -> dict[str, float | None]:
+    """{name: value, or None for NaN}"""
+    return {name: _value(value) for name, value in zip(names, values, strict=True)}

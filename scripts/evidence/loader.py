@@ -127,7 +127,7 @@ def read_label(file: Path | None) -> np.ndarray:
 
 def opencv(crops: TrainingCrops, key: Key) -> Crop:
     """Padding is black in the image, and ignored in the label."""
-    _, image_file, label_file, _ = crops.dataset.files[key[1]]
+    _, image_file, label_file = crops.dataset.files[key[1]]
     image = cv2.imread(str(image_file))
     assert image is not None
     (height, width), (top, left), mirrored = crops.geometry(key, image.shape[:2])

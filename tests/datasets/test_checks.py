@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from datasets import SegmentationDataset, camvid, cityscapes, imagenet, inspect, reading_errors, verify
+from datasets import SegmentationDataset, camvid, imagenet, inspect, reading_errors, verify
 from datasets.registry import FOR_SEGMENTATION
 from tests import trees
 from tests.datasets import classification_trees
@@ -159,7 +159,6 @@ FILES = {
     "jpeg image": ("vistas", "training/images/street-000000000000001.jpg", "unreadable image"),
     "png image": ("cityscapes", f"leftImg8bit/{BOCHUM}_leftImg8bit.png", "unreadable image"),
     "label": ("cityscapes", f"gtFine/{BOCHUM}_gtFine_labelIds.png", "unreadable label"),
-    "instances": ("cityscapes", f"gtFine/{BOCHUM}_gtFine_instanceIds.png", "unreadable instances"),
     "palette label": ("vistas", "training/labels/street-000000000000001.png", "unreadable label"),
     "unlabelled image": ("cityscapes", f"leftImg8bit/{BERLIN}_leftImg8bit.png", "unreadable image"),
 }
@@ -185,14 +184,14 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
     assert message.startswith(f"{kind}, split '{split}': 1 problem(s) in {len(dataset)} images:\n  {complaint}")
     assert message == refusal(dataset)  # failure is not remembered
     reads = [dataset.scored, dataset.undecoded]
-    for read in reads[:1] if file in ("instances", "unlabelled image") else reads:
+    for read in reads[:1] if file == "unlabelled image" else reads:
         with pytest.raises(ValueError, match=f"{complaint}.* Restore the file from the dataset's") as error:
             [read(number) for number in range(len(dataset))]
         assert str(error.value) in message
     assert capfd.readouterr() == ("", "")  # what decoders print would break the progress bar
 
 
-def test_finds_sizes_and_ids_in_one_pass(camvid_folders, cityscapes_root):
+def test_finds_sizes_and_ids_in_one_pass(camvid_folders):
     """tests/datasets/test_layouts.py has files without counterparts."""
     labels, images = camvid_folders / "train" / "labels", camvid_folders / "train" / "images"
     trees.write(labels / "0001TP_000000.png", np.zeros((12, 20), np.uint8))
@@ -213,14 +212,6 @@ def test_finds_sizes_and_ids_in_one_pass(camvid_folders, cityscapes_root):
         ("sizes differ", str(labels / "0001TP_000000.png")),
         ("unknown ids", str(labels / "0001TP_000001.png")),
     ]
-    dataset = cityscapes(cityscapes_root, "val")  # its instances are read only in evaluations, hours after the start
-    image, instances = dataset.files[0].image, dataset.files[0].instances
-    trees.write(instances, np.zeros((12, 20), np.uint16))
-    differ = f"{instances}: the label is 20x12 pixels and its image {image} is 40x24"
-    (problem,) = inspect(dataset, workers=0).problems
-    assert differ in refusal(dataset) and problem.kind == "sizes differ" and problem.message.startswith(differ)
-    with pytest.raises(ValueError, match=f"^{differ}"):
-        dataset.scored(0)
 
 
 @pytest.mark.parametrize("count", [5, 6])
