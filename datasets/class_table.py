@@ -53,8 +53,7 @@ class ClassTable:
     and carry the palette if `coloured_predictions` is set.
 
     The other fields are for the official evaluation, `benchmark`, if there is one. `official_only`: raw values of the
-    classes that it counts but the paper does not; these come last in `names`, or are ignored in training.
-    `categories`: one per class.
+    classes that it counts but the paper does not; they are ignored in training. `categories`: one per class.
     """
 
     names: tuple[str, ...]
@@ -80,7 +79,7 @@ class ClassTable:
         count = len(self.names)
         assert count == len(self.palette) == len(self.official_ids) < _ILLEGAL
         assert set(self.label_ids.values()) <= {*range(count), IGNORED}
-        assert len(self.scored) < _ILLEGAL and self.scored[:count] == self.names
+        assert len(self.scored) < _ILLEGAL
         assert len(self.categories) in (0, count)
         to_train = np.full(256, _ILLEGAL, np.uint8)
         for raw, train_id in self.label_ids.items():
@@ -97,14 +96,9 @@ class ClassTable:
             object.__setattr__(self, f"_to_{name}", array)
 
     @property
-    def counted(self) -> tuple[str, ...]:
-        """The classes of the paper's mIoU: `names` without `official_only`."""
-        return tuple(name for name in self.names if name not in self.official_only)
-
-    @property
     def scored(self) -> tuple[str, ...]:
-        """All ground-truth classes of a score: `counted`, then `official_only`."""
-        return self.counted + tuple(self.official_only)
+        """All ground-truth classes of a score: `names`, then `official_only`."""
+        return self.names + tuple(self.official_only)
 
     def train_ids(self, raw: np.ndarray) -> np.ndarray:
         """Raw label values, uint8 (H, W) -> train ids, uint8 (H, W). Raises UnknownIds for values outside the table."""

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from datasets.class_table import ClassTable, distinct_colours
+from datasets.class_table import IGNORED, ClassTable, distinct_colours
 from datasets.file_list import list_files
 from datasets.layout import Layout, read_list
 from datasets.segmentation import Files, SegmentationDataset
@@ -45,28 +45,23 @@ DIR/annotations/stuff_val2017_pixelmaps/*.png             DIR/stuffthingmaps/val
 )
 
 
-def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) -> ClassTable:
-    """The 91 stuff classes. `other_class` adds "other" (all things) as the 92nd; otherwise its pixels are ignored.
+def coco_stuff_classes(stuffthingmaps: bool = False) -> ClassTable:
+    """The 91 stuff classes.
 
-    The paper counts the 91 classes; the official score counts "other" too. So `official_only` keeps "other" apart from
-    unlabelled pixels in both cases. Pixel maps hold COCO ids: 92-182, 183 = other, 0 = unlabelled. `stuffthingmaps`
-    hold id - 1, with an id of its own for each thing (1-91), and 255 for unlabelled pixels. Predictions always hold
-    COCO ids. There are no official colours (the palette in the challenge's files is a shuffled colour map), so the
-    palette is our own.
+    The paper counts them; the official score also counts "other" (all things), which is not trained, so `official_only`
+    keeps it apart from unlabelled pixels. Pixel maps hold COCO ids: 92-182, 183 = other, 0 = unlabelled.
+    `stuffthingmaps` hold id - 1, with an id of its own for each thing (1-91), and 255 for unlabelled pixels.
+    Predictions always hold COCO ids. There are no official colours (the palette in the challenge's files is a shuffled
+    colour map), so the palette is our own.
     """
-    stuff = {_FIRST_ID + train_id: train_id for train_id in range(len(_CLASSES))}
-    other = len(_CLASSES) if other_class else 255
-    if stuffthingmaps:
-        others = [coco_id - 1 for coco_id in _THING_IDS]
-        label_ids = {**{coco_id - 1: train_id for coco_id, train_id in stuff.items()}, 255: 255}
-    else:
-        others = [_OTHER_ID]
-        label_ids = {**stuff, 0: 255}
+    ids, shift = range(_FIRST_ID, _OTHER_ID), int(stuffthingmaps)
+    others = [coco_id - shift for coco_id in _THING_IDS] if stuffthingmaps else [_OTHER_ID]
+    train_ids = {coco_id - shift: train_id for train_id, coco_id in enumerate(ids)}
     return ClassTable(
-        names=_CLASSES + ("other",) * other_class,
-        palette=distinct_colours(len(_CLASSES)) + ((255, 255, 255),) * other_class,
-        official_ids=tuple(stuff) + (_OTHER_ID,) * other_class,
-        label_ids={**label_ids, **dict.fromkeys(others, other)},
+        names=_CLASSES,
+        palette=distinct_colours(len(_CLASSES)),
+        official_ids=tuple(ids),
+        label_ids={**train_ids, **dict.fromkeys([255 if stuffthingmaps else 0, *others], IGNORED)},
         official_void=0,
         benchmark="coco_stuff",
         official_only={"other": others},
@@ -74,11 +69,7 @@ def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) 
 
 
 def coco_stuff(
-    root: str | os.PathLike | None,
-    split: str,
-    lists: str = "challenge",
-    other_class: bool = False,
-    keys: str = "",
+    root: str | os.PathLike | None, split: str, lists: str = "challenge", keys: str = ""
 ) -> SegmentationDataset:
     """One COCO-Stuff split: "train", "val" (5000 images) or "test" (40670 images without labels).
 
@@ -98,13 +89,13 @@ def coco_stuff(
     images = _LAYOUT.files(root, folder, (".jpg",), images_of=split)
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
-        return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))
+        return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes())
     names = _listed(root, split, images, keys) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _labels(root, split)
     if names is not None:
         images = {name: images[name] for name in names}
     files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
-    return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps, other_class))
+    return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps))
 
 
 def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:

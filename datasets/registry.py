@@ -27,21 +27,18 @@ class Row(Generic[Split]):
     """Facts about a dataset that need no files.
 
     `make(root, split, **options)` opens a split. `images`: official number of images by split, or a function of root
-    and options. `classes`: number of classes, or a function of the options; None for the user's own images. `drawn`:
-    it needs no folder. `in_memory`: small images of one size (classification).
+    and options. `classes`: number of classes; None for the user's own images. `drawn`: it needs no folder.
+    `in_memory`: small images of one size (classification).
     """
 
     make: Callable[..., Split]
     images: Images | Callable[..., Images]
-    classes: int | Callable[..., int] | None
+    classes: int | None
     drawn: bool = False
     in_memory: bool = False
 
     def count_images(self, root: str | None, **options: object) -> dict[str, int | None]:
         return {**(self.images(root=root, **options) if callable(self.images) else self.images)}
-
-    def count_classes(self, **options: object) -> int | None:
-        return self.classes(**options) if callable(self.classes) else self.classes
 
 
 FOR_SEGMENTATION: dict[str, Row[SegmentationDataset]] = {
@@ -50,7 +47,7 @@ FOR_SEGMENTATION: dict[str, Row[SegmentationDataset]] = {
     "coco_stuff": Row(
         coco_stuff,
         lambda lists, **_: {"train": 118_287 if lists == "full" else 40_000, "val": 5000, "test": 40_670},
-        classes=lambda other_class, **_: 92 if other_class else 91,
+        classes=91,
     ),
     "folder": Row(folder, lambda root, **_: dict.fromkeys(folder_splits(root)), classes=None),
     "synthetic": Row(synthetic, STREETS, classes=19, drawn=True),

@@ -84,7 +84,7 @@ def official_images(config: Data) -> dict[str, int | None]:
 
 def official_classes(config: Data) -> int | None:
     """The official number of classes of the dataset; None for the user's own images."""
-    return ROWS[config.name].count_classes(**own_options(config))
+    return ROWS[config.name].classes
 
 
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:

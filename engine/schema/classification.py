@@ -77,7 +77,7 @@ class ClassificationRun(TrainingRun):
 
     def doubts(self, classes: int, images: int, processes: int, steps: int, shared: int = 0) -> Iterator[str]:
         yield from super().doubts(classes, images, processes, steps, shared)
-        official = FOR_CLASSIFICATION[self.data.name].count_classes()
+        official = FOR_CLASSIFICATION[self.data.name].classes
         if official not in (None, classes):
             yield f"data.root={self.data.root} holds {classes} classes, one per folder; {self.data.name} has {official}"
 

@@ -97,7 +97,6 @@ class SegmentationData(Data):
 @dataclass
 class CocoStuffData(SegmentationData):
     lists: str = key("challenge", one_of=LISTS)  # the 40k / 5k images of the 2017 challenge, or all 118k / 5k
-    other_class: bool = False  # things become a 92nd class, "other"; false: they are ignored
 
 
 @dataclass

@@ -65,10 +65,10 @@ def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: in
 def all_scores(counts: Counts, table: ClassTable) -> dict:
     """Compute the paper's `segmentation_scores`, and under "official" the scores of the dataset's benchmark.
 
-    The paper's score leaves out pixels of classes that only the benchmark counts. If the network knows such a class,
-    predicting it on a pixel of another class is a false negative of that other class and nothing else.
+    The paper's score leaves out pixels of classes that only the benchmark counts, which no network predicts.
     """
-    scores = segmentation_scores(counts.confusion[: len(table.counted)], table.counted)
+    trained = len(table.names)
+    scores = segmentation_scores(counts.confusion[:trained, :trained], table.names)
     scores["official"] = {}
     if table.benchmark == "cityscapes":
         scores["official"] = cityscapes_scores(counts.confusion, table)
@@ -86,7 +86,7 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
     IoU = TP / (TP + FP + FN) over the whole split, in [0, 1]. A class that occurs neither in labels nor in predictions
     has no IoU (None) and is left out of the mean.
 
-    `confusion`: int64 (K, L), rows are labels of the K `classes`; L > K if some can be predicted but are not scored.
+    `confusion`: int64 (K, K) pixels of the K `classes`, rows are labels.
 
     Returns:
         {"miou": float, "iou": {name: float or None}, "pixel_accuracy": float}; NaN if no pixel is labelled.
@@ -142,8 +142,8 @@ def coco_stuff_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
 
 
 def _union(confusion: Tensor) -> Tensor:
-    """TP + FN + FP, (K, L) -> (K,)"""
-    return confusion.sum(dim=1) + confusion.sum(dim=0)[: len(confusion)] - confusion.diag()
+    """TP + FN + FP, (K, K) -> (K,)"""
+    return confusion.sum(dim=1) + confusion.sum(dim=0) - confusion.diag()
 
 
 def _mean(values: Tensor) -> float | None:

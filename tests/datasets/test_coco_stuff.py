@@ -12,40 +12,36 @@ from tests import trees
 
 def test_classes_are_those_of_the_official_list_and_have_distinct_colours():
     """Ids and names at both ends and around every place where a slip would shift them."""
-    table = coco_stuff_classes(other_class=True)
+    table = coco_stuff_classes()
     by_id = dict(zip(table.official_ids, table.names, strict=True))
-    assert sorted(by_id) == list(range(92, 184))
+    assert sorted(by_id) == list(range(92, 183))
     official = {
         **{92: "banner", 93: "blanket", 96: "building-other", 103: "ceiling-tile", 106: "clouds", 112: "door-stuff"},
         **{118: "floor-wood", 124: "grass", 130: "light", 133: "mirror-stuff", 145: "playingfield", 149: "road"},
         **{157: "sky-other", 164: "structural-other", 169: "tree", 173: "wall-other", 178: "water-other"},
-        **{179: "waterdrops", 180: "window-blind", 181: "window-other", 182: "wood", 183: "other"},
+        **{179: "waterdrops", 180: "window-blind", 181: "window-other", 182: "wood"},
     }
     assert official.items() <= by_id.items()
-    assert list(by_id.values())[:-1] == sorted(set(table.names) - {"other"})  # the official order is alphabetical
-    assert coco_stuff_classes().names == table.names[:-1]
+    assert list(by_id.values()) == sorted(set(table.names))  # the official order is alphabetical
     palette = np.array(table.palette, int)
-    assert palette.shape == (92, 3) and palette.min() >= 0 and palette.max() == 255
-    distance = np.abs(palette[:, None] - palette[None]).max(axis=2) + 255 * np.eye(92, dtype=int)
+    assert palette.shape == (91, 3) and palette.min() >= 0 and palette.max() == 255
+    distance = np.abs(palette[:, None] - palette[None]).max(axis=2) + 255 * np.eye(91, dtype=int)
     assert distance.min() > 8 and palette.max(axis=1).min() > 100  # also from black, the colour of ignored pixels
-    assert np.array_equal(palette, coco_stuff_classes(other_class=True).palette)
+    assert np.array_equal(palette, coco_stuff_classes(stuffthingmaps=True).palette)
 
 
-@pytest.mark.parametrize("other_class", [False, True])
-def test_both_label_archives_give_the_same_labels(tmp_path, other_class):
+def test_both_label_archives_give_the_same_labels(tmp_path):
     """The off-by-one: stuffthingmaps hold the id minus one, and their things are the challenge's `other`."""
     challenge = trees.coco_stuff(tmp_path / "challenge", stuffthingmaps=False)
     everything = trees.coco_stuff(tmp_path / "stuffthingmaps", pixel_maps=False)
     for split, count in (("train", 3), ("val", 2)):
-        ours, theirs = (coco_stuff(root, split, other_class=other_class) for root in (challenge, everything))
+        ours, theirs = (coco_stuff(root, split) for root in (challenge, everything))
         assert len(ours) == len(theirs) == count
         for a, b, entry in zip(ours, theirs, ours.files, strict=True):
             assert a.name == b.name and np.array_equal(a.label, b.label)
             stored = tmp_path / "stuffthingmaps/stuffthingmaps" / f"{split}2017" / entry.label.name
             ids = cv2.imread(str(stored), -1).astype(int) + 1
             expected = np.where((ids >= 92) & (ids <= 182), ids - 92, 255)
-            if other_class:
-                expected[(ids > 0) & (ids < 92)] = 91
             assert np.array_equal(a.label, expected)
 
 
