@@ -14,7 +14,7 @@ class's share. window.size=PIXELS limits the memory for large images, as in eval
 import csv
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.prediction.opening import open_checkpoint
 from engine.prediction.predictors import Segmenter
-from engine.process.console import counting, log_to, logger, make_console, progress_bar, tracked
+from engine.process.console import log_to, logger, make_console, progress_bar, tracked
 from engine.process.output_files import check_outside, writable_file, write_array, write_file, write_png
 from engine.schema.evaluation import Prediction
 from engine.segmentation.pictures import overlay
@@ -66,7 +66,7 @@ def predict(values: DictConfig) -> list[Path]:
             writable_file("report", Path(options.report))
         if isinstance(network, Segmenter):
             write_classes(output / CLASSES, network)
-        with progress_bar(console) as progress, counting(progress, "windows") as windows:
+        with progress_bar(console) as progress:
             for name, file in tracked(progress, images.items(), "predicting"):
                 try:
                     places = {kind: output / kind / f"{name}.png" for kind in KINDS if segments}
@@ -76,7 +76,7 @@ def predict(values: DictConfig) -> list[Path]:
                     continue
                 shown = str(file.relative_to(source if source.is_dir() else source.parent))
                 if isinstance(network, Segmenter):
-                    ids = segment(network, image, places, options.probabilities, windows)
+                    ids = segment(network, image, places, options.probabilities)
                     written.append(places["ids"])
                     if options.report:
                         pixels = np.bincount(ids.reshape(-1), minlength=len(network.classes))
@@ -96,20 +96,14 @@ def predict(values: DictConfig) -> list[Path]:
     return written
 
 
-def segment(
-    network: Segmenter,
-    image: np.ndarray,
-    places: dict[str, Path],
-    with_probabilities: bool,
-    windows: Callable[[int, int], None],
-) -> np.ndarray:
+def segment(network: Segmenter, image: np.ndarray, places: dict[str, Path], with_probabilities: bool) -> np.ndarray:
     """Predict an image and write its files. Returns train ids, uint8 (H, W)."""
     if with_probabilities:
-        probabilities = network.probabilities(image, windows)  # (K, H, W)
+        probabilities = network.probabilities(image)  # (K, H, W)
         write_array(places["probabilities"].with_suffix(".npy"), probabilities.astype(np.float16))
         ids = probabilities.argmax(axis=0).astype(np.uint8)
     else:
-        ids = network.predict(image, windows)
+        ids = network.predict(image)
     write_png(places["ids"], network.label_ids[ids])
     write_png(places["colour"], network.palette[ids])
     write_png(places["overlays"], overlay(image, network.palette[ids]))

@@ -17,7 +17,6 @@ from engine.segmentation import inference
 from keepless.torch_internals import FakeTensor, assert_on_device
 
 Picture = np.ndarray | Image.Image | str | Path
-Progress = Callable[[int, int], None]
 TRIMMED_EVERY = 8  # changes of image size; trimming takes a few milliseconds
 
 
@@ -79,21 +78,21 @@ class Segmenter(Predictor):
         self._last_size: tuple[int, ...] = ()
         self._changes = 0  # of the size, from one image to the next
 
-    def predict(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:
+    def predict(self, image: Picture) -> np.ndarray:
         """The class of every pixel, uint8 (H, W), as positions in `classes`. Errors: see `probabilities`."""
-        return self._shown(image, progress, probabilities=False)
+        return self._shown(image, probabilities=False)
 
-    def probabilities(self, image: Picture, progress: Progress = lambda done, total: None) -> np.ndarray:
+    def probabilities(self, image: Picture) -> np.ndarray:
         """The probability of every class at every pixel, float32 (classes, H, W); their argmax is the prediction.
 
         Errors: see `pixels_of`; MemoryError; FloatingPointError if a pixel has no finite score.
         """
-        return self._shown(image, progress, probabilities=True)
+        return self._shown(image, probabilities=True)
 
-    def _shown(self, image: Picture, progress: Progress, probabilities: bool) -> np.ndarray:
+    def _shown(self, image: Picture, probabilities: bool) -> np.ndarray:
         shown, unscored = _planes(pixels_of(image))[None], torch.zeros(2, dtype=torch.int64, device=self.mean.device)
         passes = self.passes
-        found = inference.predict(passes, shown, self.views, progress, probabilities=probabilities, unscored=unscored)
+        found = inference.predict(passes, shown, self.views, probabilities=probabilities, unscored=unscored)
         without, total = unscored.tolist()
         passes.check_scores(without, total, "pixels")
         if shown.shape != self._last_size:

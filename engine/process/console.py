@@ -144,24 +144,16 @@ def time_left(seconds: float) -> str:
 
 
 @contextmanager
-def counting(progress: Progress, description: str) -> Iterator[Callable[[int, int], None]]:
+def counted(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
     """Context that yields a function (done, total) to update a temporary bar; its first call shows the bar."""
     tasks: list[TaskID] = []
+    with progress_bar(console) as progress:
 
-    def show(done: int, total: int) -> None:
-        if not tasks:
-            tasks.append(progress.add_task(description, total=total, status=""))
-        progress.update(tasks[0], completed=done, total=total)
+        def show(done: int, total: int) -> None:
+            if not tasks:
+                tasks.append(progress.add_task(description, total=total, status=""))
+            progress.update(tasks[0], completed=done, total=total)
 
-    yield show
-    for task in tasks:
-        progress.remove_task(task)
-
-
-@contextmanager
-def counted(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
-    """`counting` on a console without other bars."""
-    with progress_bar(console) as progress, counting(progress, description) as show:
         yield show
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
-from engine.process.console import counting, table_of, tracked
+from engine.process.console import table_of, tracked
 from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.stopping import UntilStopped
@@ -45,13 +45,12 @@ def evaluate_split(
     """
     counts, predicted = Counts(dataset.table, world.device), 0
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
-    with counting(progress, "windows") as windows:
-        for minibatch in prefetched(loaded, world.device):
-            predictions = predict(forward, minibatch["image"], views, windows, unscored=counts.unscored)
-            if "label" in minibatch:
-                counts.add(predictions, minibatch)
-            predicted += len(predictions)
-            on_prediction(minibatch, predictions)
+    for minibatch in prefetched(loaded, world.device):
+        predictions = predict(forward, minibatch["image"], views, unscored=counts.unscored)
+        if "label" in minibatch:
+            counts.add(predictions, minibatch)
+        predicted += len(predictions)
+        on_prediction(minibatch, predictions)
     counts.add_up(world)
     unscored, total = counts.unscored.tolist()
     forward.check_scores(unscored, total, "pixels")

@@ -6,9 +6,8 @@ computes them all at once. With windows or several views, logits are kept at the
 pixels of the image that the network sees, also at edges that cut it.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +73,6 @@ def predict(
     forward: Forward,
     images: Tensor,
     views: Views = WHOLE_IMAGE,
-    progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     probabilities: bool = False,
     unscored: Tensor | None = None,
@@ -85,7 +83,6 @@ def predict(
 
     Args:
         forward: of a `models.segmentation.SegmentationNetwork`, which is put into eval mode.
-        progress: called as progress(done, total) after each forward pass of several: windows of all views.
         probabilities: return the probability of every class at every pixel instead, float32 (N, classes, H, W).
         unscored: int64 (2,) on the network's device; the number of pixels (of the sizes that the network sees) without
             a finite score is added to the first value, the number of all to the second.
@@ -118,15 +115,13 @@ def predict(
         if views.at_once(size) and values < _MOST_AT_ONCE:
             predictions = kept(forward(images, at=size, antialias=views.antialias, **views.options()))
         else:
-            predictions = torch.cat([kept(scores) for scores in _scores(forward, images, size, views, progress)], dim=2)
+            predictions = torch.cat([kept(scores) for scores in _scores(forward, images, size, views)], dim=2)
         if size != (height, width):
             predictions = F.interpolate(predictions, (height, width), mode="nearest-exact")
         return predictions if probabilities else predictions[:, 0]
 
 
-def _scores(
-    forward: Forward, images: Tensor, size: tuple[int, int], views: Views, progress: Callable[[int, int], None]
-) -> Iterator[Tensor]:
+def _scores(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Iterator[Tensor]:
     """Scores at `size`, some rows at a time: logits (N, classes, rows, W), or the summed softmaxes of several views."""
     images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
@@ -136,11 +131,7 @@ def _scores(
     for _, at in seen:
         window = math.ceil((views.window or max(at)) / stride)
         windows.append([windows_along(math.ceil(side / stride), window, views.overlap) for side in at])
-    done, total = itertools.count(1), sum(len(rows) * len(columns) for rows, columns in windows)
-    logits = [
-        _logits(forward, pixels, at, own, views, lambda: progress(next(done), total))
-        for (pixels, at), own in zip(seen, windows, strict=True)
-    ]
+    logits = [_logits(forward, pixels, at, own, views) for (pixels, at), own in zip(seen, windows, strict=True)]
     covered = [views.covered(at, size, stride) for _, at in seen]
     rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * logits[0].shape[1] * size[1]))
     for top in range(0, size[0], rows_at_once):
@@ -169,7 +160,6 @@ def _logits(
     size: tuple[int, int],
     windows: list[list[tuple[int, Tensor]]],
     views: Views,
-    window_done: Callable[[], None],
 ) -> Tensor:
     """Logits of `images` (N, 3, H, W) seen at `size`, float32 (N, classes, h, w) at the network's resolution."""
     classes, stride = _resolution(forward)
@@ -186,7 +176,6 @@ def _logits(
             region = resized_region(images, size, down, across, views.antialias)
             logits = forward(region, cells=True, **views.options())
             strip[..., left : left + len(column_weights)] += logits * column_weights  # in float32
-            window_done()
         found[:, :, top : top + len(row_weights)] += strip * row_weights[:, None]
     return found
 
