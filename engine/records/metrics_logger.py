@@ -155,15 +155,15 @@ class MetricsLogger:
         data_waits_s = data_waits_s or [self.data_wait_s()]
         left = self._time_left()
         recent, self.recent = self.recent, Counter()
-        waited = max(data_waits_s) * recent["steps"] / recent["seconds"]
-        if self.waits is not None and waited > WAITING and self.all["steps"] > recent["steps"]:
-            logger.warning(self.waits(waited))
-            self.waits = None
         loss, speed = recent["loss"] / recent["steps"], recent["images"] / recent["seconds"]
         peak_memory_mib, self.recent_memory_mib = max(peak_memory_mib, self.recent_memory_mib), 0.0
         self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)
         if self.run_dir is None:
             return
+        waited = max(data_waits_s) * recent["steps"] / recent["seconds"]
+        if self.waits is not None and waited > WAITING and self.all["steps"] > recent["steps"]:
+            logger.warning(self.waits(waited))
+            self.waits = None
         values = {
             "loss": loss,
             "lr": lr,
