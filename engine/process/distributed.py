@@ -3,10 +3,11 @@
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: its processor time in a period, such as "200000 100000"
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,12 @@ def launched() -> bool:
 
 
 def cores_per_rank() -> int:
-    """Processor cores for each process of this run on this machine. A scheduler may grant fewer than there are."""
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else 1
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    """Processor cores for each process of this run on this machine: those that a scheduler or container grants."""
+    ranks, cores = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else 1, len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no such file, or no limit: "max 100000"
+        time_us, period_us = map(int, CPU_LIMIT.read_text().split())
+        cores = min(cores, -(-time_us // period_us))
+    return max(1, cores // ranks)
 
 
 def world_size() -> int:
