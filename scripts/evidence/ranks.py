@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
+from engine.process.distributed import data_parallel
 from keepless import InPlaceABN, recompute_activations
 from scripts.evidence.methods import PLAIN, RECOMPUTED, deviation, mean_squares
 from scripts.evidence.zoo import DECODER, made
@@ -109,7 +109,7 @@ class Rank:
         network, inputs = made(name, self.device, 8, 64 if self.arguments.small else 224)
         if what == "ddp":
             prepare(network)
-            trained: nn.Module = DistributedDataParallel(network, broadcast_buffers=False)
+            trained: nn.Module = data_parallel(network, torch.device(self.device))
         else:
             mesh = init_device_mesh(self.device, (SIZE,))
             for block in network.blocks:  # type: ignore[union-attr]  # a decoder
