@@ -113,7 +113,7 @@ def test_a_trace_shows_the_layers_of_the_profiled_steps(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
-def test_prefetched_minibatches_are_those_of_the_loader():
+def test_prefetched_minibatches_equal_the_loader_s():
     minibatches = [{"image": torch.full((1000,), n).pin_memory(), "name": str(n)} for n in range(20)]
     seen = [(each["image"].sum(), each["name"]) for each in prefetched(minibatches, torch.device("cuda"))]
     assert [(total.item(), name) for total, name in seen] == [(1000 * n, str(n)) for n in range(20)]

@@ -83,7 +83,7 @@ def test_a_full_device_ends_a_training_with_advice(tmp_path, device, little_memo
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_a_compiled_training_moves_the_weights_as_the_eager_one(tmp_path, device):
-    """On CPUs see tests/test_switches.py."""
+    """tests/test_switches.py tests CPUs."""
     options = ("data.crops_per_minibatch=4", "optim.lr=1e-3", "norm.backend=auto")
     eager = trained(tmp_path / "eager", device, *options)
     compiled = trained(tmp_path / "compiled", device, *options, "trainer.compile=true")
@@ -141,7 +141,7 @@ def sharded_gradients(rank: int, wrapper: str, device: str, backend: str) -> lis
         *(pytest.param(wrapper, "cuda", "nccl", marks=[*NEEDS_CUDA, TWO_GPUS]) for wrapper in ("ddp", "fsdp2")),
     ],
 )
-def test_recomputed_gradients_are_those_of_the_plain_network_in_a_group(ranks, wrapper, device, backend):
+def test_recomputed_gradients_equal_the_plain_network_s_in_a_group(ranks, wrapper, device, backend):
     """tests/keepless/norms/test_synchronisation.py has groups of CPUs."""
     answers = ranks.run(sharded_gradients, wrapper, device, backend)
     assert not [found for found in answers if isinstance(found, Exception)], answers

@@ -133,7 +133,7 @@ def test_every_wrong_command_says_how_to_write_it(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_wrong_commands_in_processes_of_their_own():
-    """A script that is run as a file, and processes of torchrun, of which one reports the error of all."""
+    """A script that is run as a file, and processes of torchrun: one reports the error for all."""
     assert ended("scripts/predict.py") == "error: checkpoint has no value: give checkpoint=… on the command line\n"
     said = ended("-m", "torch.distributed.run", "--nproc-per-node", "3", "train_seg.py", "trainer.step=20")
     line = "error: trainer.step=20: there is no such key; give trainer.steps=20"

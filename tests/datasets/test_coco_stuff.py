@@ -10,7 +10,7 @@ from datasets.coco_stuff import coco_stuff_classes
 from tests import trees
 
 
-def test_classes_are_those_of_the_official_list_and_have_distinct_colours():
+def test_classes_equal_the_official_list_and_have_distinct_colours():
     """Ids and names at both ends and around every place where a slip would shift them."""
     table = coco_stuff_classes()
     by_id = dict(zip(table.official_ids, table.names, strict=True))

@@ -28,7 +28,7 @@ def difference(ours: torch.Tensor, reference: Image.Image) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("resize, crop", [(256, 224), (366, 320), (64, 64)])
-def test_centre_and_ten_crops_are_those_of_torchvision_on_pillow_images(size, resize, crop):
+def test_centre_and_ten_crops_equal_torchvision_s_on_pillow_images(size, resize, crop):
     pixels, image = as_jpeg(2, size)
     short = transforms.Resize(resize)(image)
     assert difference(fixed_crops(resize, crop)(pixels), transforms.CenterCrop(crop)(short)) <= 1

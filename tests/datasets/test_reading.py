@@ -81,7 +81,7 @@ def image_of(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [*IMAGES, *LABELS])
-def test_a_window_is_that_of_the_whole(kind, tmp_path, capfd):
+def test_a_window_equals_its_part_of_the_whole(kind, tmp_path, capfd):
     if kind in IMAGES:
         path, decode = image_of(kind, tmp_path), decode_image
         expected = decode(path)

@@ -39,7 +39,7 @@ def independent_error(layer: InPlaceABN, x: Tensor) -> float:
 @pytest.mark.parametrize(
     "decorate, least, most", [(lambda net: net, 1e-6, 1e-3), (BFLOAT16, 0.1, 100.0)], ids=["float32", "bfloat16"]
 )
-def test_the_error_is_that_of_what_the_layers_return_in_training(decorate, least, most):
+def test_the_error_is_measured_on_what_the_layers_return_in_training(decorate, least, most):
     net, seen = network(), {}
     for i in (1, 4):
         net[i].register_forward_pre_hook(lambda layer, args: seen.setdefault(layer, args[0]))
@@ -63,7 +63,7 @@ def test_a_scale_that_loses_its_input_is_found_and_named():
     assert name == "4" and 0.01 < error < 0.2  # half an ulp of 1, or of 1 - 1e-6, over 1e-6
 
 
-def test_gamma_is_the_one_of_training():
+def test_gamma_is_the_scale_in_training():
     """Standard layers have nothing else, so a network of them is not called."""
     net = nn.Sequential(InPlaceABN(2, gamma_floor=0.25), ABN(2), InPlaceABN(2, learn_scale=False))
     with torch.no_grad():

@@ -73,7 +73,7 @@ def test_float32_is_no_farther_from_float64_than_the_plain_way(fraction, scale):
     assert ours <= theirs
 
 
-def test_the_number_of_hardest_pixels_is_not_that_of_rounding():
+def test_the_number_of_hardest_pixels_does_not_depend_on_rounding():
     """0.07 * 100 is a little above 7."""
     value, shares = losses.mean_of_largest(torch.arange(100.0)[None], 0.07)
     assert value == 96 and shares[0].nonzero().flatten().tolist() == [*range(93, 100)]
@@ -150,7 +150,7 @@ def test_channels_last_logits_give_a_gradient_in_their_format():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_the_memory_is_that_of_tiles():
+def test_memory_is_limited_by_tiles():
     """182 classes: the plain way makes three copies of 91 MiB."""
     logits, labels = sample(2, 182, (32, 32), (256, 256), dtype=torch.float32)
     peak = peak_bytes(lambda: value_and_gradient(upsampled_cross_entropy, logits, labels, fraction=0.25), "cpu")

@@ -49,7 +49,7 @@ def test_the_stem_s_output_is_freed_when_the_first_stage_has_read_it(name):
     ],
 )
 def test_parameter_counts_of_published_networks(build, classes, expected):
-    """From MemCNN, DenseNet's paper (0.8 million) and the RevNet release. test_released.py has shapes of the others."""
+    """MemCNN, DenseNet's paper (0.8 million) and RevNet publish them; test_released.py has shapes of the others."""
     with torch.device("meta"):
         assert parameters(build(classes=classes)) == expected
 
@@ -96,7 +96,7 @@ DILATED = [("resnext", 16, 2), ("resnext", 8, 4), ("resnext-cifar", 2, 2), ("wid
 
 @pytest.mark.parametrize("name, output_stride, factor", DILATED)
 @torch.no_grad()
-def test_features_of_a_dilated_body_contain_those_of_the_strided_one(name, output_stride, factor):
+def test_features_of_a_dilated_body_contain_the_strided_body_s(name, output_stride, factor):
     """Turning strides of 1x1 convolutions into dilation gives the same features at `factor` times the resolution."""
     torch.manual_seed(0)
     strided = trained(SMALL_BODIES[name]())

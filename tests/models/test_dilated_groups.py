@@ -11,7 +11,7 @@ from models.dilated_groups import correct_gradients
 
 
 @pytest.mark.parametrize("channels, groups, kernel, bias", [(64, 64, 3, False), (64, 16, 3, True), (64, 64, 5, False)])
-def test_gradients_are_those_of_float64_and_nothing_more_is_kept(channels, groups, kernel, bias):
+def test_gradients_equal_float64_s_and_nothing_more_is_kept(channels, groups, kernel, bias):
     """PyTorch's own gradients of the weights are off by more than themselves on some processors."""
     conv = nn.Conv2d(channels, channels, kernel, padding=kernel - 1, dilation=2, groups=groups, bias=bias)
     network = nn.Sequential(conv, nn.BatchNorm2d(channels))

@@ -78,7 +78,7 @@ def assert_equal_steps(found: dict[str, torch.Tensor], expected: dict[str, torch
 @pytest.mark.parametrize(
     "name, norm", [*product(BODIES, ["inplace"]), *zip(BODIES, cycle(norm for norm in NORMS if norm != "inplace"))]
 )
-def test_gradients_are_those_of_stored_activations_and_statistics_move_once(name, norm):
+def test_gradients_equal_stored_activations_and_statistics_move_once(name, norm):
     """Every body with the norm that writes over its input, and with another; nothing else depends on both."""
     expected = step(name, norm, "none")
     for recompute in FORGETTING:
@@ -90,7 +90,7 @@ SLOW = [pytest.param(*case, choice, marks=pytest.mark.slow) for choice in FORGET
 
 
 @pytest.mark.parametrize("name, norm, recompute", [("preact", "inplace", "blocks"), *SLOW])
-def test_compiled_as_one_graph_gradients_are_those_of_stored_activations(name, norm, recompute):
+def test_compiled_as_one_graph_gradients_equal_stored_activations(name, norm, recompute):
     assert_equal_steps(step(name, norm, recompute, compiled=True), step(name, norm, "none"))
 
 

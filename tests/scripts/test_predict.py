@@ -48,7 +48,7 @@ def classifier(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("views", [(), ("window.size=32", "tta.flip=true"), ("tta.scales=[0.7,1.2]",)])
-def test_probabilities_are_those_of_the_predictions(trained, views, tmp_path):
+def test_probabilities_agree_with_the_predictions(trained, views, tmp_path):
     trees.picture(tmp_path / "a.png", (50, 72))
     (plain,) = run(trained, tmp_path / "a.png", tmp_path / "plain", *views)
     (ids,) = run(trained, tmp_path / "a.png", tmp_path / "out", "probabilities=true", *views)

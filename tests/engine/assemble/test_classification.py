@@ -7,7 +7,7 @@ from engine.assemble.tasks import TASKS
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_loss_of_16_bit_logits_is_that_of_float32_and_can_be_scaled(dtype):
+def test_a_loss_of_16_bit_logits_equals_float32_s_and_can_be_scaled(dtype):
     """GradScaler begins with 2^16, which no float16 gradient of a float16 loss survives."""
     torch.manual_seed(0)
     logits, labels = torch.randn(4, 1000).to(dtype).requires_grad_(), torch.arange(4)

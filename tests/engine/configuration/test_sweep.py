@@ -76,7 +76,7 @@ def test_what_has_ended_is_skipped_and_what_was_asked_for_otherwise_is_not(swept
     assert list(swept(*arguments)) == ["seed=0", "seed=1", "seed=2"]
 
 
-def test_a_sweep_of_which_a_job_failed_fails(swept):
+def test_a_sweep_fails_if_a_job_has_failed(swept):
     with pytest.raises(SystemExit, match="^1$"):
         swept("-m", "seed=0,1", failed=1)
 

@@ -115,7 +115,7 @@ def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
         pytest.param("checkpoint", "sqrt", marks=pytest.mark.slow),
     ],
 )
-def test_parts_of_the_shares_step_as_those_of_the_whole_minibatch(ranks, norm, recompute):
+def test_micro_batches_of_each_rank_take_the_step_of_the_whole_minibatch(ranks, norm, recompute):
     """Norms see one part at a time, so one process gets the crops in the order of the parts of several.
     In the backward pass of checkpointed blocks, norms exchange their statistics again, while gradients leave.
     """

@@ -188,7 +188,7 @@ def test_a_step_calls_half_as_many_of_our_functions_as_it_did():
 
 
 def stopped(rank: int) -> tuple[str, list, int, int]:
-    """How a run ends of which rank 1 is asked to stop in step 3; the collectives of its steps."""
+    """How a run ends if rank 1 is asked to stop in step 3, and the collectives of its steps."""
     run = FakeRun(World(rank, WORLD_SIZE), Schedule(STEPS, STEPS, None, 100, 100), small_network())
     run.config.data.crops_per_minibatch = 4
     collectives, reduce = [], dist.all_reduce

@@ -210,7 +210,7 @@ def test_a_budget_leaves_room_for_the_buckets_of_several_devices():
 
 
 @pytest.mark.slow
-def test_the_most_crops_within_a_budget_are_those_of_its_time():
+def test_the_most_crops_within_a_budget_also_keep_to_its_time():
     """Two devices: a single one would measure how long operators take."""
     run = (*WITHIN, leaving(30, devices=2), "memory.fit=batch", "data.crops_per_minibatch=4")
     plain = planner.fitting(planned(*run, "trainer.recompute=none"), devices=2).data.crops_per_minibatch

@@ -74,7 +74,7 @@ def step_of(forward, x: Tensor) -> None:
     loss.backward(torch.empty_like(loss))
 
 
-def test_bytes_are_those_of_real_steps():
+def test_bytes_equal_real_steps():
     network, x = Blocks(), torch.randn(512, 64)
     found = ways(fit(network, x, "2GiB"))
     assert all(parameter.grad is None for parameter in network.parameters())
@@ -120,7 +120,7 @@ def test_the_line_trains_within_what_the_device_leaves():
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "none"])
-def test_optimisers_take_what_those_of_torch_take(name):
+def test_optimisers_take_as_much_as_torch_s(name):
     makers = {
         "sgd": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
         "momentum": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1, momentum=0.9),

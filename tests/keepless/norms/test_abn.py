@@ -126,7 +126,7 @@ def test_the_paper_prints_a_wrong_sign():
 
 
 @pytest.mark.parametrize("strategy", LAYERS)
-def test_running_statistics_are_those_of_batchnorm2d(strategy):
+def test_running_statistics_equal_batchnorm2d_s(strategy):
     for momentum in (0.1, None):
         layer, standard = LAYERS[strategy](CHANNELS, momentum=momentum), nn.BatchNorm2d(CHANNELS, momentum=momentum)
         for _ in range(3):

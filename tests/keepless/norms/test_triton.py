@@ -143,7 +143,7 @@ def test_moments_do_not_cancel(backend, device, many_tiles, memory_format):
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-def test_running_statistics_are_those_of_pytorch(backend, device, many_tiles, memory_format):
+def test_running_statistics_equal_pytorch_s(backend, device, many_tiles, memory_format):
     bn = nn.BatchNorm2d(4, momentum=0.3).to(device).double()
     running_mean, running_var = torch.zeros(4, device=device), torch.ones(4, device=device)
     for seed in range(2):

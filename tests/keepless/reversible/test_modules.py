@@ -152,7 +152,7 @@ IMAGES = torch.randn(3, 8, 5, 4, dtype=torch.float64, generator=torch.Generator(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("coupling", COUPLINGS)
-def test_gradients_and_statistics_are_those_of_stored_activations(coupling, form):
+def test_gradients_and_statistics_equal_stored_activations(coupling, form):
     """Defects: running statistics that move three times a step; parameters of stored activations."""
     norms = NORMS if coupling == "additive" else ("inplace", "batchnorm")
     blocks = made(*(COUPLINGS[coupling](norm=NORMS[norm]) for norm in norms))

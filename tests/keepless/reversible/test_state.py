@@ -132,7 +132,7 @@ CASES |= {*product(["initialised, buffer"], ["F", "G", "F and G", "inside a chai
 
 
 @pytest.mark.parametrize("kind, place, form", sorted(CASES))
-def test_gradients_and_values_are_those_of_stored_activations(kind, place, form):
+def test_gradients_and_values_equal_stored_activations(kind, place, form):
     torch.manual_seed(0)
     blocks = nn.ModuleList(PLACES[place](KINDS[kind])).double()
     plain = nn.Sequential(*copy.deepcopy(blocks))

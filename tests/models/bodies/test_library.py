@@ -340,7 +340,7 @@ def test_networks_of_timm_that_cannot_be_are_refused(name, reason):
         timm_body(network=name)
 
 
-def test_normalisation_is_the_one_of_timm_s_weights_unless_given(monkeypatch):
+def test_normalisation_follows_timm_s_weights_unless_given(monkeypatch):
     published = SimpleNamespace(mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1))
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(get_pretrained_cfg={"net": published}.get))
     for network, std, expected in (

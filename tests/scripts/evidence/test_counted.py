@@ -33,7 +33,7 @@ def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("body, expected", [("ResNeXt-101", 1.96), ("WideResNet-38", 1.75)])
-def test_with_pytorchs_pooling_the_share_is_the_one_measured_with_the_released_layers(body, expected, monkeypatch):
+def test_with_pytorchs_pooling_the_share_equals_the_released_layers(body, expected, monkeypatch):
     monkeypatch.setattr(MaxPool2d, "forward", nn.MaxPool2d.forward)
     standard, inplace = (counted.bytes_per_pixel(norm, body) for norm in ("std", "inplace"))
     assert abs(standard / inplace - expected) < 0.005
@@ -109,7 +109,7 @@ def test_revnets_table_1_counts_what_theory_says_and_the_page_shows_it(in_proces
     [("ResNet-32", "RevNet-38"), pytest.param(tuple(reversible.PUBLISHED), marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
-def test_kept_bytes_of_reversible_networks_are_those_of_the_record(networks):
+def test_kept_bytes_of_reversible_networks_equal_the_record(networks):
     """MemCNN's published table, counted again from the code as it is."""
     for title in networks:
         (row,) = reversible.measure(reversible.ReversibleArguments(), "activations", title)

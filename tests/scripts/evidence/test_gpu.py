@@ -45,7 +45,7 @@ def test_one_command_goes_through_all_parts_in_pieces(in_process, monkeypatch, t
     clock, measured = [0.0], []
 
     def part(name: str, minutes: float) -> Part:
-        """Of three items that take a minute each; the second fails."""
+        """A part with three items that take a minute each; the second fails."""
 
         def measure(arguments: frame.Arguments, number: int) -> list[dict]:
             clock[0] += 60
