@@ -250,7 +250,7 @@ def test_success_is_remembered_until_a_file_changes(camvid_folders, tmp_path, mo
 
 
 def test_a_file_that_blocks_its_reader_is_named(camvid_folders, monkeypatch):
-    """However long the files before it take on a busy machine."""
+    """Only its own time counts, however long the files before it take on a busy machine."""
     file = sorted((camvid_folders / "train" / "labels").iterdir())[3]
     file.unlink()
     os.mkfifo(file)
