@@ -28,12 +28,12 @@ from engine.configuration.command_line import configured
 from engine.process.console import counted, make_console, printable
 from engine.process.distributed import World
 from engine.process.output_files import write_figure
-from engine.records.confusion_picture import shown_names, with_literal_texts
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.pictures import labelled
+from scripts.reports.fonts import shown_names, with_literal_texts
 
 ROWS, COLUMNS, INCHES, DPI = 4, 2, 2.8, 130  # crops on a sheet, their size
 Dataset = SegmentationDataset | ClassificationDataset

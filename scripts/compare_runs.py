@@ -26,9 +26,9 @@ from omegaconf import MISSING, DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.process.output_files import write_file
-from engine.records.confusion_picture import with_literal_texts
 from engine.schema.keys import as_list, key, named_after, quoted
 from scripts.reports import charts
+from scripts.reports.fonts import with_literal_texts
 from scripts.reports.markdown import conditions, mean_of, table
 from scripts.reports.runs import DATE, TITLES, Run, by_configuration, found_runs, titles_of
 

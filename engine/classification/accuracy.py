@@ -15,10 +15,9 @@ from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
-from engine.records.confusion_picture import confusion_picture
 from engine.records.evaluated import Evaluated
 
-DRAWN_CLASSES = 100  # most classes for which a table and a confusion matrix are legible
+MOST_LISTED = 100  # most classes for which a table and a confusion matrix are legible
 
 
 def class_logits(forward: Forward, images: Tensor) -> Tensor:
@@ -39,7 +38,7 @@ def evaluate_split(
 ) -> Evaluated:
     """Evaluate a split: the share of images whose class has the highest logit (top1), or one of the five highest.
 
-    Details: each class's top-1 accuracy (None without images), and with up to `DRAWN_CLASSES` classes the confusion
+    Details: each class's top-1 accuracy (None without images), and with up to `MOST_LISTED` classes the confusion
     matrix (K, K), whose rows are labels. The host waits for a GPU only once, for the counts.
 
     Args:
@@ -70,11 +69,8 @@ def evaluate_split(
         for name, own_right, own in zip(dataset.classes, right, images_of, strict=True)
     }
     details: dict[str, object] = {"accuracy": accuracy}
-    picture = None
-    if classes <= DRAWN_CLASSES:
+    if classes <= MOST_LISTED:
         details["confusion_matrix"] = confusion.tolist()
-        title = f"{dataset.name} {dataset.split}: % of each class's images"
-        picture = partial(confusion_picture, confusion, dataset.classes, title)
     return Evaluated(
         scores=scores,
         summary=f"top-1 {100 * scores['top1']:.2f} %  top-5 {100 * scores['top5']:.2f} %",
@@ -82,7 +78,6 @@ def evaluate_split(
         details=details,
         curves={f"val/{name}": 100 * score for name, score in scores.items()},
         table=partial(accuracy_table, scores, accuracy),
-        confusion=picture,
     )
 
 
@@ -100,7 +95,7 @@ def count(cells: Tensor, logits: Tensor, labels: Tensor) -> None:
 
 def accuracy_table(scores: dict, accuracy: dict) -> Table:
     """The accuracies in percent, with a row for each class unless there are many."""
-    listed = accuracy if len(accuracy) <= DRAWN_CLASSES else {}
+    listed = accuracy if len(accuracy) <= MOST_LISTED else {}
     rows = ([name, "–" if share is None else f"{100 * share:.2f}"] for name, share in listed.items())
     table = table_of(["class", "accuracy %"], rows)
     table.add_section()

@@ -1,1 +1,1 @@
-"""Records of a run: metrics, results, pictures, provenance."""
+"""Records of a run: metrics, results, provenance."""

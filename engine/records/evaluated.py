@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from datasets import ClassificationDataset, SegmentationDataset
-from engine.process.output_files import replace_file, write_figure
+from engine.process.output_files import replace_file
 from engine.records.provenance import provenance
 from keepless import Extreme
 from keepless.torch_internals import tree_map
@@ -22,7 +21,7 @@ Dataset = SegmentationDataset | ClassificationDataset  # a split of either task
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores and pictures of one evaluation. `table` and `confusion` are drawn only at a run's end and by eval.py."""
+    """Scores and pictures of one evaluation."""
 
     scores: dict  # for metrics.jsonl and results.json
     summary: str  # one line for the log
@@ -30,7 +29,6 @@ class Evaluated:
     details: dict = field(default_factory=dict)  # for results.json only
     curves: dict[str, float] = field(default_factory=dict)  # percentages for TensorBoard, by name
     table: Callable[[], Table] | None = None  # the scores, for the console
-    confusion: Callable[[], Figure] | None = None  # the confusion matrix, for TensorBoard and a PNG
     pictures: dict[str, np.ndarray] = field(default_factory=dict)  # uint8 (H, W, 3) by name, for TensorBoard
     layers: dict[str, Extreme] = field(default_factory=dict)  # result of `layer_health`, on rank 0 only
 
@@ -38,8 +36,7 @@ class Evaluated:
 def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, checkpoint: Path, config: dict) -> dict:
     """Return the results of one evaluation, and write them to `path` if given.
 
-    A full disk or a kill leaves the old results or the complete new ones. A confusion matrix, if any, is drawn beside
-    the file as NAME_confusion.png.
+    A full disk or a kill leaves the old results or the complete new ones.
     """
     results = {
         "dataset": dataset.name,
@@ -53,8 +50,6 @@ def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, che
     }
     if path is not None:
         replace_file(path, json.dumps(without_nan(results)) + "\n")
-        if evaluated.confusion is not None:
-            write_figure(path.with_name(f"{path.stem}_confusion.png"), evaluated.confusion(), dpi=120)
     return results
 
 

@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
@@ -199,11 +198,6 @@ class MetricsLogger:
             self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")
         self.tensorboard.flush()
         logger.info(f"step {step:,} of {self.total_steps:,}  val {evaluated.summary}, {self._time_left()}")
-
-    def figure(self, name: str, figure: Figure, step: int) -> None:
-        """Show a figure in TensorBoard."""
-        if self.run_dir is not None:
-            self.tensorboard.add_figure(name, figure, step)
 
     def summary(self, last_file: Path, best_file: Path, score_text: Callable[[float], str], evaluate: str) -> str:
         """The run's cost, its files, and the next commands, one per line.

@@ -15,7 +15,6 @@ from engine.process.distributed import World
 from engine.process.forward import Forward
 from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
-from engine.records.confusion_picture import confusion_picture
 from engine.records.evaluated import Evaluated
 from engine.segmentation.inference import Views, predict
 from engine.segmentation.scores import Counts, all_scores
@@ -56,7 +55,6 @@ def evaluate_split(
     forward.check_scores(unscored, total, "pixels")
     trained, scores = len(dataset.classes), all_scores(counts, dataset.table)
     confusion = counts.confusion[:trained, :trained]
-    title = f"{dataset.name} {dataset.split}: % of each label's pixels"
     shares = {"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"]}
     shares |= {f"val_iou/{name}": iou for name, iou in scores["iou"].items() if iou is not None}
     return Evaluated(
@@ -66,7 +64,6 @@ def evaluate_split(
         details={"confusion_matrix": confusion.tolist(), "views": views.record()},
         curves={name: 100 * share for name, share in shares.items()},
         table=partial(iou_table, scores),
-        confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, title),
     )
 
 

@@ -183,8 +183,6 @@ class Run(Generic[Config, Split]):
             self.save(step, best=True)
             self.directory.saved()  # before the record: if killed in between, the run evaluates again
         self.metrics.evaluation(step, self.schedule.epoch(step), evaluated)
-        if step == self.schedule.total_steps and evaluated.confusion is not None:
-            self.metrics.figure("val/confusion", evaluated.confusion(), step)
         self.metrics.pause_ended()
         return evaluated
 

@@ -21,11 +21,6 @@ def camvid_folders(tmp_path) -> Path:
 
 
 @pytest.fixture
-def cityscapes_root(tmp_path) -> Path:
-    return trees.cityscapes(tmp_path / "cityscapes")
-
-
-@pytest.fixture
 def coco_root(tmp_path) -> Path:
     return trees.coco_stuff(tmp_path / "coco")
 
