@@ -20,7 +20,7 @@ import torch
 
 from datasets import synthetic
 from engine import assemble
-from engine.process.allocations import keep_freed_memory, peak_memory_mib
+from engine.process.allocations import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.distributed import World, device_of
 from engine.process.transfers import prefetched
 from engine.schema.keys import key
@@ -95,7 +95,7 @@ class Training:
         self.config = papers.configured_as(None, *common, *overrides_of(switch))
         assert isinstance(self.config, SegmentationRun)
         trainer = self.config.trainer
-        assemble.arithmetic(trainer)
+        assemble.arithmetic(trainer, fixed_sizes=True)  # as in a training
         self.world = World(device=device_of(trainer.device))
         if self.world.device.type == "cpu" and switch != GIVEN_BACK:
             keep_freed_memory()
@@ -125,6 +125,7 @@ class Training:
         first_step_s = round(self.step() / 1e3, 2)
         for _ in range(steps - 1):
             self.step()
+        forget_peak(self.world.device)  # of cuDNN's search for algorithms
         if self.learner.captured is not None:
             self.learner.captured.begin()
             self.step()

@@ -1,6 +1,9 @@
 """The benchmark of training steps: what it runs and counts. No test asserts a time."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from scripts.evidence import training
 from scripts.evidence.training import DEFAULT, TrainingArguments
@@ -26,6 +29,24 @@ def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(in_pr
     assert 0.5 <= rows[names[0]]["saved_bytes"] / rows[DEFAULT]["saved_bytes"] < 0.6
     assert rows["optim.lr=1e30"]["reason"].startswith("failed: FloatingPointError: the loss is nan")
     assert "- optim.lr=1e30, 1: failed: FloatingPointError: the loss is nan" in text
+
+
+@pytest.mark.parametrize("switch, searches", [(DEFAULT, True), ("trainer.deterministic=true", False)])
+def test_convolutions_use_the_algorithms_of_a_training(monkeypatch, switch, searches):
+    """cuDNN looks for the fastest: `engine.training.run.opened` says so too."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not searches)
+    monkeypatch.setattr(training, "synthetic", lambda *_: SimpleNamespace(classes=["road"]))
+    monkeypatch.setattr(training.build, "learner", stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            training.Training(TINY.words(), switch, threads=1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.backends.cudnn.benchmark == searches
+
+
+def stop(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_every_switch_changes_the_training_that_it_is_compared_with():
