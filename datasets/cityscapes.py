@@ -34,17 +34,6 @@ _CLASSES = {
 }
 _IDS = tuple(class_id for class_id, _ in _CLASSES.values())
 
-# Category: its evaluated classes, in the order of train ids. Source: the official label table.
-_CATEGORIES = {
-    "flat": ("road", "sidewalk"),
-    "construction": ("building", "wall", "fence"),
-    "object": ("pole", "traffic light", "traffic sign"),
-    "nature": ("vegetation", "terrain"),
-    "sky": ("sky",),
-    "human": ("person", "rider"),
-    "vehicle": ("car", "truck", "bus", "train", "motorcycle", "bicycle"),
-}
-
 _LAYOUT = Layout(
     name="cityscapes",
     splits=("train", "val", "test"),
@@ -69,7 +58,6 @@ def cityscapes_classes() -> ClassTable:
         label_ids={**ignored, **{class_id: train_id for train_id, class_id in enumerate(_IDS)}},
         official_void=0,
         benchmark="cityscapes",
-        categories=tuple(category for category, classes in _CATEGORIES.items() for _ in classes),
     )
 
 

@@ -53,7 +53,7 @@ class ClassTable:
     and carry the palette if `coloured_predictions` is set.
 
     The other fields are for the official evaluation, `benchmark`, if there is one. `official_only`: raw values of the
-    classes that it counts but the paper does not; they are ignored in training. `categories`: one per class.
+    classes that it counts but the paper does not; they are ignored in training.
     """
 
     names: tuple[str, ...]
@@ -69,7 +69,6 @@ class ClassTable:
     ignored_by: str = "the dataset's list of classes"
     benchmark: str | None = None
     official_only: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    categories: tuple[str, ...] = ()
     _to_train: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_scored: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_official: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
@@ -80,7 +79,6 @@ class ClassTable:
         assert count == len(self.palette) == len(self.official_ids) < _ILLEGAL
         assert set(self.label_ids.values()) <= {*range(count), IGNORED}
         assert len(self.scored) < _ILLEGAL
-        assert len(self.categories) in (0, count)
         to_train = np.full(256, _ILLEGAL, np.uint8)
         for raw, train_id in self.label_ids.items():
             to_train[raw] = train_id

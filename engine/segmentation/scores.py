@@ -69,15 +69,11 @@ def all_scores(counts: Counts, table: ClassTable) -> dict:
     """
     trained = len(table.names)
     scores = segmentation_scores(counts.confusion[:trained, :trained], table.names)
-    scores["official"] = {}
-    if table.benchmark == "cityscapes":
-        scores["official"] = cityscapes_scores(counts.confusion, table)
-    elif table.benchmark == "coco_stuff":
-        scores["official"] = coco_stuff_scores(counts.confusion, table.scored)
-    elif table.benchmark == "vistas":
-        # The benchmark drops labels that it does not evaluate; we neither count nor predict them.
-        scores["official"] = {"miou": scores["miou"]}
-    return scores
+    # The benchmarks of Cityscapes and Vistas drop labels that they do not evaluate; we neither count nor predict them.
+    official = {"miou": scores["miou"]} if table.benchmark else {}
+    if table.benchmark == "coco_stuff":
+        official = coco_stuff_scores(counts.confusion, table.scored)
+    return {**scores, "official": official}
 
 
 def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
@@ -98,25 +94,6 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
         "miou": iou.nanmean().item(),
         "iou": _by_name(classes, iou),
         "pixel_accuracy": (true_positives.sum() / counts.sum()).item(),
-    }
-
-
-def cityscapes_scores(confusion: Tensor, table: ClassTable) -> dict:
-    """Compute the IoU of categories, as `evalPixelLevelSemanticLabeling` of cityscapesscripts does, but no iIoU.
-
-    Within a category, confusing two classes is no error. `confusion`: int64 (K, K), rows are labels.
-
-    Returns:
-        {"miou", "category_iou": {name: float}, "mean_category_iou"}; None for classes that do not occur.
-    """
-    names, counts = tuple(dict.fromkeys(table.categories)), confusion.double()
-    member = torch.tensor([[category == name for category in table.categories] for name in names], dtype=torch.float64)
-    of_categories = member @ counts @ member.T
-    category_iou = of_categories.diag() / _union(of_categories)
-    return {
-        "miou": _mean(counts.diag() / _union(counts)),
-        "category_iou": _by_name(names, category_iou),
-        "mean_category_iou": _mean(category_iou),
     }
 
 

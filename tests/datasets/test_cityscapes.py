@@ -11,5 +11,3 @@ def test_table_is_the_official_one():
     assert table.official_ids == tuple(label.id for label in evaluated)
     expected = {label.id % 256: label.trainId % 256 for label in official_labels}  # -1 (licence plates) becomes 255
     assert dict(table.label_ids) == expected
-    by_name = {label.name: label for label in official_labels}
-    assert table.categories == tuple(by_name[name].category for name in table.names)
