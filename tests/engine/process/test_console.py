@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 from engine.process import console
-from engine.process.console import make_console, progress_bar, tracked
+from engine.process.console import counted, make_console, progress_bar, tracked
 from engine.records.evaluated import Evaluated, print_results
 from engine.segmentation.evaluation import iou_table
 
@@ -26,6 +26,9 @@ def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
         for _ in tracked(progress, [1], name):
             progress.refresh()
     assert name in capsys.readouterr().out
+    with counted(make_console(), "checking") as show:
+        show(2, 7)
+    assert "2/7" in capsys.readouterr().out
 
 
 def test_without_a_terminal_the_log_says_how_many_images_are_done_and_the_time_left(monkeypatch, caplog):

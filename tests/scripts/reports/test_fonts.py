@@ -32,6 +32,7 @@ def test_names_that_no_font_has_become_numbers_in_one_line(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure.savefig(BytesIO())
+    assert not any(text.get_parse_math() for text in figure.findobj(Text))
     found = {text.get_text() for text in figure.findobj(Text)}
     assert {"Straße", "1", "2", "$a", "caf\\udce9", "\\u5929 $x"} <= found and not {"天空", "하늘"} & found
     assert said == ["pictures show 2 classes by number: no font has the characters of 天空"]
