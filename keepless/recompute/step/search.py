@@ -62,7 +62,8 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     Both try checkpoints of whole blocks, and lower the peak of the best of these, and of the plain step, by 3 % at a
     time (in large steps 10 % first): they drop the values that cost the least for the bytes that they free while the
     step is above the target. Where too much is recomputed at once, they keep some values again to shorten the chains of
-    recipes. They end after a number of simulations, not of seconds.
+    recipes. Where none of this helps, they keep a value instead of another one, which is computed from it or the other
+    way round. They end after a number of simulations, not of seconds.
 
     Args:
         limit: bytes. Only the fastest choice within it is looked for, or if there is none the lowest peak; the front
@@ -200,18 +201,22 @@ class _Search:
             if _excess(found.outcome, target) < before * 0.7:
                 return found
             count //= 3
-        best: tuple[float, Tried] | None = None
         again = ([i] for i in self.dropped_at_peak(at))
-        for number, pair in enumerate(islice(zip_longest((group for _, group in ranked), again), _MANY)):
+        single = zip_longest((group for _, group in ranked), again)
+        return self.best(at, target, single) or self.best(at, target, zip(self.swaps(at)))
+
+    def best(self, at: Tried, target: int, moves: Iterable[Sequence[list[int] | None]]) -> Tried | None:
+        """The move that lowers the total excess most for the time that it costs; None if none of the first does."""
+        before, best, rate = _excess(at.outcome, target), None, 0.0
+        for number, together in enumerate(islice(moves, _MANY)):
             if best is not None and number >= self.moves:
                 break
-            for move in filter(None, pair):
+            for move in filter(None, together):
                 found = self.tried(_flipped(at.kept, move))
-                gain = before - _excess(found.outcome, target)
-                rate = gain / max(found.outcome.seconds - at.outcome.seconds, 1e-9)
-                if gain > 0 and (best is None or rate > best[0]):
-                    best = rate, found
-        return None if best is None else best[1]
+                gain = (before - _excess(found.outcome, target)) / max(found.outcome.seconds - at.outcome.seconds, 1e-9)
+                if gain > rate:
+                    best, rate = found, gain
+        return best
 
     def drops(self, at: Tried, target: int) -> list[tuple[int, list[int]]]:
         """Values to drop while the step is above the target, each with its group; the cheapest per byte first."""
@@ -256,6 +261,35 @@ class _Search:
         outcome, peak = at.outcome, at.outcome.levels.index(at.outcome.peak)
         dropped = (i for i in self.free if not at.kept[i] and outcome.readers[i])
         return sorted((i for i in dropped if outcome.first[i] <= peak <= outcome.last[i]), key=self.bytes.__getitem__)
+
+    def swaps(self, at: Tried) -> list[list[int]]:
+        """Pairs of a kept value and a dropped one, of which one is computed from the other.
+
+        Dropping the first and keeping the second lowers the peak; those that lower it most come first.
+        """
+        outcome, peak = at.outcome, at.outcome.levels.index(at.outcome.peak)
+        ranked = []
+        for i in filter(outcome.readers.__getitem__, self.free):
+            for j in self.sources(at, i):
+                if self.is_free[j] and at.kept[i] is not at.kept[j]:
+                    kept, dropped = (i, j) if at.kept[i] else (j, i)
+                    is_kept_then = outcome.born[kept] <= peak <= outcome.last[kept]
+                    is_held_then = outcome.first[dropped] <= peak <= outcome.last[dropped]
+                    lowers = is_kept_then * self.bytes[kept] - (not is_held_then) * self.bytes[dropped]
+                    if lowers > 0:
+                        ranked.append((lowers, [kept, dropped]))
+        return [pair for _, pair in sorted(ranked, reverse=True)]
+
+    def sources(self, at: Tried, number: int) -> set[int]:
+        """What a value is computed from, down to kept values."""
+        found: set[int] = set()
+        pending = [*self.inputs[number]]
+        while pending:
+            i = pending.pop()
+            if i not in found:
+                found.add(i)
+                pending += [] if at.kept[i] else self.inputs[i]
+        return found
 
     def tidied(self, at: Tried, target: int) -> Tried:
         """Use the remaining memory to keep values again, the most expensive to recompute first."""
