@@ -116,6 +116,9 @@ class GpuArguments:
     def check(self) -> None:
         if self.measure and not self.rehearse and not torch.cuda.is_available():
             raise ValueError("PyTorch sees no CUDA device: check the driver, or give rehearse=true or measure=false")
+        named = self.measure and not self.rehearse and (self.part == "train" or self.camvid is not None)
+        if named and not os.path.isdir(self.camvid or ""):
+            raise ValueError(f"camvid={self.camvid or 'null'}: expected the folder of CamVid, which part=train needs")
         if self.keep and (self.measure or self.rehearse):
             raise ValueError("keep=true needs measure=false: look at what was measured on a GPU first")
         if self.only and self.part == ALL:
@@ -154,6 +157,9 @@ def measured(arguments: GpuArguments, end_s: float) -> str:
     """Measure what is missing of each part within its minutes, but nothing that has failed; say what is left."""
     lines, goes_on = dict[str, None](), False
     for name, part in PARTS.items():
+        if name == "train" and arguments.camvid is None and not arguments.rehearse:
+            lines["train: needs camvid=DIR"] = None
+            continue
         file = file_of(name, arguments)
         used_s = sum(call["seconds"] for call in json.loads(file.read_text())["calls"]) if file.is_file() else 0
         own_s = math.inf if arguments.rehearse else time.monotonic() + 60 * part.minutes - used_s

@@ -40,7 +40,7 @@ def test_a_rehearsal_runs_and_says_what_it_is(in_process, monkeypatch, tmp_path)
 def test_one_command_goes_through_all_parts_in_pieces(in_process, monkeypatch, tmp_path):
     """Each part has its minutes. What has failed, or does not fit into them, keeps no other part from its turn.
 
-    An item is not started in less time than the one before it took.
+    Without CamVid there are no trainings. An item is not started in less time than the one before it took.
     """
     clock, measured = [0.0], []
 
@@ -58,7 +58,9 @@ def test_one_command_goes_through_all_parts_in_pieces(in_process, monkeypatch, t
         about = frame.Benchmark(name, frame.Arguments, lambda arguments: items, measure, lambda arguments: (name, ""))
         return Part(minutes, about, [{}], {})
 
-    monkeypatch.setattr(gpu_evidence, "PARTS", {"host": part("a", 5), "abn": part("b", 1), "fit": part("c", 5)})
+    monkeypatch.setattr(
+        gpu_evidence, "PARTS", {"host": part("a", 5), "abn": part("b", 1), "train": part("d", 9), "fit": part("c", 5)}
+    )
     monkeypatch.setattr(gpu_evidence.GpuArguments, "check", lambda arguments: None)  # that there is a device
     for module in (gpu_evidence, frame):
         monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
@@ -68,12 +70,20 @@ def test_one_command_goes_through_all_parts_in_pieces(in_process, monkeypatch, t
     second = command(tmp_path, "minutes=2")
     assert measured[2:] == ["a2", "a3"] and second.startswith("host: 2: failed: RuntimeError: out of memory\nabn: 2: ")
     last = command(tmp_path, "minutes=4")
-    assert measured[4:] == ["c1", "c2", "c3"] and "abn: 3: not started" in last
+    assert measured[4:] == ["c1", "c2", "c3"] and "abn: 3: not started\ntrain: needs camvid=DIR\n" in last
     assert last.endswith("done; part=NAME tries again what is left of it")
     tables = command(tmp_path, "measure=false")
     assert [line for line in tables.splitlines() if line.startswith("## ")] == ["## a", "## b", "## c"]
     command(tmp_path, "part=abn")
     assert measured[7:] == ["b2", "b3"]
+
+
+@pytest.mark.parametrize("words", [("camvid=nowhere",), ("part=train",)])
+def test_a_missing_folder_of_camvid_is_named_before_the_device_is_used(monkeypatch, tmp_path, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_evidence, "calls_of", lambda *_: [])
+    with pytest.raises(ValueError, match="^camvid=(null|nowhere): expected the folder of CamVid"):
+        command(tmp_path, *words)
 
 
 def test_measured_parts_go_into_the_records_of_the_pages(monkeypatch, tmp_path):
