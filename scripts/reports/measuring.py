@@ -4,6 +4,7 @@ from engine.process.start import die_with_parent
 
 import functools
 import multiprocessing
+import os
 import random
 import signal
 import time
@@ -111,7 +112,8 @@ class Elsewhere:
     """
 
     def __init__(self, make: Callable[..., object], *arguments: object):
-        self.process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        self.process = ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent)
         self.made = self.process.submit(_make, make, arguments)
 
     def __enter__(self) -> "Elsewhere":
@@ -126,11 +128,17 @@ class Elsewhere:
         return self.process.submit(_call, method, arguments).result()
 
 
+def _end_with_parent() -> None:
+    die_with_parent(signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():  # it has ended while this process started
+        os._exit(1)
+
+
 _made: list[object] = []  # the one object of this process
 
 
 def _make(make: Callable[..., object], arguments: tuple) -> None:
-    die_with_parent(signal.SIGKILL)
     _made.append(make(*arguments))
 
 

@@ -4,8 +4,12 @@ import gc
 import importlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import weakref
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -22,6 +26,7 @@ from scripts.reports import frame, measuring
 from scripts.reports.markdown import longer, ratio_of
 from scripts.reports.measuring import Elsewhere, captured, interleaved
 from tests.cuda import NEEDS_CUDA
+from tests.runs import REPOSITORY
 
 
 def test_every_round_calls_every_timer_once_in_a_new_order():
@@ -84,6 +89,22 @@ def test_objects_elsewhere_answer_fail_and_end(tmp_path):
             there.call("_exit", 3)
     with Elsewhere(int, "seven") as there, pytest.raises(ValueError, match="seven"):
         there.call("bit_length")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent has ended")
+def test_a_process_that_starts_after_its_parent_has_ended_ends_too():
+    """It would keep its memory, on a card too, and the output open. An item is stopped in the same way."""
+    start = "import os; from scripts.reports.measuring import Elsewhere; Elsewhere(int, 7); os._exit(3)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", start], cwd=REPOSITORY, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        process.communicate(timeout=120)  # until nobody has the output open
+        assert process.returncode == 3
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
