@@ -1,6 +1,6 @@
 """Make a script of the notes of a recorded forward pass, when it has ended and it is certain what is kept."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -236,8 +236,13 @@ class _Compiler:
             return Take(self._number(argument), handles.keep_guarded)
         return self._handle(argument, is_written)
 
-    def _handle(self, value: Value, is_written: bool = False, copy_of: Path | None = None) -> Take:
-        """How the handle of a value is found. `copy_of`: the argument of which it is a copy, or a view of a copy."""
+    def _handle(
+        self, value: Value, is_written: bool = False, copy_of: Path | None = None, inside: Collection[int] = ()
+    ) -> Take:
+        """How the handle of a value is found.
+
+        `copy_of`: the argument of which it is a copy, or a view of a copy. `inside`: numbers of what its call makes.
+        """
         number, source = self._number(value), value.source
         if isinstance(source, Kept):
             if is_written:
@@ -253,7 +258,9 @@ class _Compiler:
             if isinstance(base.source, Kept):
                 return Take(number, handles.keep)
             of = Take(self._number(base))
-            if of.number not in self.seen:
+            if of.number in inside:
+                of = of._replace(make=partial(handles.inside, form=self._inside_form(base)))
+            elif of.number not in self.seen:
                 if copy_of is None:
                     raise _Unlearnable("a view of an unknown base")
                 of = self._copied(base, of.number, copy_of)
@@ -306,7 +313,7 @@ class _Compiler:
             return Take(number, partial(handles.narrowed, dtype=kept.source.packed.dtype, form=self._form_of(value)))
         if source.function in (Tensor.to, Tensor.reshape) and number not in self.seen:
             raise _Unlearnable("a copy of an argument")
-        take = self._handle(value, copy_of=copy_of)
+        take = self._handle(value, copy_of=copy_of, inside=made - {act.number})
         return None if take.make is handles.keep else take  # a view of a kept tensor
 
     def _copied(self, value: Value, number: int, path: Path) -> Take:

@@ -229,13 +229,13 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True)
+        self.attention = nn.MultiheadAttention(32, 2, dropout=0.3, batch_first=True)
         self.is_mixed = self.is_apart = self.is_causal = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.exp()
         other = x * 1 if self.is_apart else x
-        mask = torch.ones(8, 8).triu(1).bool() if self.is_causal else None
+        mask = torch.ones(16, 16).triu(1).bool() if self.is_causal else None
         with torch.autocast("cpu", enabled=self.is_mixed):
             y, _ = self.attention(x, other, other, attn_mask=mask, need_weights=False)
         return y.float().sigmoid()
@@ -245,7 +245,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("change", ["is_mixed", "is_apart", "is_causal"])
 def test_a_script_makes_the_calls_of_attention_without_its_python(change, budget, monkeypatch):
     """Unless its arguments look different. If a call inside differs, the recorder goes on from there."""
-    network, x = Attention(), torch.randn(4, 8, 16)
+    network, x = Attention(), torch.randn(8, 16, 32)
     plain = copy.deepcopy(network)
     recompute_activations(network, budget=budget)
     project, runs = F._in_projection_packed, []
