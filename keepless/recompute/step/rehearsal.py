@@ -36,7 +36,7 @@ class Loss(torch.autograd.Function):
 
 def differentiable(outputs: object) -> list[Tensor]:
     """The outputs of a network where a backward pass starts. ValueError: no output needs a gradient."""
-    found = [one for one in tensors_in(outputs) if one.requires_grad and one.is_floating_point()]
+    found = [one for one in tensors_in(outputs) if one.requires_grad]
     if not found:
         raise ValueError(
             "no output of the network needs a gradient: train some of it, outside torch.no_grad(), and return tensors "
@@ -88,21 +88,22 @@ def backward_starts(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [output for output in outputs if output.dim() == 0 or output.grad_fn not in seen]
 
 
-def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_real: bool = False) -> Step:
     """The calls and memory of a network's step with these arguments.
 
     It runs on a copy of the network, under the modes of the caller, such as autocast: on fake tensors, or if that
     raises an error, as in a network that reads values, on real ones, while the values that autograd saves are in the
     CPU's memory. Users' hooks are left out, because they may count or log; hooks of PyTorch (e.g. spectral norms) and
-    of `to_inplace` are copied.
+    of `to_inplace` are copied. `is_real`: fake tensors are not tried.
 
     Raises what `on_copy` raises.
     """
     tensors = [*tensors_in((args, kwargs)), *network.parameters()]
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
     try:
-        run = partial(counted_step, measures=not without_values, copy_parameters=is_sharded(network))
-        return on_copy(run, network, args, kwargs)
+        if not is_real or without_values:
+            run = partial(counted_step, measures=not without_values, copy_parameters=is_sharded(network))
+            return on_copy(run, network, args, kwargs)
     except Exception as error:  # a network may raise anything
         if without_values:
             raise

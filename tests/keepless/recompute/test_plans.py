@@ -170,6 +170,11 @@ def test_wrong_budgets_name_the_value_and_what_can_be_met():
             step(prepared.train(number % 3 != 1), x)
 
 
+def test_complex_outputs_are_planned():
+    found = plan(After(nn.Linear(64, 64), lambda y: torch.fft.fft(y.sin().sin())), torch.randn(64, 64))
+    assert found.least < found.plain
+
+
 def test_a_budget_that_held_outputs_exceed_says_so():
     network, x = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 256)), torch.randn(64, 64)
     least_with_outputs = frontier(rehearsed_step(network, (x,), {}))[-1].peak

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from keepless import InPlaceABN, recompute_activations
+from keepless import InPlaceABN, recompute_activations, report
 from keepless.conversion.activated import MergedActivation, hand_over
 from keepless.norms.backends.activations import Activation
 from keepless.recompute.kinds import plans as plans_module
@@ -218,7 +218,7 @@ def test_a_rehearsal_on_real_tensors_leaves_no_copy_behind():
 
 
 def test_hooks_that_change_calls_are_said_after_sixteen_rehearsals(rehearsals):
-    """A rehearsal leaves them out."""
+    """A rehearsal leaves them out. Once it is tried on real tensors, too."""
     within = Layers(2)
     within.layers[1].register_forward_hook(lambda layer, args, output: F.gelu(output))
     recompute_activations(within, budget=0.99)
@@ -227,7 +227,7 @@ def test_hooks_that_change_calls_are_said_after_sixteen_rehearsals(rehearsals):
     with pytest.warns(UserWarning, match="16 rehearsals had other calls .* does a hook change outputs"):
         gradients(within, torch.randn(4, 32))
     gradients(within, torch.randn(4, 32))
-    assert len(rehearsals) == 16
+    assert len(rehearsals) == 17
 
 
 def test_every_step_of_every_size_is_within_the_budget():
@@ -359,6 +359,16 @@ def test_a_network_that_reads_values_is_rehearsed_on_real_tensors():
     assert plans(within) == [1] and within.calls == within.count == 3
     plain.count.fill_(3)
     assert_like(plain, within, x)
+
+
+def test_a_network_that_does_something_else_on_fake_tensors_is_rehearsed_on_real_ones():
+    """From the second step on: Hugging Face's attention asks whether it is traced."""
+    within = recompute_activations(Layers(8, lambda network, x: x.sin() if is_fake(x) else x.cos()), budget=0.6)
+    for _ in range(2):
+        gradients(within, torch.randn(64, 32, requires_grad=True))
+    assert plans(within) == [2]
+    within(torch.randn(64, 32, requires_grad=True))
+    assert not any(line.why == "no plan" for line in report(within).lines)
 
 
 def test_a_network_that_cannot_be_rehearsed_keeps_little():
