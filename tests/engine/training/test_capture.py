@@ -1,23 +1,34 @@
 """Captured micro-batches, with a stand-in for CUDA graphs: the trainings of eager ones, and what is refused."""
 
+import itertools
+import os
 import random
+import signal
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from engine import assemble
+from engine.checkpoint import files as checkpoint
 from engine.process.distributed import World, data_parallel
+from engine.process.stopping import Preempted
+from engine.schema.training import TrainingRun
 from engine.segmentation.cross_entropy import CrossEntropy
-from engine.training import build, planner
-from engine.training.capture import CapturedMicroBatches
-from engine.training.learner import Learner
+from engine.training import build, loop, planner
+from engine.training.capture import CapturedMicroBatches, Recorder
+from engine.training.learner import Learner, Outcome
 from engine.training.loop import accumulate_gradients, train_step
 from keepless import InPlaceABN
 from tests.engine.learners import forward_of, learner_of, minibatch
 from tests.engine.training.tape import recorded_on
-from tests.runs import SHORT, one_epoch, run_config, same
+from tests.runs import NARROW_A2, SHORT, composed, one_epoch, run_config, same
+from train_seg import train
 
 ADVICE, WORLD_SIZE = "give trainer.capture=false", 2
 
@@ -77,6 +88,74 @@ def test_recomputed_and_reversible_steps_read_nothing_that_was_freed(words):
             learner.captured = CapturedMicroBatches(learner.network, ADVICE, record=recorded_on(learner.network))
         losses.append(losses_of(learner, 8))
     assert losses[0] == losses[1]
+
+
+def capture_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    """Let trainings capture with the stand-in. Meanwhile PyTorch says that it captures, and no number is drawn."""
+
+    def record_on(network: nn.Module) -> Recorder:
+        record = recorded_on(network)
+
+        def recorded(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+            drawn = torch.get_rng_state()
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("is_initialized", "is_current_stream_capturing"):
+                    patch.setattr(torch.cuda, name, lambda: True)
+                found = record(function)
+            torch.set_rng_state(drawn)
+            return found
+
+        return recorded
+
+    def captured(network: nn.Module, *about: str | None) -> CapturedMicroBatches:
+        return CapturedMicroBatches(network, *about, record=record_on(network))
+
+    patch.setattr(TrainingRun, "check_capture", lambda *_, **__: None)
+    patch.setattr(build, "CapturedMicroBatches", captured)
+
+
+def run(folder: Path, *words: str) -> dict[str, Tensor]:
+    """Weights, moments and averages after a run of train_seg.py with an evaluation in the middle."""
+    steps = ("trainer.steps=11", "trainer.evaluate_every_steps=5", "data.crop_size=32", "data.crops_per_minibatch=4")
+    small = ("body=resnext_tiny", "head.hidden_channels=8", "head.out_channels=8")
+    train(composed("train_seg", f"run_dir={folder}", *SHORT, *steps, *small, *words))
+    state = checkpoint.load(folder / "checkpoints" / "last.pt")
+    assert state["step"] == 11
+    leaves = tree_leaves([state["network"], state["optimizer"], state.get("ema"), state["random"]])
+    return {str(number): leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+
+FLOAT16 = ("norm=inplace", "trainer.precision=float16", "trainer.accumulation_steps=2", "trainer.ema_decay=0.9")
+BUDGET = ("norm=std", "trainer.recompute=budget", "memory.activations=4MiB", "trainer.precision=bfloat16")
+DROPOUT = (*NARROW_A2, "norm=std", "trainer.recompute=activations", "optim.fused=false")
+REVERSIBLE = ("body=revnet_tiny", "norm=checkpoint", "optim=adamw", "optim.max_gradient_norm=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, capture, then",
+    [(FLOAT16, "true", "true"), (BUDGET, "true", "false"), (DROPOUT, "true", "true"), (REVERSIBLE, "false", "true")],
+    ids=["float16", "budget", "dropout", "reversible"],
+)
+def test_captured_runs_stop_resume_and_end_as_eager_ones(tmp_path, drawn, monkeypatch, words, capture, then):
+    """Steps are captured from the fourth to the seventh, in which a signal comes; the resumed run captures the last.
+
+    The evaluation after the fifth frees the graph.
+    """
+    words = (*words, "data=cityscapes", f"data.root={drawn}")
+    whole = run(tmp_path / "whole", *words)
+    capture_on_the_cpu(monkeypatch)
+    numbers, take = itertools.count(1), loop.train_step
+
+    def with_signal(*given: Any) -> Outcome:
+        if next(numbers) == 7:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return take(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(Preempted, match="^stopped after step 7 of 11$"):
+        patch.setattr(loop, "train_step", with_signal)
+        run(tmp_path / "run", *words, f"trainer.capture={capture}")
+    assert same(run(tmp_path / "run", *words, f"trainer.capture={then}", "resume=auto"), whole)
 
 
 def test_gradients_keep_their_place_and_the_memory_format_of_their_weights():
