@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 import torch.nn.functional as F
@@ -176,7 +177,11 @@ class _Compiler:
         for source, argument in zip(sources, recipe.arguments, strict=True):
             position = len(act.blank)
             act.blank.append(source.what if source.kind == "const" else None)
-            if source.kind == "arg":
+            is_own_copy = taught.written and source.what == 0 and isinstance(getattr(argument, "source", None), Kept)
+            numbers = [n for n, (saved, *_) in enumerate(taught.packs) if is_own_copy and _value(saved) is argument]
+            if source.kind == "arg" and numbers:  # the call overwrites it, but saves a copy, as SiLU does
+                act.packed.append((numbers[0], position))
+            elif source.kind == "arg":
                 act.takes.append((source.what, self._take(argument, source, taught), position))
             elif source.kind == "given":
                 act.given.append((source.what, position))
@@ -346,6 +351,12 @@ class _Compiler:
         position = next(i for i, one in enumerate(source.outputs) if one() is value)
         shape, dtype, stride = source.function.forms[position]
         return Form(shape, dtype, stride, source.device, source.autocast, value.readers)
+
+
+def _value(saved: Any) -> Value | None:
+    """The value that autograd holds for a tensor, by a reference in `Taught.packs`."""
+    held = saved() if isinstance(saved, ReferenceType) else None
+    return None if held is None else held.value
 
 
 def _prepared(function: Any, is_attention: bool, draws: bool, wraps: Any, given: Any) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from keepless.recompute.step.search import Choice
 from keepless.recompute.step.step import Kind
 from keepless.recompute.table.functions import row_of
 from keepless.recompute.table.rules import with_gradient
-from tests.keepless.recompute.ahead import After
+from tests.keepless.recompute.ahead import After, assert_like
 
 
 @torch.library.custom_op("keepless_tests::noisy_square", mutates_args=())
@@ -262,6 +262,18 @@ def test_a_script_makes_the_calls_of_attention_without_its_python(change, budget
                 assert not runs
         for ours, theirs in zip(network.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad), step
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.6])
+def test_activations_that_save_a_copy_of_what_they_overwrite_follow_a_script(budget):
+    """EfficientNets have them."""
+    parts = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(inplace=True)) for _ in range(3)]
+    plain = nn.Sequential(*sum(parts, ()))
+    network = recompute_activations(copy.deepcopy(plain), budget=budget)
+    assert_like(plain, network, *torch.randn(3, 4, 8, 16, 16))
+    (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
+    (form,) = hooks.forms._forms.values()
+    assert form.scripts and form.now is form.scripts[0] and not form.learns
 
 
 def test_a_script_sees_that_an_argument_s_list_has_changed():
