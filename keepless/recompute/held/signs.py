@@ -1,16 +1,13 @@
-"""Store which values of a tensor are positive, in one bit each: by Triton kernels on CUDA, elsewhere by operators."""
+"""Store which values of a tensor are positive, in one bit each."""
 
-import importlib.util
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...norms.backends import triton_launches
 from ...saved import Kept, ShapeOnly, current_stream, laid_out, wait_for
-from ...torch_internals import Hooks, dispatch_modes_on, without_function_modes
+from ...torch_internals import Hooks, without_function_modes
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
 
@@ -34,11 +31,6 @@ def pack_signs(tensor: Tensor, positive_of: Positive) -> Tensor:
     """The signs, uint8 ((count + 7) // 8,). `positive_of`: one of the functions above."""
     values = tensor if _is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
     count = values.numel()
-    if _kernels_run_on(tensor):
-        signs = torch.empty(-(-count // 8), dtype=torch.uint8, device=tensor.device)
-        with torch.cuda.device_of(tensor):
-            _kernels().pack(values, signs, positive_of is positive_or_nan)
-        return signs
     found = positive_of(values).as_strided((count,), (1,))
     eights = F.pad(found, (0, -count % 8)).view(torch.int64) if count % 8 else found.view(torch.int64)
     return eights.mul_(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
@@ -48,36 +40,14 @@ def unpack_signs(signs: Tensor, shape: torch.Size, stride: tuple[int, ...], dtyp
     """1 where the packed tensor is positive, otherwise 0. The strides are those of that tensor, unless it had gaps."""
     if not _is_dense(shape, stride):
         stride = torch.empty(shape, device="meta").stride()
-    if _kernels_run_on(signs):
-        values = torch.empty_strided(shape, stride, dtype=dtype, device=signs.device)
-        with torch.cuda.device_of(signs):
-            _kernels().unpack(signs, values)
-        return values
     eights = signs.to(torch.int64).mul_(_ONES).bitwise_and_(_ONE_EACH)
     eights.add_(_ONES * 127).bitwise_right_shift_(7).bitwise_and_(_ONES)  # the highest bit of each byte is set, or not
     return eights.view(torch.uint8).as_strided(shape, stride).to(dtype)
 
 
 def unpacking_bytes(tensor: Tensor) -> int:
-    """Temporary bytes of `unpack_signs`, besides its result: without kernels, one byte for each value."""
-    return 0 if _has_kernels(tensor) else 8 * -(-tensor.numel() // 8)
-
-
-def _has_kernels(tensor: Tensor) -> bool:
-    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
-
-
-def _kernels_run_on(tensor: Tensor) -> bool:
-    """Whether to use kernels: not under dispatch modes, which cannot see inside a kernel."""
-    if not _has_kernels(tensor) or type(tensor) is not Tensor or dispatch_modes_on():
-        return False
-    return tensor.numel() > 0 and triton_launches(tensor.device)
-
-
-def _kernels() -> ModuleType:
-    from . import sign_kernels  # imports triton
-
-    return sign_kernels
+    """Temporary bytes of `unpack_signs`, besides its result: one for each value."""
+    return 8 * -(-tensor.numel() // 8)
 
 
 def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
