@@ -57,7 +57,6 @@ def cityscapes_classes() -> ClassTable:
         official_ids=_IDS,
         label_ids={**ignored, **{class_id: train_id for train_id, class_id in enumerate(_IDS)}},
         official_void=0,
-        benchmark="cityscapes",
     )
 
 

@@ -1,4 +1,4 @@
-"""How classes are numbered in label files, in training and in the official evaluation."""
+"""How classes are numbered in label files, in training and in official prediction files."""
 
 import colorsys
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ class UnknownIds(ValueError):
 
 @dataclass(frozen=True)
 class ClassTable:
-    """The classes of a dataset in train-id order, with their numbers in its files and in its official evaluation.
+    """The classes of a dataset in train-id order, with their numbers in its label and prediction files.
 
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
     label file may contain to a train id or to `IGNORED`; any other raw value is an error. `label_colours`,
@@ -51,9 +51,6 @@ class ClassTable:
     `absent`: classes known to be in no image. `ignored`: raw values of classes that are ignored on purpose;
     `ignored_by`: the list that ignores the others. Official prediction files hold `official_void` for ignored pixels,
     and carry the palette if `coloured_predictions` is set.
-
-    The other fields are for the official evaluation, `benchmark`, if there is one. `official_only`: raw values of the
-    classes that it counts but the paper does not; they are ignored in training.
     """
 
     names: tuple[str, ...]
@@ -67,10 +64,7 @@ class ClassTable:
     absent: tuple[str, ...] = ()
     ignored: tuple[int, ...] = ()
     ignored_by: str = "the dataset's list of classes"
-    benchmark: str | None = None
-    official_only: Mapping[str, Sequence[int]] = field(default_factory=dict)
     _to_train: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
-    _to_scored: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_official: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_colour: np.ndarray = field(init=False, repr=False, compare=False)  # (256, 3) uint8
 
@@ -78,33 +72,27 @@ class ClassTable:
         count = len(self.names)
         assert count == len(self.palette) == len(self.official_ids) < _ILLEGAL
         assert set(self.label_ids.values()) <= {*range(count), IGNORED}
-        assert len(self.scored) < _ILLEGAL
         to_train = np.full(256, _ILLEGAL, np.uint8)
         for raw, train_id in self.label_ids.items():
             to_train[raw] = train_id
-        to_scored = to_train.copy()
-        for name, values in self.official_only.items():
-            to_scored[list(values)] = self.scored.index(name)
         to_official = np.full(256, self.official_void, np.uint8)
         to_official[:count] = self.official_ids
         to_colour = np.zeros((256, 3), np.uint8)
         to_colour[:count] = self.palette
-        tables = {"train": to_train, "scored": to_scored, "official": to_official, "colour": to_colour}
-        for name, array in tables.items():
+        for name, array in {"train": to_train, "official": to_official, "colour": to_colour}.items():
             object.__setattr__(self, f"_to_{name}", array)
-
-    @property
-    def scored(self) -> tuple[str, ...]:
-        """All ground-truth classes of a score: `names`, then `official_only`."""
-        return self.names + tuple(self.official_only)
 
     def train_ids(self, raw: np.ndarray) -> np.ndarray:
         """Raw label values, uint8 (H, W) -> train ids, uint8 (H, W). Raises UnknownIds for values outside the table."""
-        return self._mapped(raw, self._to_train)
-
-    def scored_ids(self, raw: np.ndarray) -> np.ndarray:
-        """Like `train_ids`, but positions in `scored`: train ids for trained classes, the other classes after them."""
-        return self._mapped(raw, self._to_scored)
+        mapped = cv2.LUT(raw, self._to_train)
+        if (mapped == _ILLEGAL).any():
+            foreign = sorted(set(np.unique(raw).tolist()) - set(self.label_ids))
+            more = f", … ({len(foreign)} in all)" if len(foreign) > 8 else ""
+            raise UnknownIds(
+                f"contains the ids {', '.join(map(str, foreign[:8]))}{more}, which are not in the class table; "
+                f"expected only {ranges(self.label_ids)}"
+            )
+        return mapped
 
     def known(self, raw: np.ndarray) -> np.ndarray:
         """Return raw label values, uint8 (H, W), as they are. Raises UnknownIds for values outside the table."""
@@ -124,23 +112,13 @@ class ClassTable:
         if held and names:
             found.append(f"no {images} shows {', '.join(names)}: check the labels and the classes")
             low = held - {IGNORED}  # train ids: most of them, and perhaps one more for void
-            if self.benchmark and max(low, default=0) <= last <= max(ids) and low - {*ids} and 2 * len(low) >= last:
+            foreign = low - {*ids, *self.ignored}
+            if foreign and max(low) <= last <= max(ids) and 2 * len(low) >= last:
                 found[-1] += f". They hold {ranges(held)}, which look like train ids; expected {ranges(ids)}"
         ignored = sorted(held - {*ids, *self.ignored})
         if (share := pixels[ignored].sum() / total) > 0.5:
             found.append(f"{share:.0%} of the pixels are ignored by {self.ignored_by}: their ids are {ranges(ignored)}")
         return found
-
-    def _mapped(self, raw: np.ndarray, table: np.ndarray) -> np.ndarray:
-        mapped = cv2.LUT(raw, table)
-        if (mapped == _ILLEGAL).any():
-            foreign = sorted(set(np.unique(raw).tolist()) - set(self.label_ids))
-            more = f", … ({len(foreign)} in all)" if len(foreign) > 8 else ""
-            raise UnknownIds(
-                f"contains the ids {', '.join(map(str, foreign[:8]))}{more}, which are not in the class table; "
-                f"expected only {ranges(self.label_ids)}"
-            )
-        return mapped
 
     def official(self, train_ids: np.ndarray) -> np.ndarray:
         """Train ids, uint8 (H, W) -> ids in official prediction files, uint8 (H, W)."""

@@ -46,11 +46,10 @@ DIR/annotations/stuff_val2017_pixelmaps/*.png             DIR/stuffthingmaps/val
 
 
 def coco_stuff_classes(stuffthingmaps: bool = False) -> ClassTable:
-    """The 91 stuff classes.
+    """The 91 stuff classes of the paper; things are ignored like unlabelled pixels.
 
-    The paper counts them; the official score also counts "other" (all things), which is not trained, so `official_only`
-    keeps it apart from unlabelled pixels. Pixel maps hold COCO ids: 92-182, 183 = other, 0 = unlabelled.
-    `stuffthingmaps` hold id - 1, with an id of its own for each thing (1-91), and 255 for unlabelled pixels.
+    Pixel maps hold COCO ids: 92-182, 183 = other (all things), 0 = unlabelled. `stuffthingmaps` hold id - 1, with an id
+    of its own for each thing (1-91), and 255 for unlabelled pixels.
     Predictions always hold COCO ids. There are no official colours (the palette in the challenge's files is a shuffled
     colour map), so the palette is our own.
     """
@@ -63,8 +62,6 @@ def coco_stuff_classes(stuffthingmaps: bool = False) -> ClassTable:
         official_ids=tuple(ids),
         label_ids={**train_ids, **dict.fromkeys([255 if stuffthingmaps else 0, *others], IGNORED)},
         official_void=0,
-        benchmark="coco_stuff",
-        official_only={"other": others},
     )
 
 
@@ -75,8 +72,8 @@ def coco_stuff(
 
     `lists`: "challenge" selects the 40000 training and 5000 validation images of the 2017 challenge, "full" all images
     in the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel
-    maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class`: see
-    `coco_stuff_classes`. `keys`: prefix of option names in messages.
+    maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `keys`: prefix of option names in
+    messages.
     ValueError if the split is unknown, a folder, the list or all images are missing, or a listed image or a label is.
     """
     if lists not in LISTS:

@@ -120,11 +120,8 @@ class WholeImages(_Items):
     dataset: SegmentationDataset
 
     def __getitem__(self, index: int) -> dict:
-        """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W), "name": str}.
-
-        "label" holds `ClassTable.scored_ids`; it is absent if the image has none.
-        """
-        image, label, name = self.dataset.scored(index)
+        """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W) unless it has none, "name": str}."""
+        image, label, name = self.dataset[index]
         item = {"image": _channels_first(image), "name": name}
         if label is not None:
             item["label"] = torch.from_numpy(label)

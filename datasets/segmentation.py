@@ -102,16 +102,9 @@ class SegmentationDataset(Dataset):
         return len(self.files)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._sample(index, self.table.train_ids)
-
-    def scored(self, index: int) -> Sample:
-        """For evaluation: `dataset[index]` with the label in `ClassTable.scored_ids`."""
-        return self._sample(index, self.table.scored_ids)
-
-    def _sample(self, index: int, ids: Callable[[np.ndarray], np.ndarray]) -> Sample:
         entry = self.files[index]
         image = self.read_image(index)
-        label = None if entry.label is None else self._decode_label(self._stored_label(index), ids)
+        label = None if entry.label is None else self._decode_label(self._stored_label(index), self.table.train_ids)
         if label is not None:
             self.check_size(entry, image.shape[1::-1], label.shape[::-1])
         return Sample(image=image, label=label, name=entry.name)

@@ -62,7 +62,6 @@ def vistas_classes(config: Path) -> ClassTable:
         official_void=next((position for position, label in enumerate(labels) if not label[2]), 255),
         coloured_predictions=True,
         label_palette={position: colour for position, (_, colour, _) in enumerate(labels)},
-        benchmark="vistas",
     )
 
 

@@ -17,7 +17,7 @@ from engine.process.stopping import UntilStopped
 from engine.process.transfers import prefetched
 from engine.records.evaluated import Evaluated
 from engine.segmentation.inference import Views, predict
-from engine.segmentation.scores import Counts, all_scores
+from engine.segmentation.scores import Counts, segmentation_scores
 
 
 def evaluate_split(
@@ -30,7 +30,7 @@ def evaluate_split(
     progress: Progress,
     on_prediction: Callable[[dict, Tensor], None],
 ) -> Evaluated:
-    """Evaluate a split with `all_scores`. Details: the views, and the confusion matrix (K, K) of the K trained classes.
+    """Evaluate a split with `segmentation_scores`. Details: the views, and the confusion matrix (K, K) of K classes.
 
     The host waits for a GPU only after the last image; meanwhile it reads the next images.
 
@@ -53,22 +53,21 @@ def evaluate_split(
     counts.add_up(world)
     unscored, total = counts.unscored.tolist()
     forward.check_scores(unscored, total, "pixels")
-    trained, scores = len(dataset.classes), all_scores(counts, dataset.table)
-    confusion = counts.confusion[:trained, :trained]
+    scores = segmentation_scores(counts.confusion, dataset.classes)
     shares = {"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"]}
     shares |= {f"val_iou/{name}": iou for name, iou in scores["iou"].items() if iou is not None}
     return Evaluated(
         scores=scores,
         summary=f"mIoU {100 * scores['miou']:.2f} %  pixel accuracy {100 * scores['pixel_accuracy']:.2f} %",
         images=sum(world.gather(predicted)),
-        details={"confusion_matrix": confusion.tolist(), "views": views.record()},
+        details={"confusion_matrix": counts.confusion.tolist(), "views": views.record()},
         curves={name: 100 * share for name, share in shares.items()},
         table=partial(iou_table, scores),
     )
 
 
 def iou_table(scores: dict) -> Table:
-    """The scores of `all_scores` in percent, a dash where one is missing. Official scores per class are left out."""
+    """The scores of `segmentation_scores` in percent, a dash where one is missing."""
 
     def percent(share: float | None) -> str:
         return "–" if share is None else f"{100 * share:.2f}"
@@ -77,9 +76,6 @@ def iou_table(scores: dict) -> Table:
     table.add_section()
     table.add_row("mean (mIoU)", percent(scores["miou"]), style="bold")
     table.add_row("pixel accuracy", percent(scores["pixel_accuracy"]))
-    for name, share in scores["official"].items():
-        if not isinstance(share, dict):
-            table.add_row(f"official {name.replace('_', ' ')}", percent(share))
     return table
 
 

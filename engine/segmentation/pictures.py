@@ -58,9 +58,8 @@ def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, 
     The last two are blended over the image. Ignored pixels show the plain image.
     """
     pixels, parts = image.permute(1, 2, 0).cpu().numpy(), [prediction.cpu().numpy()]
-    if label is not None:  # classes that only the benchmark scores are shown as ignored
-        train_ids = label.cpu().numpy()
-        parts.insert(0, np.where(train_ids < len(dataset.classes), train_ids, IGNORED).astype(np.uint8))
+    if label is not None:
+        parts.insert(0, label.cpu().numpy())
     return np.concatenate([pixels, *(labelled(pixels, part, dataset) for part in parts)], axis=1)
 
 

@@ -1,4 +1,6 @@
-"""Count predictions over a split, and reduce the counts to the scores of the paper and the benchmarks."""
+"""Count predictions over a split, and reduce the counts to the scores of the paper."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -15,12 +17,11 @@ class Counts:
 
     `unscored`: int64 (2,), for `inference.predict`: predicted pixels without a finite score, and all.
 
-    `confusion`: int64 (G, G) pixels of the G classes `ClassTable.scored`, rows are labels, columns predictions. Columns
-    of classes that the network does not know stay 0.
+    `confusion`: int64 (K, K) pixels of the K classes, rows are labels, columns predictions.
     """
 
     def __init__(self, table: ClassTable, device: torch.device = CPU):
-        self.classes = len(table.scored)
+        self.classes = len(table.names)
         self.cells = torch.zeros(self.classes**2 + 2, LANES, dtype=torch.int64, device=device)  # `unscored` is last
 
     @property
@@ -39,7 +40,7 @@ class Counts:
         count_pixels(self.cells[:-1], predictions, minibatch["label"], self.classes)
 
     def add_up(self, world: World) -> None:
-        """Sum over all ranks and move to the CPU, where `all_scores` reads the counts. This waits for all images."""
+        """Sum over all ranks and move to the CPU, where the scores are computed. This waits for all images."""
         self.cells = world.sum_(self.cells).cpu()
 
 
@@ -62,20 +63,6 @@ def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: in
     cells.view(-1).index_add_(0, numbers.flatten(), one.expand(numbers.numel()))
 
 
-def all_scores(counts: Counts, table: ClassTable) -> dict:
-    """Compute the paper's `segmentation_scores`, and under "official" the scores of the dataset's benchmark.
-
-    The paper's score leaves out pixels of classes that only the benchmark counts, which no network predicts.
-    """
-    trained = len(table.names)
-    scores = segmentation_scores(counts.confusion[:trained, :trained], table.names)
-    # The benchmarks of Cityscapes and Vistas drop labels that they do not evaluate; we neither count nor predict them.
-    official = {"miou": scores["miou"]} if table.benchmark else {}
-    if table.benchmark == "coco_stuff":
-        official = coco_stuff_scores(counts.confusion, table.scored)
-    return {**scores, "official": official}
-
-
 def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
     """IoU per class, mean IoU (reduced as in the official Cityscapes evaluation) and pixel accuracy.
 
@@ -89,49 +76,10 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
     """
     counts = confusion.to("cpu", torch.float64)
     true_positives = counts.diag()
-    iou = true_positives / _union(counts)  # 0 / 0 = NaN
+    iou = true_positives / (counts.sum(dim=1) + counts.sum(dim=0) - true_positives)  # 0 / 0 = NaN
+    shares = zip(classes, iou.tolist(), strict=True)
     return {
         "miou": iou.nanmean().item(),
-        "iou": _by_name(classes, iou),
+        "iou": {name: None if math.isnan(share) else share for name, share in shares},
         "pixel_accuracy": (true_positives.sum() / counts.sum()).item(),
     }
-
-
-def coco_stuff_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
-    """Compute what `COCOStuffeval` of the cocostuffapi reports for its 92 leaf classes; means are over labelled ones.
-
-    `confusion`: int64 (G, G) pixels of the G `classes`, rows are labels.
-
-    Returns:
-        {"miou", "iou": {name: float or None}, "pixel_accuracy", "mean_accuracy", "frequency_weighted_iou"}.
-    """
-    counts = confusion.double()
-    labelled = counts.sum(dim=1)
-    present = labelled > 0
-    iou = torch.where(present, counts.diag() / _union(counts), torch.nan)
-    return {
-        "miou": _mean(iou),
-        "iou": _by_name(classes, iou),
-        "pixel_accuracy": _value(counts.diag().sum() / labelled.sum()),
-        "mean_accuracy": _mean(counts.diag() / labelled),
-        "frequency_weighted_iou": _value((iou * labelled / labelled.sum())[present].sum()),
-    }
-
-
-def _union(confusion: Tensor) -> Tensor:
-    """TP + FN + FP, (K, K) -> (K,)"""
-    return confusion.sum(dim=1) + confusion.sum(dim=0) - confusion.diag()
-
-
-def _mean(values: Tensor) -> float | None:
-    """Mean of the values that are not NaN; None if all are."""
-    return _value(values.nanmean())
-
-
-def _value(value: Tensor) -> float | None:
-    return None if value.isnan() else value.item()
-
-
-def _by_name(names: tuple[str, ...], values: Tensor) -> dict[str, float | None]:
-    """{name: value, or None for NaN}"""
-    return {name: _value(value) for name, value in zip(names, values, strict=True)}

@@ -183,7 +183,7 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
     message = refusal(dataset)
     assert message.startswith(f"{kind}, split '{split}': 1 problem(s) in {len(dataset)} images:\n  {complaint}")
     assert message == refusal(dataset)  # failure is not remembered
-    reads = [dataset.scored, dataset.undecoded]
+    reads = [dataset.__getitem__, dataset.undecoded]
     for read in reads[:1] if file == "unlabelled image" else reads:
         with pytest.raises(ValueError, match=f"{complaint}.* Restore the file from the dataset's") as error:
             [read(number) for number in range(len(dataset))]

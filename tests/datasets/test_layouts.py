@@ -57,7 +57,7 @@ def test_a_test_split_may_have_no_labels_and_there_are_no_other_splits(root, kin
         dataset = opened(kind, root, "test")
     if not dataset.has_labels:
         assert len(dataset) == 2 and [sample.label for sample in dataset] == [None, None]
-        assert dataset.scored(0).label is None
+        assert dataset[0].label is None
         with pytest.raises(ValueError, match="no labels in split 'test'.*such as val"):
             dataset.read_label(0)
     unknown = f"split 'validation' is unknown to {kind}; expected one of "
