@@ -89,12 +89,15 @@ def on_copy(
 
     Raises:
         RuntimeError: the copy uses the network itself, e.g. because a function that it calls refers to it; it trains or
-            overwrites tensors outside; a part is scripted, and so shares its parameters with its copies; or FSDP has
-            sharded it, and tensors are real (FSDP1: also if they are fake).
+            overwrites tensors outside; a part is scripted, and so shares its parameters with its copies; FSDP1 has
+            sharded it, or FSDP2 has, and tensors are real.
         Exception: whatever `run` raises.
     """
     if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
         raise RuntimeError("scripted modules cannot be rehearsed")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in network.modules()):
+        raise RuntimeError("FSDP1 frees the memory of tensors that a copy would read; use fully_shard (FSDP2) instead")
     given = tensors_in((args, kwargs))
     fakes = [one for one in [*given, *network.parameters()] if isinstance(one, FakeTensor)]
     mode: Any = nullcontext()

@@ -1,5 +1,6 @@
 """Networks that FSDP2, or FSDP1, shards."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -113,6 +114,24 @@ def _read_by_another_unit(rank: int, wrapper: str, norm: str) -> bool:
 @pytest.mark.parametrize("wrapper, norm", [("fsdp2", "checkpoint"), ("fsdp1", "checkpoint"), ("fsdp1", "group")])
 def test_a_convolution_reads_the_output_of_a_norm_whose_parameters_are_freed(ranks, wrapper, norm):
     assert ranks.run(_read_by_another_unit, wrapper, norm) == [True, True]
+
+
+def _within_a_budget_by_fsdp1(rank: int) -> list[str]:
+    """What is said about a network that FSDP1 has sharded."""
+    made = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.SiLU()), device_id=torch.device("cpu"))
+    recompute_activations(made, budget=0.5)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            made(torch.randn(2, 8)).sum().backward()
+    return [str(one.message) for one in said if "no plan" in str(one.message)]
+
+
+@FSDP2_ON_CPUS
+def test_a_budget_of_a_network_sharded_by_fsdp1_is_refused_with_a_warning(ranks):
+    for said in ranks.run(_within_a_budget_by_fsdp1):
+        (text,) = said
+        assert "use fully_shard (FSDP2) instead" in text
 
 
 def test_copies_of_parameters_are_planned():
