@@ -184,7 +184,7 @@ class _Pass(NamedTuple):
 
     module: nn.Module
     recording: Recording | None  # None: not recorded
-    frame: FrameType  # of the call that runs it
+    frame: FrameType | None  # of the call that runs it, unless the recording has it
 
 
 class _Open(threading.local):
@@ -254,7 +254,8 @@ class _Hooks:
         if _can_record():
             recording = self._recording(module, args, kwargs, frame)
             recording.__enter__()
-        _open.passes.append(_Pass(module, recording, frame))
+        # A frame keeps its callers' variables, and so keeps checkpoints around from ending after Ctrl-C (torch 2.11).
+        _open.passes.append(_Pass(module, recording, frame if recording is None else None))
 
     def _recording(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -340,9 +341,9 @@ def _can_record() -> bool:
 
 def _drop_abandoned() -> None:
     """Drop passes interrupted by Ctrl-C, unless another context was entered inside them."""
-    while _open.passes and not is_running(_open.passes[-1].frame):
-        recording = _open.passes[-1].recording
-        if recording is not None and not recording.leave_abandoned():
+    while _open.passes:
+        _, recording, frame = _open.passes[-1]
+        if is_running(frame) if recording is None else not recording.leave_abandoned():
             return
         _open.passes.pop()
 
