@@ -79,9 +79,10 @@ def checked(words: list[str]) -> object:
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch, tmp_path):
-    """A folder with the file that commands name, on a machine that has every device."""
+    """A folder with the file and the folder that commands name, on a machine that has every device."""
     monkeypatch.chdir(tmp_path)
     Path("FILE").touch()
+    Path("DIR").mkdir()
     monkeypatch.setattr(frame, "device_of", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
