@@ -72,6 +72,11 @@ class World:
         dist.barrier(patient)
         dist.destroy_process_group(patient)
 
+    def share_parameters(self, network: nn.Module) -> None:
+        """Copy rank 0's parameters to all ranks, as DDP does: other machines may round random weights differently."""
+        for parameter in network.parameters() if self.size > 1 else ():
+            dist.broadcast(parameter.detach(), src=0)
+
     def share_buffers(self, network: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks, whose statistics differ unless norms are synchronised."""
         buffers = list(network.buffers())

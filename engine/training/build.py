@@ -45,6 +45,8 @@ def learner(config: TrainingRun, make: Callable[[], nn.Module], schedule: Schedu
 def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: World) -> Learner:
     """The learner of a network on its device, with optimiser, schedule, loss scale, average. Errors: see `learner`."""
     trainer = config.trainer
+    if trainer.capture:  # without DDP
+        world.share_parameters(plain.network)
     average = None if trainer.ema_decay is None else WeightAverage(plain.network, trainer.ema_decay)
     trained = plain.network
     if trainer.compile:

@@ -79,6 +79,29 @@ def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm, overrides):
     assert_equal_to_rounding(ranks.run(steps, norm, order, 1, overrides, timeout=900), steps(0, norm, order))
 
 
+def unequal_weights(rank: int) -> dict:
+    """The weights of a learner, and of its average, whose networks differ from rank to rank."""
+    config = run_config(*SHORT, "trainer.ema_decay=0.9")
+    config = replace(config, trainer=replace(config.trainer, capture=True))  # on a CPU, where it is refused
+
+    def network() -> torch.nn.Module:
+        made = assemble.network_of(config, 5)
+        for parameter in made.parameters():
+            parameter.data.add_(rank)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "CapturedMicroBatches", lambda *_: None)
+        learner = build.learner(config, network, one_epoch(10), this_world())
+    averages = {f"average of {name}": value for name, value in learner.average.module.named_parameters()}
+    return {**dict(learner.network.named_parameters()), **averages}
+
+
+def test_captured_trainings_begin_with_the_weights_of_the_first_rank(ranks):
+    alone = unequal_weights(0)
+    assert all(same(found, alone) for found in ranks.run(unequal_weights))
+
+
 def leaving(process_group: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     with torch.profiler.record_function("gradients leave"):
         return allreduce_hook(process_group, bucket)
