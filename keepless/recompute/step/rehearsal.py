@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...inputs import tensors_in
-from ...torch_internals import FakeTensor
+from ...torch_internals import FakeTensor, pop_hooks
+from ..recorder.recording import hooks_around
 from .copied import is_sharded, on_copy
 from .counting import Counting
 from .step import Step
@@ -100,6 +101,7 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """
     tensors = [*tensors_in((args, kwargs)), *network.parameters()]
     without_values = any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
+    hooks = len(hooks_around())
     try:
         if not is_real or without_values:
             run = partial(counted_step, measures=not without_values, copy_parameters=is_sharded(network))
@@ -108,6 +110,10 @@ def rehearsed_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         if without_values:
             raise
         _log.info("the step does not run on fake tensors: %s: %s", type(error).__name__, error)
+    if len(hooks_around()) > hooks:
+        gc.collect()  # contexts end with the error's frames; some never end, and leave hooks behind
+        for _ in range(len(hooks_around()) - hooks):
+            pop_hooks()
     try:
         return on_copy(counted_step, network, args, kwargs, is_fake=False)
     except Exception as error:

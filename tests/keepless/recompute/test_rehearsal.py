@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +29,7 @@ from keepless.recompute.step import copied
 from keepless.recompute.step.copied import LeftBehind
 from keepless.recompute.step.costs import peak_bytes
 from keepless.recompute.step.rehearsal import backward_starts, rehearsed_step
+from keepless.torch_internals import current_hooks
 from tests.keepless.recompute.ahead import Ahead, Layers, assert_like, gradients, plans, plans_of
 
 
@@ -198,6 +200,23 @@ def test_a_rehearsal_leaves_nothing_for_the_garbage_collector(monkeypatch):
 
 
 WEIGHTS: list[ref] = []
+
+
+def test_a_rehearsal_that_fails_inside_hooks_of_the_program_leaves_none():
+    """On torch 2.11 and Python 3.12, checkpoints do not remove their own if an error goes through them."""
+
+    def read(network: Layers, x: Tensor) -> Tensor:
+        hooks = saved_tensors_hooks(Tensor.detach, Tensor.detach)
+        hooks.__enter__()
+        total = x.sum().item()
+        hooks.__exit__()
+        return x * total
+
+    network = Layers(2, read)
+    within = recompute_activations(copy.deepcopy(network), budget=0.5)
+    for _ in range(3):
+        x = torch.randn(2, 32)
+        assert torch.equal(within(x), network(x)) and current_hooks() is None
 
 
 def test_a_rehearsal_on_real_tensors_leaves_no_copy_behind():
