@@ -116,7 +116,7 @@ def launched() -> bool:
 
 
 def cores_per_rank() -> int:
-    """Processor cores for each process of this run on this machine: those that a scheduler or container grants."""
+    """How many processor cores each process of this run may use here, within what a scheduler or container allows."""
     ranks, cores = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else 1, len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no such file, or no limit: "max 100000"
         time_us, period_us = map(int, CPU_LIMIT.read_text().split())

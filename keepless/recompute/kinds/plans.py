@@ -61,8 +61,7 @@ class Plans:
         self._was_missed = False  # a warning has said that the budget cannot be met
         self._error: Exception | None = None  # of the last rehearsal
         self._cannot_rehearse = False
-        # Whether the network takes another path on fake tensors, as Hugging Face's attention does. None: not known.
-        self._sees_fakes: bool | None = None
+        self._differs_on_fakes: bool | None = None  # in its calls, as Hugging Face's attention does. None: not known
 
     def of_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ByPlan:
         """The policy of the next forward pass."""
@@ -141,10 +140,10 @@ class Plans:
         if not any(one.requires_grad for one in [*module.parameters(), *tensors_in((args, kwargs))]):
             return
         try:
-            step = rehearsed_step(module, args, kwargs, bool(self._sees_fakes))
-            if self._sees_fakes is None and size.strays and any(plan.calls == step.calls for plan in size.plans):
-                on_fakes, step = step, rehearsed_step(module, args, kwargs, True)
-                self._sees_fakes = step.calls != on_fakes.calls
+            step = rehearsed_step(module, args, kwargs, is_real=bool(self._differs_on_fakes))
+            if self._differs_on_fakes is None and size.strays and any(plan.calls == step.calls for plan in size.plans):
+                on_fakes, step = step, rehearsed_step(module, args, kwargs, is_real=True)
+                self._differs_on_fakes = step.calls != on_fakes.calls
         except Exception as error:  # a network may raise anything
             self._error = error
             return

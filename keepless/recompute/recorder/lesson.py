@@ -32,6 +32,7 @@ class Form(NamedTuple):
         return cls(tensor.shape, tensor.dtype, tensor.stride(), tensor.device.type, (False, None), readers)
 
     def is_of(self, tensor: Tensor) -> bool:
+        # Without a call of `is_laid_out_as`, because a step asks it often
         return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.stride() == self.stride
 
     def is_laid_out_as(self, tensor: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
-from weakref import ReferenceType
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from ...inputs import tensors_in
 from ...saved import Kept, view
 from ...torch_internals import address, saved_as
 from ..held.signs import Signs
-from ..held.values import Recipe, Value, checkpointed_output
+from ..held.values import Recipe, Value, checkpointed_output, saved_value
 from ..recorder.lesson import Form, Lesson, Path, Source, Taught, is_constant
 from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun, random_state
@@ -177,10 +176,12 @@ class _Compiler:
         for source, argument in zip(sources, recipe.arguments, strict=True):
             position = len(act.blank)
             act.blank.append(source.what if source.kind == "const" else None)
-            is_own_copy = taught.written and source.what == 0 and isinstance(getattr(argument, "source", None), Kept)
-            numbers = [n for n, (saved, *_) in enumerate(taught.packs) if is_own_copy and _value(saved) is argument]
-            if source.kind == "arg" and numbers:  # the call overwrites it, but saves a copy, as SiLU does
-                act.packed.append((numbers[0], position))
+            copies: list[int] = []  # that the call saves before it overwrites the argument, as SiLU does
+            if taught.written and source.what == 0 and isinstance(getattr(argument, "source", None), Kept):
+                packs = [saved for saved, *_ in taught.packs]
+                copies = [n for n, one in enumerate(packs) if callable(one) and saved_value(one()) is argument]
+            if source.kind == "arg" and copies:
+                act.packed.append((copies[0], position))
             elif source.kind == "arg":
                 act.takes.append((source.what, self._take(argument, source, taught), position))
             elif source.kind == "given":
@@ -351,12 +352,6 @@ class _Compiler:
         position = next(i for i, one in enumerate(source.outputs) if one() is value)
         shape, dtype, stride = source.function.forms[position]
         return Form(shape, dtype, stride, source.device, source.autocast, value.readers)
-
-
-def _value(saved: Any) -> Value | None:
-    """The value that autograd holds for a tensor, by a reference in `Taught.packs`."""
-    held = saved() if isinstance(saved, ReferenceType) else None
-    return None if held is None else held.value
 
 
 def _prepared(function: Any, is_attention: bool, draws: bool, wraps: Any, given: Any) -> Callable[..., Any]:

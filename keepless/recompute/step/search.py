@@ -62,7 +62,7 @@ def frontier(step: Step, limit: int = 0) -> list[Choice]:
     Both try checkpoints of whole blocks, and lower the peak of the best of these, and of the plain step, by 3 % at a
     time (in large steps 10 % first): they drop the values that cost the least for the bytes that they free while the
     step is above the target. Where too much is recomputed at once, they keep some values again to shorten the chains of
-    recipes. Where none of this helps, they keep a value instead of another one, which is computed from it or the other
+    recipes. Where none of this helps, they swap a kept value for a dropped one that is computed from it, or the other
     way round. They end after a number of simulations, not of seconds.
 
     Args:
@@ -263,9 +263,9 @@ class _Search:
         return sorted((i for i in dropped if outcome.first[i] <= peak <= outcome.last[i]), key=self.bytes.__getitem__)
 
     def swaps(self, at: Tried) -> list[list[int]]:
-        """Pairs of a kept value and a dropped one, of which one is computed from the other.
+        """Pairs of a kept and a dropped value to swap, where one is computed from the other.
 
-        Dropping the first and keeping the second lowers the peak; those that lower it most come first.
+        Each swap lowers the memory at the peak, the first one the most.
         """
         outcome, peak = at.outcome, at.outcome.levels.index(at.outcome.peak)
         ranked = []
@@ -281,7 +281,7 @@ class _Search:
         return [pair for _, pair in sorted(ranked, reverse=True)]
 
     def sources(self, at: Tried, number: int) -> set[int]:
-        """What a value is computed from, down to kept values."""
+        """The values from which a value is computed, back to kept ones."""
         found: set[int] = set()
         pending = [*self.inputs[number]]
         while pending:

@@ -75,7 +75,7 @@ def test_cityscapes_is_the_official_script(streets, tmp_path, monkeypatch):
 
 
 def test_coco_stuff_counts_91_classes_on_their_own_pixels(tmp_path):
-    """As the paper does: pixels of things do not count."""
+    """Like the paper, it leaves out pixels whose label is a thing."""
     dataset = coco_stuff(trees.coco_stuff(tmp_path), "val")
     predictions = random_predictions(dataset)
     ids = range(92, 183)

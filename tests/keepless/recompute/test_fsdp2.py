@@ -117,7 +117,7 @@ def test_a_convolution_reads_the_output_of_a_norm_whose_parameters_are_freed(ran
 
 
 def _within_a_budget_by_fsdp1(rank: int) -> list[str]:
-    """What is said about a network that FSDP1 has sharded."""
+    """The warnings about plans when a network that FSDP1 has sharded gets a budget."""
     made = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.SiLU()), device_id=torch.device("cpu"))
     recompute_activations(made, budget=0.5)
     with warnings.catch_warnings(record=True) as said:

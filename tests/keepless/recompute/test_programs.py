@@ -847,7 +847,7 @@ def test_writes_by_operators_are_seen_and_others_refused():
 
 
 def test_a_checkpoint_gets_the_same_tensors_from_both_passes():
-    """In the second one, no subclass is asked."""
+    """PyTorch does not dispatch to tensor subclasses while a checkpoint repeats its forward pass."""
     plain = Program()
     networks = plain, recompute_activations(copy.deepcopy(plain))
     makes = [under_a_checkpoint(program([("unary", 10, 0, 0)], kind=WithMeta, network=one)) for one in networks]

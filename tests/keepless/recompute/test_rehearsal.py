@@ -273,9 +273,9 @@ def rehearsals(monkeypatch) -> list[tuple[int, ...]]:
     """Sizes of the inputs that were rehearsed."""
     found: list[tuple[int, ...]] = []
 
-    def rehearsed(network: nn.Module, args: tuple[Tensor], *others):
+    def rehearsed(network: nn.Module, args: tuple[Tensor], *others, **options):
         found.append(tuple(args[0].shape))
-        return rehearsed_step(network, args, *others)
+        return rehearsed_step(network, args, *others, **options)
 
     monkeypatch.setattr(plans_module, "rehearsed_step", rehearsed)
     return found
