@@ -369,15 +369,15 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
 
     `memories`: of kept values. `outer`: hooks that get the copies.
     """
-    storage = tensor.untyped_storage()
-    memory = memories.get(storage)
-    values = [] if memory is None else [one for one in (reference() for reference in memory.values) if one is not None]
-    if memory is None or not (memory.is_saved or any([value.may_be_read() for value in values])):
+    memory = memories.get(storage := tensor.untyped_storage())
+    known = [] if memory is None else filter(None, [reference() for reference in memory.values])
+    read = [one for one in known if one.storage == address(storage) and one.may_be_read()]  # others are kept in copies
+    if memory is None or not (memory.is_saved or read):
         return None
     memories.pop(storage)
     write = _Overwriting(tensor, storage, tensor._version, memory, [])
-    for value in values:
-        if value.may_be_read() and isinstance(kept := value.source, Kept) and not kept.is_modified():
+    for value in read:
+        if isinstance(kept := value.source, Kept) and not kept.is_modified():
             write.copied.append((value, kept, value.storage))
             with torch.inference_mode(False):
                 value.source, value.storage = Kept(kept.get().clone(), outer), 0

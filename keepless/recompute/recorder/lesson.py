@@ -249,8 +249,6 @@ class Lesson:
             storage = address(tensor.untyped_storage()) if is_ordinary(tensor) else 0
             argument = call.copied.get(id(tensor), call.copied.get(id(tensor._base)))
             copy_of = None if argument is None or tensor is result else paths[id(argument)]
-            if isinstance(saved, Saved) and saved.reads_signs and tensor._base is not None:
-                self.why_not = "signs of a view"
             taught.packs.append((what, storage, tensor is result, copy_of))
         if isinstance(result, Tensor) and is_ordinary(result):
             taught.form = Form.of(result)

@@ -307,9 +307,7 @@ class _Compiler:
             if address(source.packed.untyped_storage()) != storage:
                 raise _Unlearnable("a tensor that is kept in a copy")
             return None
-        if is_result:
-            if number not in made:
-                raise _Unlearnable("a result that is computed from others")
+        if is_result and number in made:
             return Take(number, handles.own_result)
         if number in made:
             return Take(number, partial(handles.inside, form=self._inside_form(value)))
