@@ -39,7 +39,8 @@ class Form(NamedTuple):
         return tensor.dtype is self.dtype and tensor.stride() == self.stride
 
 
-_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
+_NUMBERS = (bool, int, float, complex)
+_CONSTANTS = (*_NUMBERS, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, slice)
 
 
 def is_constant(one: Any) -> bool:
@@ -255,8 +256,6 @@ class Lesson:
             taught.written = bool(call.args) and result is call.args[0]
             if result.is_cuda:
                 taught.stream = result.device.index
-            if result.is_complex():
-                self.why_not = "complex numbers"
             taught.own = _reference(find(result))
             if result._base is not None:
                 taught.base, taught.base_form = _reference(find(result._base)), Form.of(result._base)

@@ -184,7 +184,7 @@ def copy(handles: Handles, tensor: Tensor) -> Tensor:
 def view_of(handles: Handles, tensor: Tensor, of: Take, form: Form, how: Sequence[Any]) -> Slot | None:
     """A view of a dropped tensor, or of a copy that the running call has made. `how`: see `view`."""
     base, (strides, _, _, offset) = tensor._base, how
-    if base is None or (handle := handles.take(of, base)) is None:
+    if base is None or tensor.is_conj() or (handle := handles.take(of, base)) is None:
         return None
     if not form.is_of(tensor) or base.stride() != strides or tensor.storage_offset() - base.storage_offset() != offset:
         return None

@@ -958,7 +958,7 @@ def under_a_checkpoint(make: Make) -> Make:
 
 UNPLANNED = {**dict.fromkeys(["checkpoint", "reentrant", "copying hooks"], "a checkpoint"), "vmap": "torch.vmap"}
 # Their steps are recorded: a view that cannot be made again, and so on.
-WITHOUT_SCRIPTS = [{("unary", len(UNARY) - 1)}, {("region", "vmap")}, {("region", "autocast"), ("layer", 7)}]
+WITHOUT_SCRIPTS = [{("region", "vmap")}, {("region", "autocast"), ("layer", 7)}]
 WITHOUT_SCRIPTS += [{("unary", UNARY.index(Cube.apply)), ("unary", 16)}]  # it saves a transposed view
 
 
