@@ -354,7 +354,7 @@ class Call:
         return result.nbytes + sum(part.value.bytes for part in self.inside)
 
 
-class _Overwriting(NamedTuple):
+class Overwriting(NamedTuple):
     """A call that may write over a tensor."""
 
     tensor: Tensor
@@ -364,7 +364,7 @@ class _Overwriting(NamedTuple):
     copied: list[tuple[Value, Kept, int]]  # values that were copied, with their original sources and storages
 
 
-def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> _Overwriting | None:
+def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks | None) -> Overwriting | None:
     """Copy the values in a tensor's memory that recipes read. None if nothing depends on it.
 
     `memories`: of kept values. `outer`: hooks that get the copies.
@@ -375,7 +375,7 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
     if memory is None or not (memory.is_saved or read):
         return None
     memories.pop(storage)
-    write = _Overwriting(tensor, storage, tensor._version, memory, [])
+    write = Overwriting(tensor, storage, tensor._version, memory, [])
     for value in read:
         if isinstance(kept := value.source, Kept) and not kept.is_modified():
             write.copied.append((value, kept, value.storage))
@@ -384,7 +384,7 @@ def before_overwriting(tensor: Tensor, memories: ByStorage[Memory], outer: Hooks
     return write
 
 
-def after_overwriting(write: _Overwriting, memories: ByStorage[Memory]) -> bool:
+def after_overwriting(write: Overwriting, memories: ByStorage[Memory]) -> bool:
     """Mark the tensors saved by operations as overwritten; or undo the copies if nothing was written (False)."""
     memory: Memory | None = write.memory
     if write.tensor._version != write.version:

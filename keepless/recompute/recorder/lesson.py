@@ -11,7 +11,7 @@ from torch import Tensor
 from ...inputs import tensors_in
 from ...saved import Kept, ShapeOnly, is_ordinary
 from ...torch_internals import address
-from ..held.values import Call, Saved, Value
+from ..held.values import Call, Overwriting, Saved, Value
 from ..table.functions import Row
 
 Path = Any  # of an argument: its position, its name, or (its position, the one in a list)
@@ -222,6 +222,7 @@ class Taught:
         self.form: Form | None = None
         self.base_form: Form | None = None
         self.stream = -1
+        self.copied: list[weakref.ref[Value]] = []  # values that are copied before the call overwrites them
         self.opening: Opening | None = None  # of an opened function, if a script can repeat its calls
 
 
@@ -237,6 +238,12 @@ class Lesson:
     def begins(self, function: Callable[..., Any]) -> Taught:
         self.taught.append(Taught(function))
         return self.taught[-1]
+
+    def overwrites(self, write: Overwriting) -> None:
+        """The running call has written over kept tensors."""
+        if write.memory.is_saved or write.memory.earlier is not None:
+            self.why_not = "memory of saved tensors that is overwritten"
+        self.taught[-1].copied += [weakref.ref(value) for value, *_ in write.copied]
 
     def ends(self, call: Call, result: Any, find: Callable[[Tensor], Value | None]) -> None:
         """A call has run with our hooks. `find`: finds the value of a tensor."""

@@ -244,7 +244,7 @@ class Recording(TorchFunctionMode):
         finally:
             for write in filter(None, writes):
                 if after_overwriting(write, known.memories) and self.lesson is not None:
-                    self.lesson.why_not = "memory of kept tensors that is overwritten"
+                    self.lesson.overwrites(write)
 
     def _asked(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Dispatch a call to subclasses of tensors, and see the functions that they call on plain tensors."""

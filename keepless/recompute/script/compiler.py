@@ -64,8 +64,11 @@ class _Compiler:
             self.first = _MANY * number
             function, opened = (None, one.function) if one.opened else (one.function, None)
             act = None if fits else self._act(one)
-            if one.writes and act is None and not fits:
-                act = WRITES
+            if one.writes and not fits:
+                copied = [value for value in (reference() for reference in one.copied) if value is not None]
+                act = act or (Act(one.function, Row()) if copied else WRITES)
+                if copied:
+                    act.copies, act.guards = [self._number(value) for value in copied], True
             if one.only is not None:
                 act = Act(function, Row())
                 act.only = one.only
@@ -235,9 +238,9 @@ class _Compiler:
         """How an entry finds a handle for an argument of a call."""
         if isinstance(argument, Kept):
             return Take(-1, handles.keep)
-        if source.is_copy:
-            return Take(-1, handles.copy)
         is_written = taught.written and source.what == 0
+        if source.is_copy and not is_written:
+            return Take(-1, handles.copy)
         if source.is_elsewhere and not is_written:
             return Take(self._number(argument), handles.keep_guarded)
         return self._handle(argument, is_written)
@@ -251,7 +254,7 @@ class _Compiler:
         """
         number, source = self._number(value), value.source
         if isinstance(source, Kept):
-            if is_written:
+            if is_written and value.storage:
                 raise _Unlearnable("a kept tensor that is overwritten")
             return Take(number, handles.keep)
         if isinstance(source, Signs):
@@ -262,6 +265,8 @@ class _Compiler:
         if source.function is view:
             base, *how = source.arguments
             if isinstance(base.source, Kept):
+                if not base.storage:
+                    raise _Unlearnable("a view of a kept tensor that is overwritten")
                 return Take(number, handles.keep)
             of = Take(self._number(base))
             if of.number in inside:

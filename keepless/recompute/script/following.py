@@ -194,6 +194,8 @@ class Following(Recording):
         arguments = self._arguments(act, args, kwargs) if act.makes else []
         if arguments is None or (act.guards and not ours.may_write(function, args, kwargs)):
             return self._differs(function, types, args, kwargs)
+        for number in act.copies:
+            ours.copy(number)
         form, packing = act.form, None
         own = None if form is None else Slot(form)
         simple, functions = act.simple, [] if act.simple else [one.ready((args, kwargs)) for one in act.makes]

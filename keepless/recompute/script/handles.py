@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, UntypedStorage, nn
 
 from ...norms.bn_act import is_node
@@ -98,6 +99,14 @@ class Handles:
         if handle is not None and number >= 0:
             self.found[number] = ref(tensor), tensor._version, handle
         return handle
+
+    def copy(self, number: int) -> None:
+        """Keep a copy of a tensor that recipes read, before the program overwrites it."""
+        _, _, kept = self.found.pop(number, (None, 0, None))
+        if type(kept) is Keep and kept.tensor._version == kept.version:
+            with torch.inference_mode(False):
+                kept.tensor = kept.tensor.detach().clone()
+            kept.version = kept.tensor._version
 
     def note_saved(self, tensor: Tensor, slot: Slot | None) -> None:
         """Autograd may hold a slot for a tensor."""

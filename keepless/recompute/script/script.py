@@ -172,6 +172,7 @@ class Act:
         self.base: tuple[int, Form] | None = None  # the number and form of the result's base
         self.written = False  # the result is the first argument
         self.guards = False  # the call writes over a tensor that is not checked otherwise
+        self.copies: Sequence[int] = ()  # numbers of kept tensors that it overwrites: recipes read copies
         self.is_saved = False  # autograd may hold the result's slot, or the slot of a view of it
         self.autocast: tuple[bool, torch.dtype | None] = (False, None)
         self.stream = -1  # index of the CUDA device; -1 for others

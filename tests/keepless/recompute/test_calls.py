@@ -281,8 +281,21 @@ def relus_over_views() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16, bias=False), nn.ReLU(inplace=True))
 
 
+class Routed(nn.Module):
+    """Divides the largest values by their sum, which is computed again from these values, as Mixtral does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, _ = x.sigmoid().topk(8, -1)
+        chosen /= chosen.sum(-1, keepdim=True).sin().cos()
+        return x.sin() * chosen.repeat(1, 1, 1, 2)
+
+
+def routed() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), Routed(), nn.Linear(16, 16), Routed())
+
+
 @pytest.mark.parametrize("budget", [None, 0.9, 0.6])
-@pytest.mark.parametrize("make", [silus, overwritten_twice, relus_over_views])
+@pytest.mark.parametrize("make", [silus, overwritten_twice, relus_over_views, routed])
 def test_networks_that_overwrite_follow_a_script(make, budget, monkeypatch):
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)  # measuring takes seconds
     plain = make()
