@@ -279,7 +279,8 @@ def copy_of(
 ) -> Slot | None:
     """A copy of an argument, made inside the call: `function(argument, more)`."""
     argument = _copied_argument(handles, tensor, path)
-    handle = None if argument is None or not form.is_laid_out_as(tensor) else handles.take(of, argument)
+    is_alike = form.is_of(tensor) if function is Tensor.reshape else form.is_laid_out_as(tensor)
+    handle = None if argument is None or not is_alike else handles.take(of, argument)
     return None if handle is None else Slot(form, function, (handle, more))
 
 

@@ -320,6 +320,24 @@ def test_a_script_sees_that_an_argument_s_list_has_changed():
     assert torch.equal(network(x), F.unfold(x.exp(), [2, 2]).sigmoid())
 
 
+def test_a_script_sees_that_an_argument_has_more_rows():
+    class Rows(nn.Linear):
+        rows = 4
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, : self.rows].exp().transpose(0, 1))  # which saves a copy: (4 · 3, 8)
+
+    network, x = recompute_activations(Rows(8, 8)), torch.randn(3, 5, 8, requires_grad=True)
+    for _ in range(3):
+        network(x).sum().backward()
+    network.rows = 5
+    found = network(x).sum()
+    (gradient,) = torch.autograd.grad(found, network.weight)
+    assert torch.equal(
+        gradient, torch.autograd.grad(F.linear(x.exp().transpose(0, 1), network.weight).sum(), network.weight)[0]
+    )
+
+
 def test_a_script_runs_the_functions_that_a_program_gives_to_functions_of_pytorch():
     class Distances(nn.Module):
         power = 1
