@@ -65,6 +65,19 @@ def at(path: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs[path] if type(path) is str else args[path[0]][path[1]]
 
 
+def argument_code(path: Path) -> str:
+    """The argument with a path as code, after `unpacking`."""
+    if type(path) is tuple:
+        return f"arg_{path[0]}[{path[1]}]"
+    return f"arg_{path}" if type(path) is int else f"kwargs[{path!r}]"
+
+
+def unpacking(count: int, otherwise: str) -> list[str]:
+    """Code that names each of so many positional arguments. `otherwise`: code for another number of arguments."""
+    names = "".join([f"arg_{number}, " for number in range(count)])
+    return ["try:", f"    {names or '() '}= args", "except ValueError:", f"    {otherwise}"]
+
+
 class _Step(NamedTuple):
     """A call inside an opened function, as code."""
 
@@ -91,15 +104,15 @@ class Opening:
         self.count, self.names = len(args), tuple(kwargs)
         self.consts = list(_constants(args, kwargs))
         self._tensors: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # with their names, by id
-        # Of each tensor among the arguments: its path, the path of the first that is the same, its form, and more.
-        self.given: list[tuple[Path, Path, Form, torch.device, bool]] = []
+        # Of each tensor among the arguments: its path, the path of the first that is the same, and its form.
+        self.given: list[tuple[Any, ...]] = []
         paths: dict[int, Path] = {}
         for path, one in _tensors(args, kwargs):
             if id(one) not in paths:
                 self._name(one, f"given_{len(paths)}")
             first = paths.setdefault(id(one), path)
-            self.given.append((path, first, Form.of(one), one.device, one.requires_grad))
-        self.parameters = [f"given_{number}" for number in range(len(paths))]
+            self.given.append((path, first, one.shape, one.dtype, one.stride(), one.device, one.requires_grad))
+        self.first = [*paths.values()]  # paths of `given_0`, `given_1`, …
         several = [one for one in (*args, *kwargs.values()) if isinstance(one, (list, tuple))]
         are_alike = all([len({isinstance(part, Tensor) for part in one}) < 2 for one in several])
         # A list may change, and a function of the program may do something else next time.
@@ -148,8 +161,27 @@ class Opening:
         self.result = self._code(result, self._left)
         self._tensors.clear()
 
+    def _compared(self, space: dict[str, Any]) -> list[str]:
+        """Code that compares the arguments and names the tensors among them. Adds objects that it names to `space`."""
+        conditions = ["tuple(kwargs) != names"]
+        for path, one in self.consts:
+            space[name := f"const_{len(space)}"], now = one, argument_code(path)
+            conditions.append(f"({now} is not {name} and not same({name}, {now}))")
+        for path, first, *forms in self.given:
+            space[name := f"form_{len(space)}"], now = forms, argument_code(path)
+            of = f"{now}.shape, {now}.dtype, {now}.stride(), {now}.device, {now}.requires_grad"
+            conditions += [f"not isinstance({now}, Tensor)", f"[{of}] != {name}"]
+            conditions += [] if path == first else [f"{now} is not {argument_code(first)}"]
+        ids = ", ".join([f"id({argument_code(path)})" for path in self.first])
+        conditions.append(f"len({{{ids}}}) != {len(self.first)}")
+        lines = unpacking(self.count, "return NotImplemented")
+        lines += [f"if {' or '.join(conditions)}:", "    return NotImplemented"]
+        return [*lines, *[f"given_{number} = {argument_code(path)}" for number, path in enumerate(self.first)]]
+
     def compiled(self, followed: Container[int]) -> Callable[..., Any]:
-        """A function that makes the calls: `run(follows, *tensors)`.
+        """A function that makes the calls: `run(follows, args, kwargs)`.
+
+        It returns NotImplemented if the function may make other calls with these arguments.
 
         `followed`: numbers of entries that are no mere calls: `follows.inside(number, args, kwargs)` makes them.
         """
@@ -163,32 +195,11 @@ class Opening:
             made = f"[{', '.join(step.made)}]" if step.several else step.made[0]
             lines.append(f"    {made} = {call}")
             needed |= {*step.read}
-        lines.append(f"def run(follows, {', '.join(self.parameters)}):")
-        space = dict(self.values)
-        exec("\n".join(reversed(lines)), space)
+        space = self.values | {"Tensor": Tensor, "same": same, "names": self.names}
+        code = ["def run(follows, args, kwargs):", *[f"    {line}" for line in self._compared(space)], *reversed(lines)]
+        exec("\n".join(code), space)
         run: Callable[..., Any] = space["run"]
         return run
-
-    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-        """The tensors among these arguments, each once; None if the function may make other calls with them."""
-        if len(args) != self.count or tuple(kwargs) != self.names:
-            return None
-        for path, one in self.consts:
-            given = args[path] if type(path) is int else kwargs[path]
-            if given is not one and not same(one, given):
-                return None
-        found: list[Tensor] = []
-        for path, first, form, device, needs_grad in self.given:
-            given = args[path] if type(path) is int else at(path, args, kwargs)
-            if not isinstance(given, Tensor) or not form.is_of(given) or given.device != device:
-                return None
-            if given.requires_grad is not needs_grad:
-                return None
-            if path == first:
-                found.append(given)
-            elif given is not at(first, args, kwargs):
-                return None
-        return found if len({*map(id, found)}) == len(found) else None
 
 
 class Source:
@@ -217,6 +228,8 @@ class Taught:
         self.names: tuple[str, ...] = ()
         self.count = 0
         self.grads: list[tuple[Path, bool]] = []  # which arguments need gradients
+        self.alike: list[tuple[Path, Path]] = []  # arguments that are the same tensor
+        self.counts: list[tuple[Path, int]] = []  # lengths of lists with tensors
         self.own: Any = None
         self.base: Any = None
         self.form: Form | None = None
@@ -269,13 +282,23 @@ class Lesson:
         taught.names, taught.count = tuple(call.kwargs), len(call.args)
         taught.grads = [(path, tensor.requires_grad) for path, tensor in _tensors(call.args, call.kwargs)]
         taught.consts = list(_constants(call.args, call.kwargs))
+        tensors = [(path, paths[id(one)]) for path, one in _tensors(call.args, call.kwargs)]
+        taught.alike = [(path, first) for path, first in tensors if path != first]
+        lists = {path[0] for path, _ in tensors if type(path) is tuple}
+        taught.counts = [(number, len(call.args[number])) for number in sorted(lists)]
+        taught.given = bool(call.recipes)
         for recipe, again in call.recipes:
             sources = [_source(argument, call, paths) for argument in again.arguments]
             function: Any = again.function
             if again.draws:
                 function = function.args[0]  # without the present random state
+            is_same = not isinstance(function, partial) and len(sources) == len(call.arguments)
+            if is_same:  # the call with its own arguments
+                for number, (argument, one) in enumerate(zip(again.arguments, call.arguments, strict=True)):
+                    if argument is one or (isinstance(one, list) and argument == tuple(one)):
+                        sources[number] = Source("given", [*range(len(call.args)), *call.kwargs][number])
             taught.recipes.append((weakref.ref(recipe), sources, again.draws, function))
-            taught.given = not isinstance(function, partial) and all([one.kind != "const" for one in sources])
+            taught.given = taught.given and is_same and all([one.kind in ("arg", "given") for one in sources])
 
 
 def _reference(value: Any) -> Any:
@@ -296,7 +319,9 @@ def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[
     for path, one in given:
         if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
             if not any([isinstance(part, Tensor) for part in one]):
-                yield path, one
+                yield path, [*one] if type(one) is list else one  # the program may change its list
+            elif type(path) is int:
+                yield from (((path, i), part) for i, part in enumerate(one) if not isinstance(part, Tensor))
         elif not isinstance(one, Tensor):
             yield path, one
 
@@ -315,7 +340,4 @@ def _source(argument: Any, call: Call, paths: dict[int, Path]) -> Source:
         return Source("saved", (numbers[0] if numbers else None, names[0] if names else None))
     if isinstance(argument, Tensor):
         return Source("unknown")
-    for path, one in [*enumerate(call.args), *call.kwargs.items()]:
-        if one is argument or (isinstance(one, list) and isinstance(argument, tuple) and tuple(one) == argument):
-            return Source("given", path)
     return Source("const", argument)

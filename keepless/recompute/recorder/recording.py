@@ -164,7 +164,7 @@ class Recording(TorchFunctionMode):
             hooks = current_hooks()
             # Contexts around, such as checkpoints, may have removed our hooks first, and so left one of theirs.
             is_left = hooks is not None and any([hooks[0] is pack for pack, _ in self.around])
-            if is_left or self._is_innermost():
+            if is_left or self.is_innermost():
                 self._end_hooks()
         return self.abandoned
 
@@ -177,7 +177,7 @@ class Recording(TorchFunctionMode):
             super().__exit__(None, None, None)
         return True
 
-    def _is_innermost(self) -> bool:
+    def is_innermost(self) -> bool:
         """Whether our saved-tensor hooks are innermost, i.e. no others, such as a checkpoint's, were set inside."""
         hooks = current_hooks()
         return hooks is not None and self.hooks is not None and hooks[0] is self.hooks.pack_hook
@@ -280,7 +280,7 @@ class Recording(TorchFunctionMode):
         known, function = self.known, call.function
         # Asked before the call, which may switch gradients. Other hooks inside ours may be a checkpoint's.
         needs_grad, is_wrapped = torch.is_grad_enabled(), transform_level() is not None
-        if not (needs_grad and self._is_innermost()) or is_wrapped:
+        if not (needs_grad and self.is_innermost()) or is_wrapped:
             result = function(*call.args, **call.kwargs)
             known.note_made(call, result)
             if needs_grad:

@@ -112,6 +112,7 @@ class _Compiler:
         if taught.row is None:
             return None
         act = Act(taught.function, taught.row)
+        act.names, act.count, act.alike, act.counts = taught.names, taught.count, taught.alike, taught.counts
         self._make_all(taught, act)
         own = None if taught.own is None else taught.own()
         inside = {number for make in act.makes for number in make.outputs}
@@ -169,8 +170,6 @@ class _Compiler:
             for _, one in act.consts:
                 if not is_constant(one):
                     raise _Unlearnable(f"an argument {type(one).__name__}")
-        if makes:
-            act.names, act.count = taught.names, taught.count
         if any(make.is_group or getattr(make.function, "func", None) is with_gradient for make in makes):
             act.grads = taught.grads
 
@@ -188,7 +187,8 @@ class _Compiler:
             elif source.kind == "arg":
                 act.takes.append((source.what, self._take(argument, source, taught), position))
             elif source.kind == "given":
-                act.given.append((source.what, position))
+                learned = next(one for path, one in taught.consts if path == source.what)
+                act.given.append((source.what, position, learned))
             elif source.kind == "saved":
                 number, name = source.what
                 is_dropped = isinstance(argument, Value) and not isinstance(argument.source, Kept)

@@ -14,23 +14,21 @@ from ...torch_internals import (
     address,
     current_hooks,
     hooks_are_allowed,
-    is_any_autocast_enabled,
     next_node_number,
     pop_hooks,
     push_hooks,
     raw_stream,
-    transform_level,
     unpack,
     without_function_modes,
 )
 from ..held.signs import Signs
 from ..held.values import Again, Recipe, Value
 from ..recorder.known_values import KnownValues
-from ..recorder.lesson import at, same
 from ..recorder.plan import ByPlan
 from ..recorder.recording import Recording
 from ..table.functions import body, row_of
-from .handles import Handles, Packing, keep
+from .code import as_code
+from .handles import Handles, Packing
 from .script import END, WRITES, Act, Entry, Keep, Script, Slot
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -109,7 +107,9 @@ class Following(Recording):
                 act = entry[1]
                 if act is None or (act is WRITES and self.handles.may_write(function, args, kwargs or {})):
                     return function(*args, **kwargs) if kwargs else function(*args)
-                return self._acted(act, function, types, args, kwargs or {})
+                if act is WRITES:
+                    return self.differs(function, types, args, kwargs or {})
+                return (act.run or as_code(act))(self, function, types, args, kwargs or {})
             return self._other(function, types, args, kwargs or {})
         if self.waits and not self.abandoned:
             self._start_if_allowed()
@@ -127,8 +127,8 @@ class Following(Recording):
         if row.only_asks and PLAIN.issuperset(types):
             return function(*args, **kwargs)
         if entry.opened == function and PLAIN.issuperset(types):
-            if entry.opening is not None and (tensors := entry.opening.tensors(args, kwargs)) is not None:
-                return self._run(entry, tensors)
+            if entry.run is not None and (result := self._run(entry, args, kwargs)) is not NotImplemented:
+                return result
             self.next += 1
             _enter(self)
             try:
@@ -140,16 +140,16 @@ class Following(Recording):
         self.hand_over()
         return super().__torch_function__(function, types, args, kwargs)
 
-    def _run(self, entry: Entry, tensors: list[Tensor]) -> Any:
-        """Make the calls of an opened function, and return its result. `tensors`: among its arguments."""
+    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the calls of an opened function, and return its result. NotImplemented: see `Opening.compiled`."""
         assert entry.opening is not None and entry.run is not None
         try:
-            result = entry.run(self, *tensors)
+            result = entry.run(self, args, kwargs)
         finally:
             if self.sees_rest:
                 self.sees_rest = False
                 _leave(self, None, None, None)
-        if self.script is not None:
+        if self.script is not None and result is not NotImplemented:
             self.next = entry.opening.end
         return result
 
@@ -177,62 +177,7 @@ class Following(Recording):
                     return True
         return False
 
-    def _acted(self, act: Act, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call in which something is dropped."""
-        ours = self.handles
-        if act.only is not None:
-            if act.only == args:
-                return function(*args, **kwargs)
-            return self._differs(function, types, args, kwargs)
-        if (
-            act is WRITES
-            or transform_level() is not None
-            or (act.stream >= 0 and self.stream != _stream(act.stream))
-            or (act.packs is not None and current_hooks() is not None and not self._is_innermost())
-        ):
-            return self._differs(function, types, args, kwargs)
-        arguments = self._arguments(act, args, kwargs) if act.makes else []
-        if arguments is None or (act.guards and not ours.may_write(function, args, kwargs)):
-            return self._differs(function, types, args, kwargs)
-        for number in act.copies:
-            ours.copy(number)
-        form, packing = act.form, None
-        own = None if form is None else Slot(form)
-        simple, functions = act.simple, [] if act.simple else [one.ready((args, kwargs)) for one in act.makes]
-        version = args[0]._version if act.written else 0
-        if act.packs is None:
-            result = function(*args, **kwargs) if kwargs else function(*args)
-        else:
-            result, packing = self._with_hooks(act, function, args, kwargs, own)
-            if packing.has_failed or (packing.own is not None and packing.own is not result):
-                return self._surprised(packing, result)
-        if form is not None and (
-            type(result) is not Tensor
-            or result.shape != form.shape
-            or result.dtype is not form.dtype
-            or result.stride() != form.stride
-            or not result.requires_grad
-            or (bool(args) and result is args[0]) is not act.written
-            or (act.written and result._version != version + 1)
-        ):
-            return self._surprised(packing, result)
-        if simple is None or own is None:
-            if form is not None or act.makes:
-                ours.drop(act, result, own, arguments, functions, packing)
-            return result
-        if act.saved:
-            node = result.grad_fn
-            for saved_by, position in act.saved:
-                arguments[position] = saved_by(node)
-        own.function, own.arguments = simple, arguments
-        ours.found[act.number] = ref(result), result._version, own
-        if act.is_saved:
-            storage = result.untyped_storage()  # as `note_saved` does
-            ours.saved[address(storage)] = memory = ref(storage)
-            ours.slots.append((memory, own))
-        return result
-
-    def _with_hooks(
+    def with_hooks(
         self, act: Act, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Slot | None
     ) -> tuple[Any, Packing]:
         """Run a call that saves what is dropped."""
@@ -247,59 +192,18 @@ class Following(Recording):
             pop_hooks()
             ours.packing = None
 
-    def _differs(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def differs(self, function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that differs from the script, before it has run."""
         self.next -= 1
         self.hand_over()
         return super().__torch_function__(function, types, args, kwargs)
 
-    def _surprised(self, packing: Packing | None, result: Any) -> Any:
+    def surprised(self, packing: Packing | None, result: Any) -> Any:
         """A call has not done what the script expects."""
         if packing is not None:
             packing.keep_all()
         self.hand_over()
         return result
-
-    def _arguments(self, act: Act, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The arguments of the recipes, with handles for tensors. None: something differs."""
-        is_on, dtype = act.autocast
-        if is_on or is_any_autocast_enabled():
-            if _is_autocast_enabled(act.device) is not is_on or (is_on and dtype != _autocast_dtype(act.device)):
-                return None
-        if len(args) != act.count or (kwargs or act.names) and tuple(kwargs) != act.names:
-            return None
-        for path, one in act.consts:
-            given = args[path] if type(path) is int else kwargs[path]
-            if given is not one and not same(one, given):
-                return None
-        for path, needs in act.grads:
-            one = at(path, args, kwargs)
-            if not isinstance(one, Tensor) or one.requires_grad is not needs:
-                return None
-        ours, arguments = self.handles, [*act.blank]
-        for path, position in act.given:
-            given = args[path] if type(path) is int else kwargs[path]
-            arguments[position] = tuple(given) if type(given) is list else given
-        known = ours.found
-        tensor: Any
-        for path, take, position in act.takes:
-            kind = type(path)
-            tensor = args[path] if kind is int else kwargs[path] if kind is str else args[path[0]][path[1]]
-            number, make, _ = take
-            if number in known:
-                reference, version, handle = known[number]
-                if version != tensor._version or reference() is not tensor:
-                    return None
-            elif make is None or type(tensor) not in PLAIN:
-                return None
-            else:
-                handle = Keep(tensor) if make is keep else make(ours, tensor)
-                if handle is None:
-                    return None
-                if number >= 0:
-                    known[number] = ref(tensor), tensor._version, handle
-            arguments[position] = handle
-        return arguments
 
     def hand_over(self) -> None:
         """Let the recorder go on with the rest of the pass."""
@@ -324,7 +228,7 @@ class Following(Recording):
 
     def _start_if_allowed(self) -> None:
         """Set our hooks, unless the program has set others inside this pass: then once these have gone."""
-        if self._is_innermost() or (current_hooks() is None and hooks_are_allowed()):
+        if self.is_innermost() or (current_hooks() is None and hooks_are_allowed()):
             self.waits = False
             self._end_hooks()
             self._start_hooks()

@@ -55,12 +55,13 @@ class Handles:
         # Storages of dropped tensors that autograd may have saved, by address; and such tensors' slots, each with one.
         self.saved: dict[int, ref[UntypedStorage]] = {}
         self.slots: list[tuple[ref[UntypedStorage], Slot]] = []
+        self.unnoted: list[Keep] = []  # kept for recipes, but their storages are not among these yet: see `may_write`
         self.packing: Any = None  # of the running call
         self.hook = self.pack  # made once
 
     def clear(self) -> None:
         """The script has ended."""
-        self.found, self.saved, self.slots = {}, {}, []
+        self.found, self.saved, self.slots, self.unnoted = {}, {}, [], []
         del self.hook
 
     def pack(self, tensor: Tensor) -> Any:
@@ -167,9 +168,15 @@ class Handles:
         return None if found is None else found[2]
 
     def may_write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call writes over nothing that autograd has saved and the script has dropped."""
+        """Whether a call writes over nothing that recipes read, or that autograd has saved and the script has dropped.
+
+        In a step like the learned one, no call writes over what a recipe reads. But where the script has expected a
+        tensor that it sees for the first time, the program may have given it another one.
+        """
         if not kwargs and args and type(args[0]) in PLAIN and not (args[0].ndim or args[0].requires_grad):
             return True  # a count
+        while self.unnoted:
+            self.note_saved(self.unnoted.pop().tensor, None)
         return all([is_ordinary(one) and not self.has_saved(one) for one in overwritten(function, args, kwargs)])
 
 
@@ -177,7 +184,8 @@ class Handles:
 
 
 def keep(handles: Handles, tensor: Tensor) -> Keep:
-    return Keep(tensor)
+    handles.unnoted.append(kept := Keep(tensor))
+    return kept
 
 
 def keep_guarded(handles: Handles, tensor: Tensor) -> Keep:
@@ -198,8 +206,7 @@ def view_of(handles: Handles, tensor: Tensor, of: Take, form: Form, how: Sequenc
     if not form.is_of(tensor) or base.stride() != strides or tensor.storage_offset() - base.storage_offset() != offset:
         return None
     slot = Slot(form, view, (handle, *how))
-    if handles.has_saved(tensor):
-        handles.note_saved(tensor, slot)
+    handles.slots.append((ref(tensor.untyped_storage()), slot))  # autograd may hold it
     return slot
 
 

@@ -157,7 +157,7 @@ class Act:
         # The arguments of all recipes: constants, and None for what follows, with positions in this list.
         self.blank: list[Any] = []
         self.takes: list[tuple[Path, Take, int]] = []  # arguments of the call whose handles are taken
-        self.given: list[tuple[Path, int]] = []  # constants that are this call's own
+        self.given: list[tuple[Path, int, Any]] = []  # constants that are this call's own, and the learned ones
         self.saved: list[tuple[Any, int]] = []  # how the result's node is asked for a tensor that it has saved
         self.packed: list[tuple[int, int]] = []  # what autograd gets for a tensor that the call saves: its number
         self.consts: Sequence[tuple[Path, Any]] = ()  # arguments that must not change
@@ -177,6 +177,9 @@ class Act:
         self.autocast: tuple[bool, torch.dtype | None] = (False, None)
         self.stream = -1  # index of the CUDA device; -1 for others
         self.only: tuple[Any, ...] | None = None  # the call only runs, but it must have these arguments
+        self.alike: Sequence[tuple[Path, Path]] = ()  # pairs of arguments that must be the same tensor
+        self.counts: Sequence[tuple[Path, int]] = ()  # lengths of lists of tensors
+        self.run: Callable[..., Any] | None = None  # makes the call: see `as_code`
 
 
 WRITES = Act(None, Row())  # of calls that only write over a tensor

@@ -20,7 +20,7 @@ from keepless.recompute.step.search import Choice
 from keepless.recompute.step.step import Kind
 from keepless.recompute.table.functions import row_of
 from keepless.recompute.table.rules import with_gradient
-from tests.keepless.recompute.ahead import After, assert_like
+from tests.keepless.recompute.ahead import After, assert_like, step
 
 
 @torch.library.custom_op("keepless_tests::noisy_square", mutates_args=())
@@ -250,18 +250,18 @@ def test_a_script_makes_the_calls_of_attention_without_its_python(change, budget
     recompute_activations(network, budget=budget)
     project, runs = F._in_projection_packed, []
     monkeypatch.setattr(F, "_in_projection_packed", lambda *args: runs.append(args) or project(*args))
-    for step in range(8):
+    for number in range(8):
         for one in (network, plain):
-            setattr(one, change, step > 4)
-            torch.manual_seed(step)
+            setattr(one, change, number > 4)
+            torch.manual_seed(number)
             one.zero_grad()
             if one is network:
                 runs.clear()
             one(x).square().sum().backward()
-            if one is network and step == 4:
+            if one is network and number == 4:
                 assert not runs
         for ours, theirs in zip(network.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad), step
+            assert torch.equal(ours.grad, theirs.grad), number
 
 
 def silus() -> nn.Module:
@@ -306,18 +306,55 @@ def test_networks_that_overwrite_follow_a_script(make, budget, monkeypatch):
     assert form.scripts and form.now is form.scripts[0] and not form.learns
 
 
-def test_a_script_sees_that_an_argument_s_list_has_changed():
-    class Windows(nn.Module):
-        size = [3, 3]
+class Changing(nn.Module):
+    """Its `call` changes between steps. It overwrites `c`, which no operation needs but a recipe may read."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.unfold(x.exp(), self.size).sigmoid()
+    def __init__(self, call):
+        super().__init__()
+        self.conv, self.norm, self.call, self.shifts = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), call, [1, 1]
+        self.mean, self.var = nn.Buffer(torch.zeros(4)), nn.Buffer(torch.ones(4))
 
-    network, x = recompute_activations(Windows()), torch.randn(2, 3, 8, 8, requires_grad=True)
-    for _ in range(3):
-        network(x).sum().backward()
-    network.size[:] = [2, 2]
-    assert torch.equal(network(x), F.unfold(x.exp(), [2, 2]).sigmoid())
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        a, b, c = F.gelu(self.norm(x)), x.tanh(), x * 0.5
+        y = self.call(self, a, b, c)
+        z = (y * 2.0).sin().relu().sum()
+        c.add_(3.0)
+        return z + (a + b).mean() + c.mean()
+
+
+def rolled(self: Changing, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    self.shifts[:] = [2, 1]
+    return torch.roll(a, self.shifts, [2, 3])
+
+
+CHANGES = {  # a call, and another one of the same function with results of the same shape
+    "another tensor in place of the same one": (lambda self, a, b, c: a + a, lambda self, a, b, c: a + b),
+    "another tensor in a list": (lambda self, a, b, c: torch.cat([a, a]), lambda self, a, b, c: torch.cat([a, b])),
+    "a tensor that is overwritten": (lambda self, a, b, c: a + b, lambda self, a, b, c: a + c),
+    "a shorter list": (lambda self, a, b, c: torch.cat([a, b]), lambda self, a, b, c: torch.cat([a])),
+    "a tensor in place of a number": (lambda self, a, b, c: a + 2.0, lambda self, a, b, c: a + c),
+    "a number in place of a tensor": (lambda self, a, b, c: a + b, lambda self, a, b, c: a + 2.0),
+    "an option": (
+        lambda self, a, b, c: F.interpolate(a, scale_factor=2, mode="bilinear"),
+        lambda self, a, b, c: F.interpolate(a, scale_factor=2, mode="bilinear", align_corners=True),
+    ),
+    "an option that no recipe reads": (
+        lambda self, a, b, c: F.batch_norm(a, self.mean, self.var, training=True),
+        lambda self, a, b, c: F.batch_norm(a, self.mean, self.var, training=False),
+    ),
+    "a list that the program changes": (lambda self, a, b, c: torch.roll(a, self.shifts, [2, 3]), rolled),
+}
+
+
+@pytest.mark.parametrize(("call", "other"), CHANGES.values(), ids=CHANGES)
+def test_a_script_sees_that_an_argument_has_changed(call, other):
+    plain = Changing(call)
+    network, x = recompute_activations(copy.deepcopy(plain)), torch.randn(2, 4, 6, 6)
+    for present in (call, call, call, other, call, other, other):
+        network.call = plain.call = present
+        found, expected = step(network, x), step(plain, x)
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_script_sees_that_an_argument_has_more_rows():

@@ -1,0 +1,214 @@
+"""An entry's call as code of its own. General code would take twice as long, and a step makes many small calls."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ...inputs import tensors_in
+from ...saved import PLAIN
+from ...torch_internals import current_hooks, is_any_autocast_enabled, raw_stream, transform_level
+from ..recorder.lesson import Path, argument_code, same, unpacking
+from .handles import keep
+from .script import Act, Keep, Slot, Take
+
+_SEQUENCES = frozenset([list, tuple])
+_SPACE: dict[str, Any] = {
+    "Keep": Keep,
+    "PLAIN": PLAIN,
+    "SEQUENCES": _SEQUENCES,
+    "Slot": Slot,
+    "Tensor": Tensor,
+    "autocast_dtype": torch.get_autocast_dtype,
+    "current_hooks": current_hooks,
+    "is_any_autocast_enabled": is_any_autocast_enabled,
+    "is_autocast_enabled": torch.is_autocast_enabled,
+    "raw_stream": raw_stream,
+    "ref": ref,
+    "same": same,
+    "tensors_in": tensors_in,
+    "transform_level": transform_level,
+}
+_DIFFERS = "return follows.differs(function, types, args, kwargs)"
+_SURPRISED = "return follows.surprised(packing, result)"
+
+
+def as_code(act: Act) -> Callable[..., Any]:
+    """Write `act.run(follows, function, types, args, kwargs)`, which makes a call and notes what it drops.
+
+    It first compares whatever the result depends on. If something differs, the recorder takes over: before the call, or
+    after it if the call has not done what the script expects.
+    """
+    act.run = _Code(act).made()
+    return act.run
+
+
+@lru_cache(2**8)
+def _maker(source: str) -> Callable[..., Any]:
+    """The function with this source; entries of the same kind share it."""
+    space = dict(_SPACE)
+    exec(source, space)
+    maker: Callable[..., Any] = space["make"]
+    return maker
+
+
+class _Code:
+    """The code of a call."""
+
+    def __init__(self, act: Act):
+        self.act = act
+        self.lines: list[str] = []
+        self.objects: list[Any] = []  # which the code names
+        self.arguments = ["None"] * len(act.blank)  # of the recipes
+        if act.only is not None:
+            self.differs_if([f"args != {self.name(act.only)}"])
+            self.lines.append("return function(*args, **kwargs)")
+            return
+        self.compare()
+        if act.takes or act.simple:
+            self.lines.append("found = follows.handles.found")
+        for path, take, position in act.takes:
+            self.take(path, take, position)
+        self.call()
+
+    def made(self) -> Callable[..., Any]:
+        """The function."""
+        names = ", ".join([f"of_{number}" for number in range(len(self.objects))])
+        lines = [f"def make({names}):", "    def run(follows, function, types, args, kwargs):"]
+        lines += [f"        {line}" for line in self.lines]
+        run: Callable[..., Any] = _maker("\n".join([*lines, "    return run"]))(*self.objects)
+        return run
+
+    def name(self, one: Any) -> str:
+        """How the code names an object."""
+        self.objects.append(one)
+        return f"of_{len(self.objects) - 1}"
+
+    def differs_if(self, conditions: list[str], indent: str = "") -> None:
+        """Let the recorder take over before the call."""
+        self.lines += [f"{indent}if {' or '.join(conditions)}:", f"{indent}    {_DIFFERS}"]
+
+    def compare(self) -> None:
+        """Compare everything but the tensors that recipes read."""
+        act, found = self.act, ["transform_level() is not None"]
+        if act.stream >= 0 and raw_stream is not None:
+            found.append(f"follows.stream != raw_stream({act.stream})")
+        if act.packs is not None or act.saved:
+            found.append("(current_hooks() is not None and not follows.is_innermost())")
+        if act.makes:
+            (is_on, dtype), device = act.autocast, self.name(act.device)
+            if is_on:
+                found += [f"not is_autocast_enabled({device})", f"autocast_dtype({device}) != {self.name(dtype)}"]
+            else:
+                found.append(f"(is_any_autocast_enabled() and is_autocast_enabled({device}))")
+        self.lines += unpacking(act.count, _DIFFERS)
+        found.append(f"tuple(kwargs) != {self.name(act.names)}" if act.names else "kwargs")
+        for path, count in act.counts:
+            found += [f"type({argument_code(path)}) not in SEQUENCES", f"len({argument_code(path)}) != {count}"]
+        for path, one in act.consts:
+            given, learned = argument_code(path), self.name(one)
+            found.append(f"({given} is not {learned} and not same({learned}, {given}))")
+        found += [f"{argument_code(path)} is not {argument_code(first)}" for path, first in act.alike]
+        for path, _, one in act.given:
+            given = argument_code(path)
+            found.append(f"type({given}) is not {self.name(type(one))}")
+            if type(one) in _SEQUENCES:
+                found.append(f"({given} is not {self.name(one)} and tensors_in({given}))")
+        for path, needs in act.grads:
+            found += [
+                f"not isinstance({argument_code(path)}, Tensor)",
+                f"{argument_code(path)}.requires_grad is not {needs}",
+            ]
+        if act.guards:
+            found.append("not follows.handles.may_write(function, args, kwargs)")
+        self.differs_if(found)
+        for position, one in enumerate(act.blank):
+            if one is not None:
+                self.arguments[position] = self.name(one)
+        for path, position, one in act.given:
+            self.arguments[position] = f"tuple({argument_code(path)})" if type(one) is list else argument_code(path)
+
+    def take(self, path: Path, take: Take, position: int) -> None:
+        """Find the handle of a tensor that a recipe reads, or make it if the tensor is seen for the first time."""
+        number, make, _ = take
+        handle, known, lines, indent = f"handle_{position}", self.name(number), self.lines, ""
+        self.arguments[position] = handle
+        lines.append(f"tensor = {argument_code(path)}")
+        if number >= 0:
+            lines += [f"if {known} in found:", f"    reference, version, {handle} = found[{known}]"]
+            self.differs_if(["reference() is not tensor", "version != tensor._version"], "    ")
+            lines.append("else:")
+            indent = "    "
+        if make is None:
+            lines.append(f"{indent}{_DIFFERS}")
+            return
+        self.differs_if(["type(tensor) not in PLAIN"], indent)
+        if make is keep:
+            lines.append(f"{indent}{handle} = Keep(tensor)")
+        else:
+            lines.append(f"{indent}{handle} = {self.name(make)}(follows.handles, tensor)")
+            self.differs_if([f"{handle} is None"], indent)
+        if number >= 0:
+            lines.append(f"    found[{known}] = ref(tensor), tensor._version, {handle}")
+            lines += [f"    follows.handles.unnoted.append({handle})"] if make is keep else []
+
+    def call(self) -> None:
+        """Make the call, and note what it drops."""
+        act, lines = self.act, self.lines
+        lines.append("packing = None")
+        lines.append("own = None" if act.form is None else f"own = Slot({self.name(act.form)})")
+        if act.simple is None:
+            ready = [self.name(one.ready) + "((args, kwargs))" for one in act.makes]
+            lines.append(f"functions = [{', '.join(ready)}]")
+        if act.written:
+            lines.append("version = arg_0._version")
+        if act.packs is None:
+            lines.append("result = function(*args, **kwargs)" if act.names else "result = function(*args)")
+        else:
+            whole = self.name(act)
+            lines.append(f"result, packing = follows.with_hooks({whole}, function, args, kwargs, own)")
+            failed = "packing.has_failed or (packing.own is not None and packing.own is not result)"
+            failed += f" or len(packing.packed) != {len(act.packs)}" if act.packed else ""
+            lines += [f"if {failed}:", f"    {_SURPRISED}"]
+        if act.form is not None:
+            self.check_form()
+        if act.simple is not None:
+            self.note_result()
+        elif act.form is not None or act.makes:
+            lines.append(f"arguments = [{', '.join(self.arguments)}]")
+            lines.append(f"follows.handles.drop({self.name(act)}, result, own, arguments, functions, packing)")
+        lines.append("return result")
+
+    def check_form(self) -> None:
+        """Check whether the result looks as the script expects."""
+        act = self.act
+        assert act.form is not None
+        conditions = [
+            "type(result) is not Tensor",
+            f"result.shape != {self.name(act.form.shape)}",
+            f"result.dtype is not {self.name(act.form.dtype)}",
+            f"result.stride() != {self.name(act.form.stride)}",
+            "not result.requires_grad",
+        ]
+        if act.written:
+            conditions += ["result is not arg_0", "result._version != version + 1"]
+        else:
+            conditions += ["result is arg_0"] if act.count else []
+        self.lines += [f"if {' or '.join(conditions)}:", f"    {_SURPRISED}"]
+
+    def note_result(self) -> None:
+        """Note how to compute the result, where nothing else is dropped. `Handles.drop` does the same for all calls."""
+        act, lines = self.act, self.lines
+        if act.saved:
+            lines.append("node = result.grad_fn")
+        for saved_by, position in act.saved:
+            lines.append(f"handle_{position} = {self.name(saved_by)}(node)")
+            self.arguments[position] = f"handle_{position}"
+        lines.append(f"own.function = {self.name(act.simple)}")
+        lines.append(f"own.arguments = [{', '.join(self.arguments)}]")
+        lines.append(f"found[{self.name(act.number)}] = ref(result), result._version, own")
+        if act.is_saved:
+            lines.append("follows.handles.note_saved(result, own)")
