@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...inputs import tensors_in
 from ...saved import PLAIN
-from ...torch_internals import current_hooks, is_any_autocast_enabled, raw_stream, transform_level
+from ...torch_internals import address, current_hooks, is_any_autocast_enabled, raw_stream, transform_level
 from ..recorder.lesson import Path, argument_code, same, unpacking
 from .handles import keep
 from .script import Act, Keep, Slot, Take
@@ -22,6 +22,7 @@ _SPACE: dict[str, Any] = {
     "SEQUENCES": _SEQUENCES,
     "Slot": Slot,
     "Tensor": Tensor,
+    "address": address,
     "autocast_dtype": torch.get_autocast_dtype,
     "current_hooks": current_hooks,
     "is_any_autocast_enabled": is_any_autocast_enabled,
@@ -145,7 +146,10 @@ class _Code:
         if make is None:
             lines.append(f"{indent}{_DIFFERS}")
             return
-        self.differs_if(["type(tensor) not in PLAIN"], indent)
+        writes_over = (
+            ["address(tensor.untyped_storage()) == address(arg_0.untyped_storage())"] if self.act.written else []
+        )
+        self.differs_if(["type(tensor) not in PLAIN", *writes_over], indent)
         if make is keep:
             lines.append(f"{indent}{handle} = Keep(tensor)")
         else:

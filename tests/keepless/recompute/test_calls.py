@@ -332,6 +332,7 @@ CHANGES = {  # a call, and another one of the same function with results of the 
     "another tensor in place of the same one": (lambda self, a, b, c: a + a, lambda self, a, b, c: a + b),
     "another tensor in a list": (lambda self, a, b, c: torch.cat([a, a]), lambda self, a, b, c: torch.cat([a, b])),
     "a tensor that is overwritten": (lambda self, a, b, c: a + b, lambda self, a, b, c: a + c),
+    "the tensor that the call overwrites": (lambda self, a, b, c: a.add_(b), lambda self, a, b, c: a.add_(a)),
     "a shorter list": (lambda self, a, b, c: torch.cat([a, b]), lambda self, a, b, c: torch.cat([a])),
     "a tensor in place of a number": (lambda self, a, b, c: a + 2.0, lambda self, a, b, c: a + c),
     "a number in place of a tensor": (lambda self, a, b, c: a + b, lambda self, a, b, c: a + 2.0),
