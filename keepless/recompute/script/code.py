@@ -73,6 +73,9 @@ class _Code:
             self.lines.append("found = follows.handles.found")
         for path, take, position in act.takes:
             self.take(path, take, position)
+        self.lines += [f"follows.handles.copy({self.name(number)})" for number in act.copies]
+        if act.guards:
+            self.differs_if(["not follows.handles.may_write(function, args, kwargs)"])
         self.call()
 
     def made(self) -> Callable[..., Any]:
@@ -105,8 +108,9 @@ class _Code:
                 found += [f"not is_autocast_enabled({device})", f"autocast_dtype({device}) != {self.name(dtype)}"]
             else:
                 found.append(f"(is_any_autocast_enabled() and is_autocast_enabled({device}))")
-        self.lines += unpacking(act.count, _DIFFERS)
-        found.append(f"tuple(kwargs) != {self.name(act.names)}" if act.names else "kwargs")
+        if act.count >= 0:
+            self.lines += unpacking(act.count, _DIFFERS)
+            found.append(f"tuple(kwargs) != {self.name(act.names)}" if act.names else "kwargs")
         for path, count in act.counts:
             found += [f"type({argument_code(path)}) not in SEQUENCES", f"len({argument_code(path)}) != {count}"]
         for path, one in act.consts:
@@ -123,8 +127,6 @@ class _Code:
                 f"not isinstance({argument_code(path)}, Tensor)",
                 f"{argument_code(path)}.requires_grad is not {needs}",
             ]
-        if act.guards:
-            found.append("not follows.handles.may_write(function, args, kwargs)")
         self.differs_if(found)
         for position, one in enumerate(act.blank):
             if one is not None:
@@ -170,7 +172,8 @@ class _Code:
         if act.written:
             lines.append("version = arg_0._version")
         if act.packs is None:
-            lines.append("result = function(*args, **kwargs)" if act.names else "result = function(*args)")
+            has_names = act.names or act.count < 0
+            lines.append("result = function(*args, **kwargs)" if has_names else "result = function(*args)")
         else:
             whole = self.name(act)
             lines.append(f"result, packing = follows.with_hooks({whole}, function, args, kwargs, own)")
@@ -200,7 +203,7 @@ class _Code:
         if act.written:
             conditions += ["result is not arg_0", "result._version != version + 1"]
         else:
-            conditions += ["result is arg_0"] if act.count else []
+            conditions += ["result is arg_0"] if act.count > 0 else []
         self.lines += [f"if {' or '.join(conditions)}:", f"    {_SURPRISED}"]
 
     def note_result(self) -> None:

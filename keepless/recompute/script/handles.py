@@ -55,13 +55,15 @@ class Handles:
         # Storages of dropped tensors that autograd may have saved, by address; and such tensors' slots, each with one.
         self.saved: dict[int, ref[UntypedStorage]] = {}
         self.slots: list[tuple[ref[UntypedStorage], Slot]] = []
-        self.unnoted: list[Keep] = []  # kept for recipes, but their storages are not among these yet: see `may_write`
+        # Storages of tensors kept for recipes, by address; and those whose storages are not noted yet: see `may_write`.
+        self.read: dict[int, ref[UntypedStorage]] = {}
+        self.unnoted: list[Keep] = []
         self.packing: Any = None  # of the running call
         self.hook = self.pack  # made once
 
     def clear(self) -> None:
         """The script has ended."""
-        self.found, self.saved, self.slots, self.unnoted = {}, {}, [], []
+        self.found, self.saved, self.slots, self.read, self.unnoted = {}, {}, [], {}, []
         del self.hook
 
     def pack(self, tensor: Tensor) -> Any:
@@ -105,6 +107,7 @@ class Handles:
         """Keep a copy of a tensor that recipes read, before the program overwrites it."""
         _, _, kept = self.found.pop(number, (None, 0, None))
         if type(kept) is Keep and kept.tensor._version == kept.version:
+            self.read.pop(address(kept.tensor.untyped_storage()), None)
             with torch.inference_mode(False):
                 kept.tensor = kept.tensor.detach().clone()
             kept.version = kept.tensor._version
@@ -118,9 +121,7 @@ class Handles:
 
     def has_saved(self, tensor: Tensor) -> bool:
         """Whether autograd may have saved a dropped tensor in the memory of this one."""
-        storage = tensor.untyped_storage()
-        known = self.saved.get(address(storage))
-        return known is not None and known() is storage
+        return _is_in(self.saved, tensor.untyped_storage())
 
     def drop(
         self,
@@ -176,8 +177,19 @@ class Handles:
         if not kwargs and args and type(args[0]) in PLAIN and not (args[0].ndim or args[0].requires_grad):
             return True  # a count
         while self.unnoted:
-            self.note_saved(self.unnoted.pop().tensor, None)
-        return all([is_ordinary(one) and not self.has_saved(one) for one in overwritten(function, args, kwargs)])
+            storage = self.unnoted.pop().tensor.untyped_storage()
+            self.read[address(storage)] = ref(storage)
+        written = overwritten(function, args, kwargs)
+        return all([is_ordinary(one) and not (self.has_saved(one) or self.has_read(one)) for one in written])
+
+    def has_read(self, tensor: Tensor) -> bool:
+        """Whether recipes may read a kept tensor in the memory of this one."""
+        return _is_in(self.read, tensor.untyped_storage())
+
+
+def _is_in(storages: dict[int, ref[UntypedStorage]], storage: UntypedStorage) -> bool:
+    known = storages.get(address(storage))
+    return known is not None and known() is storage
 
 
 # How a handle is made for a tensor that is seen for the first time. None: it is not the expected tensor.

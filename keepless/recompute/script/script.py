@@ -168,7 +168,7 @@ class Act:
         self.simple: Callable[..., Any] | None = None  # if the result alone is dropped: its function, a shorter way
         self.is_kept = False  # the result is kept in place of an argument
         self.device = "cpu"
-        self.count = 0  # of positional arguments
+        self.count = -1  # of positional arguments; -1: it may change
         self.base: tuple[int, Form] | None = None  # the number and form of the result's base
         self.written = False  # the result is the first argument
         self.guards = False  # the call writes over a tensor that is not checked otherwise
