@@ -50,8 +50,8 @@ class _Compiler:
 
     def __init__(self, taught: list[Taught], outside: list[Value]):
         self.taught = taught
-        # Dropped values that autograd functions of the program save, outside of calls
-        self.outside = [value for value in outside if isinstance(value.source, (Recipe, Signs))]
+        # Dropped values that autograd functions of the program save, outside of calls, or whose views they save
+        self.outside = [value for value in map(_base, outside) if isinstance(value.source, (Recipe, Signs))]
         self.numbers: dict[int, int] = {}  # of values, by id
         self.numbered: dict[int, Value] = {}
         self.seen: set[int] = set()  # numbers of values that an earlier entry makes
@@ -355,6 +355,12 @@ class _Compiler:
         position = next(i for i, one in enumerate(source.outputs) if one() is value)
         shape, dtype, stride = source.function.forms[position]
         return Form(shape, dtype, stride, source.device, source.autocast, value.readers)
+
+
+def _base(value: Value) -> Value:
+    """The value itself, or the one of which it is a view."""
+    source = value.source
+    return source.inputs[0] if isinstance(source, Recipe) and source.function is view else value
 
 
 def _prepared(function: Any, is_attention: bool, draws: bool, wraps: Any, given: Any) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from ...norms.bn_act import is_node
-from ...saved import PLAIN, ShapeOnly, copied, is_ordinary, view
+from ...saved import PLAIN, ShapeOnly, copied, form_of, is_ordinary, view
 from ...torch_internals import address, argument_copied_by
 from ..held.signs import Positive, Signs
 from ..held.values import checkpointed_output
@@ -86,11 +86,16 @@ class Handles:
         return handle
 
     def held(self, tensor: Tensor) -> Any:
-        """What autograd gets for a tensor that may be dropped: its slot if there is one, or the tensor itself."""
+        """What autograd gets for a tensor: a slot if it, or the base of which it is a view, is dropped; or itself."""
         if is_ordinary(tensor) and self.has_saved(tensor):
-            for reference, version, handle in self.found.values():
-                if reference() is tensor and version == tensor._version:
-                    return handle
+            known = {id(one()): handle for one, version, handle in self.found.values() if version == tensor._version}
+            base = tensor._base
+            if id(tensor) in known:
+                return known[id(tensor)]
+            if base is not None and type(of := known.get(id(base))) is Slot and (how := form_of(tensor, base)):
+                slot = Slot(Form.of(tensor), view, (of, *how))
+                self.note_saved(tensor, slot)
+                return slot
         return Keep(tensor if tensor.is_leaf else tensor.detach())
 
     def take(self, take: Take, tensor: Any) -> Any:

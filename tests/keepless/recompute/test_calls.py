@@ -294,9 +294,34 @@ def routed() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), Routed(), nn.Linear(16, 16), Routed())
 
 
+class Swish(torch.autograd.Function):
+    """A function of the program, which saves its argument outside of calls."""
+
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(context, gradient):
+        (x,) = context.saved_tensors
+        return gradient * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
+
+
+def swishes() -> nn.Module:
+    """It saves views: of a linear layer's result, and of a ReLU's, which is dropped."""
+    first = After(nn.Linear(16, 16), Swish.apply)
+    return nn.Sequential(first, After(nn.Linear(16, 16), lambda x: Swish.apply(x.relu().transpose(2, 3))))
+
+
+def spectra() -> nn.Module:
+    """Complex numbers."""
+    return After(nn.Linear(16, 16), lambda x: torch.fft.ifft((1 + 2j) * torch.fft.fft(x.sin()).conj().sin()).abs())
+
+
 @pytest.mark.parametrize("budget", [None, 0.9, 0.6])
-@pytest.mark.parametrize("make", [silus, overwritten_twice, relus_over_views, routed])
-def test_networks_that_overwrite_follow_a_script(make, budget, monkeypatch):
+@pytest.mark.parametrize("make", [silus, overwritten_twice, relus_over_views, routed, swishes, spectra])
+def test_networks_follow_a_script(make, budget, monkeypatch):
     monkeypatch.setattr("keepless.recompute.step.counting.cost_of", lambda operator: None)  # measuring takes seconds
     plain = make()
     network = recompute_activations(copy.deepcopy(plain), budget=budget)
