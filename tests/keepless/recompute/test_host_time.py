@@ -45,54 +45,40 @@ def least_counted(run: Callable[[], object]) -> Counter[str]:
     return min((counted(run) for _ in range(3)), key=lambda counts: counts["calls"])
 
 
-def blocks(count: int) -> nn.Sequential:
-    parts = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(count)]
-    return nn.Sequential(*parts)
+BLOCKS: dict[str, Callable[[], list[nn.Module]]] = {
+    "norms": lambda: [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()],
+    "ours": lambda: [nn.Conv2d(4, 4, 3, padding=1), InPlaceABN(4)],
+    "linear layers": lambda: [nn.Linear(8, 8)],
+}
 
 
-def planned(network: nn.Module, budget: float | str = "1GiB") -> nn.Module:
-    recompute_activations(network, budget=budget)
-    for _ in range(3):  # rehearsed, traced, and the plan corrected
-        network(torch.randn(2, 4, 8, 8)).sum().backward()
-    return network
-
-
-def per_block(make: Callable[[int], nn.Module], x: torch.Tensor) -> dict[str, float]:
-    """Calls of this package in a forward pass by a script, for each further block."""
+def per_block(name: str) -> dict[str, float]:
+    """Calls of this package in a forward pass after the first, for each further block."""
     counts = []
     for number in (2, 4):
-        network = recompute_activations(make(number))
-        network(x)  # learns the script
+        network = nn.Sequential(*(layer for _ in range(number) for layer in BLOCKS[name]()))
+        x = torch.randn(2, 4, 8, 8)
+        recompute_activations(network)(x)
         counts.append(least_counted(partial(network, x)))
     return {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]}
-
-
-def ours(count: int) -> nn.Sequential:
-    return nn.Sequential(*[nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), InPlaceABN(4)) for _ in range(count)])
-
-
-def linear(count: int) -> nn.Sequential:
-    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)])
 
 
 # Of a convolution, a norm and an activation, slots are for the results of the last two. The convolution's result and
 # the norm's weight are kept for recipes, and the next weight. A layer of ours is only compared with the script, and so
 # is a linear layer, although PyTorch saves a view of its input: the input is kept.
-@pytest.mark.parametrize("make, slots, kept, calls", [(blocks, 2, 3, 22), (ours, 0, 0, 29), (linear, 0, 0, 1)])
-def test_what_a_block_takes_by_a_script(make, slots, kept, calls):
-    counts = per_block(make, torch.randn(2, 4, 8, 8))
+@pytest.mark.parametrize(
+    "name, slots, kept, calls", [("norms", 2, 3, 22), ("ours", 0, 0, 29), ("linear layers", 0, 0, 1)]
+)
+def test_what_a_block_takes_by_a_script(name, slots, kept, calls):
+    counts = per_block(name)
     assert (counts.get("Slot", 0), counts.get("Keep", 0)) == (slots, kept) and counts["calls"] <= calls
     assert counts.keys().isdisjoint(("Call", "Recipe", "Value", "Saved"))
 
 
 def test_what_a_block_takes_while_it_is_recorded():
     """The first step is recorded, and the rest of a step that leaves its script. Fake CUDA tensors stand for a card."""
-    counts = []
-    for number in (2, 4):
-        with FakeTensorMode(), torch.device("cuda"):
-            network, x = recompute_activations(blocks(number)), torch.randn(2, 4, 8, 8)
-            counts.append(least_counted(partial(network, x)))
-    found = {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]}
+    with FakeTensorMode(), torch.device("cuda"):  # every pass is recorded
+        found = per_block("norms")
     assert found["Recipe"] == 2  # the norm's and the activation's
     assert found["Saved"] == 3 and found["Value"] == 4  # beside those: of the convolution's result and the bias
     assert found["Call"] == 4  # with the norm's counter of minibatches, but not its check of dimensions

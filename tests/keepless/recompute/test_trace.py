@@ -15,6 +15,7 @@ from keepless import recompute_activations, report
 from keepless.recompute.recorder.recipes import random_state
 from keepless.recompute.step.costs import peak_bytes
 from tests.keepless.recompute.ahead import Layers, assert_like, planned_sizes, plans, step
+from tests.keepless.recompute.networks import blocks
 
 X = torch.linspace(-1, 1, 4 * 40 * 32).view(4, 40, 32)
 
@@ -73,20 +74,16 @@ def tuned(network: Changing, x: Tensor) -> Tensor:
     return network.parts[1](y).mean()
 
 
-def convolutions() -> nn.Module:
-    return nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU()] * 3)
-
-
 CHANGING = {
-    "read by another": lambda: Changing(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1), forward=read_by_another),
-    "tuned": lambda: Changing(convolutions(), nn.Conv2d(4, 1, 1), forward=tuned),
+    "read by another": lambda: Changing(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), forward=read_by_another),
+    "tuned": lambda: Changing(blocks(3, nn.BatchNorm2d(8), nn.SiLU()), nn.Conv2d(8, 1, 1), forward=tuned),
 }
 
 
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_step_that_changes_takes_no_more_than_one_that_is_recorded(name):
     torch.manual_seed(0)
-    plain, x, found = CHANGING[name](), torch.randn(2, 4, 32, 32), []
+    plain, x, found = CHANGING[name](), torch.randn(2, 3, 32, 32), []
     within = recompute_activations(copy.deepcopy(plain))
     assert_like(plain, within, x, x, x)
     plain.is_changed = within.is_changed = True
