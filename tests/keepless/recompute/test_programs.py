@@ -894,7 +894,7 @@ OPTIONS_OF_PROGRAMS: dict[str, dict[str, Any]] = {
     "autocast": {"autocast": True},
     "metadata": {"kind": WithMeta},
 }
-CHANGES = ["move", "less", "more", "raises", *OPTIONS_OF_PROGRAMS]
+CHANGES = ["move", "arguments", "arguments", "less", "more", "raises", *OPTIONS_OF_PROGRAMS]
 
 
 def changed(moves: Moves, draws: Random) -> tuple[Moves, dict[str, Any]]:
@@ -903,7 +903,9 @@ def changed(moves: Moves, draws: Random) -> tuple[Moves, dict[str, Any]]:
     if how in OPTIONS_OF_PROGRAMS:
         return moves, OPTIONS_OF_PROGRAMS[how]
     new = [] if how == "less" else drawn(draws, 1, 1, [["raises"]] if how == "raises" else [WRITING + HIDING])
-    return [*moves[:place], *new, *moves[place + (how in ("move", "less")) :]], {}
+    if how == "arguments" and place < len(moves):
+        new = [(*moves[place][:2], draws.randrange(9), draws.randrange(9))]
+    return [*moves[:place], *new, *moves[place + (how in ("move", "arguments", "less")) :]], {}
 
 
 @pytest.mark.parametrize("seeds", [range(45), pytest.param(range(45, 1600), marks=pytest.mark.slow)])
