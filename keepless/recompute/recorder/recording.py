@@ -32,10 +32,11 @@ Rule 12. Gradients never differ from autograd's. Random functions are repeated o
 Rule 13. Either these rules decide what is kept, or a plan does, call by call. A plan's recipes may read any tensor that
     the forward pass has made (`decide_by_plan` in recipes.py).
 Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
-    passes with inputs of this form follow it (following.py): one comparison a call, and hooks only around calls that
-    save a dropped tensor; or around the pass, if autograd functions of the program save one outside of calls. Functions
-    written in Python that have no rule, such as attention, do not run: the calls that they made are made again. From
-    the first call that differs on, the rest of the pass is recorded.
+    passes with inputs of this form follow it (following.py): they compare each call's function, and where something is
+    dropped, all that its value depends on (code.py). Hooks are only around calls that save a dropped tensor; or around
+    the pass, if autograd functions of the program save one outside of calls. Functions written in Python that have no
+    rule, such as attention, do not run: the calls that they made are made again. From the first call that differs on,
+    the rest of the pass is recorded.
 
 An example, and what autograd holds for each tensor:
 
