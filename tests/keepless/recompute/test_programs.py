@@ -415,7 +415,7 @@ def _change_option(activation: Callable[..., Tensor], name: str | None = None) -
 
 def _drop_nothing(x: Tensor) -> Tensor:
     f = F.silu(x)
-    y = torch.cat([f, f * 2], 1).sin()
+    y = torch.cat([f.sin(), f * 2], 1).sin()  # saves f
     return y + F.dropout(F.dropout(f, 0.0, inplace=True), 0.5, False, inplace=True).mean()
 
 
@@ -569,7 +569,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "pooled": lambda x: torch.stack([pool(_opaque(x, 1).relu()) for pool in POOLS]).sum(0),
 }
 ONE = """
-    replaced data, complex view, view changed, upsampled, inference tensor,
+    replaced data, complex view, view changed, upsampled, inference tensor, dropout in place that drops nothing,
     loss by tiles, mean of a concatenation, slice of a concatenation, mean of a stack, concatenation under autocast,
     view changed that a norm has copied, in-place norm of a concatenation, slice of an upsampled one, cast by autocast
 """
