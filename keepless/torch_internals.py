@@ -18,7 +18,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from operator import attrgetter, methodcaller
 from types import FrameType
@@ -225,8 +225,10 @@ def is_synchronised_norm(node: Any) -> bool:
 
 
 def packed_by_function(node: Any) -> tuple[Any, ...]:
-    """The packed objects that a custom function's node holds for its saved tensors; None for absent tensors."""
-    return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
+    """The packed objects of a custom function's node, None for absent tensors; none once a backward pass frees them."""
+    with suppress(RuntimeError):
+        return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
+    return ()
 
 
 def dropped_share(node: Any) -> float | None:

@@ -1,5 +1,6 @@
 """BN + activation as one autograd node. Strategies differ in which tensors it keeps for the backward pass."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -211,9 +212,9 @@ def is_node(value: object) -> TypeGuard[Any]:
     return isinstance(value, node_class(BatchNormActivation))
 
 
-def kept_by(node: Any) -> BackwardInputs:
-    """The tensors that a node keeps, in the form that backends take."""
-    values, gamma, beta, invstd, *rest = _saved_tensors(node)
+def kept_by(node: Any, saved: Sequence[Tensor] | None = None) -> BackwardInputs:
+    """The tensors that a node keeps, in the form that backends take. `saved`: see `recompute_output`."""
+    values, gamma, beta, invstd, *rest = _saved_tensors(node) if saved is None else saved
     if not is_packed(values):  # z, written over an x with gaps
         values = values.contiguous()
     strategy, floor = node.strategy, 0.0
@@ -232,15 +233,19 @@ def kept_by(node: Any) -> BackwardInputs:
     return BackwardInputs(values, strategy.keep == "z", *vectors, *of_strategy)
 
 
-def recompute_output(node: Any) -> Tensor:
-    """Recompute z from a node that kept x or x_hat, once for all operations that need it."""
-    kept = node.kept or kept_by(node)
+def recompute_output(node: Any, saved: Sequence[Tensor] | None = None) -> Tensor:
+    """Recompute z from a node that kept x or x_hat, once for all operations that need it.
+
+    `saved`: the tensors that the node had saved, if its backward pass has freed them.
+    """
+    kept = node.kept or kept_by(node, saved)
     if kept.output is not None:
         return kept.output
     backend = backend_for(node.strategy.backend, kept.values)
     assert kept.factor is not None  # only strategies that keep z have none
     z = backend.normalise(kept.values, kept.offset, kept.factor, kept.affine)
-    node.kept = kept._replace(output=z)
+    if saved is None:
+        node.kept = kept._replace(output=z)
     return z
 
 

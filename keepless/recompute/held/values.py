@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ...inputs import tensors_in
-from ...norms.bn_act import recompute_output
 from ...saved import (
     ByStorage,
     Kept,
@@ -296,11 +295,6 @@ def saved_value(packed: Any) -> Any:
         return Kept(packed, None)
     saved = getattr(packed, "saved", packed)  # in a counted step, it stands in another's place
     return saved.value if isinstance(saved, Saved) else saved
-
-
-def checkpointed_output(node: Any, kept: Tensor | None) -> Tensor:
-    """`kept`: the tensor that the node saved and reads by itself. As an argument, it is computed first if not kept."""
-    return recompute_output(node)
 
 
 def _is_spare(argument: object) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from ...inputs import tensors_in
 from ...norms.backends.eager import normalised
-from ...norms.bn_act import is_node
+from ...norms.bn_act import is_node, recompute_output
 from ...saved import ByStorage, Gone, Kept, ShapeOnly, copied, current_stream, form_of, is_ordinary, view
 from ...torch_internals import (
     Hooks,
@@ -30,7 +30,6 @@ from ..held.values import (
     Recipe,
     Saved,
     Value,
-    checkpointed_output,
     kept_bytes_below,
     saved_value,
 )
@@ -171,8 +170,8 @@ class KnownValues:
             found = self._of_base(tensor)
         elif is_node(node):
             if node.strategy.recompute_output and tensor._version == node.output_version:
-                packed = packed_by_function(node)
-                found = Again(checkpointed_output, (node, saved_value(packed[0]) if packed else None))
+                saved = saved_in(node)
+                found = Again(checkpointed_output, (node, saved_value(saved[0]) if saved else None, saved))
         elif tensor._version == 0:
             if is_synchronised_norm(node):
                 found = self._of_synchronised_norm(node, packed_by_function(node))
@@ -357,3 +356,19 @@ class KnownValues:
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, or a view of one, as FSDP1's gathered parameters are."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def checkpointed_output(node: Any, kept: Tensor | None, saved: Sequence[Any]) -> Tensor:
+    """The output of a checkpointed norm. `saved`: see `saved_in`.
+
+    `kept`: the tensor that the node saved and reads by itself. As an argument, it is computed first if not kept.
+    """
+    if saved and not packed_by_function(node):  # freed by a backward pass over another part of the graph
+        return recompute_output(node, [one.get() for one in saved])
+    return recompute_output(node)
+
+
+def saved_in(node: Any) -> Sequence[Any]:
+    """Objects that return the tensors which our node has saved; none if hooks of the program have packed them."""
+    saved = [Kept(one, None) if isinstance(one, Tensor) else one for one in packed_by_function(node)]
+    return saved if all([hasattr(one, "get") for one in saved]) else ()

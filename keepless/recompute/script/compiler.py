@@ -12,7 +12,8 @@ from ...inputs import tensors_in
 from ...saved import Kept, view
 from ...torch_internals import address, saved_as
 from ..held.signs import Signs
-from ..held.values import Recipe, Value, checkpointed_output, saved_value
+from ..held.values import Recipe, Value, saved_value
+from ..recorder.known_values import checkpointed_output
 from ..recorder.lesson import Form, Lesson, Path, Source, Taught, is_constant
 from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun, random_state

@@ -11,7 +11,7 @@ from ...norms.bn_act import is_node
 from ...saved import PLAIN, ShapeOnly, copied, form_of, is_ordinary, view
 from ...torch_internals import address, argument_copied_by
 from ..held.signs import Positive, Signs
-from ..held.values import checkpointed_output
+from ..recorder.known_values import checkpointed_output, saved_in
 from ..recorder.lesson import Form, Path, at
 from ..table.rules import overwritten
 from .script import Act, Group, Keep, Slot, Take, unknown
@@ -234,7 +234,7 @@ def norm(handles: Handles, tensor: Tensor, form: Form) -> Slot | None:
         return None
     if not form.is_laid_out_as(tensor):
         return None
-    slot = Slot(form, checkpointed_output, (node, None))
+    slot = Slot(form, checkpointed_output, (node, None, saved_in(node)))
     handles.note_saved(tensor, slot)
     return slot
 

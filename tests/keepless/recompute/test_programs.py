@@ -865,6 +865,22 @@ def test_a_checkpoint_gets_the_same_tensors_from_both_passes():
     assert agrees(*(run(make, nullcontext()) for make in makes))
 
 
+def test_a_checkpointed_norm_is_computed_again_after_its_own_backward_pass():
+    """The first backward pass frees what the norm has saved. The second one needs only what follows the norm."""
+
+    def make():
+        norm, head = CheckpointedABN(4).double(), torch.ones(6, dtype=torch.float64, requires_grad=True)
+        w = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+
+        def forward() -> dict[str, Tensor]:
+            z = norm(F.silu(w))
+            return {"out": z.sin(), "second": F.silu(z) * head}
+
+        return forward, [w, head, *norm.parameters()], [*norm.buffers()]
+
+    assert agree(make, USES.index(freed_in_part))
+
+
 def test_another_tensor_at_the_address_of_a_freed_one_is_not_its_memory():
     tensor = torch.ones(2)
     place = address(tensor.untyped_storage())
