@@ -857,14 +857,6 @@ def test_writes_by_operators_are_seen_and_others_refused():
         assert agrees(*(run(make, nullcontext()) for make in makes), hides(moves))
 
 
-def test_a_checkpoint_gets_the_same_tensors_from_both_passes():
-    """PyTorch does not dispatch to tensor subclasses while a checkpoint repeats its forward pass."""
-    plain = Program()
-    networks = plain, recompute_activations(copy.deepcopy(plain))
-    makes = [under_a_checkpoint(program([("unary", 10, 0, 0)], kind=WithMeta, network=one)) for one in networks]
-    assert agrees(*(run(make, nullcontext()) for make in makes))
-
-
 def test_a_checkpointed_norm_is_computed_again_after_its_own_backward_pass():
     """The first backward pass frees what the norm has saved. The second one needs only what follows the norm."""
 
