@@ -19,7 +19,7 @@ from .inputs import Network, check_has_forward, check_module, parts_with_forward
 from .recompute.kinds.input_forms import InputForm, InputForms
 from .recompute.kinds.plans import Budget, Plans, arguments_of, checked
 from .recompute.recorder.lesson import Lesson
-from .recompute.recorder.recording import Recording, is_ours, is_running
+from .recompute.recorder.recording import Recording, is_ours, is_running, may_differ_when_repeated
 from .recompute.recorder.report import KeptTensor, Report, summary
 from .recompute.script.compiler import script_of
 from .recompute.script.following import Following
@@ -251,7 +251,8 @@ class _Hooks:
         frame = sys._getframe(1)
         if self.awaited is not None and torch.is_grad_enabled():
             self.stop_awaiting()
-        if _can_record():
+        is_unsafe = not self.checkpointed_only and may_differ_when_repeated((args, kwargs))
+        if _can_record() and not is_unsafe:
             recording = self._recording(module, args, kwargs, frame)
             recording.__enter__()
         # A frame keeps its callers' variables, and so keeps checkpoints around from ending after Ctrl-C (torch 2.11).

@@ -58,6 +58,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from ...inputs import tensors_in
 from ...saved import PLAIN, Kept, adds_metadata, is_ordinary
 from ...torch_internals import (
     FakeTensor,
@@ -330,6 +331,17 @@ class Recording(TorchFunctionMode):
 
     def _pack_unless_abandoned(self, tensor: Tensor) -> object:
         return Kept(tensor, None) if self.is_abandoned() else self.known.pack(tensor)
+
+
+def may_differ_when_repeated(arguments: Any) -> bool:
+    """Whether a checkpoint around a network would get other tensors when it repeats a pass with these arguments.
+
+    A backward pass that starts at a tensor with metadata (`adds_metadata`) disables all subclasses. In a checkpoint
+    that it repeats, functions return plain tensors, where they have returned views with metadata before.
+    """
+    if current_hooks() is None:
+        return False
+    return not subclasses_are_asked() or any([adds_metadata(type(one)) for one in tensors_in(arguments)])
 
 
 def hooks_around() -> list[Hooks]:

@@ -1051,6 +1051,15 @@ def test_a_prepared_network_whose_steps_change_is_like_the_plain_one(seeds):
             assert isinstance(found, KeyboardInterrupt) or current_hooks() is None
 
 
+def test_a_checkpoint_repeats_a_pass_of_tensors_with_metadata_without_it():
+    plain = Program()
+    within = recompute_activations(copy.deepcopy(plain))
+    moves: Moves = [("unary", 2, 7, 0), ("layer", 8, 3, 0), ("unary", 2, 2, 8), ("binary", 3, 5, 8)]
+    moves += [("transposed", 0, 6, 0), ("layer", 3, 4, 6)]
+    makes = [under_a_checkpoint(program(moves, kind=WithMeta, network=one)) for one in (plain, within)]
+    agrees(*[run(make, nullcontext()) for make in makes])
+
+
 LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x.to(memory_format=torch.channels_last),
     lambda x: x.transpose(2, 3),
