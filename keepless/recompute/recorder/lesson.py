@@ -14,7 +14,7 @@ from ...torch_internals import address
 from ..held.values import Call, Overwriting, Saved, Value
 from ..table.functions import Row
 
-Path = Any  # of an argument: its position, its name, or (its position, the one in a list)
+Path = Any  # of an argument: its position, its name, or (position of a list, position in it)
 
 
 class Form(NamedTuple):
@@ -227,7 +227,8 @@ class Taught:
         self.consts: list[tuple[Path, Any]] = []
         self.names: tuple[str, ...] = ()
         self.count = 0
-        self.grads: list[tuple[Path, bool]] = []  # which arguments need gradients
+        # Of the tensors among the arguments: whether they need gradients; dtype, strides, offset if they are ordinary.
+        self.forms: list[tuple[Path, bool, Any]] = []
         self.alike: list[tuple[Path, Path]] = []  # arguments that are the same tensor
         self.counts: list[tuple[Path, int]] = []  # lengths of lists with tensors
         self.own: Any = None
@@ -280,7 +281,9 @@ class Lesson:
             if result._base is not None:
                 taught.base, taught.base_form = _reference(find(result._base)), Form.of(result._base)
         taught.names, taught.count = tuple(call.kwargs), len(call.args)
-        taught.grads = [(path, tensor.requires_grad) for path, tensor in _tensors(call.args, call.kwargs)]
+        for path, one in _tensors(call.args, call.kwargs):
+            layout = (one.dtype, one.stride(), one.storage_offset()) if is_ordinary(one) else None
+            taught.forms.append((path, one.requires_grad, layout))
         taught.consts = list(_constants(call.args, call.kwargs))
         tensors = [(path, paths[id(one)]) for path, one in _tensors(call.args, call.kwargs)]
         taught.alike = [(path, first) for path, first in tensors if path != first]

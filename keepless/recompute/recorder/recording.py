@@ -33,14 +33,14 @@ Rule 13. Either these rules decide what is kept, or a plan does, call by call. A
     the forward pass has made (`decide_by_plan` in recipes.py).
 Rule 14. A recorded pass is learned as a script (lesson.py, compiler.py): a list with an entry for each call. Further
     passes with inputs of this form follow it (following.py): they compare each call's function, and where something is
-    dropped, all that its value depends on (code.py). Hooks are only around calls that save a dropped tensor; or around
-    the pass, if autograd functions of the program save one outside of calls. Functions written in Python that have no
-    rule, such as attention, do not run: the calls that they made are made again. From the first call that differs on,
-    the rest of the pass is recorded.
+    dropped, modes, arguments and the result's form (code.py). Hooks are only around calls that save a dropped tensor;
+    or around the pass, if autograd functions of the program save one outside of calls. Functions written in Python that
+    have no rule, such as attention, do not run: the calls that they made are made again. From the first call that
+    differs on, the rest of the pass is recorded.
 
 An example, and what autograd holds for each tensor:
 
-    x = F.conv2d(images, weight)              # the norm saves x: kept, as a convolution has no rule
+    x = F.conv2d(images, weight)              # the norm saves x: kept, as only a plan repeats a convolution
     y = F.batch_norm(x, …, training=True)     # the activation saves y: a recipe from x and the norm's saved statistics
     z = F.silu(y)                             # the next convolution saves z: a recipe from y, so computed from x
     out = F.conv2d(z, weight2)                # nothing here saves it: freed when the program drops it

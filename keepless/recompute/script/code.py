@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...inputs import tensors_in
-from ...saved import PLAIN
+from ...saved import PLAIN, is_ordinary
 from ...torch_internals import address, current_hooks, is_any_autocast_enabled, raw_stream, transform_level
 from ..recorder.lesson import Path, argument_code, same, unpacking
 from .handles import keep
@@ -26,6 +26,7 @@ _SPACE: dict[str, Any] = {
     "autocast_dtype": torch.get_autocast_dtype,
     "current_hooks": current_hooks,
     "is_any_autocast_enabled": is_any_autocast_enabled,
+    "is_ordinary": is_ordinary,
     "is_autocast_enabled": torch.is_autocast_enabled,
     "raw_stream": raw_stream,
     "ref": ref,
@@ -40,8 +41,8 @@ _SURPRISED = "return follows.surprised(packing, result)"
 def as_code(act: Act) -> Callable[..., Any]:
     """Write `act.run(follows, function, types, args, kwargs)`, which makes a call and notes what it drops.
 
-    It first compares whatever the result depends on. If something differs, the recorder takes over: before the call, or
-    after it if the call has not done what the script expects.
+    It first compares modes and arguments, and at last the form of the result. If something differs, the recorder takes
+    over: before the call, or after it if the call has not done what the script expects.
     """
     act.run = _Code(act).made()
     return act.run
@@ -96,7 +97,7 @@ class _Code:
         self.lines += [f"{indent}if {' or '.join(conditions)}:", f"{indent}    {_DIFFERS}"]
 
     def compare(self) -> None:
-        """Compare everything but the tensors that recipes read."""
+        """Compare modes, and the arguments that are not taken as handles."""
         act, found = self.act, ["transform_level() is not None"]
         if act.stream >= 0 and raw_stream is not None:
             found.append(f"follows.stream != raw_stream({act.stream})")
@@ -122,11 +123,12 @@ class _Code:
             found.append(f"type({given}) is not {self.name(type(one))}")
             if type(one) in _SEQUENCES:
                 found.append(f"({given} is not {self.name(one)} and tensors_in({given}))")
-        for path, needs in act.grads:
-            found += [
-                f"not isinstance({argument_code(path)}, Tensor)",
-                f"{argument_code(path)}.requires_grad is not {needs}",
-            ]
+        for path, needs, layout in act.forms:
+            given = argument_code(path)
+            found += [f"not isinstance({given}, Tensor)", f"{given}.requires_grad is not {needs}"]
+            if layout is not None:
+                present = f"({given}.dtype, {given}.stride(), {given}.storage_offset())"
+                found += [f"not is_ordinary({given})", f"{present} != {self.name(layout)}"]
         self.differs_if(found)
         for position, one in enumerate(act.blank):
             if one is not None:

@@ -18,8 +18,8 @@ from ..recorder.lesson import Form, Lesson, Path, Source, Taught, is_constant
 from ..recorder.plan import Plan
 from ..recorder.recipes import Rerun, random_state
 from ..recorder.report import KeptTensor
-from ..table.functions import Row
-from ..table.rules import ByName, attention, by_present_backends, with_gradient
+from ..table.functions import PRODUCTS, Row
+from ..table.rules import ByName, attention, by_present_backends
 from . import handles
 from .script import END, WRITES, Act, Entry, Make, Script, Take
 
@@ -171,8 +171,8 @@ class _Compiler:
             for _, one in act.consts:
                 if not is_constant(one):
                     raise _Unlearnable(f"an argument {type(one).__name__}")
-        if any(make.is_group or getattr(make.function, "func", None) is with_gradient for make in makes):
-            act.grads = taught.grads
+        if any(make.is_group for make in makes) or taught.function in PRODUCTS:
+            act.forms = taught.forms
 
     def _add_arguments(self, taught: Taught, act: Act, recipe: Recipe, sources: list[Source]) -> None:
         """Add where the arguments of a recipe are found."""

@@ -32,7 +32,6 @@ from .handles import Handles, Packing
 from .script import END, WRITES, Act, Entry, Keep, Script, Slot
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _enter: Any = TorchFunctionMode.__enter__
 _leave: Any = TorchFunctionMode.__exit__
 
@@ -232,10 +231,6 @@ class Following(Recording):
             self.waits = False
             self._end_hooks()
             self._start_hooks()
-
-
-def _stream(device: int) -> int:
-    return 0 if raw_stream is None else raw_stream(device)
 
 
 def _tell(known: KnownValues, found: dict[int, Any], saved: Any) -> None:

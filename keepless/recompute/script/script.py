@@ -157,18 +157,18 @@ class Act:
         # The arguments of all recipes: constants, and None for what follows, with positions in this list.
         self.blank: list[Any] = []
         self.takes: list[tuple[Path, Take, int]] = []  # arguments of the call whose handles are taken
-        self.given: list[tuple[Path, int, Any]] = []  # constants that are this call's own, and the learned ones
+        self.given: list[tuple[Path, int, Any]] = []  # read from the present call; and the learned ones
         self.saved: list[tuple[Any, int]] = []  # how the result's node is asked for a tensor that it has saved
         self.packed: list[tuple[int, int]] = []  # what autograd gets for a tensor that the call saves: its number
         self.consts: Sequence[tuple[Path, Any]] = ()  # arguments that must not change
         self.names: tuple[str, ...] = ()  # of keyword arguments
-        self.grads: Sequence[tuple[Path, bool]] = ()  # arguments that must need gradients, or must not
+        self.forms: Sequence[tuple[Path, bool, Any]] = ()  # of tensors among the arguments, if the way depends on them
         self.form: Form | None = None  # of the result, if it is dropped, or kept in place of an argument
         self.number = -1  # of the result's value
         self.simple: Callable[..., Any] | None = None  # if the result alone is dropped: its function, a shorter way
         self.is_kept = False  # the result is kept in place of an argument
         self.device = "cpu"
-        self.count = -1  # of positional arguments; -1: it may change
+        self.count = -1  # of positional arguments; -1: they are not compared
         self.base: tuple[int, Form] | None = None  # the number and form of the result's base
         self.written = False  # the result is the first argument
         self.guards = False  # the call writes over a tensor that is not checked otherwise
