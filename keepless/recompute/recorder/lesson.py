@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...inputs import tensors_in
 from ...saved import Kept, ShapeOnly, is_ordinary
@@ -227,7 +227,7 @@ class Taught:
         self.consts: list[tuple[Path, Any]] = []
         self.names: tuple[str, ...] = ()
         self.count = 0
-        # Of the tensors among the arguments: whether they need gradients; dtype, strides, offset if they are ordinary.
+        # Of the tensors among the arguments: whether they need gradients; dtype, strides and offset.
         self.forms: list[tuple[Path, bool, Any]] = []
         self.alike: list[tuple[Path, Path]] = []  # arguments that are the same tensor
         self.counts: list[tuple[Path, int]] = []  # lengths of lists with tensors
@@ -282,7 +282,8 @@ class Lesson:
                 taught.base, taught.base_form = _reference(find(result._base)), Form.of(result._base)
         taught.names, taught.count = tuple(call.kwargs), len(call.args)
         for path, one in _tensors(call.args, call.kwargs):
-            layout = (one.dtype, one.stride(), one.storage_offset()) if is_ordinary(one) else None
+            has_layout = is_ordinary(one) and not isinstance(one, nn.Parameter)
+            layout = (one.dtype, one.stride(), one.storage_offset()) if has_layout else None
             taught.forms.append((path, one.requires_grad, layout))
         taught.consts = list(_constants(call.args, call.kwargs))
         tensors = [(path, paths[id(one)]) for path, one in _tensors(call.args, call.kwargs)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...inputs import tensors_in
-from ...saved import PLAIN, is_ordinary
+from ...saved import PLAIN
 from ...torch_internals import address, current_hooks, is_any_autocast_enabled, raw_stream, transform_level
 from ..recorder.lesson import Path, argument_code, same, unpacking
 from .handles import keep
@@ -26,12 +26,12 @@ _SPACE: dict[str, Any] = {
     "autocast_dtype": torch.get_autocast_dtype,
     "current_hooks": current_hooks,
     "is_any_autocast_enabled": is_any_autocast_enabled,
-    "is_ordinary": is_ordinary,
     "is_autocast_enabled": torch.is_autocast_enabled,
     "raw_stream": raw_stream,
     "ref": ref,
     "same": same,
     "tensors_in": tensors_in,
+    "strided": torch.strided,
     "transform_level": transform_level,
 }
 _DIFFERS = "return follows.differs(function, types, args, kwargs)"
@@ -128,7 +128,7 @@ class _Code:
             found += [f"not isinstance({given}, Tensor)", f"{given}.requires_grad is not {needs}"]
             if layout is not None:
                 present = f"({given}.dtype, {given}.stride(), {given}.storage_offset())"
-                found += [f"not is_ordinary({given})", f"{present} != {self.name(layout)}"]
+                found += [f"{given}.layout is not strided", f"{present} != {self.name(layout)}"]
         self.differs_if(found)
         for position, one in enumerate(act.blank):
             if one is not None:
