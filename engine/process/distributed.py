@@ -16,6 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
+# {variable with the number of processes: one that each of them has too}. Not SLURM_NTASKS: salloc and sbatch set it for
+# a single process.
+_OTHER_LAUNCHERS = {
+    "WORLD_SIZE": None,
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: its processor time in a period, such as "200000 100000"
 
 
@@ -125,16 +133,19 @@ def cores_per_rank() -> int:
 
 
 def world_size() -> int:
-    """Number of processes of this run. ValueError: WORLD_SIZE is set, but not by torchrun."""
+    """Number of processes of this run. ValueError: another launcher than torchrun has started several."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    size = int(os.environ["WORLD_SIZE"]) if launched() else 1
-    if os.environ.get("WORLD_SIZE", "1") != str(size):
-        raise ValueError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but torchrun did not start this process, which would train alone: "
-            f"use torchrun --nproc-per-node, or unset WORLD_SIZE"
-        )
-    return size
+    if launched():
+        return int(os.environ["WORLD_SIZE"])
+    for name, rank in _OTHER_LAUNCHERS.items():
+        if os.environ.get(name, "1") != "1" and (rank is None or rank in os.environ):
+            raise ValueError(
+                f"{name}={os.environ[name]}, but torchrun did not start this process, which would train alone: use "
+                f"torchrun --nproc-per-node (under Slurm scripts/slurm.sbatch, or srun --ntasks-per-node=1 torchrun), "
+                f"or unset {name} if the process is meant to be alone"
+            )
+    return 1
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory
+from engine.process import distributed
 from engine.process.distributed import World, joined
 from engine.process.stopping import Preempted
 from engine.records.metrics_logger import MetricsLogger
@@ -273,8 +274,19 @@ def test_all_processes_start_from_the_same(ranks, tmp_path):
     assert (tmp_path / "checkpoints" / "last.pt").read_bytes() == before and not (tmp_path / "other").exists()
 
 
-def test_half_of_the_environment_of_torchrun_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    message = "^WORLD_SIZE=2, but torchrun did not start this process, which would train alone"
+@pytest.mark.parametrize("size, rank", distributed._OTHER_LAUNCHERS.items())
+def test_one_of_several_processes_that_torchrun_did_not_start_is_refused(monkeypatch, size, rank):
+    monkeypatch.setenv(size, "2")
+    if rank:
+        assert distributed.world_size() == 1  # a shell of salloc, or an environment that sbatch has passed on
+        monkeypatch.setenv(rank, "1")
+    message = f"^{size}=2, but torchrun did not start this process, which would train alone: .* or unset {size}"
     with pytest.raises(ValueError, match=message), joined("cpu", timeout_seconds=60):
         pass
+    monkeypatch.setenv(size, "1")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert distributed.world_size() == 1
+    monkeypatch.setenv(size, "2")
+    for name, value in (("TORCHELASTIC_RUN_ID", "7"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert distributed.world_size() == 4  # torchrun in a step of srun
