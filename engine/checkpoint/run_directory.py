@@ -33,6 +33,7 @@ class RunDirectory:
     """Paths of a run's files below `path`; saves and loads its checkpoints.
 
     Attributes:
+        resumed: the file that `checkpoint_to_resume` has read.
         notice: for the log, why `checkpoint_to_resume` did not return the last checkpoint, or that data have changed.
     """
 
@@ -46,6 +47,7 @@ class RunDirectory:
         self.previous = self.path / "checkpoints" / "previous.pt"  # the one before `last`
         self.best = self.path / "checkpoints" / "best.pt"
         self.lock_file = self.path / ".lock"
+        self.resumed = self.last
         self.notice: str | None = None
         self._last_is_good = True  # or does not exist
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
@@ -122,7 +124,7 @@ class RunDirectory:
             if self._lock is not None and not self.path.exists():
                 raise OSError(f"run_dir={self.path} was removed while the run used it: start the run again") from error
             if error.errno in NO_ROOM:
-                left = checkpoint.what_is_left(self.path, self.last, self.previous)
+                left = checkpoint.what_is_left(error, self.path, self.last, self.previous)
                 raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
             file = error.filename if isinstance(error.filename, (str, bytes)) else ""
             if not file or not Path(os.fsdecode(file)).is_relative_to(self.path):
@@ -210,5 +212,6 @@ class RunDirectory:
         except ValueError as error:
             both = "; ".join(str(one).partition("; ")[0] for one in (reason, error))  # without advice to take the other
             raise self._error(f" cannot be continued: {both}. {self._restore()}") from error
+        self.resumed = self.previous
         self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"
         return state

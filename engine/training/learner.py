@@ -15,6 +15,8 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from engine.process.forward import Forward
 from engine.training.capture import CapturedMicroBatches
+from engine.training.saved_moments import check_scaler, fitting_moments
+from keepless.norms.conversion_report import listed
 from keepless.torch_internals import move_towards, norms_of
 from models.checkpoints.loading import not_finite
 from models.freezing import training_mode
@@ -183,12 +185,19 @@ class Learner:
             saved = state["optimizer"]["param_groups"]  # whose states are loaded by position
             if [group["param_names"] for group in saved] != [group["param_names"] for group in groups]:
                 raise RuntimeError("its optimiser has parameters of other names, or in another order")
-            self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
             if self.scaler.is_enabled():
+                check_scaler(state["scaler"], self.scaler)
                 self.scaler.load_state_dict(state["scaler"])
+            moments = state["optimizer"]["state"]
+            # In float16 every step so far may have overflowed; an optimiser that is not fused then has no state.
+            if moments or not self.scaler.is_enabled() or state["scaler"]["_growth_tracker"]:
+                moments = fitting_moments(moments, self.optimizer, state["step"])
+            self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
             if self.average is not None:
                 self.average.module.load_state_dict(state["ema"])
                 self.average.updates = state["ema_updates"]
+            if broken := not_finite(state["network"] | state.get("ema", {})):
+                raise RuntimeError(f"its weights are infinite or NaN: {listed(broken)}")
         except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
             missing = isinstance(error, KeyError)
             raise ValueError(f"it has no part {error}" if missing else f"it does not fit this run: {error}") from error

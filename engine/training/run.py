@@ -97,8 +97,8 @@ class Run(Generic[Config, Split]):
             restore_random_states(state.get("random"), self.world)
         except ValueError as error:
             raise ValueError(
-                f"run_dir={self.directory.path} cannot be continued from its checkpoint of step {self.start_step}: "
-                f"{error}. Restore the checkpoint, or give another run_dir to start a new run"
+                f"run_dir={self.directory.path} cannot be continued from {self.directory.resumed}, of step "
+                f"{self.start_step}: {error}. Restore the checkpoint, or give another run_dir to start a new run"
             ) from error
 
     def share_plans(self) -> None:

@@ -129,6 +129,16 @@ def test_a_state_of_another_network_or_with_its_parameters_in_another_order_is_r
     state["network"]["weight"] = torch.zeros(3, 2)
     with pytest.raises(ValueError, match="it does not fit this run: .*Linear:[^$]*size mismatch for weight"):
         small_learner().load_state_dict(state)
+    state = small_learner("float16", averaged=True).state_dict(2)
+    state["ema"]["bias"] = torch.tensor([0.0, torch.nan])
+    with pytest.raises(ValueError, match="it does not fit this run: its weights are infinite or NaN: bias"):
+        small_learner("float16", averaged=True).load_state_dict(state)
+    state["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="its optimiser's momentum_buffer of weight is torch.float32 .3,.; expected"):
+        small_learner("float16", averaged=True).load_state_dict(state)
+    state["optimizer"]["state"], state["scaler"]["_growth_tracker"] = {}, 1
+    with pytest.raises(ValueError, match="its optimiser's momentum_buffer of weight is missing"):
+        small_learner("float16", averaged=True).load_state_dict(state)
 
 
 def test_wrong_gradients_of_compiled_bfloat16_are_refused(monkeypatch):

@@ -1,0 +1,62 @@
+"""What a checkpoint holds of an optimiser and a loss scaler, compared with the run: PyTorch itself takes any shape."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+
+def fitting_moments(saved: Mapping[int, Mapping[str, Any]], optimizer: Optimizer, steps: int) -> dict[int, dict]:
+    """The saved state of an optimiser, by its parameters' positions, on their devices and in their memory layout.
+
+    Fused kernels walk through a parameter and its moments alike: with another shape or stride they would read and write
+    other memory. `steps`: how many the checkpoint has taken.
+
+    ValueError: an entry is missing, unknown, or of another shape or dtype; names the parameter.
+    """
+    expected = {"momentum_buffer"} if optimizer.defaults.get("momentum") else set()
+    if isinstance(optimizer, AdamW):
+        expected = {"step", "exp_avg", "exp_avg_sq"}
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if strange := [key for key in saved if key not in range(len(names))]:
+        raise ValueError(f"its optimiser has an entry {strange[0]!r}; expected one for each of {len(names)} parameters")
+    fitting: dict[int, dict] = {number: {} for number in range(len(names) if expected else 0)}
+    for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        entry = saved.get(number, {})
+        for part in sorted(expected | entry.keys(), key=str):
+            what = f"its optimiser's {part} of {name}"
+            if part not in expected:
+                raise ValueError(f"{what} is unknown; expected {', '.join(sorted(expected)) or 'no state'}")
+            if part not in entry:
+                raise ValueError(f"{what} is missing")
+            fitting[number][part] = _like(parameter, entry[part], what, steps if part == "step" else None)
+    return fitting
+
+
+def _like(parameter: nn.Parameter, value: Any, what: str, steps: int | None) -> Tensor:
+    """A copy of a moment in the layout of its parameter, or of a count of at most `steps`. ValueError: see above."""
+    shape, dtype = (parameter.shape, parameter.dtype) if steps is None else (torch.Size(), torch.float32)
+    if not isinstance(value, Tensor) or (value.shape, value.dtype, value.layout) != (shape, dtype, torch.strided):
+        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{what} is {found}; expected {dtype} {tuple(shape)}")
+    if steps is None:
+        return torch.empty_like(parameter, requires_grad=False).copy_(value)
+    if not 0 <= value.item() <= steps:
+        raise ValueError(f"{what} is {value.item():g}; expected at most {steps}, the steps of the checkpoint")
+    return value
+
+
+def check_scaler(saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> None:
+    """Raise ValueError unless `saved` is a state of this scaler: a finite scale above 0, the same factors."""
+    own = scaler.state_dict()
+    fits = {
+        "scale": lambda value: 0 < value < float("inf"),
+        "_growth_tracker": lambda value: 0 <= value <= own["growth_interval"],
+    }
+    for name, usual in own.items():
+        value = saved[name]
+        if type(value) is not type(usual) or not fits.get(name, usual.__eq__)(value):
+            raise ValueError(f"its loss scaler's {name} is {value!r}; expected a value such as {usual}")
