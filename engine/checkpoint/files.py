@@ -1,17 +1,22 @@
 """Checkpoint files: all that resuming or evaluating a run needs, as tensors in plain containers."""
 
+import errno
+import math
 import os
 import reprlib
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.process.console import logger
+from engine.process.output_files import NO_ROOM
 from engine.schema.training import OF_OTHERS
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import tree_leaves
@@ -28,20 +33,58 @@ OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
 
 
-# What each part is. `best` is None before the first evaluation.
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "task": str,
-    "step": int,
-    "config": dict,
-    "classes": (list, tuple),
-    "network": dict,
-    "ema": dict,
-    "palette": (list, tuple),
-    "label_ids": (list, tuple),
-    "mean_image": Tensor,
-    "total_steps": int,
-    "best": (list, tuple, type(None)),
-    "data": dict,
+def _is_count(value: Any, most: float = math.inf) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _is_list(value: Any, fits: Callable[[Any], bool], length: int | None = None) -> bool:
+    return isinstance(value, (list, tuple)) and length in (None, len(value)) and all(map(fits, value))
+
+
+def _is_dict(value: Any, fits: Callable[[Any], bool] = lambda _: True) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) and fits(each) for name, each in value.items())
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_best(value: Any) -> bool:
+    """Whether it is None, as before the first evaluation, or a step and its score."""
+    if value is None or not _is_list(value, lambda _: True, length=2):
+        return value is None
+    return _is_count(value[0]) and type(value[1]) in (int, float) and 0 <= value[1] <= 1
+
+
+def _is_colour(value: Any) -> bool:
+    return _is_list(value, partial(_is_count, most=255), length=3)
+
+
+def _is_image(value: Any) -> bool:
+    of_floats = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3 and len(value) == 3
+    return of_floats and bool(value.isfinite().all())
+
+
+_TENSORS = "tensors by name", partial(_is_dict, fits=lambda value: isinstance(value, Tensor))
+_DICTIONARY = "a dictionary", _is_dict
+_COUNT = "a whole number, 0 or more", _is_count
+# What each part is, in words and as a function. (The keys of `config` have the rules of engine/schema.)
+_PARTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "task": ("a text", _is_text),
+    "step": _COUNT,
+    "config": _DICTIONARY,
+    "classes": ("a list of names", partial(_is_list, fits=_is_text)),
+    "network": _TENSORS,
+    "ema": _TENSORS,
+    "ema_updates": _COUNT,
+    "optimizer": _DICTIONARY,
+    "scaler": _DICTIONARY,
+    "palette": ("a list of colours, each 3 numbers from 0 to 255", partial(_is_list, fits=_is_colour)),
+    "label_ids": ("a list of numbers from 0 to 255", partial(_is_list, fits=partial(_is_count, most=255))),
+    "mean_image": ("a tensor (3, H, W) of finite numbers", _is_image),
+    "total_steps": _COUNT,
+    "best": ("null, or a step and its score from 0 to 1", _is_best),
+    "data": ("three texts for each split", partial(_is_dict, fits=partial(_is_list, fits=_is_text, length=3))),
 }
 
 
@@ -68,9 +111,11 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
 
     def not_written(reason: OSError) -> str:
         size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
+        left = what_is_left(reason, path.parent, *map(path.with_name, RESUMED), path, previous)
+        needs = f"It needs {size:,} bytes, and " * (reason.errno in NO_ROOM)
         return (
-            f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. It needs "
-            f"{size:,} bytes, and {what_is_left(path.parent, *map(path.with_name, RESUMED), path, previous)}"
+            f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. "
+            f"{needs}{left}"
         )
 
     _replace(path, {"format": FORMAT, **state}, path.with_name(path.name + ".partial"), not_written, previous)
@@ -82,8 +127,11 @@ def write_alone(path: Path, content: dict) -> None:
     OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
     unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
-    advice = "make room there, or give another file"
-    _replace(path, content, unfinished, lambda why: f"{path} cannot be written: {why.strerror or why}; {advice}")
+
+    def not_written(why: OSError) -> str:
+        return f"{path} cannot be written: {why.strerror or why}. {cure_of(why)}, or give another file"
+
+    _replace(path, content, unfinished, not_written)
 
 
 def _replace(
@@ -118,17 +166,25 @@ def _replace(
         raise OSError(message(reason)) from error
 
 
-def what_is_left(folder: Path, *checkpoints: Path | None) -> str:
-    """The end of a message about a full disk: free bytes, the last good checkpoint, and what to do."""
-    free = "an unknown number of"
-    with suppress(OSError):
-        free = f"{shutil.disk_usage(folder).free:,}"
-    kept = "there is no earlier checkpoint"
+def what_is_left(reason: OSError, folder: Path, *checkpoints: Path | None) -> str:
+    """The end of a message about a file that cannot be written: the last good checkpoint, and what to do."""
+    kept, free = "there is no earlier checkpoint", "an unknown number of"
     if good := last_good(*checkpoints):
         kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
-    return (
-        f"{free} bytes are free there; {kept}. Make room (or raise the quota or limit), then continue with resume=auto"
-    )
+    if reason.errno not in NO_ROOM:
+        return f"{kept[0].upper()}{kept[1:]}. {cure_of(reason)}, then continue with resume=auto"
+    with suppress(OSError):
+        free = f"{shutil.disk_usage(folder).free:,}"
+    return f"{free} bytes are free there; {kept}. {cure_of(reason)}, then continue with resume=auto"
+
+
+def cure_of(reason: OSError) -> str:
+    """What to do about an error of writing a file."""
+    if reason.errno in NO_ROOM:
+        return "Make room (or raise the quota or limit)"
+    if reason.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Make the folder and its files writable (owner, permissions, chattr -i, how it is mounted)"
+    return "Check the disk or the connection to it"
 
 
 def last_good(*paths: Path | None) -> tuple[Path, int] | None:
@@ -159,9 +215,8 @@ def checked(state: object, path: Path) -> dict:
         raise ValueError(
             f"checkpoint {path} has no {missing[0]}: expected {', '.join(NEEDED)}, as training writes them"
         )
-    for part, kind in _KINDS.items():
-        if part in state and not isinstance(state[part], kind):
-            expected = getattr(kind, "__name__", "list")
+    for part, (expected, fits) in _PARTS.items():
+        if part in state and not fits(state[part]):
             raise ValueError(
                 f"checkpoint {path}: {part} is {reprlib.repr(state[part])}; expected {expected}. {RESTORE}"
             )
@@ -169,6 +224,10 @@ def checked(state: object, path: Path) -> dict:
         if part in state and len(state[part]) != len(state["classes"]):
             counts = f"{len(state[part])} entries for {len(state['classes'])} classes"
             raise ValueError(f"checkpoint {path}: {part} has {counts}; expected one each. {RESTORE}")
+    step, best, updates = state["step"], state.get("best"), state.get("ema_updates", 1)
+    for part, is_wrong in (("best", best is not None and best[0] > step), ("ema_updates", not 0 < updates <= step)):
+        if is_wrong and part in state:
+            raise ValueError(f"checkpoint {path}: {part} is {state[part]}, but it is of step {step}. {RESTORE}")
     return state
 
 

@@ -54,10 +54,18 @@ def _expand_home(config: Keys, *, all_keys: bool) -> None:
 
 
 def of_checkpoint(state: dict, source: str) -> TrainingRun:
-    """The configuration in the content of a checkpoint, of any task. ValueError: see `from_plain`; names `source`."""
+    """The configuration in the content of a checkpoint, of any task.
+
+    ValueError, which names `source`: see `from_plain`; or a value breaks its bounds or a rule, as on the command line.
+    """
     if state["task"] not in RUNS:
         raise ValueError(f"{source} is for the task {state['task']}: expected {' or '.join(RUNS)}")
-    return from_plain(state["config"], RUNS[state["task"]], source)
+    config = from_plain(state["config"], RUNS[state["task"]], source)
+    try:
+        check_values(config)
+    except ValueError as error:
+        raise ValueError(f"{source}: its configuration has {error}") from error
+    return config
 
 
 def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint") -> Schema:

@@ -74,6 +74,22 @@ def test_a_quota_keeps_the_checkpoint(path_and_previous, monkeypatch, call):
     check_that_step_2_is_not_written(path_and_previous[0], None, message="Disk quota exceeded")
 
 
+@pytest.mark.parametrize(
+    "number, cure", [(errno.EPERM, "Make the folder and its files writable"), (errno.EIO, "Check the")]
+)
+def test_what_is_no_lack_of_room_has_another_cure(path_and_previous, monkeypatch, number, cure):
+    """EPERM: a file with the attribute "immutable"."""
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(number, os.strerror(number))))
+    path = path_and_previous[0]
+    with pytest.raises(
+        OSError, match=rf"cannot be written: {os.strerror(number)}\. The last good .* {cure} .*auto$"
+    ) as error:
+        checkpoint.save(path, state_of(2))
+    assert f"is kept: {path}, of step 1" in str(error.value) and "Make room" not in str(error.value)
+    with pytest.raises(OSError, match=f"net.pt cannot be written: .* {cure} .*, or give another file"):
+        checkpoint.write_alone(path.with_name("net.pt"), {})
+
+
 def test_a_first_checkpoint_without_room_leaves_nothing(tmp_path):
     path = tmp_path / "checkpoints" / "last.pt"
     with files_of_at_most(100), pytest.raises(OSError, match="of step 1 cannot be .*; there is no earlier checkpoint"):
@@ -163,14 +179,54 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path, key):
         checkpoint.load(tmp_path / "net.pt")
 
 
-@pytest.mark.parametrize(
-    "part, expected", [("step", "int"), ("classes", "list"), ("network", "dict"), ("best", "list")]
+COUNT, BYTES, COLOURS = (
+    "a whole number, 0 or more",
+    "a list of numbers from 0 to 255",
+    "a list of colours, each 3 numbers",
 )
-def test_a_part_of_another_kind_is_named_with_its_value(tmp_path, part, expected):
+BEST, HASHES = "null, or a step and its score from 0 to 1", "three texts for each split"
+
+
+@pytest.mark.parametrize(
+    "part, value, expected",
+    [
+        *(("step", value, COUNT) for value in ("x", -5, 2.0, True, None)),
+        *(("total_steps", value, COUNT) for value in (-1, "9")),
+        ("ema_updates", 0.5, COUNT),
+        *(("classes", value, "a list of names") for value in ("x", ["road", 1], {"road": 0})),
+        *(
+            (part, value, "tensors by name")
+            for part in ("network", "ema")
+            for value in ("x", {"w": 1}, {3: torch.ones(1)})
+        ),
+        *(("palette", value, COLOURS) for value in ("x", [[0, 0, 0], [0, 0]], [[0, 0, 256]] * 2, [[0, 0.5, 0]] * 2)),
+        *(("label_ids", value, BYTES) for value in ([0, 300], [0, -1], [0, "1"], 3)),
+        *(("best", value, BEST) for value in ("x", [1], [1, 73.4], [1, torch.nan], ["a", 0.5], [-1, 0.5])),
+        *(
+            ("data", value, HASHES)
+            for value in ("x", {"training": ["a"]}, {0: ["a", "b", "c"]}, {"training": [1, 2, 3]})
+        ),
+        *(
+            ("mean_image", value, "a tensor .3, H, W.")
+            for value in (0, torch.zeros(3), torch.full((3, 1, 1), torch.inf))
+        ),
+        *((part, [1], "a dictionary") for part in ("config", "optimizer", "scaler")),
+    ],
+)
+def test_a_part_with_other_content_is_named_with_its_value(tmp_path, part, value, expected):
     path = tmp_path / "net.pt"
-    checkpoint.write_alone(path, {"format": checkpoint.FORMAT, **state_of(3), part: "x"})
-    with pytest.raises(ValueError, match=f"^checkpoint {path}: {part} is 'x'; expected {expected}. Restore the"):
+    checkpoint.write_alone(path, {"format": checkpoint.FORMAT, **state_of(3), part: value})
+    with pytest.raises(ValueError, match=rf"(?s)^checkpoint {path}: {part} is .*; expected {expected}.*\. Restore the"):
         checkpoint.load(path)
+
+
+@pytest.mark.parametrize("part, value", [("best", [4, 0.5]), ("ema_updates", 4), ("ema_updates", 0)])
+def test_a_part_of_a_later_step_is_refused(tmp_path, part, value):
+    checkpoint.save(tmp_path / "net.pt", state_of(3, best=[3, 1.0], ema_updates=3))
+    checkpoint.load(tmp_path / "net.pt")
+    checkpoint.save(tmp_path / "net.pt", state_of(3, **{part: value}))
+    with pytest.raises(ValueError, match=rf"net.pt: {part} is .*, but it is of step 3. Restore the file"):
+        checkpoint.load(tmp_path / "net.pt")
 
 
 @pytest.mark.parametrize("part, value", [("palette", [[0, 0, 0]]), ("label_ids", [0, 1, 2])])
@@ -207,7 +263,7 @@ def test_a_lone_file_is_complete_or_absent_and_others_stay(tmp_path, monkeypatch
         other.write_bytes(b"half")
     path = tmp_path / "net.pt"
     checkpoint.write_alone(path, {"w": torch.arange(4.0)})
-    with files_of_at_most(20_000), pytest.raises(OSError, match="net.pt cannot be written: File too large; make room"):
+    with files_of_at_most(20_000), pytest.raises(OSError, match="net.pt cannot be written: File too large. Make room"):
         checkpoint.write_alone(path, {"w": torch.randn(9000)})
     assert sorted(tmp_path.iterdir()) == [*others[:1], path, *others[1:]]
     assert torch.equal(torch.load(path)["w"], torch.arange(4.0))

@@ -485,6 +485,25 @@ def test_a_checkpoint_of_another_configuration_is_refused_by_file_and_key(key, v
         cfg.from_plain(values, SegmentationRun, "checkpoint a.pt")
 
 
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("data.std", [0.0, 0.2, 0.2], "3 numbers: red, green, blue, each above 0"),
+        ("data.mean", [9e9, 0.5, 0.5], "3 numbers: red, green, blue, each 0 or more, at most 1"),
+        ("trainer.precision", "int4", "one of float32, bfloat16, float16"),
+        ("data.scale", [2.0, 0.5], "the lowest factor first"),
+    ],
+)
+def test_the_rules_of_the_command_line_hold_for_a_checkpoint(key, value, expected):
+    state = {"task": "segmentation", "config": cfg.plain(run_config())}
+    assert cfg.of_checkpoint(state, "checkpoint a.pt") == run_config()
+    group, name = key.split(".")
+    state["config"][group][name] = value
+    message = f"checkpoint a.pt: its configuration has {key}={value}: expected {expected}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        cfg.of_checkpoint(state, "checkpoint a.pt")
+
+
 def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_files():
     shared = cfg.shared(run_config()).keys()
     intervals = {f"trainer.{event}_every_steps" for event in ("evaluate", "checkpoint", "log")}
