@@ -13,7 +13,7 @@ from engine.schema.training import TrainingRun
 from keepless import from_released
 from models.bodies import LibraryBody
 from models.checkpoints import released, torch_files
-from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name, unwrapped
+from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name, state_dict_in, unwrapped
 from models.checkpoints.published import (
     IMAGENET,
     PUBLISHED,
@@ -131,9 +131,7 @@ def weights_in_checkpoint(content: object, path: Path, name: str) -> Weights:
 def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, config: TrainingRun) -> Weights:
     expected = "a state dict {name: tensor}"
     content = _foreign(torch_files.read(path, name, expected, "it may have to be copied again"), name)
-    tensors = content
-    if isinstance(content, dict):
-        tensors = content.get("state_dict", content.get("model", content))  # "model": of torchvision's own scripts
+    tensors, averaged = state_dict_in(content)
     if not isinstance(tensors, dict) or not all(
         isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()
     ):
@@ -145,6 +143,7 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module, confi
     parts = {part.partition(".")[0] for each in (network, body) for part in each.state_dict()}
     parts |= {"body"} if format == "standard_bn" else {"body", *PARTS}
     tensors, remarks = unwrapped(tensors, parts)
+    remarks = averaged + remarks
     if format == "standard_bn":
         return Weights(tensors, f"{path} (standard_bn)", remarks=remarks)
     source = f"{path} ({format})"

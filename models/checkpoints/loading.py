@@ -1,6 +1,7 @@
 """Load weights into a network by name and shape, and report what matched."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
@@ -91,6 +92,51 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, is_good in zip(tensors, good, strict=True) if not is_good]
 
 
+def state_dict_in(content: object) -> tuple[object, tuple[str, ...]]:
+    """The state dict in another program's file, averaged weights if they are complete, and remarks about these.
+
+    It may lie below state_dict or model; averaged weights below a key such as state_dict_ema or model_ema.
+    """
+    if not isinstance(content, Mapping):
+        return content, ()
+    raw = content.get("state_dict", content.get("model", content))
+    remarks: tuple[str, ...] = ()
+    for key in filter(_is_average, content):
+        average = _state_dict_below(content[key])
+        if average is None:
+            continue
+        if "steps" in average:  # mmengine's counter; it stores the averaged weights as state_dict
+            return raw, ("averaged weights (EMA), as mmengine stores them in state_dict",)
+        ours, theirs = ({_plain(name) for name in each} for each in (_state_dict_below(raw) or {}, average))
+        ours = {name for name in ours - theirs if not name.endswith("num_batches_tracked")}
+        if not ours:
+            return average, (f"averaged weights (EMA), of {key}",)
+        remarks += (f"left out {key}, averaged weights without {listed(sorted(ours))}",)
+    if "current_model_state" in content:
+        remarks = ("averaged weights, as Lightning stores them in state_dict",)
+    return raw, remarks
+
+
+def _is_average(name: object) -> bool:
+    return isinstance(name, str) and re.search(r"(?i)(?<![a-z])(ema|swa|averaged?|avg)(?![a-z])", name) is not None
+
+
+def _state_dict_below(value: object) -> Mapping[str, Tensor] | None:
+    """A state dict, perhaps below the keys of a program's object for averages; None if there is none."""
+    if not isinstance(value, Mapping) or not value:
+        return None
+    if all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items()):
+        return value
+    return next(
+        filter(None, (_state_dict_below(value.get(key)) for key in ("state_dict", "module", "model", "shadow"))), None
+    )
+
+
+def _plain(name: str) -> str:
+    """A tensor's name without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """A state dict without the name prefixes of other programs' wrappers, and remarks about it.
 
@@ -107,16 +153,21 @@ def unwrapped(tensors: Mapping[str, Tensor], parts: Collection[str]) -> tuple[di
     below = {".".join(name[len(prefix) :]): t for name, t in found.items() if name[: len(prefix)] == prefix}
     others = [".".join(name) for name in found if name[: len(prefix)] != prefix]
     remarks = [f"names without {', '.join(f'{part}.' for part in taken)}, which other programs add"] * bool(taken)
+    remarks += [f"averaged weights (EMA), of {'.'.join(prefix)}"] * any(map(_is_average, prefix))
     remarks += [f"skipped {listed(others)}: not below {'.'.join(prefix)}"] * bool(others)
     return below, tuple(remarks)
 
 
 def _prefix(names: Sequence[tuple[str, ...]], parts: Collection[str]) -> tuple[str, ...]:
-    """What precedes the network's parts in most names, if these are most below it; or what all names share."""
+    """What precedes the network's parts in most names, if these are most below it; or what all names share.
+
+    If averaged weights are as many, they are taken.
+    """
     ahead = Counter(
         tuple(takewhile(lambda part: part not in parts, name)) for name in names if not {*name}.isdisjoint(parts)
     )
-    for prefix, count in ahead.most_common(1):
+    prefixes = sorted(ahead.items(), key=lambda entry: (entry[1], any(map(_is_average, entry[0]))))
+    for prefix, count in prefixes[-1:]:
         if 2 * count >= sum(name[: len(prefix)] == prefix for name in names):
             return prefix
     shared = os.path.commonprefix([name[:-1] for name in names]) if len(names) > 1 else ()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from keepless import from_released
 from keepless.norms.conversion_report import listed
 from models.checkpoints import torch_files
-from models.checkpoints.loading import Loaded, load_by_name, unwrapped
+from models.checkpoints.loading import Loaded, load_by_name, state_dict_in, unwrapped
 from models.checkpoints.recognition import body_of, recognised
 from models.checkpoints.released_files import released_file
 
@@ -116,7 +116,8 @@ def weights_in(
 
 def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of either layout under our names, and remarks about them. ValueError for another layout."""
-    remarks: dict[str, None] = {}  # each once
+    state, averaged = state_dict_in(content)
+    remarks = dict.fromkeys(averaged)  # each once
 
     def renamed(tensors: Mapping) -> dict[str, Tensor]:
         """Names without wrappers' prefixes (the release writes module.) and without the old level."""
@@ -125,7 +126,6 @@ def _tensors(content: object, name: str) -> tuple[dict[str, Tensor], list[str]]:
         remarks.update(dict.fromkeys(of_names))
         return {OLD_LEVEL.sub(r"\1\2.", name): tensor for name, tensor in names.items()}
 
-    state = content.get("state_dict", content) if isinstance(content, Mapping) else content
     if isinstance(state, Mapping) and all(isinstance(state.get(part), Mapping) for part in PARTS):
         state = {f"{part}.{key}": tensor for part in PARTS for key, tensor in renamed(state[part]).items()}
     elif isinstance(state, Mapping):

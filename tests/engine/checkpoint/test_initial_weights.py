@@ -177,6 +177,61 @@ def test_tensors_beside_the_network_s_are_skipped_and_said(tmp_path, trained, ot
     assert f"skipped {listed(skipped)}: not below model" in report.remarks
 
 
+def averaged_file(program: str, raw: dict, average: dict) -> dict:
+    """What a training of another program writes, with raw and averaged weights."""
+    below = {f"module.{name}": tensor for name, tensor in average.items()}
+    counted = below | {"n_averaged": torch.tensor(7)}
+    of_lightning = {f"model.{name}": tensor for name, tensor in raw.items()}
+    return {
+        "timm": {"state_dict": raw, "state_dict_ema": average, "arch": "resnet18"},
+        "timm in parallel": {
+            "state_dict": {f"module.{name}": tensor for name, tensor in raw.items()},
+            "state_dict_ema": below,
+        },
+        "torchvision": {"model": raw, "optimizer": {"state": {}}, "model_ema": counted},
+        "nested": {"model": raw, "ema": {"module": average, "updates": 9}},
+        "average alone": {"params_ema": average},
+        "mmengine": {
+            "state_dict": average,
+            "ema_state_dict": {f"module.{n}": t for n, t in raw.items()} | {"steps": counted["n_averaged"]},
+        },
+        "Lightning": {"state_dict": average, "current_model_state": raw},
+        "a module of Lightning": {
+            "state_dict": of_lightning | {f"ema_model.{name}": tensor for name, tensor in counted.items()}
+        },
+        "flat": raw | {f"ema.{name}": tensor for name, tensor in average.items()},
+    }[program]
+
+
+@pytest.mark.parametrize("format", ["standard_bn", "released"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        *("timm", "timm in parallel", "torchvision", "nested", "average alone", "mmengine", "Lightning"),
+        *("a module of Lightning", "flat"),
+    ],
+)
+def test_averaged_weights_of_other_programs_are_taken_and_said(tmp_path, trained, program, format):
+    raw = without_counts(trained.state_dict())
+    average = {name: tensor + 1 for name, tensor in raw.items()}
+    torch.save(averaged_file(program, raw, average), tmp_path / "net.pth")
+    options = {"scale": "raw"} if format == "released" else {}
+    tuned, report = tuned_from(tmp_path / "net.pth", format=format, **options)
+    assert same(without_counts(tuned.state_dict()), average)
+    assert "averaged weights" in str(report)
+
+
+def test_averaged_weights_that_are_incomplete_are_left_out_and_said(tmp_path, trained):
+    """Programs that average parameters alone have no averaged statistics."""
+    raw = without_counts(trained.state_dict())
+    average = {name: tensor + 1 for name, tensor in raw.items() if "running" not in name}
+    torch.save({"model": raw, "model_ema": average, "ema": None, "ema_decay": 0.9}, tmp_path / "net.pth")
+    tuned, report = tuned_from(tmp_path / "net.pth", format="standard_bn")
+    assert same(without_counts(tuned.state_dict()), raw)
+    remark, *_ = report.remarks
+    assert remark.startswith("left out model_ema, averaged weights without ") and "running_mean" in remark
+
+
 def test_the_format_is_never_guessed(file, tmp_path):
     with pytest.raises(ValueError, match="last.pt is a checkpoint of this project: leave init.format out"):
         tuned_from(file, format="standard_bn")
