@@ -4,6 +4,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
 from torch import Tensor
 
 from datasets import IGNORED, SegmentationDataset
@@ -11,6 +12,7 @@ from engine.process.output_files import write_png
 from engine.process.transfers import HostCopy
 
 OVERLAY_OPACITY = 0.6
+LONGEST_SIDE = 1_024  # pixels, of each picture in TensorBoard
 
 
 class PictureCollector:
@@ -27,8 +29,8 @@ class PictureCollector:
                 self.shown[name] = HostCopy(_compared(minibatch, predictions, number))
 
     def pictures(self) -> dict[str, np.ndarray]:
-        """{name: uint8 (H, 3 W, 3)}"""
-        return {name: _picture(self.dataset, *copied.wait()) for name, copied in self.shown.items()}
+        """{name: uint8 (H, 3 W, 3)}; H and W are at most `LONGEST_SIDE`."""
+        return {name: _picture(self.dataset, *map(_small, copied.wait())) for name, copied in self.shown.items()}
 
 
 def write_predictions(
@@ -50,6 +52,17 @@ def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor
     """One image uint8 (3, H, W), its label, if any, and its prediction, uint8 (H, W), on the device."""
     label = minibatch["label"][number] if "label" in minibatch else None
     return minibatch["image"][number], label, predictions[number]
+
+
+def _small(pixels: Tensor | None) -> Tensor | None:
+    """An image uint8 (3, H, W), or classes uint8 (H, W), shrunk to sides of `LONGEST_SIDE`. Classes do not mix."""
+    if pixels is None or max(pixels.shape[-2:]) <= LONGEST_SIDE:
+        return pixels
+    factor, is_image = LONGEST_SIDE / max(pixels.shape[-2:]), pixels.ndim == 3
+    height, width = (max(1, round(side * factor)) for side in pixels.shape[-2:])
+    planes = np.ascontiguousarray(pixels.permute(1, 2, 0) if is_image else pixels)
+    small = cv2.resize(planes, (width, height), interpolation=cv2.INTER_AREA if is_image else cv2.INTER_NEAREST_EXACT)
+    return torch.from_numpy(small).permute(2, 0, 1) if is_image else torch.from_numpy(small)
 
 
 def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, prediction: Tensor) -> np.ndarray:

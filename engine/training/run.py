@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -57,6 +57,11 @@ class Run(Generic[Config, Split]):
     start_step: int = 0  # of that checkpoint
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
+
+    @cached_property
+    def plain_config(self) -> dict:
+        """The configuration for files. It does not change, and converting it takes 10 ms."""
+        return configuration.plain(self.config)
 
     def start(self, make: Callable[[], nn.Module]) -> None:
         """Make the learner (see `build.learner`), give it its initial or resumed weights, and open the records.
@@ -156,7 +161,7 @@ class Run(Generic[Config, Split]):
             "random": random_states(self.world),
             "total_steps": self.schedule.total_steps,
             "data": self.files,
-            "config": configuration.plain(self.config),
+            "config": self.plain_config,
             "best": self.metrics.best,
             "classes": list(self.train_set.classes),
         }
@@ -193,7 +198,7 @@ class Run(Generic[Config, Split]):
             evaluated,
             self.val_set,
             checkpoint=self.directory.last,
-            config=configuration.plain(self.config),
+            config=self.plain_config,
         )
         images, whole = evaluated.images, len(self.val_set)
         of = f" on {images} of {whole} images" if images < whole else ""
