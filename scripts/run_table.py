@@ -69,7 +69,7 @@ class Training(NamedTuple):
 
     title: str  # the experiment and the seed
     command: list[str]
-    missing: list[str]  # options that the command lacks
+    missing: list[str]  # options without which the command names DIR or FILE, and is not run
     has_ended: bool
     devices: int
     steps: int
@@ -117,12 +117,13 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
     entry, missing = papers.all_experiments()[experiment], []
     options = [f"experiment={experiment}", f"seed={seed}", override("run_dir", run_dir.resolve()), "resume=auto"]
     roots, weights = arguments.roots or {}, arguments.weights or {}
+    given = {each.partition("=")[0] for each in arguments.overrides}
     if config.data.name in roots:
         options.append(override("data.root", roots[config.data.name]))
-    elif config.data.name in DATA:
+    elif config.data.name in DATA and "data.root" not in given:
+        options.append("data.root=DIR")
         missing.append(f"roots={{{config.data.name}: DIR}}")
     for name in papers.weights_of(experiment):
-        is_given = any(each.startswith(f"{name}=") for each in arguments.overrides)
         config.init.weights = config.init.weights or "FILE"  # which one counts for no row
         fitting = sorted((name for name in weights if name in experiment), key=len)
         if fitting:
@@ -131,7 +132,8 @@ def training_of(experiment: str, seed: int, arguments: RunTable) -> Training:
             options += (
                 ["init.format=released"] if name == "init.weights" and file.is_file() and released_file(file) else []
             )
-        elif not is_given:
+        elif name not in given:
+            options.append(f"{name}=FILE")
             network = experiment.split("/")[1].removeprefix(f"{config.data.name}_")
             missing.append(f"weights={{{network}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []

@@ -1,6 +1,7 @@
 """The groups of a command, and which choices in configs/ fit them."""
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -11,6 +12,7 @@ from engine.configuration.config import flat
 from engine.schema.keys import groups_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+WEIGHTS = ("init.weights", "body.weights")  # one is FILE in commands of experiments that start from a trained body
 
 
 def groups_in(command: str) -> list[str]:
@@ -58,6 +60,23 @@ def settings_of(experiment: str) -> dict[str, object]:
             below = PurePosixPath("/experiment", experiment).parent / entry
             found |= settings_of(below.relative_to("/experiment").as_posix())
     return found | flat(content)
+
+
+def header(experiment: str) -> str:
+    """The comment at the top of an experiment's file; empty if there is none."""
+    file = CONFIGS / "experiment" / f"{experiment}.yaml"
+    return file.read_text("utf-8").partition("defaults:")[0] if file.is_file() else ""
+
+
+def command_of(experiment: str) -> str:
+    """The command in an experiment's header, without its [optional] keys; empty if there is none."""
+    found = re.search(r"(?m)^# +((?:python|torchrun) .*experiment=\S+.*?)(?: \[.*\])*$", header(experiment))
+    return found[1] if found else ""
+
+
+def weights_of(experiment: str) -> list[str]:
+    """The key in an experiment's command that takes a file of weights; none if it starts from random weights."""
+    return [name for name in WEIGHTS if f"{name}=FILE" in command_of(experiment).split()]
 
 
 @cache

@@ -330,6 +330,13 @@ class TrainingRun:
             f"also take BGR: reverse the input channels of the first convolution in the file)"
         )
 
+    def lacks_weights(self, experiment: str) -> str:
+        """A warning if a run of an experiment that starts from trained weights has none."""
+        return (
+            f"experiment={experiment} starts from a trained body, and this run from random weights: it will count for "
+            f"no row of a table. Give init.weights=FILE, as the comment in configs/experiment/{experiment}.yaml says"
+        )
+
     def new_run_advice(self, checkpoint: Path) -> str:
         """For messages: how to start from the weights of `checkpoint`."""
         return f"start a new run: another run_dir, and {shlex.quote(override('init.weights', checkpoint))}"

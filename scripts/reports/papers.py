@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from engine.configuration import config as configuration
-from engine.configuration.choices import CONFIGS, choices, settings_of
+from engine.configuration.choices import CONFIGS, choices, command_of, header, settings_of, weights_of
 from engine.configuration.command_line import composed
 from engine.configuration.help import as_text
 from engine.configuration.messages import explained
@@ -38,7 +38,6 @@ SPEED = (
     *("trainer.precision", "trainer.channels_last", "trainer.compile", "trainer.tf32", "trainer.capture"),
     *("trainer.deterministic", "optim.fused", "norm.backend"),
 )
-WEIGHTS = ("init.weights", "body.weights")  # one is FILE in commands of experiments that start from a trained body
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 VIEWS = {"": "", "_ten_crop": "ten crops", "_crop320": "320 pixels"}  # of results*.json, as eval.py names them
 
@@ -83,25 +82,6 @@ def _composed(experiment: str | None, *overrides: str) -> TrainingRun:
     chosen = () if experiment is None else (f"experiment={experiment}",)
     with explained(entry, SCHEMAS[entry], overrides):
         return configuration.typed(composed(entry, "run_dir=unused", *chosen, *overrides), SCHEMAS[entry])
-
-
-def header(experiment: str) -> str:
-    """The comment at the top of an experiment's file."""
-    text = (CONFIGS / "experiment" / f"{experiment}.yaml").read_text()
-    return text[: text.index("defaults:")]
-
-
-def command_of(experiment: str) -> str:
-    """The command in an experiment's header, without its [optional] keys. ValueError: there is none."""
-    found = re.search(r"(?m)^# +((?:python|torchrun) .*experiment=\S+.*?)(?: \[.*\])*$", header(experiment))
-    if found is None:
-        raise ValueError(f"configs/experiment/{experiment}.yaml: expected its command in the comment on top")
-    return found[1]
-
-
-def weights_of(experiment: str) -> list[str]:
-    """The key in an experiment's command that takes a file of weights; none if it starts from random weights."""
-    return [name for name in WEIGHTS if f"{name}=FILE" in command_of(experiment).split()]
 
 
 def devices_of(experiment: str) -> int:

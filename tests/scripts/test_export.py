@@ -61,6 +61,8 @@ def test_an_export_runs_in_a_fresh_process_with_torch_alone(checkpoints, tmp_pat
     assert json.loads(ended.stdout) == about
     assert about["input"] == {"dtype": "float32", "shape": ["N", 3, "H", "W"], "colours": "RGB", "levels": [0, 255]}
     assert about["classes"] == NAMES and about["step"] == 7
+    with pytest.raises(ValueError, match="net.pt2 is a program of torch.export, such as scripts.export makes"):
+        open_network(tmp_path / "net.pt2")
     if task == "classification":
         assert about["sizes"] == {"resize": 64, "crop_size": 48} and about["palette"] is None
     else:

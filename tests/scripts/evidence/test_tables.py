@@ -126,8 +126,12 @@ def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_pa
     job = run_table.training_of("table3/cityscapes_wrn38_std", 0, arguments)
     assert job.command[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "4", "train_seg.py"]
     assert "init.weights=FILE" in job.command and not job.missing and job.steps == 360 * (2975 // 20)
-    missing = run_table.training_of("table3/coco_stuff_resnext101_std", 0, arguments).missing
-    assert missing == ["roots={coco_stuff: DIR}", "weights={resnext101_std: FILE}"]
+    job = run_table.training_of("table3/coco_stuff_resnext101_std", 0, arguments)
+    assert job.missing == ["roots={coco_stuff: DIR}", "weights={resnext101_std: FILE}"]
+    assert {"data.root=DIR", "init.weights=FILE"} <= {*job.command}
+    arguments.overrides = ["data.root=/data", "init.weights=/net.pt"]
+    job = run_table.training_of("table3/coco_stuff_resnext101_std", 0, arguments)
+    assert not job.missing and {"data.root=DIR", "init.weights=FILE"}.isdisjoint(job.command)
 
 
 @pytest.mark.parametrize(
