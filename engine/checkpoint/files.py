@@ -142,7 +142,7 @@ def _replace(
     OSError, with `message`: the disk is full or not writable; no unfinished file is left.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # without parents: a run's folder may have been renamed
         with open(unfinished, "wb") as file:
             torch.save(content, file)
             file.flush()

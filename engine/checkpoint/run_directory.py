@@ -64,17 +64,41 @@ class RunDirectory:
         self._saving = self._thread.submit(lambda: self._write(copied.wait(), best))
 
     def _write(self, state: dict, best: bool) -> None:
+        self.check_in_place()
         if best:
             checkpoint.save(self.best, state)
             return
         checkpoint.save(self.last, state, previous=self.previous if self._last_is_good else None)
         self._last_is_good = True
 
+    def check_in_place(self) -> None:
+        """Raise OSError if the folder was removed or renamed since `lock`: writing would leave half a run there."""
+        if self._lock is not None and not self._is_in_place():
+            raise OSError(self._gone())
+
+    def _is_in_place(self) -> bool:
+        """Whether the path still leads to the locked file. Another run may have been started at the old place."""
+        assert self._lock is not None
+        try:
+            return os.path.samestat(os.stat(self.lock_file), os.fstat(self._lock.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def _gone(self) -> str:
+        return (
+            f"run_dir={self.path} (or the file {self.lock_file.name} in it) was removed or renamed while the run used "
+            f"it: restore it and continue with resume=auto, or start the run again"
+        )
+
     def saved(self, wait: bool = True) -> None:
-        """Raise the error of the last save. Wait for it, or without `wait` return at once if it is not done."""
+        """Raise the error of the last save. Wait for it, or without `wait` return at once if it is not done.
+
+        OSError: see `check_in_place`.
+        """
         if self._saving is not None and (wait or self._saving.done()):
             saving, self._saving = self._saving, None
             saving.result()
+        self.check_in_place()
 
     def _error(self, message: str) -> ValueError:
         return ValueError(f"run_dir={self.path}{message}")
@@ -121,8 +145,8 @@ class RunDirectory:
             kept = f"The last good checkpoint is {path}, of step {step}" if path else "There is no checkpoint yet"
             raise FloatingPointError(f"{error}. {kept}: {config.divergence_advice(path)}") from error
         except OSError as error:
-            if self._lock is not None and not self.path.exists():
-                raise OSError(f"run_dir={self.path} was removed while the run used it: start the run again") from error
+            if self._lock is not None and not self._is_in_place():
+                raise OSError(self._gone()) from error
             if error.errno in NO_ROOM:
                 left = checkpoint.what_is_left(error, self.path, self.last, self.previous)
                 raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
@@ -134,6 +158,7 @@ class RunDirectory:
         finally:
             if self._lock is not None:
                 self._lock.close()
+                self._lock = None
 
     def checkpoint_to_resume(self, config: TrainingRun, total_steps: int, files: dict[str, list[str]]) -> dict | None:
         """The state to resume from; None for a new run.

@@ -1,5 +1,6 @@
 """How commands end: on a stop request (Ctrl-C, or a scheduler's SIGTERM or SIGUSR1), or with an error message."""
 
+import atexit
 import errno
 import hashlib
 import json
@@ -23,6 +24,7 @@ from engine.process.distributed import World, launched
 from engine.process.output_files import NO_ROOM
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
+SECONDS_TO_END = 20  # for Python's exit, when all files have been written
 # Stop signals, and for how many seconds a repeated signal counts as the same request: Slurm and torchrun
 # may both pass it on, and torchrun repeats Ctrl-C at once.
 ONE_REQUEST_SECONDS: dict[int, float] = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 1.0}
@@ -99,6 +101,15 @@ class UntilStopped:
                 yield next(items)
 
 
+def _end_within_seconds(status: int) -> None:
+    """An exit handler: end with `status` even if those of libraries wait, as PyTorch's does for its compilers.
+
+    It is registered last, so it runs first, but after all threads of ours, such as one that writes a checkpoint.
+    """
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
+    signal.alarm(SECONDS_TO_END)
+
+
 def _ignore_signals(*numbers: int) -> None:
     """Ignore signals while Python exits: Ctrl-C would print a traceback, a repeated SIGTERM change the exit status."""
     if threading.current_thread() is threading.main_thread():
@@ -113,15 +124,18 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
     HYDRA_FULL_ERROR=1 keeps all tracebacks. `again`: how to go on after a stop on request.
     """
     make_printing_safe()
+    status = 1
     # Its warning that it finds no CUDA runtime only means that code is compiled for the CPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         yield
+        status = 0
     except KeyboardInterrupt:
         _ignore_signals(signal.SIGINT)
         sys.exit("interrupted")
     except Preempted as stopped:
         _ignore_signals(*ONE_REQUEST_SECONDS)
+        status = EXIT_CODE
         logger.log(logging.INFO if logger.handlers else logging.WARNING, f"{stopped}; exit status {EXIT_CODE}: {again}")
         sys.exit(EXIT_CODE)
     except Exception as error:  # out-of-memory errors of OpenCV and PyTorch have any type
@@ -145,6 +159,8 @@ def errors_for_users(again: str = "start it again") -> Iterator[None]:
             if os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
                 sys.exit(1)  # torchrun prints the file
         sys.exit(message)
+    finally:
+        atexit.register(_end_within_seconds, status)
 
 
 def _for_torchrun(file: Path, message: str) -> None:

@@ -21,6 +21,7 @@ from engine.checkpoint.initial_weights import initialise
 from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as configuration
+from engine.configuration.choices import weights_of
 from engine.process.allocations import forget_peak, keep_freed_memory, peak_memory_mib
 from engine.process.console import counted, log_to, logger, make_console
 from engine.process.distributed import World, cores_per_rank, joined
@@ -182,6 +183,7 @@ class Run(Generic[Config, Split]):
             self.learner.captured.release()
         with varying_sizes():
             evaluated = evaluate()
+        self.directory.check_in_place()
         forget_peak(self.world.device)  # an evaluation may need more than training
         score, best = evaluated.scores[self.config.score], self.metrics.best
         if score > (-math.inf if best is None else best[1]):
@@ -193,6 +195,7 @@ class Run(Generic[Config, Split]):
 
     def conclude(self, evaluated: Evaluated) -> dict:
         """Write the last checkpoint's results; print them and the run's summary."""
+        self.directory.check_in_place()
         results = write_results(
             self.directory.results if self.world.first else None,
             evaluated,
@@ -231,7 +234,8 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
     ):
         config.check_shares(world.size)
         config.check_capture(world.device.type, world.size)
-        given = deciding((word for word in shlex.split(command) if "=" in word), config)
+        words = [word for word in shlex.split(command) if "=" in word]
+        given = deciding(words, config)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config):
             run = _agree(config, world, stop, directory, *find(data))
@@ -239,6 +243,9 @@ def opened(config: Config, command: str, find: Callable[[Any], tuple[Split, Spli
             logger.debug(command)
             if directory.notice and world.first:
                 logger.warning(directory.notice)
+            chosen = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("experiment=")]
+            if config.init.weights is None and any(map(weights_of, chosen)) and world.first:
+                logger.warning(config.lacks_weights(chosen[-1]))
             if run.resumed is None and world.first:
                 head = f"# {command}\n# {world.size} x {world.device.type}\n"
                 write_file(directory.config, head + configuration.yaml(config))

@@ -75,12 +75,16 @@ def load_by_name(
     for key, tensor in wanted.items():
         if key in own and own[key].shape != tensor.shape:
             misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(own[key])} in the network")
-    misfits += [f"{key} is not finite" for key in not_finite(wanted)]
     # The counts are used only without momentum; older programs did not save them.
     needed = (key for key in new if is_of_body(key) or (with_head and key.startswith("head.")))
     misfits += [f"{key} is not in the file" for key in needed if not key.endswith("num_batches_tracked")]
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
+    if broken := not_finite(wanted):
+        raise ValueError(
+            f"{name} has infinite or NaN weights: {listed(broken)}. It was saved after an overflow, or is damaged: "
+            f"give an earlier checkpoint, or copy it again"
+        )
     network.load_state_dict({**own, **wanted})
     return Loaded(source, list(wanted), skipped, new, tuple(remarks))
 

@@ -4,6 +4,7 @@ import argparse
 import pickle
 import re
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -35,6 +36,8 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
         with torch.serialization.safe_globals([argparse.Namespace]):  # torchvision's and timm's scripts save theirs
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes raise almost anything
+        if kind := _other_kind(path):
+            raise ValueError(f"{name} is {kind}, not a checkpoint: expected {expected}") from error
         if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"GLOBAL (\S+)", str(error))):
             raise ValueError(
                 f"{name} contains more than tensors and plain containers ({found[1]}): not loaded, because it could "
@@ -48,6 +51,23 @@ def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
         raise ValueError(
             f"{name} is damaged, or no file of torch.save ({reason}): expected {expected}; {if_damaged}"
         ) from error
+
+
+def _other_kind(path: Path) -> str | None:
+    """What a file is if it is whole, but of another program or for another purpose; None: unknown, or damaged."""
+    if path.suffix == ".onnx":
+        return "an ONNX program"
+    with suppress(Exception), zipfile.ZipFile(path) as archive:  # damaged bytes raise almost anything
+        parts = {part for name in archive.namelist() for part in name.split("/")}
+        if "archive_format" in parts:
+            return "a program of torch.export, such as scripts.export makes of a checkpoint"
+        return "a program of TorchScript" if {"code", "constants.pkl"} <= parts else None
+    with open(path, "rb") as file:
+        start = file.read(200)
+    if not start or any(byte < 32 and byte not in b"\t\n\r" for byte in start):
+        return None
+    kind = {".json": "a JSON file", ".yaml": "a YAML file"}.get(path.suffix, "a text")
+    return f"{kind} that begins with {start[:30]!r}"
 
 
 def _check_bytes(path: Path) -> None:

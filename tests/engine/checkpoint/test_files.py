@@ -166,6 +166,17 @@ def test_unusable_files_are_named(tmp_path):
         torch.save(content, path)
         with pytest.raises(ValueError, match=f"^checkpoint {path} {found}"):
             checkpoint.load(path)
+    for name, content, kind in (
+        ("classes.json", '{"classes": []}', """a JSON file that begins with b'{"classes": """),
+        ("config.yaml", "# python train_seg.py", "a YAML file that begins with b'# python"),
+        ("log.txt", "class IoU\n", "a text that begins with b'class IoU"),
+        ("net.onnx", "\0\1", "an ONNX program"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(
+            ValueError, match=f"^checkpoint {tmp_path / name} is {kind}.*, not a checkpoint: expected a"
+        ):
+            checkpoint.load(tmp_path / name)
     with pytest.raises(ValueError, match=f"^checkpoint {tmp_path} is a folder: expected "):
         checkpoint.load(tmp_path)
 

@@ -46,6 +46,7 @@ def save(run: RunDirectory, state: dict) -> None:
 def run_in(path: Path, config: SegmentationRun | None = None, *steps: int) -> RunDirectory:
     """A run's folder, with checkpoints of these steps."""
     run = RunDirectory(str(path))
+    path.mkdir(exist_ok=True)
     for step in steps:
         save(run, state_of(step, config))
     return run
@@ -197,6 +198,30 @@ def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch):
     threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
     run.lock()
     assert os.WIFSIGNALED(os.waitpid(other, 0)[1])
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("moved", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("renamed"))])
+def test_a_run_whose_folder_is_gone_ends_and_leaves_nothing_at_the_old_place(tmp_path, config, moved, replaced):
+    """Another run may have been started there."""
+    path = tmp_path / "run"
+    run, other = RunDirectory(str(path)), RunDirectory(str(path))
+    gone = rf"^run_dir={path} \(.*\) was removed or renamed while the run used it: restore it and continue"
+    with pytest.raises(OSError, match=gone), run.in_use(config):
+        run.lock()
+        save(run, state_of(1, config))
+        moved(path)
+        if replaced:
+            other.lock()
+        for notices in (
+            run.check_in_place,
+            lambda: run.saved(wait=False),
+            lambda: run.start_saving(state_of(2, config)),
+        ):
+            with pytest.raises(OSError, match=gone):
+                notices()
+        run._saving = run._thread.submit(run._write, state_of(2, config), True)  # it was under way
+    assert not path.exists() if not replaced else [each.name for each in path.iterdir()] == [".lock"]
 
 
 def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):

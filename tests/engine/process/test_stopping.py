@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import cv2
@@ -16,6 +18,7 @@ from engine.process.output_files import write_file
 from engine.process.stopping import Preempted, StopRequest, UntilStopped, errors_for_users
 from models.checkpoints import torch_files
 from tests.engine.checkpoint.test_files import files_of_at_most
+from tests.runs import REPOSITORY
 
 
 def handlers() -> list:
@@ -100,6 +103,30 @@ def test_memory_that_runs_out_anywhere_is_a_message():
     for kind in (KeyError, RuntimeError):  # our own mistakes keep their traceback
         with pytest.raises(kind, match="our own"), errors_for_users():
             raise kind("our own mistake")
+
+
+HANGS = """
+import atexit, time
+from engine.process import stopping
+atexit.register(time.sleep, 600)
+stopping.SECONDS_TO_END = 1
+with stopping.errors_for_users():
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    "error, status, said",
+    [
+        ("ValueError('no such file')", 1, "error: no such file"),
+        pytest.param("stopping.Preempted('stopped')", 75, "stopped; exit status 75", marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_ends_after_its_message_although_a_library_waits(error, status, said):
+    """PyTorch waits up to 300 s for the processes that compile."""
+    script = HANGS.format(error=error)
+    ended = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == status and said in ended.stderr
 
 
 def test_an_error_of_the_disk_ends_with_what_to_do(tmp_path):

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import re
 import shutil
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -202,12 +203,23 @@ def archive(path: Path, kind: str) -> None:
     next(path.parent.glob("net.pth.tar.*")).rename(path)
 
 
+def zipped(path: Path, members: tuple[str, ...]) -> None:
+    with zipfile.ZipFile(path, "w") as program:
+        for member in members:
+            program.writestr(f"net/{member}", "pt2")
+
+
 FOREIGN = {
     "empty": (lambda path: path.write_bytes(b""), r"is damaged, or no file of torch.save \(EOFError; begins with b''"),
     # In the old format; tests/engine/checkpoint/test_files.py has files of the new one.
     "cut": (lambda path: path.write_bytes(files.small_resnext(path)[0].read_bytes()[:-100]), "is damaged, or no file"),
     "page": (lambda path: path.write_text("<!DOCTYPE html><html>Not found</html>"), "begins with b'<!DOCTYPE html>"),
     "pointer": (lambda path: path.write_text("version https://git-lfs.github.com"), "begins with b'version https://"),
+    "script": (
+        partial(zipped, members=("code/net.py", "constants.pkl")),
+        "is a program of TorchScript, not a checkpoint",
+    ),
+    "program": (partial(zipped, members=("archive_format",)), "is a program of torch.export, such as scripts.export"),
     "tar": (partial(archive, kind="tar"), r"is damaged, or no file of torch.save"),
     # Its time, among the bytes that are shown, may have a quotation mark.
     "zip": (partial(archive, kind="zip"), r"is damaged, or no file of torch.save \(RuntimeError; begins with b.PK"),
@@ -237,7 +249,7 @@ def test_weights_that_are_not_finite_are_refused():
     state = small_resnext(classes=3).state_dict()
     name = next(name for name in state if name.endswith("weight"))
     state[name] = torch.full_like(state[name], torch.nan)
-    with pytest.raises(ValueError, match=f"{name} is not finite"):
+    with pytest.raises(ValueError, match=f"has infinite or NaN weights: {name}. It was saved after an overflow"):
         load_by_name(small_resnext(classes=3), state, source="", name="", advice="")
 
 
