@@ -1,13 +1,11 @@
 """Checkpoint files: all that resuming or evaluating a run needs, as tensors in plain containers."""
 
 import errno
-import math
 import os
 import reprlib
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -33,58 +31,24 @@ OPTIONAL = ("palette", "label_ids", "unnamed_classes", "mean_image")
 OF_TRAINING = ("total_steps", "best", "data")  # only to resume a run
 
 
-def _is_count(value: Any, most: float = math.inf) -> bool:
-    return type(value) is int and 0 <= value <= most
-
-
-def _is_list(value: Any, fits: Callable[[Any], bool], length: int | None = None) -> bool:
-    return isinstance(value, (list, tuple)) and length in (None, len(value)) and all(map(fits, value))
-
-
-def _is_dict(value: Any, fits: Callable[[Any], bool] = lambda _: True) -> bool:
-    return isinstance(value, dict) and all(isinstance(name, str) and fits(each) for name, each in value.items())
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_best(value: Any) -> bool:
-    """Whether it is None, as before the first evaluation, or a step and its score."""
-    if value is None or not _is_list(value, lambda _: True, length=2):
-        return value is None
-    return _is_count(value[0]) and type(value[1]) in (int, float) and 0 <= value[1] <= 1
-
-
-def _is_colour(value: Any) -> bool:
-    return _is_list(value, partial(_is_count, most=255), length=3)
-
-
-def _is_image(value: Any) -> bool:
-    of_floats = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3 and len(value) == 3
-    return of_floats and bool(value.isfinite().all())
-
-
-_TENSORS = "tensors by name", partial(_is_dict, fits=lambda value: isinstance(value, Tensor))
-_DICTIONARY = "a dictionary", _is_dict
-_COUNT = "a whole number, 0 or more", _is_count
-# What each part is, in words and as a function. (The keys of `config` have the rules of engine/schema.)
-_PARTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "task": ("a text", _is_text),
-    "step": _COUNT,
-    "config": _DICTIONARY,
-    "classes": ("a list of names", partial(_is_list, fits=_is_text)),
-    "network": _TENSORS,
-    "ema": _TENSORS,
-    "ema_updates": _COUNT,
-    "optimizer": _DICTIONARY,
-    "scaler": _DICTIONARY,
-    "palette": ("a list of colours, each 3 numbers from 0 to 255", partial(_is_list, fits=_is_colour)),
-    "label_ids": ("a list of numbers from 0 to 255", partial(_is_list, fits=partial(_is_count, most=255))),
-    "mean_image": ("a tensor (3, H, W) of finite numbers", _is_image),
-    "total_steps": _COUNT,
-    "best": ("null, or a step and its score from 0 to 1", _is_best),
-    "data": ("three texts for each split", partial(_is_dict, fits=partial(_is_list, fits=_is_text, length=3))),
+_COUNT, _BYTE = range(2**63), range(256)
+# What each part is: see `_fits`. (The keys of `config` have the rules of engine/schema.)
+_PARTS: dict[str, tuple[Any, str]] = {
+    "task": (str, "a text"),
+    "step": (_COUNT, "a whole number, 0 or more"),
+    "config": ({str: object}, "a dictionary"),
+    "classes": ([str], "a list of names"),
+    "network": ({str: Tensor}, "tensors by name"),
+    "ema": ({str: Tensor}, "tensors by name"),
+    "ema_updates": (_COUNT, "a whole number, 0 or more"),
+    "optimizer": ({str: object}, "a dictionary"),
+    "scaler": ({str: object}, "a dictionary"),
+    "palette": ([(_BYTE, _BYTE, _BYTE)], "a list of colours, each 3 numbers from 0 to 255"),
+    "label_ids": ([_BYTE], "a list of numbers from 0 to 255"),
+    "mean_image": (Tensor, "a tensor"),
+    "total_steps": (_COUNT, "a whole number, 0 or more"),
+    "best": ((_COUNT, float | int), "null before the first evaluation, then a step and its score"),
+    "data": ({str: (str, str, str)}, "three texts for each split"),
 }
 
 
@@ -215,8 +179,8 @@ def checked(state: object, path: Path) -> dict:
         raise ValueError(
             f"checkpoint {path} has no {missing[0]}: expected {', '.join(NEEDED)}, as training writes them"
         )
-    for part, (expected, fits) in _PARTS.items():
-        if part in state and not fits(state[part]):
+    for part, (kind, expected) in _PARTS.items():
+        if part in state and not _fits(state[part], kind) and (part, state[part]) != ("best", None):
             raise ValueError(
                 f"checkpoint {path}: {part} is {reprlib.repr(state[part])}; expected {expected}. {RESTORE}"
             )
@@ -224,11 +188,29 @@ def checked(state: object, path: Path) -> dict:
         if part in state and len(state[part]) != len(state["classes"]):
             counts = f"{len(state[part])} entries for {len(state['classes'])} classes"
             raise ValueError(f"checkpoint {path}: {part} has {counts}; expected one each. {RESTORE}")
-    step, best, updates = state["step"], state.get("best"), state.get("ema_updates", 1)
-    for part, is_wrong in (("best", best is not None and best[0] > step), ("ema_updates", not 0 < updates <= step)):
-        if is_wrong and part in state:
-            raise ValueError(f"checkpoint {path}: {part} is {state[part]}, but it is of step {step}. {RESTORE}")
+    step, best = state["step"], state.get("best")
+    wrong = {
+        "best": best is not None and (best[0] > step or not 0 <= best[1] <= 1),
+        "ema_updates": not 0 < state.get("ema_updates", 1) <= max(step, 1),
+        "mean_image": "mean_image" in state and state["mean_image"].shape[:-2] != (3,),
+    }
+    for part in (part for part, is_wrong in wrong.items() if is_wrong):
+        raise ValueError(f"checkpoint {path} of step {step}: {part} cannot be {reprlib.repr(state[part])}. {RESTORE}")
     return state
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value has a type, lies in a range, or is a list [each], a list (first, second, …) or {name: each}."""
+    if isinstance(kind, range):
+        return type(value) is int and value in kind
+    if isinstance(kind, dict):
+        (pair,) = kind.items()
+        return isinstance(value, dict) and all(_fits(entry, pair) for entry in value.items())
+    if isinstance(kind, list):
+        return isinstance(value, (list, tuple)) and all(_fits(each, kind[0]) for each in value)
+    if isinstance(kind, tuple):
+        return isinstance(value, (list, tuple)) and len(value) == len(kind) and all(map(_fits, value, kind))
+    return isinstance(value, kind)
 
 
 def read(path: Path) -> object:

@@ -72,20 +72,13 @@ class RunDirectory:
         self._last_is_good = True
 
     def check_in_place(self) -> None:
-        """Raise OSError if the folder was removed or renamed since `lock`: writing would leave half a run there."""
-        if self._lock is not None and not self._is_in_place():
-            raise OSError(self._gone())
-
-    def _is_in_place(self) -> bool:
-        """Whether the path still leads to the locked file. Another run may have been started at the old place."""
-        assert self._lock is not None
-        try:
-            return os.path.samestat(os.stat(self.lock_file), os.fstat(self._lock.fileno()))
-        except FileNotFoundError:
-            return False
-
-    def _gone(self) -> str:
-        return (
+        """Raise OSError if the path no longer leads to the locked file: a write would leave half a run there."""
+        if self._lock is None:
+            return
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.lock_file), os.fstat(self._lock.fileno())):
+                return
+        raise OSError(
             f"run_dir={self.path} (or the file {self.lock_file.name} in it) was removed or renamed while the run used "
             f"it: restore it and continue with resume=auto, or start the run again"
         )
@@ -145,8 +138,7 @@ class RunDirectory:
             kept = f"The last good checkpoint is {path}, of step {step}" if path else "There is no checkpoint yet"
             raise FloatingPointError(f"{error}. {kept}: {config.divergence_advice(path)}") from error
         except OSError as error:
-            if self._lock is not None and not self._is_in_place():
-                raise OSError(self._gone()) from error
+            self.check_in_place()
             if error.errno in NO_ROOM:
                 left = checkpoint.what_is_left(error, self.path, self.last, self.previous)
                 raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from datasets import IGNORED, SegmentationDataset
 from engine.process.output_files import write_png
@@ -58,11 +58,9 @@ def _small(pixels: Tensor | None) -> Tensor | None:
     """An image uint8 (3, H, W), or classes uint8 (H, W), shrunk to sides of `LONGEST_SIDE`. Classes do not mix."""
     if pixels is None or max(pixels.shape[-2:]) <= LONGEST_SIDE:
         return pixels
-    factor, is_image = LONGEST_SIDE / max(pixels.shape[-2:]), pixels.ndim == 3
-    height, width = (max(1, round(side * factor)) for side in pixels.shape[-2:])
-    planes = np.ascontiguousarray(pixels.permute(1, 2, 0) if is_image else pixels)
-    small = cv2.resize(planes, (width, height), interpolation=cv2.INTER_AREA if is_image else cv2.INTER_NEAREST_EXACT)
-    return torch.from_numpy(small).permute(2, 0, 1) if is_image else torch.from_numpy(small)
+    size = [max(1, round(side * LONGEST_SIDE / max(pixels.shape[-2:]))) for side in pixels.shape[-2:]]
+    mode, planes = ("area", pixels) if pixels.ndim == 3 else ("nearest-exact", pixels[None])
+    return interpolate(planes[None].float(), size, mode=mode).round().byte().reshape(*pixels.shape[:-2], *size)
 
 
 def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, prediction: Tensor) -> np.ndarray:

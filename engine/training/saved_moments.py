@@ -51,12 +51,9 @@ def _like(parameter: nn.Parameter, value: Any, what: str, steps: int | None) -> 
 
 def check_scaler(saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> None:
     """Raise ValueError unless `saved` is a state of this scaler: a finite scale above 0, the same factors."""
-    own = scaler.state_dict()
-    fits = {
-        "scale": lambda value: 0 < value < float("inf"),
-        "_growth_tracker": lambda value: 0 <= value <= own["growth_interval"],
-    }
-    for name, usual in own.items():
-        value = saved[name]
-        if type(value) is not type(usual) or not fits.get(name, usual.__eq__)(value):
-            raise ValueError(f"its loss scaler's {name} is {value!r}; expected a value such as {usual}")
+    free = ("scale", "_growth_tracker")
+    fixed = {name: value for name, value in scaler.state_dict().items() if name not in free}
+    scale, tracker = (saved[name] for name in free)
+    fits = type(scale) is float and 0 < scale < float("inf") and type(tracker) is int and tracker >= 0
+    if not fits or any(saved[name] != value for name, value in fixed.items()):
+        raise ValueError(f"its loss scaler is {dict(saved)}; expected a scale above 0, and {fixed}")

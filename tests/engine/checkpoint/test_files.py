@@ -195,7 +195,7 @@ COUNT, BYTES, COLOURS = (
     "a list of numbers from 0 to 255",
     "a list of colours, each 3 numbers",
 )
-BEST, HASHES = "null, or a step and its score from 0 to 1", "three texts for each split"
+BEST, HASHES = "null before the first evaluation, then a step and its score", "three texts for each split"
 
 
 @pytest.mark.parametrize(
@@ -212,15 +212,12 @@ BEST, HASHES = "null, or a step and its score from 0 to 1", "three texts for eac
         ),
         *(("palette", value, COLOURS) for value in ("x", [[0, 0, 0], [0, 0]], [[0, 0, 256]] * 2, [[0, 0.5, 0]] * 2)),
         *(("label_ids", value, BYTES) for value in ([0, 300], [0, -1], [0, "1"], 3)),
-        *(("best", value, BEST) for value in ("x", [1], [1, 73.4], [1, torch.nan], ["a", 0.5], [-1, 0.5])),
+        *(("best", value, BEST) for value in ("x", [1], [1, "a"], ["a", 0.5], [-1, 0.5])),
         *(
             ("data", value, HASHES)
             for value in ("x", {"training": ["a"]}, {0: ["a", "b", "c"]}, {"training": [1, 2, 3]})
         ),
-        *(
-            ("mean_image", value, "a tensor .3, H, W.")
-            for value in (0, torch.zeros(3), torch.full((3, 1, 1), torch.inf))
-        ),
+        ("mean_image", 0, "a tensor"),
         *((part, [1], "a dictionary") for part in ("config", "optimizer", "scaler")),
     ],
 )
@@ -231,12 +228,19 @@ def test_a_part_with_other_content_is_named_with_its_value(tmp_path, part, value
         checkpoint.load(path)
 
 
-@pytest.mark.parametrize("part, value", [("best", [4, 0.5]), ("ema_updates", 4), ("ema_updates", 0)])
-def test_a_part_of_a_later_step_is_refused(tmp_path, part, value):
-    checkpoint.save(tmp_path / "net.pt", state_of(3, best=[3, 1.0], ema_updates=3))
+@pytest.mark.parametrize(
+    "part, value",
+    [
+        *(("best", value) for value in ([4, 0.5], [1, 73.4], [1, torch.nan])),
+        *(("ema_updates", value) for value in (0, 4)),
+        *(("mean_image", torch.zeros(size)) for size in ((), (3,), (1, 4, 4))),
+    ],
+)
+def test_a_part_that_does_not_fit_the_others_is_refused(tmp_path, part, value):
+    checkpoint.save(tmp_path / "net.pt", state_of(3, best=[3, 1.0], ema_updates=3, mean_image=torch.zeros(3, 4, 4)))
     checkpoint.load(tmp_path / "net.pt")
     checkpoint.save(tmp_path / "net.pt", state_of(3, **{part: value}))
-    with pytest.raises(ValueError, match=rf"net.pt: {part} is .*, but it is of step 3. Restore the file"):
+    with pytest.raises(ValueError, match=rf"(?s)net.pt of step 3: {part} cannot be .*\. Restore the file"):
         checkpoint.load(tmp_path / "net.pt")
 
 

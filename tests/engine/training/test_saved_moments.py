@@ -80,11 +80,14 @@ def test_an_entry_too_few_or_too_many_and_a_wrong_count_of_steps_are_refused():
             fitting_moments(saved, optimizer, steps=2)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, torch.inf, torch.nan, "x", 7])
-def test_a_loss_scale_that_no_run_has_is_refused(value):
+@pytest.mark.parametrize(
+    "name, values", {"scale": [0.0, -1.0, torch.inf, torch.nan, "x", 7], "growth_factor": [8.0]}.items()
+)
+def test_a_loss_scale_that_no_run_has_is_refused(name, values):
     scaler = torch.amp.GradScaler("cpu")
     check_scaler({**scaler.state_dict(), "scale": 1.5, "_growth_tracker": 3}, scaler)
-    with pytest.raises(ValueError, match="^its loss scaler's scale is .*; expected a value such as 65536.0"):
-        check_scaler({**scaler.state_dict(), "scale": value}, scaler)
-    with pytest.raises(ValueError, match="its loss scaler's growth_factor is 8.0; expected a value such as 2.0"):
-        check_scaler({**scaler.state_dict(), "growth_factor": 8.0}, scaler)
+    for value in values:
+        with pytest.raises(
+            ValueError, match=f"^its loss scaler is .*'{name}': {value!r}.*; expected a scale above 0, and"
+        ):
+            check_scaler({**scaler.state_dict(), name: value}, scaler)
