@@ -12,7 +12,6 @@ from engine.configuration.config import flat
 from engine.schema.keys import groups_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-WEIGHTS = ("init.weights", "body.weights")  # one is FILE in commands of experiments that start from a trained body
 
 
 def groups_in(command: str) -> list[str]:
@@ -76,7 +75,7 @@ def command_of(experiment: str) -> str:
 
 def weights_of(experiment: str) -> list[str]:
     """The key in an experiment's command that takes a file of weights; none if it starts from random weights."""
-    return [name for name in WEIGHTS if f"{name}=FILE" in command_of(experiment).split()]
+    return re.findall(r"(\S+\.weights)=FILE", command_of(experiment))
 
 
 @cache

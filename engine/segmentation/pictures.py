@@ -1,6 +1,7 @@
 """Pictures of labels and predictions, and files for the official evaluation scripts."""
 
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -54,7 +55,7 @@ def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor
     return minibatch["image"][number], label, predictions[number]
 
 
-def _small(pixels: Tensor | None) -> Tensor | None:
+def _small(pixels: Tensor | None) -> Any:
     """An image uint8 (3, H, W), or classes uint8 (H, W), shrunk to sides of `LONGEST_SIDE`. Classes do not mix."""
     if pixels is None or max(pixels.shape[-2:]) <= LONGEST_SIDE:
         return pixels
