@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from engine.process.forward import Forward
 from engine.training.capture import CapturedMicroBatches
-from engine.training.saved_moments import check_scaler, fitting_moments
+from engine.training.saved_moments import check_scaler, fitting_moments, state_of
 from keepless.norms.conversion_report import listed
 from keepless.torch_internals import move_towards, norms_of
 from models.checkpoints.loading import not_finite
@@ -157,7 +157,7 @@ class Learner:
         state: dict[str, Any] = {
             "step": step,
             "network": self.network.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": state_of(self.optimizer),
         }
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
@@ -188,10 +188,7 @@ class Learner:
             if self.scaler.is_enabled():
                 check_scaler(state["scaler"], self.scaler)
                 self.scaler.load_state_dict(state["scaler"])
-            moments = state["optimizer"]["state"]
-            # In float16 every step so far may have overflowed; an optimiser that is not fused then has no state.
-            if moments or not self.scaler.is_enabled() or state["scaler"]["_growth_tracker"]:
-                moments = fitting_moments(moments, self.optimizer, state["step"])
+            moments = fitting_moments(state["optimizer"]["state"], self.optimizer, state["step"])
             self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
             if self.average is not None:
                 self.average.module.load_state_dict(state["ema"])

@@ -7,6 +7,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+NOT_UPDATED = {"updated": False}  # the entry of a parameter that had no gradient, or whose steps float16 has skipped
+
+
+def expected_moments(optimizer: Optimizer) -> set[str]:
+    """The names of an optimiser's state of each parameter."""
+    if isinstance(optimizer, AdamW):
+        return {"step", "exp_avg", "exp_avg_sq"}
+    return {"momentum_buffer"} if optimizer.defaults.get("momentum") else set()
+
+
+def state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimiser's state dict, in which no parameter lacks an entry."""
+    state = optimizer.state_dict()
+    if expected_moments(optimizer):
+        for number in range(sum(len(group["params"]) for group in optimizer.param_groups)):
+            state["state"].setdefault(number, dict(NOT_UPDATED))
+    return state
+
 
 def fitting_moments(saved: Mapping[int, Mapping[str, Any]], optimizer: Optimizer, steps: int) -> dict[int, dict]:
     """The saved state of an optimiser, by its parameters' positions, on their devices and in their memory layout.
@@ -16,9 +34,7 @@ def fitting_moments(saved: Mapping[int, Mapping[str, Any]], optimizer: Optimizer
 
     ValueError: an entry is missing, unknown, or of another shape or dtype; names the parameter.
     """
-    expected = {"momentum_buffer"} if optimizer.defaults.get("momentum") else set()
-    if isinstance(optimizer, AdamW):
-        expected = {"step", "exp_avg", "exp_avg_sq"}
+    expected = expected_moments(optimizer)
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if strange := [key for key in saved if key not in range(len(names))]:
@@ -26,6 +42,8 @@ def fitting_moments(saved: Mapping[int, Mapping[str, Any]], optimizer: Optimizer
     fitting: dict[int, dict] = {number: {} for number in range(len(names) if expected else 0)}
     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         entry = saved.get(number, {})
+        if entry == NOT_UPDATED:
+            continue
         for part in sorted(expected | entry.keys(), key=str):
             what = f"its optimiser's {part} of {name}"
             if part not in expected:

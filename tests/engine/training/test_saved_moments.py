@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.training.saved_moments import check_scaler, fitting_moments
+from engine.training.saved_moments import check_scaler, fitting_moments, state_of
 
 SIZE = (2, 3, 1, 4)
 
@@ -38,6 +38,17 @@ def test_moments_are_copied_into_their_parameters_layout(kind):
     assert fitting[1][name].stride() == (1,) and torch.equal(fitting[1][name], torch.ones(2))
     without = torch.optim.SGD([("conv.bias", nn.Parameter(torch.ones(2)))])
     assert not fitting_moments({}, without, steps=2)
+
+
+def test_a_parameter_that_never_had_a_gradient_has_an_entry_of_its_own():
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([("used", used), ("unused", unused)], momentum=0.9)
+    used.grad = torch.ones(2)
+    optimizer.step()
+    saved = state_of(optimizer)["state"]
+    assert saved[1] == {"updated": False} and fitting_moments(saved, optimizer, steps=1)[1] == {}
+    with pytest.raises(ValueError, match="momentum_buffer of unused is missing"):
+        fitting_moments({0: saved[0]}, optimizer, steps=1)
 
 
 REFUSED = {
