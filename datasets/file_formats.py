@@ -7,6 +7,7 @@ from collections.abc import Iterator
 PNG, JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
 JPEG_END = b"\xff\xd9"  # further bytes do not belong to the image
 GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
+_PIXELS = b"IDAT"  # the kind of the chunks that hold a PNG's pixels, compressed together
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a JPEG marker, except restarts between coded pixels
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
 _SEQUENTIAL = (0xC0, 0xC1)  # the markers of JPEGs that decode in one pass from the top
@@ -37,18 +38,29 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 
 def png_pixels_only(data: bytes) -> bytes:
-    """The PNG without text, colour profile and other chunks that do not change its pixels' values."""
-    return data[:8] + b"".join(chunk for chunk in png_chunks(data) if chr(chunk[4]).isupper())
+    """The PNG without text, colour profile and other chunks that do not change its pixels' values.
+
+    It also lacks the last byte of the compressed pixels, which belongs to their checksum. Pillow stops where the
+    checksum ends and leaves missing rows black; if it does not end, Pillow asks for more pixels, and fails.
+    """
+    before, pixels, behind = [memoryview(data)[:8]], list[memoryview](), list[memoryview]()
+    for chunk in png_chunks(data):
+        if chunk[4:8] == _PIXELS:
+            pixels.append(chunk[8:-4])
+        elif chr(chunk[4]).isupper():
+            (behind if pixels else before).append(chunk)
+    content = memoryview(b"".join(pixels))[:-1]
+    return b"".join([*before, len(content).to_bytes(4, "big"), _PIXELS, content, bytes(4), *behind])
 
 
 def png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes | None:
-    """The PNG with a header that claims `rows` rows; None if its pixels are of another kind."""
+    """`png_pixels_only` with a header that claims `rows` rows; None if its pixels are of another kind."""
     header = data[12:29]  # "IHDR", width, height, depth, colour type, compression, filter, interlacing
     depth, colour_type, *_, interlaced = header[12:]
     if colour_type not in colour_types or interlaced or (depth != 8 and colour_type != PALETTE):
         return None
     header = header[:8] + rows.to_bytes(4, "big") + header[12:]
-    return data[:12] + header + zlib.crc32(header).to_bytes(4, "big") + data[33:]
+    return data[:12] + header + zlib.crc32(header).to_bytes(4, "big") + png_pixels_only(data)[33:]
 
 
 def jpeg_has_end(data: bytes) -> bool:

@@ -1,7 +1,9 @@
 """Reads image files, with the checks that decoders leave out. Every error names the file and says what is wrong."""
 
+import sys
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +31,8 @@ _PNG_OR_JPEG = "an image; expected a PNG or JPEG"
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
+Range16 = tuple[int, int]  # the values of 16-bit images that become black and white
+ALL_16: Range16 = 0, 65_535
 
 
 class Unreadable(ValueError):
@@ -88,23 +92,46 @@ def complete(path: Path, data: bytes, photograph: bool = False) -> Stored:
     return Stored(path, data)
 
 
-def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool = False) -> np.ndarray:
+def decode_image(
+    file: Path | Stored, window: Window = EVERYTHING, turned: bool = False, range16: Range16 = ALL_16
+) -> np.ndarray:
     """Decode a PNG or JPEG to uint8 (H, W, 3) RGB. Unreadable if the file is missing, truncated or of another kind.
 
-    Gray is copied to three channels, 16-bit values keep their upper eight bits, and alpha is dropped. `turned`: read
-    all formats of `PHOTOGRAPHS` (the first frame or page), and rotate by EXIF orientation, as viewers do. Otherwise
-    the orientation is ignored, because published labels match the pixels as stored. Rows far below `window` are not
-    decoded.
+    Gray is copied to three channels, and alpha is dropped. `range16`: the values of 16-bit images, lowest and highest,
+    between which the 256 levels lie; others are clipped. By default 16-bit values keep their upper eight bits.
+    `turned`: read all formats of `PHOTOGRAPHS` (the first frame or page), and rotate by EXIF orientation, as viewers
+    do. Otherwise the orientation is ignored, because published labels match the pixels as stored. Rows far below
+    `window` are not decoded.
     """
-    path, data = stored = _stored(file, photograph=turned)
-    if turned and not stored.has_end_mark:
-        return _decode_photograph(stored)[window]
+    pixels = _decode(_stored(file, photograph=turned), window, turned, deep=range16 != ALL_16)
+    return pixels if pixels.dtype == np.uint8 else _levels(range16)[pixels]
+
+
+def values16(file: Stored, turned: bool) -> np.ndarray | None:
+    """The values of an image with 16 bits per channel, uint16 (H, W, 3) RGB as in `decode_image`; None for others."""
+    is_shallow = file.data[24] != 16 if file.data.startswith(formats.PNG) else file.has_end_mark
+    pixels = None if is_shallow else _decode(file, turned=turned, deep=True)
+    return None if pixels is None or pixels.dtype == np.uint8 else pixels
+
+
+@cache
+def _levels(range16: Range16) -> np.ndarray:
+    """The level of each 16-bit value, uint8 (65536,); of the whole range its upper eight bits."""
+    low, high = range16
+    return ((np.arange(65_536) - low) * 256 // (high + 1 - low)).clip(0, 255).astype(np.uint8)
+
+
+def _decode(file: Stored, window: Window = EVERYTHING, turned: bool = False, deep: bool = False) -> np.ndarray:
+    """See `decode_image`. `deep`: uint16 (H, W, 3) if the file has 16 bits per channel."""
+    path, data = file
+    if turned and not file.has_end_mark:
+        return _decode_photograph(file, deep)[window]
     turn = _orientation(data) if turned else 1
     if turn == 1 and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
         return part
     image = None
     try:
-        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION | (cv2.IMREAD_ANYDEPTH if deep else 0)
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error as error:
         if error.code == cv2.Error.StsNoMem:
@@ -171,7 +198,7 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
         tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
         turned, inverted = tags.get(ExifTags.Base.Orientation, 1) != 1, tags.get(_INTERPRETATION) == 0
         exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
-        if not exact or turned or inverted or _is_misread(tags) or getattr(image, "n_frames", 1) > 1:
+        if not exact or turned or inverted or _is_misread(image, tags) or getattr(image, "n_frames", 1) > 1:
             raise ValueError("another kind of TIFF")
         return np.asarray(image)
 
@@ -188,22 +215,44 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
     return {number // 3: tuple(levels[number : number + 3]) for number in range(0, len(levels), 3)}
 
 
-def _decode_photograph(file: Stored) -> np.ndarray:
-    """`decode_image` of a file that is neither PNG nor JPEG, as viewers show it."""
+def _decode_photograph(file: Stored, deep: bool) -> np.ndarray:
+    """`_decode` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
     known = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel"
     with _decoding(path, f"an image; expected {_TIFF if data[:4] in TiffImagePlugin.PREFIXES else known}"):
-        with Image.open(BytesIO(data), formats=PHOTOGRAPHS) as stored:
+        with _opened(data) as stored:
             tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF
-            if data.startswith(b"MM\0+") or _is_misread(tags):
+            if data.startswith(b"MM\0+") or _is_misread(stored, tags):
                 raise ValueError("another kind of TIFF")
-            image = ImageOps.exif_transpose(stored)
+            image, bits = ImageOps.exif_transpose(stored), tags.get(_BITS, (16 if "I" in stored.mode else 8,))[0]
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
-            levels = np.asarray(image) >> (tags.get(_BITS, (16,))[0] - 8)
-            image = Image.fromarray((255 - levels if tags.get(_INTERPRETATION) == 0 else levels).astype(np.uint8))
+            values = np.asarray(image).astype(np.uint16) << (16 - bits)
+            values = 65_535 - values if tags.get(_INTERPRETATION) == 0 else values
+            return np.repeat((values if deep and bits == 16 else (values >> 8).astype(np.uint8))[..., None], 3, axis=2)
         if image.mode in ("I", "F"):
             raise ValueError("the black and white of 32 bits are unknown")
-        return np.array(image.convert("RGB"))
+        pixels = np.array(image.convert("RGB"))
+        if deep and bits == 16 and image.mode in ("RGB", "RGBA"):
+            with _opened(data, lower=True) as stored:
+                return pixels.astype(np.uint16) << 8 | np.asarray(ImageOps.exif_transpose(stored).convert("RGB"))
+        return pixels
+
+
+def _opened(data: bytes, lower: bool = False) -> Image.Image:
+    """An image whose colours Pillow reads as they are stored.
+
+    It would divide a TIFF's colours by alpha if its tags say that they were multiplied by it. Of 16-bit colours it
+    reads the upper eight bits, and with `lower` the lower ones, as if their bytes were in the other order.
+    """
+    image = Image.open(BytesIO(data), formats=PHOTOGRAPHS)
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        native, other = ("L", "B") if sys.byteorder == "little" else ("B", "L")
+        for place, tile in enumerate(image.tile):
+            kind = tile.args[0].replace("RGBa", "RGBA")
+            if lower:
+                kind = f"{kind[:-1]}{native if kind[-1] == other else other}"  # the last letter may also be N: native
+            image.tile[place] = tile._replace(args=(kind, *tile.args[1:]))
+    return image
 
 
 @contextmanager
@@ -222,18 +271,20 @@ def _decoding(path: Path, expected: str) -> Iterator[None]:
         raise Unreadable(f"{path}: cannot be decoded as {expected}, undamaged.") from error
 
 
-def _is_misread(tags: Mapping[int, Any]) -> bool:
-    """Whether Pillow may misread a TIFF: wrong pixels, or only one of several bands.
+def _is_misread(image: Image.Image, tags: Mapping[int, Any]) -> bool:
+    """Whether Pillow may misread a TIFF: wrong pixels, only one of several bands, or black where strips are missing.
 
     Pillow 13 was compared with tifffile over bits, kinds, interpretations, planes, compressions, byte orders, tiles,
     strips, predictors and orientations.
     """
     uncompressed, interpretation = tags.get(_COMPRESSION, 1) == 1, tags.get(_INTERPRETATION, 0)
+    parts = ((right - left) * (bottom - top) for _, (left, top, right, bottom), *_ in getattr(image, "tile", ()))
     return (
         {*tags.get(_KIND, (1,))} != {1}
         or (tags.get(_PLANES) == 2 and tags.get(_CHANNELS, 1) > 1)
         or (uncompressed and interpretation == 6)  # its blocks of subsampled colours
         or (interpretation in (0, 1, 3) and 0 in tags.get(_EXTRA_CHANNELS, ()))
+        or (_BITS in tags and sum(parts) < image.width * image.height)
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
 from datasets.file_formats import png_chunks
-from datasets.reading import decode_image, decode_label
+from datasets.reading import decode_image, decode_label, decode_mask
 from datasets.reading import read as stored
 from tests.datasets.classification_trees import encoded
 
@@ -156,6 +156,45 @@ def test_damage_within_a_png_is_found(damage, tmp_path):
     path.write_bytes(damage(data[:quarter], data[quarter:-quarter], data[-quarter:]))
     with pytest.raises(ValueError, match=f"{path}: the PNG file is truncated or damaged"):
         stored(path)
+
+
+KINDS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}  # depths by PNG colour type
+CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+PASSES = {  # first row and column, and steps, by interlacing
+    0: [(0, 0, 1, 1)],
+    1: [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1)],
+}
+
+
+@pytest.mark.parametrize("interlaced", PASSES)
+@pytest.mark.parametrize("colour_type", KINDS)
+def test_pixels_of_a_png_that_end_early_are_found_although_checksums_are_right(colour_type, interlaced, tmp_path):
+    """Pillow leaves missing rows black, and black is a class. Bytes behind the pixels do no harm."""
+    path, height, width = tmp_path / "x.png", 9, 5
+    everything = slice(0, height), slice(0, width)
+    for depth in KINDS[colour_type]:
+        rows = [
+            1 + (len(range(column, width, across)) * depth * CHANNELS[colour_type] + 7) // 8
+            for row, column, down, across in PASSES[interlaced]
+            for _ in range(row, height, down)
+            if column < width
+        ]
+        header = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, interlaced)
+        before = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"PLTE", bytes(768)) * (colour_type == 3)
+        is_mask = (depth, colour_type) in {(1, 0), (8, 0), (16, 0), *((bits, 3) for bits in KINDS[3]), (8, 4), (8, 6)}
+        reads = [decode_image, decode_mask] if is_mask else [decode_image]
+        for size in (rows[0], sum(rows[:-1]), sum(rows) - 1, sum(rows), sum(rows) + 100):
+            pixels = zlib.compress(bytes(size))
+            for (cut, window), read in itertools.product(((-3, []), (None, []), (None, [everything])), reads):
+                parts = (
+                    chunk(b"IDAT", pixels[:cut]) + chunk(b"IDAT", b"") + chunk(b"IDAT", pixels[cut:] if cut else b"")
+                )
+                path.write_bytes(before + parts + chunk(b"IEND", b""))
+                if size < sum(rows):
+                    with pytest.raises(ValueError, match=f"{path}: cannot be decoded"):
+                        read(path, *window)
+                elif read is decode_image or colour_type in (0, 3):  # others are transparent
+                    assert not read(path, *window).any()
 
 
 def test_labels_of_other_bits_and_channels_are_refused(tmp_path):
