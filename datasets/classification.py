@@ -7,7 +7,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.file_list import FileList
-from datasets.reading import decode_image
+from datasets.reading import ALL_16, Range16, decode_image
 from datasets.segmentation import restorable
 
 
@@ -18,6 +18,7 @@ class ClassificationDataset(Dataset):
     `name`: the dataset, e.g. "imagenet". `classes`: names of the classes. `labels`: the class of every image, int64
     (images,). `files`: one per image, unless all images are in memory: then `pixels` are uint8 (images, 3, H, W) RGB,
     and `names` their names. `mean_image`: see `minus`. `turned`: EXIF orientation is applied.
+    `range16`: see `decode_image`.
     """
 
     palette = None  # classes have no colours
@@ -34,6 +35,7 @@ class ClassificationDataset(Dataset):
     names: np.ndarray | None = None
     mean_image: np.ndarray | None = None
     turned: bool = False
+    range16: Range16 = ALL_16
 
     def __post_init__(self) -> None:
         assert (self.pixels is None) == (self.names is None)
@@ -77,7 +79,7 @@ class ClassificationDataset(Dataset):
         ValueError if the file is missing, truncated or neither PNG nor JPEG, whatever its suffix.
         """
         with restorable():
-            return decode_image(self.path(number), turned=self.turned)
+            return decode_image(self.path(number), turned=self.turned, range16=self.range16)
 
 
 def mean_image(dataset: ClassificationDataset) -> np.ndarray:

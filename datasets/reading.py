@@ -104,18 +104,22 @@ def decode_image(
     `window` are not decoded.
     """
     pixels = _decode(_stored(file, photograph=turned), window, turned, deep=range16 != ALL_16)
-    return pixels if pixels.dtype == np.uint8 else _levels(range16)[pixels]
+    return pixels if pixels.dtype == np.uint8 else levels_of(range16)[pixels]
 
 
 def values16(file: Stored, turned: bool) -> np.ndarray | None:
     """The values of an image with 16 bits per channel, uint16 (H, W, 3) RGB as in `decode_image`; None for others."""
-    is_shallow = file.data[24] != 16 if file.data.startswith(formats.PNG) else file.has_end_mark
-    pixels = None if is_shallow else _decode(file, turned=turned, deep=True)
+    is_deep = file.data.startswith(formats.PNG) and file.data[24] == 16
+    if turned and not file.has_end_mark:
+        with suppress(Exception):  # see `_decoding`; whoever reads the image gets the error
+            image = Image.open(BytesIO(file.data), formats=PHOTOGRAPHS)
+            is_deep = image.mode.startswith("I") or getattr(image, "tag_v2", {}).get(_BITS, (8,))[0] == 16
+    pixels = _decode(file, turned=turned, deep=True) if is_deep else None
     return None if pixels is None or pixels.dtype == np.uint8 else pixels
 
 
 @cache
-def _levels(range16: Range16) -> np.ndarray:
+def levels_of(range16: Range16) -> np.ndarray:
     """The level of each 16-bit value, uint8 (65536,); of the whole range its upper eight bits."""
     low, high = range16
     return ((np.arange(65_536) - low) * 256 // (high + 1 - low)).clip(0, 255).astype(np.uint8)
@@ -248,10 +252,11 @@ def _opened(data: bytes, lower: bool = False) -> Image.Image:
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         native, other = ("L", "B") if sys.byteorder == "little" else ("B", "L")
         for place, tile in enumerate(image.tile):
-            kind = tile.args[0].replace("RGBa", "RGBA")
+            arguments: Any = tile.args
+            kind = arguments[0].replace("RGBa", "RGBA")
             if lower:
                 kind = f"{kind[:-1]}{native if kind[-1] == other else other}"  # the last letter may also be N: native
-            image.tile[place] = tile._replace(args=(kind, *tile.args[1:]))
+            image.tile[place] = tile._replace(args=(kind, *arguments[1:]))
     return image
 
 

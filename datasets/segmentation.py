@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.file_list import FileList, listed
-from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read
+from datasets.reading import ALL_16, EVERYTHING, Range16, Stored, Unreadable, Window, decode_image, decode_label, read
 
 RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
 
@@ -60,9 +60,10 @@ class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
     `name`: the dataset, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` returns the raw values
-    in a window of a label file, uint8 (H, W). `turned`: see `decode_image`; true for the user's own images. Reading
-    checks the files: a ValueError names the file, the problem, the expected content and the fix. `label_fix` is the fix
-    for wrong labels that no archive can restore; labels whose palettes differ are refused if there is a `palette_fix`.
+    in a window of a label file, uint8 (H, W). `turned`, `range16`: see `decode_image`; `turned` is true for the user's
+    own images. Reading checks the files: a ValueError names the file, the problem, the expected content and the fix.
+    `label_fix` is the fix for wrong labels that no archive can restore; labels whose palettes differ are refused if
+    there is a `palette_fix`.
     """
 
     mean_image = None  # only small images have one
@@ -73,6 +74,7 @@ class SegmentationDataset(Dataset):
     table: ClassTable
     decode_label: Callable[[Stored, Window], np.ndarray] = decode_label
     turned: bool = False
+    range16: Range16 = ALL_16
     label_fix: str | None = None
     palette_fix: str | None = None
 
@@ -117,7 +119,8 @@ class SegmentationDataset(Dataset):
         """
         with restorable():
             stored, stored_label = read(self.path(index), photograph=self.turned), self._stored_label(index)
-            image = _undecoded(stored, restorable()(partial(decode_image, stored, turned=self.turned)), self.turned)
+            decode = partial(decode_image, stored, turned=self.turned, range16=self.range16)
+            image = _undecoded(stored, restorable()(decode), self.turned)
             label = _undecoded(stored_label, partial(self._decode_label, stored_label, self.table.train_ids))
         self.check_size(self.files[index], image.shape[::-1], label.shape[::-1])
         return image, label
@@ -125,7 +128,7 @@ class SegmentationDataset(Dataset):
     def read_image(self, index: int) -> np.ndarray:
         """Image `index`, uint8 (H, W, 3) RGB. ValueError if the file is missing, truncated or not an image."""
         with restorable():
-            return decode_image(self.path(index), turned=self.turned)
+            return decode_image(self.path(index), turned=self.turned, range16=self.range16)
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""

@@ -97,6 +97,23 @@ class TrainingTransform:
         return scaled_size, (top, left), mirrored
 
 
+def padded_share(
+    sizes: Sequence[tuple[int, int, int]],
+    crop_size: tuple[int, int],
+    scale: tuple[float, float],
+    base_size: int | None = None,
+) -> float:
+    """The expected share of padding in the crops of a `TrainingTransform` if each image is drawn equally often.
+
+    `sizes`: (width, height, number of images) for each size of an image.
+    """
+    width, height, images = np.array(sizes, float).T
+    base = 1.0 if base_size is None else base_size / np.maximum(width, height)
+    factors = base * np.linspace(*scale, 65)[:, None]  # (scales, sizes)
+    covered = np.minimum(1, height * factors / crop_size[0]) * np.minimum(1, width * factors / crop_size[1])
+    return 1 - float(np.average((covered[1:] + covered[:-1]).mean(axis=0) / 2, weights=images))
+
+
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
     """(H, W) in pixels times a factor, rounded; at least 1x1."""
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))

@@ -5,6 +5,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
-from datasets.reading import label_palette, read
+from datasets.levels import count16, doubts16, used16
+from datasets.reading import Range16, label_palette, read
 from datasets.segmentation import SegmentationDataset
 from datasets.workers import Progress, in_order
 
-_CHECKS = 7  # increment when the checks change: all data is then checked again
+_CHECKS = 8  # increment when the checks change: all data is then checked again
 _SHOWN = 5
+_DEEP = 64  # how many 16-bit images `verify` decodes at most, or twice as many
 
 Split = SegmentationDataset | ClassificationDataset
 
@@ -39,7 +42,8 @@ class Inspection:
 
     `problems` are in the order of the files. Over all readable labels, `values` counts the
     pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
-    class); `conflict`: the first label with another palette, if palettes are compared.
+    class); `conflict`: the first label with another palette, if palettes are compared. `used16`: of 16-bit images, see
+    `datasets.levels`. `sizes`: (width, height, images) for each size of an image with labels of pixels.
     """
 
     dataset: Split
@@ -47,6 +51,8 @@ class Inspection:
     values: list[int]
     holding: list[int]
     conflict: str | None
+    used16: Range16 | None = None
+    sizes: Sequence[tuple[int, int, int]] = ()
 
     @property
     def by_class(self) -> np.ndarray:
@@ -54,23 +60,36 @@ class Inspection:
         table = self.dataset.table if isinstance(self.dataset, SegmentationDataset) else None
         return np.zeros(256, np.int64) if table is None else table.by_class(np.array(self.values))
 
-    def doubts(self, images: str) -> list[str]:
-        """What may be wrong with labels although every file is intact. `images`: e.g. "training image"."""
+    def doubts(self, images: str, keys: str = "") -> list[str]:
+        """What may be wrong although every file is intact. `images`: e.g. "training image"; `keys`: see `doubts16`."""
+        of_levels = doubts16(self.used16, self.dataset.range16, f"images of {self.dataset.split}", keys)
         if isinstance(self.dataset, ClassificationDataset):
             absent = [name for name, count in zip(self.dataset.classes, self.holding, strict=True) if not count]
-            return [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(absent)
+            return [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(
+                absent
+            ) + of_levels
         if not self.dataset.has_labels:
-            return []
+            return of_levels
         conflict = [self.conflict] if self.conflict and self.dataset.palette_fix is None else []
-        return self.dataset.table.doubts(np.array(self.values), images) + conflict
+        return self.dataset.table.doubts(np.array(self.values), images) + conflict + of_levels
 
 
-def verify(dataset: Split, workers: int | None = None, progress: Progress = None) -> list[str]:
+Doubts = Callable[[Sequence[tuple[int, int, int]]], list[str]]
+
+
+def verify(
+    dataset: Split,
+    workers: int | None = None,
+    progress: Progress = None,
+    keys: str = "",
+    doubts_of_sizes: Doubts = lambda sizes: [],
+) -> list[str]:
     """`inspect` a split quickly, once. ValueError: there are problems (the first are listed), or no pixel has a class.
 
-    Returns doubts about its labels, such as classes that no image shows. TimeoutError names the first image that takes
-    longer than `reading_errors` around this call allows. The cache folder remembers success until a path, size or
-    modification time changes. If it cannot be written, the check runs every time.
+    Returns doubts, such as classes that no image shows, and those of `doubts_of_sizes`, which gets `Inspection.sizes`.
+    `keys`: see `Inspection.doubts`. TimeoutError names the first image that takes longer than `reading_errors` around
+    this call allows. The cache folder remembers success until a path, size or modification time changes. If it cannot
+    be written, the check runs every time.
     """
     if isinstance(dataset, ClassificationDataset):
         key = dataset.files.fingerprint([_CHECKS, dataset.name])
@@ -87,11 +106,11 @@ def verify(dataset: Split, workers: int | None = None, progress: Progress = None
             raise ValueError(f"{split}: {len(found.problems)} problem(s) in {len(dataset)} images:\n{listed}")
         with suppress(OSError):  # a read-only cache folder only costs the time of the next check
             remembered.parent.mkdir(parents=True, exist_ok=True)
-            remembered.write_text(json.dumps([found.values, found.holding, found.conflict]))
+            remembered.write_text(json.dumps([found.values, found.holding, found.conflict, found.used16, found.sizes]))
     if any(found.values) and not any(found.by_class[:IGNORED]):
         why = ". ".join(found.doubts("image"))
         raise ValueError(f"{split}: no pixel has a class, so nothing can be learnt or scored: {why}")
-    return found.doubts("training image")
+    return [*found.doubts("training image", keys), *doubts_of_sizes(found.sizes)]
 
 
 def shared_images(one: Split, other: Split) -> int:
@@ -105,27 +124,33 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     """Check every image and label of a split: that they are complete, of the same size, and hold known ids.
 
     Returns problems instead of raising them. Labels are decoded, and so are all images of a classification that are in
-    files; other images only with `decode`, else they are read. PNG files have checksums, so any damage is found. JPEG
-    files have none: decoders fill damaged parts with other pixels, so only a damaged header or a missing end is found.
+    files; other images only with `decode`, else they are read, and only some of those with 16 bits decoded. PNG files
+    have checksums, so any damage is found. JPEG files have none: decoders fill damaged parts with other pixels, so only
+    a damaged header or a missing end is found.
     `workers`: see `in_order`.
     """
-    look = partial(_looked, dataset, decode)
+    look, problems, counts16 = partial(_looked, dataset, decode), list[Problem](), np.zeros(65_536, np.int64)
     if isinstance(dataset, ClassificationDataset):
-        found = every(dataset, look, workers, progress) if dataset.pixels is None else ()
-        problems = [problem for its_problems, *_ in found for problem in its_problems]
+        in_files = every(dataset, look, workers, progress) if dataset.pixels is None else ()
+        for found in in_files:
+            problems += found.problems
+            counts16 += 0 if found.counts16 is None else found.counts16
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
-        return Inspection(dataset, tuple(problems), [], images, None)
-    problems, palettes = list[Problem](), Palettes(dataset.table.label_palette)
+        return Inspection(dataset, tuple(problems), [], images, None, used16(counts16))
+    palettes, sizes = Palettes(dataset.table.label_palette), Counter[tuple[int, int]]()
     values, holding = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for its_problems, pixels, colours in every(dataset, look, workers, progress):
+    for its_problems, pixels, colours, levels, size in every(dataset, look, workers, progress):
         problems += its_problems
+        counts16 += 0 if levels is None else levels
+        sizes.update([] if size is None else [size])
         values += pixels
         holding += dataset.table.by_class(pixels) > 0
         if colours is not None:
             palettes.add(*colours)
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
-    return Inspection(dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict)
+    found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, used16(counts16)
+    return Inspection(*found, [(*size, images) for size, images in sizes.items()])
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
@@ -150,12 +175,22 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
         raise TimeoutError(f"{dataset.path(done)}: {error}") from error
 
 
-def _looked(dataset: Split, decode: bool, index: int) -> tuple[list[Problem], np.ndarray, Any]:
-    """Problems of an image and its label; the label's pixels of each raw value, int64 (256,); and its palette.
+class _Looked(NamedTuple):
+    """Problems of an image and its label.
 
-    The palette is the label's file and {id: RGB} of the ids that it holds; None if palettes do not matter.
+    `pixels`: the label's pixels of each raw value, int64 (256,). `palette`: the label's file and {id: RGB} of the ids
+    that it holds; None if palettes do not matter. `counts16`: see `count16`. `size`: the image's (width, height).
     """
-    problems: list[Problem] = []
+
+    problems: list[Problem]
+    pixels: np.ndarray
+    palette: Any
+    counts16: np.ndarray | None
+    size: tuple[int, int] | None
+
+
+def _looked(dataset: Split, decode: bool, index: int) -> _Looked:
+    problems, counts16, size = list[Problem](), None, None
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -168,12 +203,17 @@ def _looked(dataset: Split, decode: bool, index: int) -> tuple[list[Problem], np
 
     if isinstance(dataset, ClassificationDataset):
         attempted("unreadable image", dataset.image, index)
-        return problems, np.zeros(0), None
+    else:
+        size = attempted("unreadable image", partial(dataset.image_size, decode=decode), dataset.path(index))
+    if not problems and (decode or index % max(1, len(dataset) // _DEEP) == 0):
+        stored = read(dataset.path(index), photograph=dataset.turned)
+        counts16 = attempted("unreadable image", count16, stored, dataset.turned)
+    if isinstance(dataset, ClassificationDataset):
+        return _Looked(problems, np.zeros(0), None, counts16, None)
     entry, palette = dataset.files[index], None
-    image_size = attempted("unreadable image", partial(dataset.image_size, decode=decode), entry.image)
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
-    if image_size is not None and label is not None:
-        attempted("sizes differ", dataset.check_size, entry, image_size, label.shape[::-1])
+    if size is not None and label is not None:
+        attempted("sizes differ", dataset.check_size, entry, size, label.shape[::-1])
     pixels = np.bincount(() if label is None else label.reshape(-1), minlength=256)
     if entry.label is not None and label is not None and (dataset.palette_fix or dataset.table.label_palette):
         colours = label_palette(read(entry.label, photograph=dataset.turned))
@@ -181,4 +221,4 @@ def _looked(dataset: Split, decode: bool, index: int) -> tuple[list[Problem], np
             entry.label,
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
-    return problems, pixels, palette
+    return _Looked(problems, pixels, palette, counts16, size)

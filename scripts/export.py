@@ -108,6 +108,7 @@ def metadata(found: Opened, options: Export) -> str:
         "output": "classes" if options.argmax else "logits",
         "precision": options.precision,
         "input": {"dtype": "float32", "shape": ["N", 3, *(options.size or "HW")], "colours": "RGB", "levels": [0, 255]},
+        "range16": data.range16,  # the values of 16-bit images that became levels 0 and 255
         # Included: (image - mean) / std. Without mean: the mean image of the training images.
         "normalisation": {"mean": mean, "std": std},
         # How an evaluation resizes and crops images first.

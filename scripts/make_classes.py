@@ -28,6 +28,7 @@ from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
 from datasets.folder import CLASSES, TRAINED, LabelNames, alike, folder_labels, palette_fix
 from datasets.layout import first_of
+from datasets.levels import count16, doubts16, used16
 from datasets.reading import decode_mask, label_palette, read
 from datasets.segmentation import restorable
 from datasets.workers import in_order
@@ -46,7 +47,7 @@ BITS, GRAY, COLOURS, IDS = "single bits", "ids in three equal channels", "colour
 
 @dataclass
 class MakeClasses:
-    # Only root, palettes, label_folder, label_suffix and timeout_seconds matter.
+    # Only root, palettes, label_folder, label_suffix, range16 and timeout_seconds matter.
     data: FolderData = group({"folder": FolderData})
     ignored: int | None = key(255, least=0, most=255)  # the id that is not a class and does not count; null: none
     # What RGB labels with three equal channels hold; null: ids if the levels are small or have few gaps, else colours.
@@ -64,6 +65,7 @@ class Held:
     colours: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of ids with a palette, and of colours
     palettes: Palettes = field(default_factory=Palettes)
     other_sizes: list[str] = field(default_factory=list)  # than their images have
+    counts16: np.ndarray = field(default_factory=lambda: np.zeros(65_536, np.int64))  # of 16-bit images
 
     def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
         """Count entries of one kind as another, under the `value` of each."""
@@ -114,7 +116,8 @@ def make_classes(values: DictConfig) -> Path:
         console.print(class_table(f"ids in the labels ({len(labels.images)})", names, *counts))
     ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
     check_number(root, kind, pixels, ids, ignored)
-    for note in [*notes, *doubts(pixels, ids, ignored)]:
+    dark = doubts16(used16(held.counts16), config.data.black_and_white(), "images", keys="data.")
+    for note in [*notes, *doubts(pixels, ids, ignored), *dark]:
         console.print(note, soft_wrap=True)
     replace_file(file, written(ids, ignored))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
@@ -132,6 +135,7 @@ def read_labels(images: Mapping[Path, Path | None], workers: int | None, console
             held.palettes.add(label, found.colours)
             held.colours = found.colours | held.colours
             held.other_sizes += filter(None, [found.other_size])
+            held.counts16 += 0 if found.counts16 is None else found.counts16
     return held
 
 
@@ -221,12 +225,14 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
 
 
 class Contents(NamedTuple):
-    """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; and its and its image's size, if these differ."""
+    """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; its and its image's size, if these differ; and
+    the values of a 16-bit image (see `count16`)."""
 
     kind: str
     pixels: dict[int, int]
     colours: dict[int, tuple[int, ...]]
     other_size: str | None
+    counts16: np.ndarray | None
 
 
 @restorable("Labels are PNGs or TIFFs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
@@ -235,16 +241,21 @@ def contents(path: Path, image: Path | None) -> Contents:
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
     pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    size, other_size = raw.shape[::-1], None
+    size, other_size, counts16 = raw.shape[::-1], None, None
     with suppress(ValueError):  # a damaged image, which a training reports
-        if image is not None and (shown := read(image, photograph=True).size(turned=True)) != size:
-            other_size = f"{path} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
+        if image is not None:
+            stored = read(image, photograph=True)
+            if (shown := stored.size(turned=True)) != size:
+                other_size = f"{path} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
+            counts16 = count16(stored, turned=True)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
-        return Contents(kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}, other_size)
+        return Contents(kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}, other_size, counts16)
     palette = label_palette(file)
     kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
-    return Contents(kind, pixels, {number: palette[number] for number in pixels if number in palette}, other_size)
+    return Contents(
+        kind, pixels, {number: palette[number] for number in pixels if number in palette}, other_size, counts16
+    )
 
 
 main = configured("make_classes", MakeClasses)(make_classes)

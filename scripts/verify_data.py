@@ -98,7 +98,7 @@ def check_split(
         problems["number of images"] = [message]
     for problem in found.problems:
         problems.setdefault(problem.kind, []).append(problem.message)
-    report |= {"images": len(dataset), "doubts": found.doubts(f"image of {split}")}
+    report |= {"images": len(dataset), "doubts": found.doubts(f"image of {split}", keys="data.")}
     pixels = found.by_class.tolist()
     if any(pixels):
         counts = zip(dataset.classes, pixels, found.holding, strict=False)  # those have 256 entries

@@ -1,5 +1,7 @@
 """Configuration keys -> classification datasets and loaders."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -39,7 +41,8 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError, naming its config key `key`, if the dataset has no such split or files are missing."""
     with root_named(config, f"{key}={split}: "):
-        return FOR_CLASSIFICATION[config.name].make(config.root, split, **own_options(config))
+        made = FOR_CLASSIFICATION[config.name].make(config.root, split, **own_options(config))
+    return replace(made, range16=config.black_and_white())
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:

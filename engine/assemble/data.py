@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ def dataset(
             )
         with root_named(config, f"{key}={name}: "):
             parts.append(row.make(config.root, name, **options))
-    return joined(parts)
+    return replace(joined(parts), range16=config.black_and_white())
 
 
 def own_options(config: Data) -> dict[str, Any]:

@@ -84,9 +84,11 @@ def open_checkpoint(checkpoint: str | Path, options: Prediction) -> Opened:
     forward = trained_forward(config, state, path, state["classes"], options.averaged, device_of(options.device))
     forward = forward.through(to_standard(forward.network, report=lambda _: None))
     try:
-        return Opened(predictor(config, options, state, forward), config, state)
+        network = predictor(config, options, state, forward)
     except KeyError as error:
         raise ValueError(f"checkpoint {path} has no {error}, which its task needs. {files.RESTORE}") from error
+    network.range16 = config.data.black_and_white()
+    return Opened(network, config, state)
 
 
 def predictor(config: TrainingRun, options: TrainedNetwork, state: dict, forward: Forward) -> Segmenter | Classifier:

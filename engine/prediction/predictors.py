@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from datasets.reading import decode_image
+from datasets.reading import ALL_16, Range16, decode_image
 from engine.classification.accuracy import class_logits
 from engine.process.allocations import memory_errors, return_freed_memory
 from engine.process.forward import Forward
@@ -24,8 +24,10 @@ class Predictor(nn.Module):
     """A trained network in eval mode, its normalisation and its classes.
 
     Attributes: `network`; `classes`, their names; `mean` and `std`, levels of 0 to 255, (1, 3, 1, 1), or with a mean
-    image (1, 3, H, W).
+    image (1, 3, H, W); `range16`, of 16-bit image files, see `decode_image`.
     """
+
+    range16: Range16 = ALL_16
 
     mean: Tensor
     std: Tensor
@@ -90,7 +92,10 @@ class Segmenter(Predictor):
         return self._shown(image, probabilities=True)
 
     def _shown(self, image: Picture, probabilities: bool) -> np.ndarray:
-        shown, unscored = _planes(pixels_of(image))[None], torch.zeros(2, dtype=torch.int64, device=self.mean.device)
+        shown, unscored = (
+            _planes(pixels_of(image, self.range16))[None],
+            torch.zeros(2, dtype=torch.int64, device=self.mean.device),
+        )
         passes = self.passes
         found = inference.predict(passes, shown, self.views, probabilities=probabilities, unscored=unscored)
         without, total = unscored.tolist()
@@ -115,7 +120,7 @@ class Classifier(Predictor):
 
     def probabilities(self, image: Picture) -> np.ndarray:
         """The probability of every class, float32 (classes,), from the crops' mean logits."""
-        shown = self.view(_planes(pixels_of(image)))[None]  # (1, 3, h, w) or (1, 10, 3, h, w)
+        shown = self.view(_planes(pixels_of(image, self.range16)))[None]  # (1, 3, h, w) or (1, 10, 3, h, w)
         with memory_errors(f"while an image was classified. {self.passes.memory_advice}"), torch.inference_mode():
             logits = class_logits(self.passes, shown)[0]
             self.passes.check_scores(int(not logits.max().isfinite()), 1, "images")
@@ -145,13 +150,13 @@ def check_levels(images: Tensor) -> None:
         raise ValueError(f"images with values from {lowest:.3g} to {highest:.3g}: {expected}{advice}")
 
 
-def pixels_of(image: Picture) -> np.ndarray:
+def pixels_of(image: Picture, range16: Range16 = ALL_16) -> np.ndarray:
     """uint8 (H, W, 3) RGB of an array (H, W, 3) or (H, W), a Pillow image, or a file, rotated by its EXIF orientation.
 
     ValueError: the file cannot be read, or the array or image does not have 8-bit pixels.
     """
     if isinstance(image, (str, Path)):
-        return decode_image(Path(image), turned=True)
+        return decode_image(Path(image), turned=True, range16=range16)
     found = f"a Pillow image of mode {image.mode}" if isinstance(image, Image.Image) else ""
     if isinstance(image, Image.Image) and not image.mode.startswith(("I", "F")):
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))

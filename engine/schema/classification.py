@@ -27,6 +27,7 @@ class ImageNetData(ClassificationData):
     )  # pixels of the short side, before the centre crop in evaluation and the paper's crops
 
     def check(self) -> None:
+        super().check()
         if self.crop_size > self.resize:
             raise ValueError(f"data.crop_size={self.crop_size}: expected at most data.resize={self.resize}")
 
@@ -40,6 +41,7 @@ class SmallImagesData(ClassificationData):
     mean_image: bool = False
 
     def check(self) -> None:
+        super().check()
         if self.mean_image and any(self.normalisation().mean):
             mean = list(self.normalisation().mean)
             raise ValueError(

@@ -1,14 +1,20 @@
 """Keys of datasets and samplers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
 from datasets.registry import FOR_SEGMENTATION
+from datasets.transforms import padded_share
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, by_name, key
 from models.checkpoints.published import IMAGENET, Normalisation
+
+_MUCH_PADDING = 0.25  # share of a crop
+_CROP_STEP = 16  # pixels, between sizes of crops that are advised
 
 
 @dataclass
@@ -27,6 +33,8 @@ class Data:
     mean: list[float] | None = key(None, least=0, most=1, entries=("red", "green", "blue"))
     # Standard deviation of each colour channel; null: as for mean.
     std: list[float] | None = key(None, above=0, most=1, entries=("red", "green", "blue"))
+    # The values of 16-bit images that become black and white; others are clipped. Cameras of 12 bits need [0,4095].
+    range16: list[int] = key([0, 65_535], least=0, most=65_535, entries=("lowest value", "highest value"))
     # Processes that read and augment images, for each training process. auto: one per core that the machine has for
     # it, at most 8. Keep auto; give more only if the log says that steps wait for data and cores are idle, fewer if
     # memory is short, and 0, which reads in the training process itself, to look for an error.
@@ -35,6 +43,10 @@ class Data:
     verify: bool = key(True, per_machine=True)
     # The run stops if its workers deliver nothing in this time; with data.workers=0 reads have no limit.
     timeout_seconds: int = key(300, above=0, most=MOST_SECONDS, per_machine=True)
+
+    def check(self) -> None:
+        if self.range16[0] >= self.range16[1]:
+            raise ValueError(f"data.range16={self.range16}: expected the lowest value first, and two values")
 
     def crop(self, size: int | None = None) -> tuple[int, int]:
         """(height, width) of a crop; `size` replaces data.crop_size."""
@@ -48,6 +60,15 @@ class Data:
         """Red, green and blue of padding, in levels of 0 to 255."""
         red, green, blue = (255 * value for value in self.normalisation().mean)
         return red, green, blue
+
+    def black_and_white(self) -> tuple[int, int]:
+        """data.range16, for `datasets.reading`."""
+        low, high = self.range16
+        return low, high
+
+    def doubts_of_sizes(self, sizes: Sequence[tuple[int, int, int]]) -> list[str]:
+        """Whether crops fit training images of these `sizes`: (width, height, number of images)."""
+        return []
 
     def waits(self, share: float, workers: int, cores: int) -> str:
         """A warning if steps wait for data. `workers` and `cores`: of each training process."""
@@ -90,8 +111,20 @@ class SegmentationData(Data):
         return height, max(1, round(height * self.crop_aspect))
 
     def check(self) -> None:
+        super().check()
         if self.scale[0] > self.scale[1]:
             raise ValueError(f"data.scale={self.scale}: expected the lowest factor first")
+
+    def doubts_of_sizes(self, sizes: Sequence[tuple[int, int, int]]) -> list[str]:
+        shares = partial(padded_share, sizes, scale=(self.scale[0], self.scale[1]), base_size=self.base_size)
+        if not sizes or (share := shares(self.crop())) < _MUCH_PADDING:
+            return []
+        smaller = range(self.crop_size // _CROP_STEP * _CROP_STEP, 0, -_CROP_STEP)
+        fitting = next((size for size in smaller if shares(self.crop(size)) < _MUCH_PADDING / 2), _CROP_STEP)
+        return [
+            f"{100 * share:.0f} % of a crop is padding: give data.crop_size={fitting}, which fits the images "
+            f"(now {self.crop_size})"
+        ]
 
 
 @dataclass
