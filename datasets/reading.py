@@ -120,9 +120,10 @@ def values16(file: Stored, turned: bool) -> np.ndarray | None:
 
 @cache
 def levels_of(range16: Range16) -> np.ndarray:
-    """The level of each 16-bit value, uint8 (65536,); of the whole range its upper eight bits."""
+    """The level of each 16-bit value, uint8 (65536,). Of the whole range it is, as in all decoders, the upper byte."""
     low, high = range16
-    return ((np.arange(65_536) - low) * 256 // (high + 1 - low)).clip(0, 255).astype(np.uint8)
+    scaled = (np.arange(65_536).clip(low, high) - low) * 256
+    return (scaled >> 16 if range16 == ALL_16 else scaled // (high - low)).clip(0, 255).astype(np.uint8)
 
 
 def _decode(file: Stored, window: Window = EVERYTHING, turned: bool = False, deep: bool = False) -> np.ndarray:

@@ -13,7 +13,7 @@ from datasets.transforms import padded_share
 from engine.schema.keys import MOST_PIXELS, MOST_SECONDS, MOST_WORKERS, by_name, key
 from models.checkpoints.published import IMAGENET, Normalisation
 
-_MUCH_PADDING = 0.25  # share of a crop
+_MUCH_PADDING, _LITTLE_PADDING = 0.25, 0.15  # shares of a crop
 _CROP_STEP = 16  # pixels, between sizes of crops that are advised
 
 
@@ -120,7 +120,7 @@ class SegmentationData(Data):
         if not sizes or (share := shares(self.crop())) < _MUCH_PADDING:
             return []
         smaller = range(self.crop_size // _CROP_STEP * _CROP_STEP, 0, -_CROP_STEP)
-        fitting = next((size for size in smaller if shares(self.crop(size)) < _MUCH_PADDING / 2), _CROP_STEP)
+        fitting = next((size for size in smaller if shares(self.crop(size)) < _LITTLE_PADDING), _CROP_STEP)
         return [
             f"{100 * share:.0f} % of a crop is padding: give data.crop_size={fitting}, which fits the images "
             f"(now {self.crop_size})"

@@ -12,8 +12,9 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
 from datasets.file_formats import png_chunks
-from datasets.reading import decode_image, decode_label, decode_mask
+from datasets.reading import decode_image, decode_label, decode_mask, values16
 from datasets.reading import read as stored
+from tests import trees
 from tests.datasets.classification_trees import encoded
 
 HEIGHT, WIDTH = 75, 53
@@ -305,7 +306,10 @@ def test_chunks_that_are_too_large_for_pillow_are_left_out(kind, at_end, tmp_pat
 def tiff(
     values: np.ndarray, order: str = "<", bits: int = 0, interpretation: int = 0, planes: int = 1, **more
 ) -> bytes:
-    """A TIFF file of `values`, (H, W, channels) or with planes=2 (channels, H, W). `more`: kind, extra, compression."""
+    """A TIFF file of `values`, (H, W, channels) or with planes=2 (channels, H, W).
+
+    `more`: kind, extra, rows_per_strip.
+    """
     height, width, channels = values.shape if planes == 1 else np.moveaxis(values, 0, 2).shape
     data = values.astype(values.dtype.newbyteorder(order)).tobytes()
     if bits == 12:
@@ -313,7 +317,11 @@ def tiff(
     strips = planes if planes == 1 else channels
     tags = {
         **{256: [width], 257: [height], 258: channels * [bits or 8 * values.itemsize], 259: [1], 262: [interpretation]},
-        **{273: [8 + strip * len(data) // strips for strip in range(strips)], 277: [channels], 278: [height]},
+        **{
+            273: [8 + strip * len(data) // strips for strip in range(strips)],
+            277: [channels],
+            278: [more.get("rows_per_strip", height)],
+        },
         **{279: strips * [len(data) // strips], 284: [planes], 338: more.get("extra", []), 339: more.get("kind", [1])},
     }
     tags, entries, beyond = {tag: numbers for tag, numbers in tags.items() if numbers}, b"", b""
@@ -334,6 +342,12 @@ RIGHT = {  # a TIFF and its pixels, (H, W, 1 or 3)
     "RGB": (tiff(BYTES[..., :3], interpretation=2), BYTES[..., :3]),
     "RGB of 16 bits, big-endian": (tiff(DEEP[..., :3], ">", interpretation=2), BYTES[..., :3]),
     "RGB and another band": (tiff(BYTES, interpretation=2, extra=[0]), BYTES[..., :3]),
+    "RGB that alpha was multiplied with": (tiff(BYTES, interpretation=2, extra=[1]), BYTES[..., :3]),
+    "RGB of 16 bits and such alpha": (tiff(DEEP, ">", interpretation=2, extra=[1]), BYTES[..., :3]),
+    "RGB, such alpha and another band": (
+        tiff(BYTES[..., [0, 1, 2, 3, 0]], interpretation=2, extra=[1, 0]),
+        BYTES[..., :3],
+    ),
     "gray": (tiff(BYTES[..., :1], interpretation=1), BYTES[..., :1]),
     "gray and alpha": (tiff(BYTES[..., :2], interpretation=1, extra=[2]), BYTES[..., :1]),
     "gray, 0 is white": (tiff(BYTES[..., :1]), 255 - BYTES[..., :1]),
@@ -350,6 +364,7 @@ REFUSED = {  # TIFFs that Pillow does not open, or misreads
     "four bands": tiff(BYTES, interpretation=1, extra=[0, 0, 0]),
     "subsampled YCbCr": tiff(BYTES[..., :3], interpretation=6),
     "14 bits": tiff(DEEP[..., :1], bits=14, interpretation=1),
+    "a strip is missing": tiff(BYTES[..., :1], interpretation=1, rows_per_strip=3),
 }
 
 
@@ -365,6 +380,27 @@ def test_a_tiff_is_read_as_it_was_written_or_refused_with_what_is_expected(kind,
     for read in (partial(decode_image, turned=True), partial(read_size, turned=True)):
         with pytest.raises(ValueError, match=message):
             read(path)
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_levels_of_16_bit_images_lie_between_two_values(channels, order, tmp_path):
+    """The rest is clipped. A PNG's and a TIFF's values are the same, in a window too."""
+    values = np.random.default_rng(3).integers(0, 65536, (9, 7, channels), dtype=np.uint16)
+    seen = np.broadcast_to(values[..., :3], (9, 7, 3)).astype(int)
+    kind = {"interpretation": 1 if channels == 1 else 2, "extra": [2] * (channels == 4)}
+    (tmp_path / "x.tif").write_bytes(tiff(values, order, **kind))
+    trees.write(tmp_path / "x.png", values[..., [2, 1, 0, 3][:channels]] if channels > 1 else values)
+    window = slice(2, 8), slice(1, 5)
+    for path, (low, high) in itertools.product(tmp_path.iterdir(), ((0, 65535), (0, 4095), (51241, 52181), (7, 8))):
+        expected = seen >> 8 if high == 65535 else (seen.clip(low, high) - low) / (high - low) * 256
+        expected = np.floor(expected).clip(0, 255).astype(np.uint8)
+        for part in ((slice(None), slice(None)), window):
+            assert np.array_equal(decode_image(path, part, turned=True, range16=(low, high)), expected[part]), path
+        assert np.array_equal(values16(stored(path, photograph=True), turned=True), seen)
+    shallow = image_of("png", tmp_path)
+    assert values16(stored(shallow), turned=True) is None
+    assert np.array_equal(decode_image(shallow, range16=(0, 4095)), photograph())
 
 
 def test_gray_photographs_of_other_formats_become_rgb(tmp_path):

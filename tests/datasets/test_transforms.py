@@ -8,7 +8,7 @@ from torchvision.transforms import v2
 
 from datasets import TrainingTransform
 from datasets.image_transforms import seeded
-from datasets.transforms import base_scale, scale_and_crop, scaled
+from datasets.transforms import base_scale, padded_share, scale_and_crop, scaled
 
 FILL, IGNORE = (10, 20, 30), 255
 
@@ -136,6 +136,18 @@ def test_crops_reach_every_position_and_padding_is_fill_and_ignore():
     image, label = picture(6, 10)
     transform = TrainingTransform((6, 4), scale=(1.0, 1.0), flip=0.0)
     assert {int(transform(image, label, rng)[1][0, 0]) for _ in range(200)} == set(range(7))
+
+
+@pytest.mark.parametrize("crop", [(256, 256), (128, 128), (60, 300)])
+@pytest.mark.parametrize("base_size", [None, 160])
+def test_the_share_of_padding_is_expected_from_the_sizes_of_images(crop, base_size):
+    rng, drawn = np.random.default_rng(0), []
+    transform = TrainingTransform(crop, base_size=base_size)
+    for width, height in [(128, 96)] * 1500 + [(40, 250)] * 500:
+        (rows, columns), _, _ = transform.draw((height, width), rng)
+        drawn.append(1 - min(rows, crop[0]) * min(columns, crop[1]) / (crop[0] * crop[1]))
+    expected = padded_share([(128, 96, 3), (40, 250, 1)], crop, transform.scale, base_size)
+    assert abs(np.mean(drawn) - expected) < 0.02
 
 
 def test_scales_cover_the_papers_range():

@@ -123,6 +123,14 @@ def test_images_without_a_label_or_of_another_size_are_named(tmp_path, capsys):
     assert f"1 labels are of another size than their image: {root}/train/labels/c.png (20x24, 40x24)" in printed
 
 
+def test_16_bit_images_that_use_few_levels_are_named(tmp_path, capsys):
+    trees.write(tmp_path / "images" / "a.png", np.array([[100, 4000]], np.uint16))
+    trees.write(tmp_path / "labels" / "a.png", np.array([[0, 1]], np.uint8))
+    for key, is_named in (("data.range16=[0,4095]", False), ("data.range16=[0,65535]", True)):
+        make_classes(composed("make_classes", f"data.root={tmp_path}", "workers=0", "overwrite=true", key))
+        assert ("give data.range16=[100,4000]" in capsys.readouterr().out) == is_named
+
+
 def test_palettes_may_differ_if_the_ids_count(tmp_path):
     def write(path: Path, ids: np.ndarray) -> None:
         trees.write_palette(path, ids, [(9, 9, 9), (99, 9, 9), (9, 99, 9 + 90 * ("val" in path.parts))])

@@ -148,6 +148,23 @@ def test_a_folder_is_predicted_without_its_broken_and_hidden_files(trained, tmp_
         assert Image.open(tmp_path / "out" / kind / "colour.png").size == (60, 40)
 
 
+@pytest.mark.parametrize("range16", [(0, 65_535), (1000, 1255)])
+def test_16_bit_images_are_predicted_with_the_range_of_the_training(range16, tmp_path, capsys):
+    """Here one level is one value: the same pictures in 8 bits are predicted alike."""
+    config = run_config(
+        "data=vistas", "data.root=gone", "data.base_size=48", f"data.range16=[{range16[0]},{range16[1]}]"
+    )
+    saved(tmp_path / "net.pt", config, ["a", "b"], palette=[[0, 0, 0], [9, 9, 9]])
+    shallow = trees.picture(tmp_path / "in" / "8.png")
+    trees.write(tmp_path / "in" / "16.png", shallow.astype(np.uint16) + 1000)
+    found = run((tmp_path / "net.pt",), tmp_path / "in", tmp_path / "out")
+    same = Image.open(found[0]).tobytes() == Image.open(found[1]).tobytes()
+    is_named = f"16-bit images in {tmp_path / 'in'} use 2 of the 256" in " ".join(capsys.readouterr().out.split())
+    assert (same, is_named) == ((True, False) if range16[0] else (False, True))
+    network = open_network(tmp_path / "net.pt")
+    assert np.array_equal(network.predict(tmp_path / "in" / "16.png"), np.asarray(Image.open(found[0])))
+
+
 def test_every_usual_format_is_found(tmp_path):
     formats = [".bmp", ".gif", ".j2k", ".jfif", ".mpo", ".ppm", ".qoi", ".tga", ".tif", ".TIFF", ".webp"]
     pixels = trees.picture(tmp_path / "a.png")[..., ::-1]

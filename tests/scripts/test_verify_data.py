@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from datasets import folder, index_classes
@@ -36,6 +38,27 @@ def test_complete_data_has_exact_counts_and_no_problem(tmp_path, capsys):
         assert [column["labels"] for column in found["classes"].values()] == (index.counts > 0).sum(axis=0).tolist()
         assert found["ignored_pixels"] == images * 24 * 40 - index.counts.sum() and found["doubts"] == []
     assert re.findall(r"class .* pixels .* share % .* (\w+) ", capsys.readouterr().out) == ["labels", "labels"]
+
+
+@pytest.mark.parametrize("low, high, levels", [(51_241, 52_181, 4), (0, 4095, 16), (0, 16_383, 64)])
+@pytest.mark.parametrize("task", ["folder", "image_folder"])
+def test_16_bit_images_that_use_few_levels_are_named_with_a_cure(task, low, high, levels, tmp_path):
+    """A broken pixel or two do not count."""
+    rng = np.random.default_rng(0)
+    for split, name in product(("train", "val"), "ab"):
+        root, values = tmp_path / "data" / split, rng.integers(low, high + 1, (200, 300), dtype=np.uint16)
+        values[0, :4] = low, high, 0, 65_535
+        trees.write(root / ("images" if task == "folder" else name) / f"{name}.png", values)
+        trees.write(root / "labels" / f"{name}.png", (values % 2).astype(np.uint8)) if task == "folder" else None
+    (tmp_path / "data" / "classes.json").write_text('{"classes": [{"name": "a"}, {"name": "b"}]}')
+    keys = (f"data={task}", f"data.root={tmp_path / 'data'}", "splits=[train,val]")
+    for split, report in verified(tmp_path, *keys).items():
+        assert report["doubts"] == [
+            f"16-bit images of {split} use {levels} of the 256 levels that a network sees, as they hold values from "
+            f"{low} to {high}: give data.range16=[{low},{high}]"
+        ]
+    cured = verified(tmp_path, *keys, f"data.range16=[{low},{high}]")
+    assert [report["doubts"] for report in cured.values()] == [[], []]
 
 
 def test_every_problem_is_reported(tmp_path, capsys):

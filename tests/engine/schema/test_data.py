@@ -1,0 +1,29 @@
+"""Values of the keys of datasets, and what is said about crops."""
+
+import pytest
+
+from tests.runs import run_config
+
+
+@pytest.mark.parametrize("range16", ["[5,5]", "[9,5]", "[-1,5]", "[0,65536]", "[5]", "[0,1,2]"])
+def test_a_range_of_16_bit_values_has_a_lowest_and_a_highest_value(range16):
+    with pytest.raises(ValueError, match=r"data.range16=\[.*\]: expected .*lowest value"):
+        run_config(f"data.range16={range16}")
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        (("data.crop_size=256",), "63 % of a crop is padding: give data.crop_size=128"),
+        (("data.crop_size=1000",), "98 % of a crop is padding: give data.crop_size=128"),
+        (("data.crop_size=160",), "26 % of a crop is padding: give data.crop_size=128"),
+        (("data.crop_size=128",), None),
+        (("data.crop_size=256", "data.scale=[2.5,3]"), None),
+        (("data.crop_size=256", "data.base_size=512"), None),
+        (("data.crop_size=64",), None),
+        (("data.crop_size=64", "data.crop_aspect=4"), "32 % of a crop is padding: give data.crop_size=32"),
+    ],
+)
+def test_crops_that_are_a_quarter_padding_are_named_with_a_size_that_fits(keys, said):
+    found = run_config("data=folder", "data.root=gone", *keys).data.doubts_of_sizes([(128, 96, 30)])
+    assert [line[: len(said or "")] for line in found] == ([] if said is None else [said])
