@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from datasets import file_formats as formats
 
@@ -37,6 +37,10 @@ ALL_16: Range16 = 0, 65_535
 
 class Unreadable(ValueError):
     """A file is missing, damaged, or not of the expected kind."""
+
+
+class _OtherKind(ValueError):
+    """A file is intact, but not of a kind that is read as it was written."""
 
 
 class Stored(NamedTuple):
@@ -204,7 +208,7 @@ def _decode_tiff_label(file: Stored) -> np.ndarray:
         turned, inverted = tags.get(ExifTags.Base.Orientation, 1) != 1, tags.get(_INTERPRETATION) == 0
         exact = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or image.mode.startswith("I;16")
         if not exact or turned or inverted or _is_misread(image, tags) or getattr(image, "n_frames", 1) > 1:
-            raise ValueError("another kind of TIFF")
+            raise _OtherKind("another kind of TIFF")
         return np.asarray(image)
 
 
@@ -223,19 +227,19 @@ def label_palette(file: Stored) -> dict[int, tuple[int, ...]]:
 def _decode_photograph(file: Stored, deep: bool) -> np.ndarray:
     """`_decode` of a file that is neither PNG nor JPEG, as viewers show it."""
     path, data = file
-    known = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel"
-    with _decoding(path, f"an image; expected {_TIFF if data[:4] in TiffImagePlugin.PREFIXES else known}"):
+    known, is_tiff = f"{', '.join(PHOTOGRAPHS)}, with 8 or 16 bits per channel", data[:4] in TiffImagePlugin.PREFIXES
+    with _decoding(path, f"an image; expected {_TIFF if is_tiff else known}", converts=is_tiff):
         with _opened(data) as stored:
             tags: Mapping[int, Any] = getattr(stored, "tag_v2", {})  # of a TIFF
             if data.startswith(b"MM\0+") or _is_misread(stored, tags):
-                raise ValueError("another kind of TIFF")
+                raise _OtherKind("another kind of TIFF")
             image, bits = ImageOps.exif_transpose(stored), tags.get(_BITS, (16 if "I" in stored.mode else 8,))[0]
         if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
             values = np.asarray(image).astype(np.uint16) << (16 - bits)
             values = 65_535 - values if tags.get(_INTERPRETATION) == 0 else values
             return np.repeat((values if deep and bits == 16 else (values >> 8).astype(np.uint8))[..., None], 3, axis=2)
         if image.mode in ("I", "F"):
-            raise ValueError("the black and white of 32 bits are unknown")
+            raise _OtherKind("the black and white of 32 bits are unknown")
         pixels = np.array(image.convert("RGB"))
         if deep and bits == 16 and image.mode in ("RGB", "RGBA"):
             with _opened(data, lower=True) as stored:
@@ -262,8 +266,11 @@ def _opened(data: bytes, lower: bool = False) -> Image.Image:
 
 
 @contextmanager
-def _decoding(path: Path, expected: str) -> Iterator[None]:
-    """Context for Pillow, whose errors become Unreadable; ValueError above its limit of pixels: the file is intact."""
+def _decoding(path: Path, expected: str, converts: bool = False) -> Iterator[None]:
+    """Context for Pillow, whose errors become Unreadable; ValueError above its limit of pixels: the file is intact.
+
+    `converts`: files of another kind are ValueErrors as well, which advise to convert them.
+    """
     try:
         yield
     except Image.DecompressionBombError:
@@ -273,6 +280,10 @@ def _decoding(path: Path, expected: str) -> Iterator[None]:
         ) from None
     except MemoryError:
         raise
+    except (_OtherKind, UnidentifiedImageError) as error:
+        fix = ": convert it, such as three of its bands to RGB, or restore it if it is damaged."
+        kind, fix = (ValueError, fix) if converts else (Unreadable, ", undamaged.")
+        raise kind(f"{path}: cannot be decoded as {expected}{fix}") from error
     except Exception as error:  # readers of rare formats raise whatever Python does for damaged bytes
         raise Unreadable(f"{path}: cannot be decoded as {expected}, undamaged.") from error
 

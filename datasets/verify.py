@@ -17,7 +17,7 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import IGNORED, Palettes, UnknownIds
 from datasets.classification import ClassificationDataset
-from datasets.levels import count16, doubts16, used16
+from datasets.levels import doubts16, used16
 from datasets.reading import Range16, label_palette, read
 from datasets.segmentation import SegmentationDataset
 from datasets.workers import Progress, in_order
@@ -42,8 +42,8 @@ class Inspection:
 
     `problems` are in the order of the files. Over all readable labels, `values` counts the
     pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
-    class); `conflict`: the first label with another palette, if palettes are compared. `used16`: of 16-bit images, see
-    `datasets.levels`. `sizes`: (width, height, images) for each size of an image with labels of pixels.
+    class); `conflict`: the first label with another palette, if palettes are compared. `used16`: see
+    `datasets.levels`, of 16-bit images. `sizes`: (width, height, images) for each size of an image with labels of pixels.
     """
 
     dataset: Split
@@ -51,7 +51,7 @@ class Inspection:
     values: list[int]
     holding: list[int]
     conflict: str | None
-    used16: Range16 | None = None
+    used16: Sequence[Range16] = ()
     sizes: Sequence[tuple[int, int, int]] = ()
 
     @property
@@ -65,9 +65,8 @@ class Inspection:
         of_levels = doubts16(self.used16, self.dataset.range16, f"images of {self.dataset.split}", keys)
         if isinstance(self.dataset, ClassificationDataset):
             absent = [name for name, count in zip(self.dataset.classes, self.holding, strict=True) if not count]
-            return [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(
-                absent
-            ) + of_levels
+            unseen = [f"no {images} shows {', '.join(absent)}: check the labels and the classes"] * bool(absent)
+            return unseen + of_levels
         if not self.dataset.has_labels:
             return of_levels
         conflict = [self.conflict] if self.conflict and self.dataset.palette_fix is None else []
@@ -129,28 +128,27 @@ def inspect(dataset: Split, workers: int | None = None, progress: Progress = Non
     a damaged header or a missing end is found.
     `workers`: see `in_order`.
     """
-    look, problems, counts16 = partial(_looked, dataset, decode), list[Problem](), np.zeros(65_536, np.int64)
+    look, problems, deep = partial(_looked, dataset, decode), list[Problem](), list[Range16]()
     if isinstance(dataset, ClassificationDataset):
-        in_files = every(dataset, look, workers, progress) if dataset.pixels is None else ()
-        for found in in_files:
-            problems += found.problems
-            counts16 += 0 if found.counts16 is None else found.counts16
+        for its_problems, used, *_ in every(dataset, look, workers, progress) if dataset.pixels is None else ():
+            problems += its_problems
+            deep += filter(None, [used])
         images = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
-        return Inspection(dataset, tuple(problems), [], images, None, used16(counts16))
-    palettes, sizes = Palettes(dataset.table.label_palette), Counter[tuple[int, int]]()
+        return Inspection(dataset, tuple(problems), [], images, None, deep)
+    palettes, sizes = Palettes(dataset.table.label_palette), Counter[tuple[int, int] | None]()
     values, holding = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for its_problems, pixels, colours, levels, size in every(dataset, look, workers, progress):
+    for its_problems, used, size, pixels, colours in every(dataset, look, workers, progress):
         problems += its_problems
-        counts16 += 0 if levels is None else levels
-        sizes.update([] if size is None else [size])
+        deep += filter(None, [used])
+        sizes[size] += 1
         values += pixels
         holding += dataset.table.by_class(pixels) > 0
         if colours is not None:
             palettes.add(*colours)
     if palettes.conflict is not None and dataset.palette_fix is not None:
         problems.append(Problem("palettes differ", f"{palettes.conflict}. {dataset.palette_fix}"))
-    found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, used16(counts16)
-    return Inspection(*found, [(*size, images) for size, images in sizes.items()])
+    found = dataset, tuple(problems), values.tolist(), holding.tolist(), palettes.conflict, deep
+    return Inspection(*found, [(*size, images) for size, images in sizes.items() if size is not None])
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
@@ -175,22 +173,15 @@ def every(dataset: Split, look: Callable[[int], Any], workers: int | None, progr
         raise TimeoutError(f"{dataset.path(done)}: {error}") from error
 
 
-class _Looked(NamedTuple):
-    """Problems of an image and its label.
+def _looked(
+    dataset: Split, decode: bool, index: int
+) -> tuple[list[Problem], Range16 | None, tuple[int, int] | None, np.ndarray, Any]:
+    """Problems of an image and its label; `used16` and the size of the image; the label's pixels of each raw value.
 
-    `pixels`: the label's pixels of each raw value, int64 (256,). `palette`: the label's file and {id: RGB} of the ids
-    that it holds; None if palettes do not matter. `counts16`: see `count16`. `size`: the image's (width, height).
+    These are int64 (256,). The last item is the palette: the label's file and {id: RGB} of the ids that it holds; None
+    if palettes do not matter.
     """
-
-    problems: list[Problem]
-    pixels: np.ndarray
-    palette: Any
-    counts16: np.ndarray | None
-    size: tuple[int, int] | None
-
-
-def _looked(dataset: Split, decode: bool, index: int) -> _Looked:
-    problems, counts16, size = list[Problem](), None, None
+    problems, used, size = list[Problem](), None, None
 
     def attempted(kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -207,9 +198,9 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Looked:
         size = attempted("unreadable image", partial(dataset.image_size, decode=decode), dataset.path(index))
     if not problems and (decode or index % max(1, len(dataset) // _DEEP) == 0):
         stored = read(dataset.path(index), photograph=dataset.turned)
-        counts16 = attempted("unreadable image", count16, stored, dataset.turned)
+        used = attempted("unreadable image", used16, stored, dataset.turned)
     if isinstance(dataset, ClassificationDataset):
-        return _Looked(problems, np.zeros(0), None, counts16, None)
+        return problems, used, None, np.zeros(0), None
     entry, palette = dataset.files[index], None
     label = None if entry.label is None else attempted("unreadable label", dataset.raw_label, index)
     if size is not None and label is not None:
@@ -221,4 +212,4 @@ def _looked(dataset: Split, decode: bool, index: int) -> _Looked:
             entry.label,
             {number: colours[number] for number in np.flatnonzero(pixels).tolist() if number in colours},
         )
-    return _Looked(problems, pixels, palette, counts16, size)
+    return problems, used, size, pixels, palette

@@ -28,8 +28,8 @@ from datasets import reading_errors
 from datasets.class_table import Palettes, ranges
 from datasets.folder import CLASSES, TRAINED, LabelNames, alike, folder_labels, palette_fix
 from datasets.layout import first_of
-from datasets.levels import count16, doubts16, used16
-from datasets.reading import decode_mask, label_palette, read
+from datasets.levels import doubts16, used16
+from datasets.reading import Range16, decode_mask, label_palette, read
 from datasets.segmentation import restorable
 from datasets.workers import in_order
 from engine import assemble
@@ -65,7 +65,7 @@ class Held:
     colours: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of ids with a palette, and of colours
     palettes: Palettes = field(default_factory=Palettes)
     other_sizes: list[str] = field(default_factory=list)  # than their images have
-    counts16: np.ndarray = field(default_factory=lambda: np.zeros(65_536, np.int64))  # of 16-bit images
+    used16: list[Range16] = field(default_factory=list)  # by 16-bit images
 
     def recast(self, kind: str, to: str, value: Callable[[int], int]) -> None:
         """Count entries of one kind as another, under the `value` of each."""
@@ -116,7 +116,7 @@ def make_classes(values: DictConfig) -> Path:
         console.print(class_table(f"ids in the labels ({len(labels.images)})", names, *counts))
     ids = {number: held.colours.get(value) for number, value in values_of.items() if number not in ignored}
     check_number(root, kind, pixels, ids, ignored)
-    dark = doubts16(used16(held.counts16), config.data.black_and_white(), "images", keys="data.")
+    dark = doubts16(held.used16, config.data.black_and_white(), "images", keys="data.")
     for note in [*notes, *doubts(pixels, ids, ignored), *dark]:
         console.print(note, soft_wrap=True)
     replace_file(file, written(ids, ignored))
@@ -135,7 +135,7 @@ def read_labels(images: Mapping[Path, Path | None], workers: int | None, console
             held.palettes.add(label, found.colours)
             held.colours = found.colours | held.colours
             held.other_sizes += filter(None, [found.other_size])
-            held.counts16 += 0 if found.counts16 is None else found.counts16
+            held.used16 += filter(None, [found.used16])
     return held
 
 
@@ -226,13 +226,13 @@ def written(ids: dict[int, tuple[int, ...] | None], ignored: list[int]) -> str:
 
 class Contents(NamedTuple):
     """A label's kind; {id or 0xRRGGBB: pixels}; their known colours; its and its image's size, if these differ; and
-    the values of a 16-bit image (see `count16`)."""
+    `datasets.levels.used16` of the image."""
 
     kind: str
     pixels: dict[int, int]
     colours: dict[int, tuple[int, ...]]
     other_size: str | None
-    counts16: np.ndarray | None
+    used16: Range16 | None
 
 
 @restorable("Labels are PNGs or TIFFs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
@@ -241,21 +241,20 @@ def contents(path: Path, image: Path | None) -> Contents:
     raw = decode_mask(file)
     values, counts = np.unique(raw, return_counts=True)
     pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    size, other_size, counts16 = raw.shape[::-1], None, None
+    size, other_size, used = raw.shape[::-1], None, None
     with suppress(ValueError):  # a damaged image, which a training reports
         if image is not None:
             stored = read(image, photograph=True)
             if (shown := stored.size(turned=True)) != size:
                 other_size = f"{path} ({size[0]}x{size[1]}, {shown[0]}x{shown[1]})"
-            counts16 = count16(stored, turned=True)
+            used = used16(stored, turned=True)
     if raw.dtype == np.int32:
         kind = GRAY if all(code == 0x010101 * (code & WHITE) for code in pixels) else COLOURS
-        return Contents(kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}, other_size, counts16)
+        return Contents(kind, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}, other_size, used)
     palette = label_palette(file)
     kind = BITS if file.has_end_mark and file.data[24] == 1 and not palette else IDS
-    return Contents(
-        kind, pixels, {number: palette[number] for number in pixels if number in palette}, other_size, counts16
-    )
+    colours = {number: palette[number] for number in pixels if number in palette}
+    return Contents(kind, pixels, colours, other_size, used)
 
 
 main = configured("make_classes", MakeClasses)(make_classes)

@@ -25,8 +25,8 @@ from PIL import Image
 from datasets import reading_errors
 from datasets.file_list import is_hidden
 from datasets.layout import first_of
-from datasets.levels import count16, doubts16, used16
-from datasets.reading import PHOTOGRAPHS, decode_image, read
+from datasets.levels import doubts16, used16
+from datasets.reading import PHOTOGRAPHS, Range16, decode_image, read
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -56,8 +56,7 @@ def predict(values: DictConfig) -> list[Path]:
     network, config, state = open_checkpoint(options.checkpoint, options)
     assemble.arithmetic(config.trainer)
     segments = isinstance(network, Segmenter)
-    written, unreadable, rows = [] if segments else [output / TABLE], [], []
-    counts16 = np.zeros(65_536, np.int64)  # of each value of 16-bit images
+    written, unreadable, rows, deep = [] if segments else [output / TABLE], [], [], list[Range16]()
     title = f"{len(network.classes)} classes, {config.data.name}, step {state['step']}"
     page = Page(title, network.classes, getattr(network, "palette", None), options.top_k)
     with reading_errors(config.data.timeout_seconds):
@@ -74,8 +73,7 @@ def predict(values: DictConfig) -> list[Path]:
                     places = {kind: output / kind / f"{name}.png" for kind in KINDS if segments}
                     stored = read(file, photograph=True)
                     image = decode_image(stored, turned=True, range16=network.range16)  # (H, W, 3)
-                    if (counts := count16(stored, turned=True)) is not None:
-                        counts16 += counts
+                    deep += filter(None, [used16(stored, turned=True)])
                 except ValueError as error:
                     unreadable.append(str(error))
                     continue
@@ -95,7 +93,7 @@ def predict(values: DictConfig) -> list[Path]:
         write_table(output / TABLE, rows)
     if options.report:
         write_file(Path(options.report), "".join(page.html()))
-    for doubt in doubts16(used16(counts16), network.range16, f"images in {source}", keys="data."):
+    for doubt in doubts16(deep, network.range16, f"images in {source}", keys="data."):
         logger.warning(doubt)
     console.print(f"predicted {len(images) - len(unreadable)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:

@@ -6,9 +6,11 @@
 
 Compares the number of images with the official number, and decodes every file, for segmentation and classification.
 Reports unreadable and damaged files, labels whose size differs from their image's, and ids that are not in the class
-table. Goes on after a problem, but if images of a split lack labels, it only names them. Prints each
-class's pixels and doubts (classes that no image shows, many ignored pixels), then every kind of problem with its
-first files. Exit status 0 means no problem. You can train on part of a dataset, but its number of images is reported.
+table. A JPEG has no checksums, and decoders fill damage inside it with other pixels, so only a damaged header or a
+missing end is found: compare its archive's checksum. Goes on after a problem, but if images of a split lack labels, it
+only names them. Prints each class's pixels and doubts (classes that no image shows, many ignored pixels, 16-bit images
+that use few levels), then every kind of problem with its first files. Exit status 0 means no problem. You can train on
+part of a dataset, but its number of images is reported.
 """
 
 import json

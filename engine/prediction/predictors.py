@@ -28,7 +28,6 @@ class Predictor(nn.Module):
     """
 
     range16: Range16 = ALL_16
-
     mean: Tensor
     std: Tensor
 
@@ -92,11 +91,8 @@ class Segmenter(Predictor):
         return self._shown(image, probabilities=True)
 
     def _shown(self, image: Picture, probabilities: bool) -> np.ndarray:
-        shown, unscored = (
-            _planes(pixels_of(image, self.range16))[None],
-            torch.zeros(2, dtype=torch.int64, device=self.mean.device),
-        )
-        passes = self.passes
+        shown, passes = _planes(pixels_of(image, self.range16))[None], self.passes
+        unscored = torch.zeros(2, dtype=torch.int64, device=self.mean.device)
         found = inference.predict(passes, shown, self.views, probabilities=probabilities, unscored=unscored)
         without, total = unscored.tolist()
         passes.check_scores(without, total, "pixels")
