@@ -42,8 +42,8 @@ class Inspection:
 
     `problems` are in the order of the files. Over all readable labels, `values` counts the
     pixels of each raw value, `holding` the labels that hold each train id (in a classification, the images of each
-    class); `conflict`: the first label with another palette, if palettes are compared. `used16`: see
-    `datasets.levels`, of 16-bit images. `sizes`: (width, height, images) for each size of an image with labels of pixels.
+    class); `conflict`: the first label with another palette, if palettes are compared. `used16`: of 16-bit
+    images, see `datasets.levels`. `sizes`: (width, height, images) for each size of images with labels of pixels.
     """
 
     dataset: Split
