@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from omegaconf import DictConfig, OmegaConf
 
 from engine.configuration.config import flat
+from engine.configuration.words import meant
 from engine.schema.keys import groups_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -85,10 +86,24 @@ def _content(file: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
-    """The error for a choice that does not exist; it names those in a folder of this name, or the nearest ones."""
+def no_such(group: str, choice: str, known: Iterable[str]) -> str:
+    """A sentence about a choice that does not exist: its right spelling, the nearest ones, or what there is instead."""
     known = [*known]
-    below = [name for name in known if name.startswith(f"{choice}/")]
-    nearest = difflib.get_close_matches(choice, below or known, n=5, cutoff=0)
-    are = "is" if len(nearest) == 1 else "are"
-    return ValueError(f"{group}={choice}: there is no such {group}; the nearest {are} {', '.join(nearest)}")
+    if same := [name for name in known if _letters(name) == _letters(choice)]:
+        return f"there is no such {group}; give {group}={same[0]}"
+    below = [name for name in known if name.startswith(choice)] or known
+    advice = meant(f"no_such_{group}", choice, ())
+    nearest = difflib.get_close_matches(choice, below, n=5)
+    if not nearest and (advice is None or len(below) < 8):
+        nearest = difflib.get_close_matches(choice, below, n=5, cutoff=0)
+    are = f"; the nearest {'is' if len(nearest) == 1 else 'are'} {', '.join(nearest)}" * bool(nearest)
+    return f"there is no such {group}{are}" + (f"; {advice[1]}" if advice else "")
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]", "", text.lower())
+
+
+def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
+    """The error for a choice that does not exist."""
+    return ValueError(f"{group}={choice}: {no_such(group, choice, known)}")

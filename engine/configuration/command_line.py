@@ -57,7 +57,7 @@ def configured(
             if shows:
                 words = [word for word in words if word != "job"]
             with errors_for_users("start it again" if sweeps else _again(words, schema)):
-                refuse_options(words, schema)
+                refuse_options(name, schema, words)
                 if not {*HELP}.isdisjoint(sys.argv):
                     text = about or sys.modules[main.__module__].__doc__ or name
                     with explained(name, schema, words):

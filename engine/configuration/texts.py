@@ -2,13 +2,16 @@
 
 import os
 import re
+from dataclasses import field, make_dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema.keys import Keys, declared_in, quoted
+from engine.schema.keys import Declared, Keys, check_values, declared_in, quoted
 
 AS_IT_IS = re.compile(r"""\s*(?:(["']).*\1|null|)\s*""", re.IGNORECASE | re.DOTALL)
 WORD = re.compile(r"[\w.+-]+")
@@ -17,6 +20,7 @@ LIST_ENTRY = re.compile(r"""(?:"[^"]*"|'[^']*'|\[[^][]*\]|\{[^{}]*\}|[^][{}"',])
 ENTRY = r"""[^][{}"':,]+:[^][{}"',]+"""
 PLAIN_MAPPING = re.compile(rf"\{{({ENTRY}(?:,{ENTRY})*)\}}")
 INTERPOLATION, ESCAPED = re.compile(r"\$\{.*\}", re.DOTALL), re.compile(r"\\[]\\()[{}:=, \t]")
+BOOLEAN = re.compile("true|false|yes|no|on|off|y|n|[01]", re.IGNORECASE)
 
 
 def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
@@ -45,6 +49,20 @@ def as_typed(word: str, schema: type[Keys], sweeps: bool = False) -> str:
             return word
         texts = value.split(",")
     return given + equals + ",".join(map(_for_hydra, texts))
+
+
+def fits(text: str, declared: Declared) -> bool:
+    """Whether a key takes a text as its value on the command line."""
+    kind, rules = declared
+    if kind is bool:
+        return BOOLEAN.fullmatch(text) is not None
+    typed = make_dataclass("Typed", [("value", kind, field(metadata={**rules}))])
+    try:
+        value = text if kind in (str, str | None) else OverridesParser.create().parse_override(f"key={text}").value()
+        check_values(OmegaConf.to_object(OmegaConf.structured(typed(value))))
+    except (HydraException, OmegaConfBaseException, ValueError):
+        return False
+    return True
 
 
 def _for_hydra(text: str) -> str:

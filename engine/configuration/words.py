@@ -2,14 +2,16 @@
 
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from omegaconf import OmegaConf
+import yaml
 
 ALONE = "alone"  # the name of an argument without =
+SLIP = "slip"  # the name of an argument with a value that its key cannot take
 ANY = re.compile(".*", re.DOTALL)
 
 
@@ -25,20 +27,22 @@ class Entry(NamedTuple):
 
     def fits(self, name: str, value: str, keys: Collection[str]) -> re.Match[str] | None:
         """The match of an argument's value, if this entry has advice about it for a command with these keys."""
-        if name not in self.word or (self.of is not None and self.of not in keys):
+        if self.of is not None and self.of not in keys:
             return None
-        if self.give is not None and not keys_of(self.give) <= {*keys}:
+        if self.give is not None and not all(key in keys for key in keys_of(self.give)):
             return None
         if name in keys and self.value is None:
             return None  # the command's own key
-        return (self.value or ANY).fullmatch(value) if re.fullmatch(self.program, program()) else None
+        if self.program != ".*" and not re.fullmatch(self.program, program()):
+            return None
+        return (self.value or ANY).fullmatch(value)
 
 
 @cache
 def entries() -> list[Entry]:
     """The entries of words.yaml, in order."""
-    listed = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_suffix(".yaml")))
-    assert isinstance(listed, list)
+    text = Path(__file__).with_suffix(".yaml").read_bytes()
+    listed = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C if possible: every command reads it
     return [
         Entry(
             tuple(each["word"].split()),
@@ -52,9 +56,35 @@ def entries() -> list[Entry]:
     ]
 
 
+@cache
+def _by_word() -> dict[str, list[Entry]]:
+    return {word: [each for each in entries() if word in each.word] for entry in entries() for word in entry.word}
+
+
+@cache
+def _named(name: str) -> list[Entry]:
+    """The entries of a name; then those of the names that it ends with, after a dot; then those with a *."""
+    parts = name.split(".")
+    ends = [".".join(parts[start:]) for start in range(len(parts))]
+    patterns = [word for word in _by_word() if "*" in word and fnmatchcase(name, word)]
+    return [entry for word in (*ends, *patterns) for entry in _by_word().get(word, ())]
+
+
 def keys_of(give: str) -> set[str]:
     """{"optim", "optim.lr"} of "optim=sgd optim.lr=0.1"."""
     return {word.partition("=")[0] for word in give.split(" ")}
+
+
+def slips(value: str) -> Iterator[str]:
+    """What may be meant by a value that its key cannot take: 0.5 by 50%."""
+    for entry in _named(SLIP):
+        if entry.give and entry.value and (match := entry.value.fullmatch(value)):
+            yield _divided(match.expand(f"={entry.give}"))[1:]
+
+
+def _divided(text: str) -> str:
+    """Text with =512/1024 computed."""
+    return re.sub(r"=([\d.]+)/(\d+)$", lambda ratio: f"={float(ratio[1]) / int(ratio[2]):g}", text)
 
 
 def meant(name: str, value: str, keys: Collection[str]) -> tuple[str | None, str] | None:
@@ -62,18 +92,22 @@ def meant(name: str, value: str, keys: Collection[str]) -> tuple[str | None, str
 
     The first result is what to give, or None if the second, a sentence, says more. `keys`: of the command.
     """
-    names = [name] if name in keys else [name, name.rpartition(".")[2]]
-    words = [each.lower().replace("-", "_") for each in names]
-    for entry, match in ((entry, entry.fits(word, value, keys)) for word in words for entry in entries()):
+    word = name if name in keys else re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_"))
+    for entry in _named(word):
+        match = None if name in keys and word not in entry.word else entry.fits(word, value, keys)
         if match is None:
             continue
-        text = match.expand(entry.give or entry.say).replace("{value}", value).replace("{program}", program())
-        text = re.sub(r"=(\d+)/(\d+)", lambda ratio: f"={int(ratio[1]) / int(ratio[2]):g}", text)
+        text = entry.give or entry.say
+        text = match.expand(text) if "\\" in text else text  # which takes long
+        text = text.replace("{value}", value or "…").replace("{program}", program())
         if entry.give is None:
             return None, text
+        text = _divided(text) if "/" in entry.give else text
         own, _, given = text.partition("=")
+        if text == f"{name}={value}":
+            continue
         again = None if own == name or " " in text else meant(own, given, keys)
-        return again if again is not None and again[0] else (text, f"give {text}")
+        return again or (text, f"give {text}")
     return None
 
 

@@ -1,18 +1,22 @@
 """The words of other programs in words.yaml: each entry is reached, and what it gives can be given."""
 
 import functools
+import itertools
+import re
 import sys
 
 import pytest
 
 from engine.configuration.choices import choices, groups_in
-from engine.configuration.words import ALONE, entries, keys_of, meant
+from engine.configuration.words import ALONE, SLIP, entries, keys_of, meant
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.keys import declared_in
 from engine.schema.segmentation import SegmentationRun
 from scripts.browse_data import BrowseData
+from scripts.compare_runs import Comparison
 from scripts.export import Export
+from scripts.run_table import RunTable
 from scripts.verify_data import VerifyData
 
 COMMANDS = {
@@ -24,23 +28,32 @@ COMMANDS = {
     "browse_data": BrowseData,
     "verify_data": VerifyData,
     "plan_memory": SegmentationRun,
+    "run_table": RunTable,
+    "compare_runs": Comparison,
 }
 VALUES = (
-    "anything true false 0 4 0.9 16 bf16 32 gpu imagenet a.pt a/b.pt x.yaml configs/experiment/x.yaml a.jpg RUN "
-    "RUN/checkpoints/last.pt [512,1024] 512x1024 checkpointing adam momentum MultiStepLR PolyLR CosineAnnealingLR "
-    "LinearLR VOC2012 BN SyncBN iABN LeakyReLU none CrossEntropyLoss OHEM timm/resnet50 torchvision.resnet50 8"
-).split()
+    "anything true false 0 4 0.9 16 bf16 32 gpu imagenet a.pt a/b.pt x.yaml configs/experiment/x.yaml a.jpg RUN DIR/x "
+    "RUN/checkpoints/last.pt RUN/last.ckpt last.pt [512,1024] 512x1024 512x512 [3,224,224] [3,224,256] checkpointing "
+    "adam momentum lion MultiStepLR PolyLR CosineAnnealingLR LinearLR constant plateau VOC2012 coco mapillary "
+    "imagenet-1k flowers102 BN SyncBN iABN GN LeakyReLU ReLU gelu none CrossEntropyLoss OHEM DiceLoss timm/resnet50 "
+    "tu-resnet50d torchvision.resnet50 8 152 unet deeplab UPerHead resnet-18 ResNetV1c resnet152 resnext resnext50 "
+    "wrn38 densenet mit_b0 regnet_y_400mf mobilenet_v2 mobilenetv3 convnext efficientnet convnext_tiny class_balanced "
+    "default mps ddp o1 AmpOptimWrapper OptimWrapper 1h 12000 12G 512M 80% 0.5 RTX3090 RTX2080Ti 5090 A6000 H100 "
+    "RTX3080 V100 A100 RTX1080 -1 epoch open-mmlab://resnet50 latest horizontal [123.675,116.28,103.53] 95% 1 a/*.png "
+    "table3 slide fit . 50 CityscapesDataset nearest"
+).split() + [""]
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, str, str], tuple[str | None, str]]:
-    """{(command, word, value): the advice}, of every word in words.yaml."""
+    """{(command, word, value): the advice}, of every word in words.yaml and the values above that its entries take."""
     found, program = {}, sys.argv[0]
     for command, schema in COMMANDS.items():
         sys.argv[0] = f"{command}.py"
         keys = {*declared_in(schema), *groups_in(command.replace("plan_memory", "train_seg"))}
-        for word in sorted({word for entry in entries() for word in entry.word}):
-            for value in VALUES:
+        for entry in entries():
+            values = [value for value in VALUES if entry.value is None or entry.value.fullmatch(value)]
+            for word, value in itertools.product(entry.word, values[:2] if entry.value is None else values):
                 if advice := meant(word, value, keys):
                     found[command, word, value] = advice
     sys.argv[0] = program
@@ -49,13 +62,14 @@ def answers() -> dict[tuple[str, str, str], tuple[str | None, str]]:
 
 def test_every_word_is_answered(answers):
     answered = {word for _, word, _ in answers}
-    assert [word for entry in entries() for word in entry.word if word not in answered] == []
+    words = {word for entry in entries() if entry.word != (SLIP,) for word in entry.word}
+    assert sorted(words - answered) == []
 
 
 def test_every_entry_is_reached(answers):
     """An entry that others above it hide is as good as none. A group's value may change what it gives."""
     texts = [f"{give or ''} {text}" for give, text in answers.values()]
-    fixed = [(entry.give or entry.say).replace(r"\1", "{").partition("{")[0] for entry in entries()]
+    fixed = [re.split(r"\\|\{", entry.give or entry.say)[0] for entry in entries() if entry.word != (SLIP,)]
     assert [text for text in fixed if not any(text in answer for answer in texts)] == []
 
 
@@ -65,7 +79,7 @@ def test_keys_and_choices_that_are_advised_exist(answers):
     choices_of, groups_of = functools.cache(choices), functools.cache(groups_in)
     for (command, word, value), (give, _) in answers.items():
         for key, _, given in (pair.partition("=") for pair in (give or "").split()):
-            if given == value or key not in declared[command]:
+            if given == "null" or given in value or key not in declared[command]:
                 continue
             allowed = declared[command][key].metadata.get("one_of")
             if key in groups_of(command):

@@ -1,0 +1,75 @@
+"""The arguments that the words of a command make, also as other programs write them: --lr 0.1, SOLVER.BASE_LR 0.1."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from engine.configuration.words import ALONE, meant
+
+# What may be wrong with an argument's form.
+NO_KEY, DASHES, NO_VALUE, SPACE = (
+    "there is no such key",
+    "keys have no dashes",
+    "expected key=value",
+    "expected key=value without spaces",
+)
+BEFORE_KEYS = ("opts", "cfg_options", "cfg-options")  # options that other programs have before a list of keys
+KEY, NUMBER = re.compile(r"[A-Za-z_]\w*(\.\w+)*"), re.compile(r"[-+]?\d*\.?\d+(e-?\d+)?")
+
+
+class Argument(NamedTuple):
+    text: str  # one or several words
+    name: str  # without dashes; ALONE for a word that has no key
+    value: str
+    fault: str = ""  # one of those above
+
+    @property
+    def title(self) -> str:
+        """Its name in a message about several."""
+        return self.text.partition("=")[0] if self.fault == NO_KEY else self.text
+
+
+def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]:
+    """The arguments of a command with these keys; without those that begin with ~, which remove a key."""
+    left = [word for word in words if not word.startswith("~")]
+    while left:
+        word = left.pop(0)
+        given, equals, value = word.partition("=")
+        name, has_dashes = given.lstrip("-+"), given.startswith("-")
+        if equals:
+            known = name in keys or any(each.startswith(f"{name}.") for each in keys)
+            fault, value = DASHES if has_dashes else "" if known else NO_KEY, unquoted(value)
+            yield Argument(f"{given}={value}", name, value, fault)
+        elif name in BEFORE_KEYS:
+            yield Argument(word, name, "", DASHES)
+        elif has_dashes or _is_key(word, left, keys):
+            values = _values(left)
+            value = f"[{','.join(values)}]" if len(values) > 1 else "".join(values)
+            yield Argument(" ".join([word, *values]), name, value, DASHES if has_dashes else SPACE)
+        else:
+            yield Argument(word, ALONE, word, NO_VALUE)
+
+
+def _is_key(word: str, left: Sequence[str], keys: Collection[str]) -> bool:
+    """Whether a word without = is a key, and the next one its value."""
+    if not KEY.fullmatch(word) or not left or not _is_value(left[0]) or meant(ALONE, word, keys):
+        return False
+    return "." in word or word in keys or meant(word, left[0], keys) is not None
+
+
+def _is_value(word: str) -> bool:
+    return "=" not in word and not word.startswith("-")
+
+
+def _values(left: list[str]) -> list[str]:
+    """Take the value that follows a key, or the numbers, from the words that are left."""
+    count = int(bool(left) and _is_value(left[0]))
+    while 0 < count < len(left) and all(map(NUMBER.fullmatch, left[: count + 1])):
+        count += 1
+    values, left[:count] = left[:count], []
+    return values
+
+
+def unquoted(value: str) -> str:
+    """A value without the quotes that keep it a text for Hydra."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
