@@ -146,10 +146,12 @@ def folder(
     options.check()
     own = _below(root, split)
     above = root if (root / "images").is_dir() and not (own / "images").is_dir() else own
+    if not (above / "images").is_dir():
+        raise _LAYOUT.error(f"folder: the folder {above / 'images'} is missing", root, _elsewhere(root, keys))
     images = options.images(_LAYOUT.files(root, above / "images", PHOTOGRAPHS, images_of=split, deep=True))
     labels, is_test, looked_in = options.labels(above), own.name == WITHHELD, above / label_folder
     if above == root:
-        chosen = _on_list(root, own, images)
+        chosen = _on_list(root, own, images, keys)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if is_test and not labels:
         files = [Files(name, path) for name, path in images.items()]
@@ -292,11 +294,19 @@ def _folders(root: Path, names: Set[str]) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _on_list(root: Path, own: Path, images: Mapping[str, Path]) -> list[str]:
+def _elsewhere(root: Path, keys: str) -> str | None:
+    """Advice about a split that is missing, if `root` holds others, or is a split itself."""
+    if (root / "images").is_dir() and any((root.parent / split / "images").is_dir() for split in ("train", "val")):
+        return f"give {keys}root={root.parent}, the folder above, whose folders are the splits"
+    splits = folder_splits(root)
+    return f"give one of the splits that are there: {', '.join(splits)}" if splits else None
+
+
+def _on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> list[str]:
     """The image names on a split's list, which may list suffixes too. `own`: where the split's folder would be."""
     file = Path(f"{own}.txt")
     if not file.is_file():
-        raise _LAYOUT.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root)
+        raise _LAYOUT.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root, _elsewhere(root, keys))
     lines = (composed(line).removeprefix("./") for line in read_list(file, "the name of an image"))
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
     names = sorted({stems.get(line, line) for line in lines})

@@ -13,6 +13,7 @@ from typing import IO
 
 from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
+from engine.configuration.help import as_text
 from engine.process.console import logger
 from engine.process.output_files import NO_ROOM
 from engine.process.transfers import HostCopy
@@ -175,7 +176,7 @@ class RunDirectory:
         before, now = fixed(of_checkpoint(state, f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
-            listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
+            listed = "; ".join(f"{key} was {as_text(before.get(key))} and is {as_text(now.get(key))}" for key in changed)
             advice = f"Give the same values to continue it, or {_ANOTHER}"
             if state["step"] == state["total_steps"] < total_steps:
                 advice = f"The run has ended. To train its weights for longer, {config.new_run_advice(self.last)}"

@@ -75,7 +75,9 @@ def as_text(value: Any) -> str:
     """A value as it is given on the command line."""
     if isinstance(value, (list, ListConfig)):
         return f"[{','.join(map(as_text, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value in (None, ""):
+        return "null" if value is None else "''"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _rows(rows: dict[str, str], width: int, columns: int) -> Iterator[str]:

@@ -24,6 +24,9 @@ from .device import OPTIMIZERS
 from .fit import Fit, fit
 
 
+_EXAMPLE = "give mine:step, with def step(): return resnet50(), torch.zeros(8, 3, 224, 224) in mine.py"
+
+
 def main(given: list[str]) -> Fit:
     """Print what fits. ValueError: an argument is wrong, or nothing fits."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -68,7 +71,7 @@ def _made(name: str) -> tuple[nn.Module, Any]:
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name}: {error}; expected MODULE:FUNCTION, found from this folder") from error
+        raise ValueError(f"{name}: {error}; expected MODULE:FUNCTION, found from this folder; {_EXAMPLE}") from error
     try:
         with torch.device("meta"):
             made = function()
@@ -80,7 +83,7 @@ def _made(name: str) -> tuple[nn.Module, Any]:
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]
         raise ValueError(
-            f"{name} returns {', '.join(kinds)}: expected a network (nn.Module), and an example of its input"
+            f"{name} returns {', '.join(kinds)}: expected a network (nn.Module), and an example of its input; {_EXAMPLE}"
         )
     return made
 

@@ -46,7 +46,9 @@ def check_activation(activation: Activation, invertible: bool) -> None:
     if name not in ACTIVATIONS:
         old = "; 'none' of older versions of inplace_abn is 'identity'" if name in ("none", None) else ""
         known = INVERTIBLE_ACTIVATIONS if invertible else ACTIVATIONS
-        nearest = difflib.get_close_matches(str(name).lower(), known, n=1)
+        # Another of PyTorch's functions, such as gelu, is no misspelling.
+        is_another = hasattr(F, str(name).lower())
+        nearest = [] if is_another else difflib.get_close_matches(str(name).lower(), known, n=1)
         fix = f"use {nearest[0]!r}" if nearest else f"choose one of {', '.join(known)}"
         raise ValueError(f"activation={name!r} is not known; {fix}{old}")
     if invertible and name not in INVERTIBLE_ACTIVATIONS:

@@ -331,12 +331,12 @@ def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, lost):
 def test_a_checkpoint_of_another_task_or_length_or_of_weights_alone_is_refused(tmp_path, config):
     run = run_in(tmp_path, config, 1)
     longer = with_key(config, "trainer.steps", 12)
-    with pytest.raises(ValueError, match="trainer.steps was None and is 12. Give the same values to continue it"):
+    with pytest.raises(ValueError, match="trainer.steps was null and is 12. Give the same values to continue it"):
         run.checkpoint_to_resume(longer, total_steps=12, files={})  # it has not ended
     save(run, state_of(9, config))
     with pytest.raises(ValueError, match=f"The run has ended. .*: another run_dir, and '?init.weights=.*{run.last}"):
         run.checkpoint_to_resume(longer, total_steps=12, files={})
-    with pytest.raises(ValueError, match="trainer.steps was None and is 6. Give the same values to continue it"):
+    with pytest.raises(ValueError, match="trainer.steps was null and is 6. Give the same values to continue it"):
         run.checkpoint_to_resume(with_key(config, "trainer.steps", 6), total_steps=6, files={})
     save(run, {**state_of(1, config), "task": "shapes"})
     with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is for the task shapes: expected segmentation$"):

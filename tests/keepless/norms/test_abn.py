@@ -350,6 +350,7 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
     [
         (InPlaceABN, {"activation": "relu"}, "cannot recover.*leaky_relu"),
         (InPlaceABN, {"activation": "swish"}, "'swish' is not known; choose one of leaky_relu.* tanh$"),
+        (InPlaceABN, {"activation": "gelu"}, "'gelu' is not known; choose one of leaky_relu.* tanh$"),  # not elu
         (InPlaceABNSync, {"activation": "none"}, "'none' is not known; .* is 'identity'"),
         (InPlaceABN, {"activation": "leaky_relu", "activation_param": 0.0}, "slope above 0"),
         (InPlaceABN, {"activation_param": float("nan")}, "slope above 0"),
