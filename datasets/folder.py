@@ -306,7 +306,9 @@ def _on_list(root: Path, own: Path, images: Mapping[str, Path], keys: str) -> li
     """The image names on a split's list, which may list suffixes too. `own`: where the split's folder would be."""
     file = Path(f"{own}.txt")
     if not file.is_file():
-        raise _LAYOUT.error(f"folder: neither the folder {own / 'images'} nor the list {file} exists", root, _elsewhere(root, keys))
+        raise _LAYOUT.error(
+            f"folder: neither the folder {own / 'images'} nor the list {file} exists", root, _elsewhere(root, keys)
+        )
     lines = (composed(line).removeprefix("./") for line in read_list(file, "the name of an image"))
     stems = {f"{name}{end}": name for name, path in images.items() for end in ("", path.suffix)}
     names = sorted({stems.get(line, line) for line in lines})

@@ -158,9 +158,9 @@ def reading_errors(
                 f"out of memory in a process that reads images: use smaller crops, or fewer {workers_key}"
             ) from error
         if message.startswith("DataLoader worker"):
-            # A configuration that was being read then adds lines about its keys.
+            died = message.splitlines()[0].strip()  # a configuration that is being read adds lines about its keys
             raise ChildProcessError(
-                f"a process that reads images died: {message.splitlines()[0].strip()} If the machine ran out of memory, use fewer "
+                f"a process that reads images died: {died} If the machine ran out of memory, use fewer "
                 f"{workers_key}.{advice}"
             ) from error
         raise

@@ -176,7 +176,9 @@ class RunDirectory:
         before, now = fixed(of_checkpoint(state, f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
-            listed = "; ".join(f"{key} was {as_text(before.get(key))} and is {as_text(now.get(key))}" for key in changed)
+            listed = "; ".join(
+                f"{key} was {as_text(before.get(key))} and is {as_text(now.get(key))}" for key in changed
+            )
             advice = f"Give the same values to continue it, or {_ANOTHER}"
             if state["step"] == state["total_steps"] < total_steps:
                 advice = f"The run has ended. To train its weights for longer, {config.new_run_advice(self.last)}"

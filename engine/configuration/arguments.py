@@ -13,7 +13,8 @@ NO_KEY, DASHES, NO_VALUE, SPACE = (
     "expected key=value",
     "expected key=value without spaces",
 )
-BEFORE_KEYS = ("opts", "cfg_options", "cfg-options")  # options that other programs have before a list of keys
+BEFORE_KEYS = ("opts", "cfg_options")  # options that other programs have before a list of keys
+OF_DETECTRON2 = re.compile(r"[A-Z_]+(\.[A-Z0-9_]+)+")  # a key
 KEY, NUMBER = re.compile(r"[A-Za-z_]\w*(\.\w+)*"), re.compile(r"[-+]?\d*\.?\d+(e-?\d+)?")
 
 
@@ -35,7 +36,8 @@ def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]
     while left:
         word = left.pop(0)
         given, equals, value = word.partition("=")
-        name, has_dashes = given.lstrip("-+"), given.startswith("-")
+        has_dashes = given.startswith("-")
+        name = given.lstrip("-").replace("-", "_") if has_dashes else given.lstrip("+")
         if equals:
             known = name in keys or any(each.startswith(f"{name}.") for each in keys)
             fault, value = DASHES if has_dashes else "" if known else NO_KEY, unquoted(value)
@@ -58,7 +60,9 @@ def _is_key(word: str, left: Sequence[str], keys: Collection[str]) -> bool:
 
 
 def _is_value(word: str) -> bool:
-    return "=" not in word and not word.startswith("-")
+    if word.startswith("-") or OF_DETECTRON2.fullmatch(word):
+        return NUMBER.fullmatch(word) is not None
+    return "/" in word.partition("=")[0] or "=" not in word
 
 
 def _values(left: list[str]) -> list[str]:

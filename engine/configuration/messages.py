@@ -59,9 +59,11 @@ def _refuse_words_of_others(words: Sequence[str], schema: type[Keys], groups: li
     answers = [answer for each in given if (answer := _answer(each, schema, groups)) is not None]
     if not answers:
         return
-    # Of two values for a key, one that was given counts more than one that is suggested.
-    by_weight = sorted(answers, key=lambda each: each.argument.value in " ".join(each.give))
-    gives = {pair.partition("=")[0]: pair for answer in by_weight for pair in answer.give}
+    gives: dict[str, str] = {}
+    for answer in answers:
+        for pair in answer.give:  # of two values for a key, one that was given counts more than one that is suggested
+            key, _, value = pair.partition("=")
+            gives[key] = pair if key not in gives or value == answer.argument.value else gives[key]
     needed = _needed([*gives.values()], words, schema)
     if len(answers) == 1:
         ((text, _, _, fault), _, say), none = answers[0], answers[0].say.startswith("there is none")
@@ -82,7 +84,9 @@ def _answer(argument: Argument, schema: type[Keys], groups: list[str]) -> Answer
     _, name, value, fault = argument
     declared = declared_in(schema)
     keys = {*declared, *groups}
-    if meant := words_of_others.meant(name, value, keys):
+    nearest = [] if name in keys else _nearest(name, value, schema)
+    is_ours = any(key.rpartition(".")[2] == name.rpartition(".")[2].lower() for key in nearest)
+    if meant := words_of_others.meant(name, value, keys, patterns=not is_ours):
         give, say = _pairs(meant[0] or ""), meant[1]
         for number, own in enumerate(give):  # a value that other programs take need not be one of ours
             if mended := _instead(*own.split("=", 1), schema, groups):
@@ -95,11 +99,10 @@ def _answer(argument: Argument, schema: type[Keys], groups: list[str]) -> Answer
         mended = _instead(name, value, schema, groups)
         if mended and (mended[0] or name in groups):
             return Answer(argument, *mended)
-        own = f"{name}={value or ('true' if name in declared and declared[name].kind is bool else SOME)}"
-        return Answer(argument, [own], f"give {own}") if fault else None
+        return Answer(argument, [_pair(name, value, schema)], f"give {_pair(name, value, schema)}") if fault else None
     if not fault or any(declared[each].kind is Any for each in declared if name.startswith(f"{each}.")):
         return None
-    nearest = [f"{key}={value or SOME}" for key in _nearest(name, value, schema)]
+    nearest = [_pair(key, value, schema) for key in nearest]
     say = f"give {' or '.join(nearest)}" if nearest else "--help lists them all" if fault == NO_KEY else HELP
     return Answer(argument, nearest if len(nearest) == 1 else [], say)
 
@@ -116,7 +119,9 @@ def _instead(name: str, value: str, schema: type[Keys], groups: list[str]) -> tu
         return None
     for likely in words_of_others.slips(value):
         if fits(likely, declared):
-            return [f"{name}={likely}"], f"{_about_value(name, value, schema)}; give {name}={likely}"
+            return [
+                f"{name}={likely}"
+            ], f"{_about_value(name, value, schema).partition('; give')[0]}; give {name}={likely}"
     return [], f"give {name}=…, {expected(declared)}"
 
 
@@ -197,15 +202,22 @@ def _pairs(give: str) -> list[str]:
     return re.split(r" (?=[\w.]+=)", give) if give else []
 
 
+def _pair(key: str, value: str, schema: type[Keys]) -> str:
+    """key=value, also of an option without a value."""
+    declared = declared_in(schema).get(key)
+    return f"{key}={value or ('true' if declared is not None and declared.kind is bool else SOME)}"
+
+
 def _nearest(name: str, value: str, schema: type[Keys]) -> list[str]:
     """Keys with this last part that take the value; else the most similar one of the group, or a very similar one."""
     declared = declared_in(schema)
-    known = [key for key in declared if not key.endswith(".name") and (not value or fits(value, declared[key]))]
-    group, _, last = name.replace("-", "_").rpartition(".")
-    if same := [key for key in known if key.rpartition(".")[2] == last]:
-        return same
-    for keys, alike in ([key for key in known if key.rpartition(".")[0] == group], 0.6), (known, 0.8):
-        parts = {key.rpartition(".")[2]: key for key in keys}
-        if found := difflib.get_close_matches(last, parts, n=1, cutoff=alike):
-            return [parts[found[0]]]
-    return []
+    known = [key for key in declared if not key.endswith(".name")]
+    group, _, last = name.lower().replace("-", "_").rpartition(".")
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    of_group = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}
+    of_all = {key.rpartition(".")[2]: key for key in known}
+    alike = [of_group[part] for part in difflib.get_close_matches(last, of_group, n=1)]
+    alike += [of_all[part] for part in difflib.get_close_matches(last, of_all, n=1, cutoff=0.8)]
+    return [key for key in same if not value or fits(value, declared[key])] or [
+        key for key in alike if not value or fits(value, declared[key])
+    ][:1]

@@ -63,11 +63,16 @@ def _by_word() -> dict[str, list[Entry]]:
 
 @cache
 def _named(name: str) -> list[Entry]:
-    """The entries of a name; then those of the names that it ends with, after a dot; then those with a *."""
+    """The entries of a name, and then of the names that it ends with, after a dot."""
     parts = name.split(".")
     ends = [".".join(parts[start:]) for start in range(len(parts))]
-    patterns = [word for word in _by_word() if "*" in word and fnmatchcase(name, word)]
-    return [entry for word in (*ends, *patterns) for entry in _by_word().get(word, ())]
+    return [entry for word in ends for entry in _by_word().get(word, ())]
+
+
+@cache
+def _of_patterns(name: str) -> list[Entry]:
+    """The entries of words with a *."""
+    return [entry for word in _by_word() if "*" in word and fnmatchcase(name, word) for entry in _by_word()[word]]
 
 
 def keys_of(give: str) -> set[str]:
@@ -87,13 +92,14 @@ def _divided(text: str) -> str:
     return re.sub(r"=([\d.]+)/(\d+)$", lambda ratio: f"={float(ratio[1]) / int(ratio[2]):g}", text)
 
 
-def meant(name: str, value: str, keys: Collection[str]) -> tuple[str | None, str] | None:
+def meant(name: str, value: str, keys: Collection[str], patterns: bool = True) -> tuple[str | None, str] | None:
     """Our words for a key, or for a value of our key, that another program has; None if there is no advice.
 
     The first result is what to give, or None if the second, a sentence, says more. `keys`: of the command.
+    `patterns`: also by words with a *.
     """
     word = name if name in keys else re.sub(r"\.\d+(?=\.)|\[\d+\]", "", name.lower().replace("-", "_"))
-    for entry in _named(word):
+    for entry in [*_named(word), *(_of_patterns(word) if patterns else ())]:
         match = None if name in keys and word not in entry.word else entry.fits(word, value, keys)
         if match is None:
             continue

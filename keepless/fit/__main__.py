@@ -23,7 +23,6 @@ from torch import nn
 from .device import OPTIMIZERS
 from .fit import Fit, fit
 
-
 _EXAMPLE = "give mine:step, with def step(): return resnet50(), torch.zeros(8, 3, 224, 224) in mine.py"
 
 
@@ -83,7 +82,8 @@ def _made(name: str) -> tuple[nn.Module, Any]:
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]
         raise ValueError(
-            f"{name} returns {', '.join(kinds)}: expected a network (nn.Module), and an example of its input; {_EXAMPLE}"
+            f"{name} returns {', '.join(kinds)}: expected a network (nn.Module), and an example of its input; "
+            f"{_EXAMPLE}"
         )
     return made
 

@@ -1,0 +1,153 @@
+"""What commands with other programs' words, slips and units are answered, before anything is composed."""
+
+import shlex
+import sys
+
+import pytest
+
+from engine.configuration.messages import explained, refuse_options
+from engine.configuration.texts import as_typed
+from tests.engine.configuration.test_words import COMMANDS
+
+# Command: what its message contains; "" for a right one.
+ANSWERS = {
+    # Several words are answered at once.
+    "predict --ckpt x.pth --img a.png --out-dir o": "give checkpoint=x.pth input=a.png output=o",
+    "run_table table3 --dry-run": "give table=table3 dry_run=true",
+    "train_imagenet /data/imagenet --model resnet50": "give data.root=/data/imagenet body=resnet50",
+    "train_imagenet --weight-decay 0.05 --lr 0.1": "give optim.weight_decay=0.05 optim.lr=0.1",
+    "train_imagenet --model-ema --model-ema-decay 0.9998": "give trainer.ema_decay=0.9998",
+    "train_seg batch_size=4 num_workers=2 mixup=1": "no such keys as batch_size and num_workers; give "
+    "data.crops_per_minibatch=4 data.workers=2; mixup: there is none",
+    "train_seg norm=GN loss=dice": "norm=GN: there is none: expected a batch normalisation, norm=inplace or norm",
+    "train_imagenet --model resnet50 -b 256 --sched cosine --input-size 3 224 224 -j 8": "give body=resnet50 "
+    "data.crops_per_minibatch=256 lr_schedule=cosine data.crop_size=224 data.workers=8",
+    # detectron2
+    "train_seg SOLVER.BASE_LR 0.02": "expected key=value without spaces; give optim.lr=0.02",
+    "train_seg --opts SOLVER.IMS_PER_BATCH 8 SOLVER.STEPS '(30000,)'": "give data.crops_per_minibatch=8 "
+    "lr_schedule.steps=[30000], with lr_schedule=multistep; --opts: leave it out",
+    "train_seg --eval-only MODEL.WEIGHTS m.pth": "give init.weights=m.pth; --eval-only: leave it out",
+    "train_seg MODEL.WEIGHTS=/x.pth": "give init.weights=/x.pth",
+    "train_seg MODEL.MASK_ON=false": "there is none",
+    "train_seg MODEL.RESNETS.DEPTH=101 MODEL.RESNETS.NORM=SyncBN": "give body=resnet101 norm=std norm.sync=true",
+    "train_seg DATASETS.TRAIN=camvid_train": "give data=NAME",
+    "train_seg TEST.EVAL_PERIOD=50": "give trainer.evaluate_every_steps=50",
+    "train_seg SOLVER.NESTEROV=True SOLVER.MOMENTUM=0.9": "give optim.nesterov=True optim.momentum=0.9, with optim=sgd",
+    "train_seg INPUT.CROP.SIZE=[512,1024] OUTPUT_DIR=./o": "give data.crop_size=512 data.crop_aspect=2 run_dir=./o",
+    "train_seg --config-file configs/experiment/camvid/resnext_small.yaml": "give experiment=camvid/resnext_small",
+    "train_seg --num-gpus 2": "start it as torchrun --nproc-per-node 2 train_seg.py",
+    # mmengine
+    "train_seg train_dataloader.batch_size=4 optim_wrapper.optimizer.lr=0.01": "crops_per_minibatch=4 optim.lr",
+    "train_seg default_hooks.checkpoint.interval=500": "give trainer.checkpoint_every_steps=500",
+    "train_seg env_cfg.dist_cfg.backend=gloo": "torchrun's options before the program say it",
+    "train_seg env_cfg.dist_cfg.backend=auto visualizer.name=v": "visualizer.name: there is none",
+    "train_seg model.backbone.depth=50": "give body=resnet50",
+    "train_seg model.decode_head.type=UPerHead model.auxiliary_head.channels=4": "deeplabv3 is the only head",
+    "train_seg param_scheduler.0.type=PolyLR 'param_scheduler[0].power=0.9'": "lr_schedule=poly lr_schedule.power=0.9",
+    "train_seg optim_wrapper.optimizer.type=AdamW": "there is no such optim; give optim=adamw",
+    "train_seg load_from=a/b.pth work_dir=w launcher=pytorch": "give init.weights=a/b.pth run_dir=w; launcher: start",
+    "train_seg train_dataloader.dataset.type=CityscapesDataset": "give data=cityscapes",
+    # Lightning
+    "train_seg ckpt_path=RUN/checkpoints/last.pt": "give run_dir=RUN resume=auto",
+    "train_seg ckpt_path=last": "give run_dir=RUN resume=auto to continue",
+    "train_seg --ckpt_path=a/checkpoints/epoch=1.ckpt": "give run_dir=a resume=auto",
+    "train_seg resume=RUN/checkpoints/last.pt": "give run_dir=RUN resume=auto",
+    "train_seg trainer.accelerator=cpu trainer.max_epochs=3": "give trainer.device=cpu trainer.epochs=3",
+    "train_seg trainer.val_check_interval=0.5": "give trainer.evaluate_every_steps=N",
+    "train_seg trainer.strategy=ddp": "start it as torchrun --nproc-per-node N",
+    "train_seg trainer.precision=16-mixed": "give trainer.precision=float16",
+    "train_seg trainer.enable_progress_bar=false": "there is none",
+    "train_seg callbacks.early_stopping.patience=3": "there is none for early stopping",
+    "train_seg trainer=gpu": "give trainer.device=cuda",
+    "train_seg logger=wandb": "logger=wandb: there is none: every run writes RUN/metrics.jsonl",
+    "train_seg trainer.device=mps": "expected auto, cpu or cuda",
+    # Hugging Face
+    "train_seg --per_device_train_batch_size 8 --num_train_epochs 3.0 --fp16": "give data.crops_per_minibatch=8 "
+    "trainer.epochs=3 trainer.precision=float16",
+    "train_seg --report_to none --max_steps -1": "--report_to none: there is none",
+    "train_seg gradient_accumulation_steps=2 output_dir=o": "give trainer.accumulation_steps=2 run_dir=o",
+    # timm, torchvision, PaddleSeg
+    "train_imagenet --mixup 0.2": "--mixup 0.2: there is none that mixes images",
+    "train_imagenet --aa rand-m9-mstd0.5": "there is none",
+    "train_imagenet --drop-path 0.1": "there is none",
+    "train_imagenet --smoothing 0.1": "there is none for label smoothing",
+    "train_imagenet --opt lamb --channels-last": "trainer.channels_last=true; --opt lamb: there is none",
+    "train_imagenet --weights ResNet50_Weights.IMAGENET1K_V2": "give body.weights=published",
+    "train_seg lr_scheduler.type=PolynomialDecay loss.types=DiceLoss": "lr_schedule=poly; loss.types: there is none",
+    # Networks, losses and other choices
+    "train_seg body=convnext_tiny": "give body=timm body.network=convnext_tiny norm=std",
+    "train_seg model=resnet50d": "give body=timm body.network=resnet50d norm=std",
+    "train_seg body=resnet-18": "give body=resnet18",
+    "train_seg body=wide_resnet50_2": "give body=torchvision body.network=wide_resnet50_2 norm=std",
+    "train_seg body=swin_t": "there is none for transformers",
+    "train_seg model=foo": "body=torchvision body.network=NAME norm=std, or body=timm",
+    "train_seg optim=AdamW": "give optim=adamw",
+    "train_seg head=unet": "deeplabv3 is the only head",
+    "train_seg loss=dice": "there is none of this name: expected loss=cross_entropy or loss=bootstrapped",
+    "train_seg lr_schedule=cosin": "the nearest is cosine",
+    "train_seg data=cityscape": "the nearest is cityscapes",
+    "train_seg data=ade20k": "give data=folder",
+    "train_seg norm=inplace_abn": "give norm=inplace",
+    "train_seg norm.activation=gelu": "there is none of this name: expected leaky_relu",
+    "train_seg init.weights=last": "init.weights=RUN/checkpoints/last.pt; run_dir=RUN resume=auto continues a run",
+    "train_seg loss.use_sigmoid=true": "there is none",
+    # No advice across groups but for near spellings and fitting types
+    "train_seg trainer.interval=10": "give trainer.log_every_steps, trainer.evaluate_every_steps or trainer.checkpoint",
+    "train_seg foo.intervals=10": "there is no such key; --help lists them all",
+    "train_seg foo.backend=gloo": "there is no such key; --help lists them all",
+    "train_seg foo.momentun=0.5": "give optim.momentum=0.5",
+    # Slips and units
+    "train_seg data.crop_size=256x256": "give data.crop_size=256",
+    "train_seg data.crop_size=512*1024": "give data.crop_size=512 data.crop_aspect=2",
+    "train_seg 'optim.betas=(0.9,0.999)'": "give optim.betas=[0.9,0.999], with optim=adamw",
+    "train_seg optim.lr=0,01": "give optim.lr=0.01",
+    "train_seg data.flip=50%": "give data.flip=0.5",
+    "train_seg trainer.steps=40k": "give trainer.steps=40000",
+    "train_seg trainer.log_every_steps=1,000": "give trainer.log_every_steps=1000",
+    "train_seg trainer.epochs=10.0": "give trainer.epochs=10",
+    "train_seg trainer.epochs=1h": "there is none in hours",
+    "train_seg memory.budget=12G": "memory.budget=12G: give memory.budget=12GiB",
+    "train_seg memory.budget=12000": "memory.budget=12000MiB",
+    "train_seg memory.budget=80%": "expected bytes, not a share",
+    "plan_memory memory.gpu=4 memory.budget=RTX3090": "give memory.gpus=4 memory.budget=24GiB",
+    "eval checkpoint=a.pt window.overlap=50%": "give window.overlap=0.5",
+    # Commands of a checkpoint, and of data
+    "eval RUN --tta": "give checkpoint=RUN tta.scales=[0.75,1,1.25] tta.flip=true",
+    "eval --eval mIoU": "leave it out: eval.py always computes the official scores",
+    "eval checkpoint=a.pt --show-dir out": "give overlays=out",
+    "predict checkpoint=a.pt output=o 'input=d/*.png'": "give input=d",
+    "run_table table=3": "give table=table3",
+    "compare_runs RUN OTHER": "give runs=RUN_DIR or runs=[RUN_DIR,OTHER_RUN], and out=OUT",
+    "verify_data DIR/x": "give data.root=DIR/x",
+    # Right commands are left alone.
+    "train_seg data=folder data.root=DIR 'data.mean=[0.485,0.456,0.406]' run_dir=RUN resume=auto seed=0": "",
+    "train_seg optim=adamw optim.lr=1e-3 'data.scale=[0.5,2]' trainer.compile=yes data.workers=2 body=resnet50": "",
+    "eval checkpoint=a.pt tta.flip=yes data.split=validation": "",
+    "run_table table=table3 dry_run=true +roots.camvid=DIR": "",
+    "browse_data data=cifar10 out=o": "",
+}
+
+
+def test_words_of_others_slips_and_units_are_answered(monkeypatch):
+    wrong = {}
+    for command, expected in ANSWERS.items():
+        program, *words = shlex.split(command)
+        monkeypatch.setattr(sys, "argv", [f"{program}.py"])
+        schema, name = COMMANDS[program], program.replace("plan_memory", "train_seg")
+        said = ""
+        try:
+            typed = [as_typed(word, schema) for word in words]
+            refuse_options(name, schema, typed)
+            with explained(name, schema, typed):
+                pass
+        except ValueError as error:
+            said = str(error)
+        if expected not in said or bool(said) != bool(expected) or "\n" in said:
+            wrong[command] = said
+    assert wrong == {}
+
+
+def test_a_message_names_each_word_once():
+    with pytest.raises(ValueError) as raised, explained("train_seg", COMMANDS["train_seg"], ["lr=0.1", "mixup=1"]):
+        pass
+    assert str(raised.value).count("mixup:") == 1 and "no such keys as lr; give optim.lr=0.1" in str(raised.value)
