@@ -33,7 +33,7 @@ ANSWERS = {
     "train_seg.py optim=adamw optim.nesterov=true": "optim.nesterov is for optim=sgd; another optim is chosen",
     "train_seg.py norm=std norm.gamma_floor=1e-4": "is for norm=inplace_1 and norm=inplace; another",
     "train_seg.py experiment=cifar10/resnet14": "is for classification: train_seg.py trains segmentation, ",
-    "train_seg.py experiment=camvid/resnext_smal": "the nearest are camvid/resnext_small, ",
+    "train_seg.py experiment=camvid/resnext_smal": "the nearest is camvid/resnext_small",
     "scripts.make_classes data=camvid": "data=camvid: there is no such data; the nearest is folder",
     "train_seg.py norm=null": "norm=null: there is no such norm; the nearest are ",
     "train_seg.py +experiment=camvid/resnext_small": "leave out the +: experiment=camvid/resnext_small",
@@ -57,7 +57,7 @@ ANSWERS = {
     "scripts.export checkpoint=FILE.pt output=n.pt2 size=512": "size=512: expected 2 numbers: height, width in pixels, "
     "each above 0; give size=[512,512]",
     "eval.py checkpoint=FILE.pt tta.scales=0.5,1": "give tta.scales=[0.5,1]",
-    "train_seg.py 'head.dilations=(12,24)'": "quote lists and mappings for the shell",
+    "train_seg.py 'head.dilations=(12,24)'": "give head.dilations=[12,24]",
     "train_seg.py head.dilations=null": "head.dilations=null: expected a list, each a whole number above 0",
     "scripts.verify_data data=camvid splits=train": "expected a list, each a text; give splits=[train]",
     "scripts.run_table table=table9": "expected one of table1, table2, table3, table4, revnet, memcnn, camvid_table3, "

@@ -38,7 +38,7 @@ def arguments(words: Sequence[str], keys: Collection[str]) -> Iterator[Argument]
         given, equals, value = word.partition("=")
         has_dashes = given.startswith("-")
         name = given.lstrip("-").replace("-", "_") if has_dashes else given.lstrip("+")
-        if equals:
+        if equals and name:
             known = name in keys or any(each.startswith(f"{name}.") for each in keys)
             fault, value = DASHES if has_dashes else "" if known else NO_KEY, unquoted(value)
             yield Argument(f"{given}={value}", name, value, fault)

@@ -55,8 +55,8 @@ def refuse_options(command: str, schema: type[Keys], words: Sequence[str]) -> No
 
 def _refuse_words_of_others(words: Sequence[str], schema: type[Keys], groups: list[str]) -> None:
     """Raise ValueError if a command has words that are not its keys, choices or values: one message about all."""
-    given = arguments(words, {*declared_in(schema), *groups})
-    answers = [answer for each in given if (answer := _answer(each, schema, groups)) is not None]
+    found = arguments(words, {*declared_in(schema), *groups})
+    answers = [answer for each in found if (answer := _answer(each, schema, groups)) is not None]
     if not answers:
         return
     gives: dict[str, str] = {}
@@ -87,18 +87,21 @@ def _answer(argument: Argument, schema: type[Keys], groups: list[str]) -> Answer
     nearest = [] if name in keys else _nearest(name, value, schema)
     is_ours = any(key.rpartition(".")[2] == name.rpartition(".")[2].lower() for key in nearest)
     if meant := words_of_others.meant(name, value, keys, patterns=not is_ours):
-        give, say = _pairs(meant[0] or ""), meant[1]
-        for number, own in enumerate(give):  # a value that other programs take need not be one of ours
-            if mended := _instead(*own.split("=", 1), schema, groups):
-                give[number : number + 1] = mended[0]
-                say = f"give {' '.join(give)}" if mended[0] else f"{own}: {mended[1]}"
-        return Answer(argument, give, say)
+        give: list[str] = []
+        problem = ""
+        for own in re.split(r" (?=[\w.]+=)", meant[0]) if meant[0] else ():  # values may have spaces
+            key, _, its_value = own.partition("=")
+            mended = _instead(key, its_value, schema, groups)  # a value of other programs need not be one of ours
+            give += mended[0] if mended else [own]
+            problem = f"{own}: {mended[1]}" if mended and not mended[0] else problem
+        return Answer(argument, give, problem or (f"give {' '.join(give)}" if give else meant[1]))
     if fault == NO_VALUE:
         return None
     if name in keys:
-        mended = _instead(name, value, schema, groups)
-        if mended and (mended[0] or name in groups):
-            return Answer(argument, *mended)
+        if name in groups or any(words_of_others.slips(value)):  # else Hydra's error says what is expected
+            mended = _instead(name, value, schema, groups)
+            if mended and (mended[0] or name in groups):
+                return Answer(argument, *mended)
         return Answer(argument, [_pair(name, value, schema)], f"give {_pair(name, value, schema)}") if fault else None
     if not fault or any(declared[each].kind is Any for each in declared if name.startswith(f"{each}.")):
         return None
@@ -119,9 +122,8 @@ def _instead(name: str, value: str, schema: type[Keys], groups: list[str]) -> tu
         return None
     for likely in words_of_others.slips(value):
         if fits(likely, declared):
-            return [
-                f"{name}={likely}"
-            ], f"{_about_value(name, value, schema).partition('; give')[0]}; give {name}={likely}"
+            wanted, give = _about_value(name, value, schema).partition("; give")[0], f"{name}={likely}"
+            return [give], f"{wanted}; give {give}"
     return [], f"give {name}=…, {expected(declared)}"
 
 
@@ -195,11 +197,6 @@ def _needed(give: Sequence[str], words: Sequence[str], schema: type[Keys]) -> st
         if having and len(having) < len(alternatives) and not chosen:
             return f", with {' or '.join(f'{group}={each}' for each in having)}"
     return ""
-
-
-def _pairs(give: str) -> list[str]:
-    """["optim=sgd", "optim.lr=0.1"] of "optim=sgd optim.lr=0.1"; values may have spaces."""
-    return re.split(r" (?=[\w.]+=)", give) if give else []
 
 
 def _pair(key: str, value: str, schema: type[Keys]) -> str:

@@ -3,7 +3,7 @@
 import os
 import re
 from dataclasses import field, make_dataclass
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -59,7 +59,7 @@ def fits(text: str, declared: Declared) -> bool:
     typed = make_dataclass("Typed", [("value", kind, field(metadata={**rules}))])
     try:
         value = text if kind in (str, str | None) else OverridesParser.create().parse_override(f"key={text}").value()
-        check_values(OmegaConf.to_object(OmegaConf.structured(typed(value))))
+        check_values(cast(Keys, OmegaConf.to_object(OmegaConf.structured(typed(value)))))
     except (HydraException, OmegaConfBaseException, ValueError):
         return False
     return True

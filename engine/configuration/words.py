@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 ALONE = "alone"  # the name of an argument without =
 SLIP = "slip"  # the name of an argument with a value that its key cannot take

@@ -158,11 +158,19 @@ def test_splits_may_be_lists(root):
     assert shared_images(folder(root, "train"), folder(root, "both")) == 1
     (root / "both.txt").unlink()
     assert not folder(root, "test").has_labels and folder_splits(root) == ["train", "test"]
-    with pytest.raises(ValueError, match=f"neither the folder {root}/val/images nor the list {root}/val.txt exists"):
+    with pytest.raises(
+        ValueError, match=f"neither the folder {root}/val/images nor the list {root}/val.txt exists"
+    ) as no:
         folder(root, "val")
+    assert "Fix: give one of the splits that are there: train, test." in str(no.value)
     (root / "val.txt").write_text("train/a/board.0\ntrain/a/board.7\n")
     with pytest.raises(ValueError, match=f"{root}/val.txt: 1 of its 2 images, such as train/a/board.7, are missing"):
         folder(root, "val")
+
+
+def test_a_split_given_as_the_folder_names_the_folder_above(root):
+    with pytest.raises(ValueError, match=f"Fix: give data.root={root}, the folder above"):
+        folder(root / "train", "train", keys="data.")
 
 
 def test_splits_that_are_joined_hold_all_images_of_each(root):

@@ -68,10 +68,10 @@ FULL = "Caught RuntimeError in DataLoader worker process 0.\n…\nRuntimeError: 
 )
 def test_failures_name_the_settings_and_end_with_the_advice(words, key, advice):
     with pytest.raises(ChildProcessError) as killed, reading_errors(600, **words):
-        raise RuntimeError(KILLED)
+        raise RuntimeError(f"{KILLED}\n    full_key: data\n    object_type=dict")  # as OmegaConf passes it on
     message = str(killed.value)
     assert message.startswith(f"a process that reads images died: {KILLED.strip()} ")
-    assert message.endswith(f"use fewer {key}.{advice}")
+    assert message.endswith(f"use fewer {key}.{advice}") and "\n" not in message
     for reason in (BUS_ERROR, FULL):
         with pytest.raises(MemoryError) as full, reading_errors(600, **words):
             raise RuntimeError(reason)

@@ -17,6 +17,7 @@ import torch
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as cfg
+from engine.configuration.help import as_text
 from engine.schema.keys import deciding
 from engine.schema.segmentation import SegmentationRun
 from scripts.reports.runs import DATE
@@ -271,7 +272,7 @@ def test_exactly_the_free_keys_may_change(tmp_path, monkeypatch):
         if key in FREE_ON_RESUME:
             assert run.checkpoint_to_resume(now, total_steps=9, files={})["step"] == 1
         else:
-            expected = f"another configuration: {key} was {value} and is not {value}. Give the same values"
+            expected = f"another configuration: {key} was {as_text(value)} and is not {value}. Give the same values"
             with pytest.raises(ValueError, match=re.escape(expected)):
                 run.checkpoint_to_resume(now, total_steps=9, files={})
 

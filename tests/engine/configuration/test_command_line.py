@@ -11,7 +11,7 @@ import pytest
 
 from engine.configuration.choices import CONFIGS, choices
 from engine.configuration.command_line import composed
-from engine.configuration.help import sentences
+from engine.configuration.help import as_text, sentences
 from engine.process import stopping
 from engine.process.console import logger
 from engine.process.stopping import EXIT_CODE, Preempted
@@ -79,6 +79,10 @@ def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name,
         alone = [choice for choice in chosen if choice.startswith("experiment=")]  # it sets keys of what it chooses
         for together in filter(None, (alone, [choice for choice in chosen if choice not in alone])):
             composed(name, *together)
+
+
+def test_values_are_shown_as_they_are_given():
+    assert [*map(as_text, (None, "", True, [0.5, "a"], 1e-4))] == ["null", "''", "true", "[0.5,a]", "0.0001"]
 
 
 def test_help_of_a_wrong_command_says_what_is_wrong(monkeypatch):
